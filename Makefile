@@ -1,0 +1,43 @@
+# `make demo` and `make test` set up all they need in .venv; only Python 3.10 or newer must be there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRA := $(if $(filter Linux,$(shell uname -s)),cpu)
+comma := ,
+
+# On a terminal the demo is in colour; so it is in a log, where one wants to see it too.
+DEMO_PROMPT := Repeat the following phrase 10 times: "The quick brown fox jumps over the lazy dog.". Don't say anything else.
+
+.PHONY: demo test lint format bench clean
+
+demo: $(VENV)/.run
+	$(BIN)/python decoder.py --model demo --color --max-tokens 250 --prompt '$(subst ','\'',$(DEMO_PROMPT))'
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.run
+	$(BIN)/python benchmarks/side_by_side.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/.run: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "mlxspec needs Python 3.10 or newer; set PYTHON=/path/to/python3")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ rm -rf $(VENV); echo "no virtual environment: install Python's venv module (Debian: apt install python3-venv)"; exit 1; }
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.$(if $(EXTRA),[$(EXTRA)])'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev$(if $(EXTRA),$(comma)$(EXTRA))]'
+	@touch $@

@@ -1,0 +1,160 @@
+"""The decoding loop: propose, verify, accept, commit, until the output ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+
+from ..drafting import Drafter, DraftTree, VerifiedStep
+from ..models.target import Progress, Target
+from ..models.tiers import Tier
+from ..planning import StepTimes
+from .acceptance import accept
+from .sampling import Chooser
+
+
+@dataclass(frozen=True)
+class DecodedStep:
+    """One step of the loop.
+
+    Attributes:
+        verified: the tree, the target's choices and the emitted tokens.
+        logprobs: lazy log-probabilities after each emitted token's predecessor,
+            (tokens, vocabulary), before filters and temperature.
+    """
+
+    verified: VerifiedStep
+    logprobs: mx.array
+
+
+def decode(
+    target: Target,
+    prompt: Sequence[int],
+    drafter: Drafter,
+    chooser: Chooser,
+    *,
+    max_tokens: int,
+    ends: Callable[[int], bool],
+    step_times: StepTimes | None = None,
+    on_progress: Progress | None = None,
+) -> Iterator[DecodedStep]:
+    """Generate tokens after a prompt, one verified step at a time.
+
+    After every step, and when the generator is closed or interrupted, the target's cache holds
+    exactly the context without its last token (while a pipelined plain step is in flight, one
+    dispatched token more).
+
+    Args:
+        target: the model with an empty cache.
+        prompt: at least one token id.
+        drafter: proposes what the target verifies.
+        chooser: picks the target's token after each row.
+        max_tokens: how many tokens to emit at most, at least 1.
+        ends: called with each emitted token in order; True ends the output behind it.
+        step_times: where the wall time of each step is recorded, if anywhere; the time that
+            the consumer takes between steps does not count.
+        on_progress: reports the prefill.
+    """
+    context_length = len(prompt)
+    last = prompt[-1]
+    ahead: _Flight | None = None
+    try:
+        with mx.stream(generation_stream):
+            target.prefill(prompt[:-1], on_progress)
+        drafter.begin(prompt)
+        finished = False
+        while not finished:
+            started = time.perf_counter()
+            remaining = max_tokens - (context_length - len(prompt))
+            if ahead is None:
+                tree = _fit(drafter.propose(remaining - 1), last, target, remaining - 1)
+                flight = _dispatch(target, chooser, mx.array(tree.tokens), tree)
+            else:
+                tree, flight = DraftTree.chain(last), ahead
+            ahead = None
+            if drafter.pipelined and remaining > 1:
+                ahead = _dispatch(target, chooser, flight.choices, DraftTree.chain(-1))
+
+            verified, finished = _settle(tree, flight, remaining, ends)
+            if len(tree) > 1:
+                target.keep((0, *verified.accepted[: len(verified.tokens) - 1]))
+            context_length += len(verified.tokens)
+            last = verified.tokens[-1]
+            drafter.observe(verified)
+            if step_times:
+                step_times.record(len(tree), time.perf_counter() - started)
+            yield DecodedStep(verified, flight.logprobs_of(verified))
+    finally:
+        target.truncate(context_length - 1)
+        drafter.end()
+
+
+def _fit(tree: DraftTree, last: int, target: Target, max_depth: int) -> DraftTree:
+    """Cut a proposal down to what the target can verify and the output can still hold.
+
+    The root is what was emitted last, whatever the drafter believes.
+    """
+    if tree.tokens[0] != last:
+        tree = DraftTree((last, *tree.tokens[1:]), tree.parents)
+    if target.tier is not Tier.TREE:
+        tree = tree.first_chain()
+        max_depth = min(max_depth, target.max_rows - 1)
+    return tree.pruned(max_depth, target.vocab_size)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A forward that has been dispatched; all arrays are lazy.
+
+    Shapes: choices and argmaxes (rows,), logprobs (rows, vocabulary).
+    """
+
+    choices: mx.array
+    argmaxes: mx.array
+    logprobs: mx.array
+
+    def logprobs_of(self, verified: VerifiedStep) -> mx.array:
+        """The rows after which the emitted tokens were chosen, (tokens, vocabulary)."""
+        if len(self.choices) == 1:
+            return self.logprobs
+        rows = (0, *verified.accepted)[: len(verified.tokens)]
+        with mx.stream(generation_stream):
+            return self.logprobs[mx.array(rows)]
+
+
+def _dispatch(target: Target, chooser: Chooser, tokens: mx.array, tree: DraftTree) -> _Flight:
+    """Start the forward over a tree's rows without waiting for it.
+
+    The only row of a plain step stays whatever is chosen after it, so it is committed at once
+    and the next forward can be dispatched behind it.
+    """
+    with mx.stream(generation_stream):
+        logits = target.forward(tokens, tree)
+        positions = [target.length + depth + 1 for depth in tree.depths]
+        choices, logprobs = chooser.choose(logits, positions)
+        greedy = chooser.params.temp == 0
+        argmaxes = choices if greedy else mx.argmax(logprobs, axis=-1)
+    mx.async_eval(choices, argmaxes)
+    if len(tree) == 1:
+        target.keep((0,))
+    return _Flight(choices, argmaxes, logprobs)
+
+
+def _settle(
+    tree: DraftTree, flight: _Flight, remaining: int, ends: Callable[[int], bool]
+) -> tuple[VerifiedStep, bool]:
+    """Wait for the target's choices and walk the tree; whether the output ends here."""
+    choices = flight.choices.tolist()
+    argmaxes = choices if flight.argmaxes is flight.choices else flight.argmaxes.tolist()
+    accepted, tokens = accept(tree, choices)
+    finished = len(tokens) >= remaining
+    for count, token in enumerate(tokens, start=1):
+        if ends(token):
+            tokens, finished = tokens[:count], True
+            break
+    accepted = accepted[: len(tokens)]
+    return VerifiedStep(tree, tuple(choices), tuple(argmaxes), accepted, tokens), finished

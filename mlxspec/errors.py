@@ -1,0 +1,25 @@
+"""Errors whose message is one line that names the input and the remedy.
+
+The command line prints that line and exits with status 1; a caller of the API
+catches :class:`MlxspecError`, or the subclass of the stage that failed.
+"""
+
+
+class MlxspecError(Exception):
+    """Base of every error that the user's input can cause."""
+
+
+class LoadError(MlxspecError):
+    """A model or tokenizer could not be found or read."""
+
+
+class ConversionError(MlxspecError):
+    """A checkpoint could not be converted; nothing was written."""
+
+
+class PromptError(MlxspecError):
+    """A prompt is empty, or longer than the model's context."""
+
+
+class OptionError(MlxspecError, ValueError):
+    """An option has a value that makes no sense."""

@@ -1,0 +1,23 @@
+"""Fixtures shared by all tests."""
+
+import os
+
+# Equality tests run on the BLAS of MLX's wheel, where a forward over several rows equals
+# single-row forwards bit for bit; the tests of the OpenBLAS path start processes of their own.
+os.environ["MLXSPEC_OPENBLAS"] = "0"
+
+from pathlib import Path
+
+import pytest
+
+import mlxspec  # noqa: F401  (before mlx.core)
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Third-party models, tokenizers and traces that are not part of the repository."""
+    if not SHARED.is_dir():
+        pytest.skip("needs the third-party data in ../shared/data")
+    return SHARED
