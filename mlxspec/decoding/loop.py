@@ -89,7 +89,7 @@ def decode(
                 step_times.record(len(tree), time.perf_counter() - started)
             yield DecodedStep(verified, flight.logprobs_of(verified))
     finally:
-        target.truncate(context_length - 1)
+        target.truncate(min(target.length, context_length - 1))
         drafter.end()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,7 +43,9 @@ class Target:
         """The most rows that a step may have so that the cache can still be cut after it."""
         if self.tier is Tier.PLAIN:
             return 1
-        return max(1, *(_uncuttable_at(cache) - 1 - self.length for cache in self.cache))
+        # A rotating cache overwrites its oldest entries from max_size on.
+        sizes = [c.max_size for c in self.cache if isinstance(c, RotatingKVCache)]
+        return max(1, min(sizes, default=sys.maxsize) - 1 - self.length)
 
     def prefill(
         self, tokens: Sequence[int], on_progress: Progress | None = None, chunk: int = 2048
@@ -99,16 +102,4 @@ class Target:
         self.length = length
         for cache in self.cache:
             if cache.is_trimmable():
-                cache.trim(max(0, _offset(cache) - length))
-
-
-def _offset(cache: Any) -> int:
-    """Positions in one layer's cache."""
-    return int(cache.offset)
-
-
-def _uncuttable_at(cache: Any) -> float:
-    """The length from which on this cache can no longer be cut."""
-    if isinstance(cache, RotatingKVCache):
-        return cache.max_size
-    return float("inf")
+                cache.trim(max(0, cache.offset - length))

@@ -1,0 +1,1 @@
+"""Measuring: is the output the same, and how much faster did it come."""

@@ -1,0 +1,63 @@
+"""Drafters that try to break the decoding loop."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from mlxspec.drafting import DraftTree, VerifiedStep
+
+
+class HostileDrafter:
+    """Random trees made of the true continuation, near misses, and what cannot be a token.
+
+    Args:
+        truth: what plain decoding emits; drafts from it are accepted.
+        vocab_size: ids from beyond it are proposed too.
+        stop_token: proposed in the middle of drafts.
+        seed: of the random choices.
+        chains: propose chains only.
+    """
+
+    pipelined = False
+
+    def __init__(
+        self,
+        truth: Sequence[int],
+        vocab_size: int,
+        stop_token: int,
+        seed: int,
+        chains: bool = False,
+    ) -> None:
+        self.branching = not chains
+        self._truth = list(truth)
+        self._odd_tokens = [stop_token, -1, vocab_size, vocab_size + 7, 0]
+        self._vocab_size = vocab_size
+        self._random = random.Random(seed)
+        self._chains = chains
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._emitted = 0
+
+    def propose(self, budget: int) -> DraftTree:
+        # The root is a lie too: the loop knows what was emitted last.
+        branches = [self._branch() for _ in range(self._random.randint(0, 4))]
+        return DraftTree.from_branches(
+            self._random.randrange(self._vocab_size), branches[:1] if self._chains else branches
+        )
+
+    def _branch(self) -> list[int]:
+        pick = self._random
+        length = pick.choice([0, 1, 2, 3, 5, 8, 40])  # 40: longer than what is left
+        branch = self._truth[self._emitted : self._emitted + length]
+        if branch and pick.random() < 0.6:
+            branch[pick.randrange(len(branch))] = pick.randrange(self._vocab_size)
+        if branch and pick.random() < 0.3:
+            branch.insert(pick.randrange(len(branch)), pick.choice(self._odd_tokens))
+        return branch + [pick.randrange(self._vocab_size) for _ in range(pick.randint(0, 3))]
+
+    def observe(self, step: VerifiedStep) -> None:
+        self._emitted += len(step.tokens)
+
+    def end(self) -> None:
+        pass

@@ -1,0 +1,69 @@
+"""Runs the loop on a bare model and compares its output with plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import mlx.nn as nn
+
+from mlxspec.bench.equality import NEAR_TIE_FLOAT32, first_difference
+from mlxspec.decoding import Chooser, SamplingParams, decode
+from mlxspec.drafting import Drafter, NoDraft
+from mlxspec.models.target import Target
+from mlxspec.models.tiers import Tier
+
+
+@dataclass
+class Run:
+    """The outcome of one generation."""
+
+    tokens: list[int]
+    steps: int
+    accepted: int
+    target: Target
+
+
+def run(
+    model: nn.Module,
+    prompt: Sequence[int],
+    drafter: Drafter,
+    *,
+    max_tokens: int,
+    params: SamplingParams | None = None,
+    stop_tokens: Collection[int] = (),
+    tier: Tier = Tier.TREE,
+) -> Run:
+    target = Target(model, tier)
+    outcome = Run([], 0, 0, target)
+    for step in decode(
+        target,
+        prompt,
+        drafter,
+        Chooser(params or SamplingParams()),
+        max_tokens=max_tokens,
+        ends=lambda token: token in stop_tokens,
+    ):
+        outcome.tokens += step.verified.tokens
+        outcome.accepted += len(step.verified.accepted)
+        outcome.steps += 1
+    return outcome
+
+
+def plain(model: nn.Module, prompt: Sequence[int], **options: object) -> list[int]:
+    """What plain decoding emits."""
+    return run(model, prompt, NoDraft(), **options).tokens  # type: ignore[arg-type]
+
+
+def assert_same_output(
+    model: nn.Module,
+    prompt: Sequence[int],
+    expected: Sequence[int],
+    actual: Sequence[int],
+    params: SamplingParams | None = None,
+) -> None:
+    """Invariant 1 in float32: equal, or the first difference stands at a near tie."""
+    difference = first_difference(model, prompt, expected, actual, params or SamplingParams())
+    if difference is not None:
+        print(f"first difference at {difference.index}, margin {difference.margin:.2e}")
+        assert difference.margin < NEAR_TIE_FLOAT32

@@ -1,0 +1,141 @@
+"""Sampling against exact distributions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlxspec.decoding import Chooser, SamplingParams
+from mlxspec.errors import OptionError
+
+from .drafters import HostileDrafter
+from .harness import plain, run
+
+FILTERS = [{}, {"top_p": 0.8}, {"top_k": 4}, {"min_p": 0.15}, {"top_p": 0.9, "top_k": 5}]
+
+
+def exact(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """The distribution by definition: mlx-lm's order, filters before temperature."""
+    probabilities = np.exp(logits - logits.max())
+    probabilities /= probabilities.sum()
+    order = np.argsort(-probabilities)
+    kept = np.ones(len(logits), dtype=bool)
+    if params.top_p < 1:
+        before = np.cumsum(probabilities[order]) - probabilities[order]
+        kept[order[before >= params.top_p]] = False
+    kept &= probabilities >= params.min_p * probabilities.max()
+    if params.top_k:
+        kept[order[params.top_k :]] = False
+    tempered = np.where(kept, probabilities, 0) ** (1 / params.temp)
+    return tempered / tempered.sum()
+
+
+def chi_square_limit(degrees: int) -> float:
+    """The value that chi-square exceeds with probability 1e-4 (Wilson and Hilferty 1931)."""
+    ninth = 2 / (9 * degrees)
+    return degrees * (1 - ninth + 3.719 * math.sqrt(ninth)) ** 3
+
+
+def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> tuple[float, int]:
+    """Pearson's statistic and its degrees of freedom; rare outcomes are pooled."""
+    expected = probabilities * counts.sum()
+    common = expected >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    expected = np.append(expected[common], expected[~common].sum())
+    used = expected > 0
+    return float(((observed - expected)[used] ** 2 / expected[used]).sum()), int(used.sum()) - 1
+
+
+@pytest.mark.parametrize("temp", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_choices_follow_the_exact_distribution(temp: float, filters: dict) -> None:
+    params = SamplingParams(temp=temp, seed=3, **filters)
+    logits = np.random.default_rng(1).normal(0, 1.5, 12).astype(np.float32)
+    rows = mx.repeat(mx.array(logits)[None], 20_000, axis=0)
+    choices, _ = Chooser(params).choose(rows, range(5, 20_005))
+    probabilities = exact(logits, params)
+    counts = np.bincount(np.array(choices), minlength=12)
+    assert counts[probabilities == 0].sum() == 0
+    statistic, degrees = chi_square(counts, probabilities)
+    assert statistic < chi_square_limit(degrees)
+
+
+@pytest.mark.parametrize("filters", FILTERS[:2], ids=str)
+def test_speculated_pairs_follow_the_exact_joint_distribution(
+    tiny: nn.Module, filters: dict
+) -> None:
+    """Two tokens through the loop under hostile trees, over seeds, against all 64 pairs."""
+    prompt, runs = [1, 2, 3], 2000
+    at = SamplingParams(temp=0.9, **filters)
+
+    def row(context: list[int]) -> np.ndarray:
+        return exact(np.array(tiny(mx.array(context)[None])[0, -1]), at)
+
+    joint = np.zeros((8, 8))
+    for first in range(8):
+        joint[first] = row(prompt)[first] * row([*prompt, first])
+    counts = np.zeros((8, 8))
+    accepted = 0
+    for seed in range(runs):
+        drafter = HostileDrafter([seed % 8, seed // 8 % 8], 8, 0, seed)
+        params = SamplingParams(temp=0.9, seed=seed, **filters)
+        outcome = run(tiny, prompt, drafter, max_tokens=2, params=params)
+        counts[tuple(outcome.tokens)] += 1
+        accepted += outcome.accepted
+    assert accepted > runs / 10
+    assert counts[joint == 0].sum() == 0
+    statistic, degrees = chi_square(counts.ravel(), joint.ravel())
+    assert degrees > 8
+    assert statistic < chi_square_limit(degrees)
+
+
+def test_a_choice_depends_on_seed_and_position_alone() -> None:
+    logits = mx.random.normal((6, 50), key=mx.random.key(4))
+    positions = [9, 10, 10, 11, 10, 12]  # as in a tree: siblings share their position
+    chooser = Chooser(SamplingParams(temp=1.0, seed=2))
+    together, _ = chooser.choose(logits, positions)
+    alone = [chooser.choose(logits[i : i + 1], [positions[i]])[0].item() for i in range(6)]
+    assert together.tolist() == alone
+    mx.random.seed(99)  # MLX's global state plays no part
+    assert chooser.choose(logits, positions)[0].tolist() == alone
+
+
+def test_seeds_and_positions_give_independent_noise() -> None:
+    flat = mx.zeros((1, 1000))
+    choices = [
+        Chooser(SamplingParams(temp=1.0, seed=seed)).choose(flat, [position])[0].item()
+        for seed, position in itertools.product([0, 1, 2**32, 2**64 - 1], range(8))
+    ]
+    assert len(set(choices)) > 28  # of 32 draws from 1000
+
+
+def test_the_seed_determines_the_output(stories: nn.Module) -> None:
+    def sample(seed: int) -> list[int]:
+        return plain(stories, [1], max_tokens=40, params=SamplingParams(temp=1.0, seed=seed))
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temp": -0.1},
+        {"temp": float("nan")},
+        {"top_p": 1.5},
+        {"min_p": -1},
+        {"top_k": -2},
+        {"seed": -1},
+        {"seed": 2**64},
+    ],
+    ids=str,
+)
+def test_values_out_of_range_are_refused_by_name(values: dict) -> None:
+    (name,) = values
+    with pytest.raises(OptionError, match=f"^{name} is "):
+        SamplingParams(**values)

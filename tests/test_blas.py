@@ -1,0 +1,94 @@
+"""OpenBLAS in front of MLX's CPU back end; each case in a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+
+
+def openblas_is_installed() -> bool:
+    if sys.platform != "linux":
+        return False
+    try:
+        version("mlx-cpu")
+        ctypes.CDLL("libopenblas.so.0")
+    except (OSError, PackageNotFoundError):
+        return False
+    return True
+
+
+needs_openblas = pytest.mark.skipif(
+    not openblas_is_installed(), reason="needs Linux, MLX's CPU wheel and libopenblas.so.0"
+)
+
+PRODUCT = "import mlx.core as mx; a = mx.ones((64, 64)); mx.eval(a @ a)"
+# Nothing is loaded where there is no /proc.
+LOADED = "import os; m = '/proc/self/maps'; print(os.path.exists(m) and 'openblas' in open(m).read())"
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {k: v for k, v in os.environ.items() if k != "MLXSPEC_OPENBLAS"}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**variables, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+@needs_openblas
+def test_it_is_loaded_without_setting_anything() -> None:
+    run = run_python(f"import mlxspec\n{LOADED}")
+    assert run.stdout.strip() == "True"
+    assert not run.stderr
+
+
+@needs_openblas
+def test_mlx_calls_its_products() -> None:
+    """The dynamic linker says where MLX's call goes."""
+
+    def provider(**environment: str) -> list[str]:
+        run = run_python(f"import mlxspec; {PRODUCT}", LD_DEBUG="bindings", **environment)
+        lines = [line for line in run.stderr.splitlines() if "`cblas_sgemm'" in line]
+        return [line for line in lines if "libmlx.so" in line.split(" to ")[0]]
+
+    (binding,) = provider()
+    assert "libopenblas" in binding
+    (binding,) = provider(MLXSPEC_OPENBLAS="0")
+    assert "libopenblas" not in binding
+
+
+@needs_openblas
+def test_the_environment_variable_turns_it_off() -> None:
+    assert run_python(f"import mlxspec\n{LOADED}", MLXSPEC_OPENBLAS="0").stdout == "False\n"
+
+
+@needs_openblas
+def test_importing_mlx_first_warns_what_to_do() -> None:
+    run = run_python("import mlx.core\nimport mlxspec")
+    assert "import mlxspec first" in run.stderr
+    silent = run_python("import mlx.core\nimport mlxspec", MLXSPEC_OPENBLAS="0")
+    assert not silent.stderr
+    preloaded = run_python("import mlx.core\nimport mlxspec", LD_PRELOAD="libopenblas.so.0")
+    assert not preloaded.stderr
+
+
+@pytest.mark.parametrize("missing", ["platform", "wheel"])
+def test_nothing_happens_elsewhere(missing: str) -> None:
+    code = {
+        "platform": "import sys; sys.platform = 'darwin'",
+        "wheel": (
+            "import importlib.metadata as m\n"
+            "def version(name): raise m.PackageNotFoundError(name)\n"
+            "m.version = version"
+        ),
+    }[missing]
+    run = run_python(f"import mlx.core\n{code}\nimport mlxspec\n{LOADED}")
+    assert run.stdout.strip() == "False"
+    assert not run.stderr

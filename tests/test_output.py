@@ -1,0 +1,75 @@
+"""Where the output's text ends, against a search in the whole text."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxspec.output import OutputText
+
+PIECES = ["a", "b", "ab", "ba", "aab", "", "abba", "\n"]
+STOP_TOKEN = 99
+
+
+class Pieces:
+    """A detokenizer whose tokens are PIECES; like real ones it may hold the last one back."""
+
+    def __init__(self, delay: bool) -> None:
+        self._delay, self._ready, self._held = delay, "", ""
+
+    def reset(self) -> None: ...
+
+    def add_token(self, token: int) -> None:
+        self._ready += self._held
+        self._held = PIECES[token]
+        if not self._delay:
+            self.finalize()
+
+    def finalize(self) -> None:
+        self._ready += self._held
+        self._held = ""
+
+    @property
+    def last_segment(self) -> str:
+        segment, self._ready = self._ready, ""
+        return segment
+
+
+tokens = st.lists(st.integers(0, len(PIECES) - 1), max_size=12)
+stops = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
+
+
+@given(tokens, stops, st.booleans())
+def test_text_ends_before_the_first_stop_string(
+    output: list[int], stop: list[str], delay: bool
+) -> None:
+    text = OutputText(Pieces(delay), {STOP_TOKEN}, stop, max_tokens=100)
+    shown, whole, ended = "", "", False
+    for token in [*output, STOP_TOKEN]:
+        ended = text.add(token)
+        (segment,) = text.take()
+        shown += segment
+        whole += PIECES[token] if token != STOP_TOKEN else ""
+        # Nothing that may belong to a stop string has been shown.
+        assert whole.startswith(shown)
+        assert not any(s in shown for s in stop)
+        if ended:
+            break
+    assert ended
+    assert text.finish_reason == "stop"
+    cut = min((whole.index(s) for s in stop if s in whole), default=len(whole))
+    assert shown == whole[:cut]
+
+
+@given(tokens.filter(bool), stops, st.booleans())
+def test_at_max_tokens_everything_held_back_is_shown(
+    output: list[int], stop: list[str], delay: bool
+) -> None:
+    text = OutputText(Pieces(delay), {STOP_TOKEN}, stop, max_tokens=len(output))
+    for token in output:
+        if text.add(token):
+            break
+    whole = "".join(PIECES[token] for token in output)
+    cut = min((whole.index(s) for s in stop if s in whole), default=None)
+    assert "".join(text.take()) == whole[:cut]
+    assert text.finish_reason == ("length" if cut is None else "stop")
