@@ -1,6 +1,6 @@
 """Prompts for the demo model: four grounded tasks, and two texts with nothing to copy."""
 
-CODE = '''```python
+CODE = """```python
 def copy_table(rows, limit):
     total = 0
     result = []
@@ -11,7 +11,7 @@ def copy_table(rows, limit):
         total += 1
     print("total is", total)
     return result
-```'''
+```"""
 
 JSON = """```json
 [

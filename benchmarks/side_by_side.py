@@ -124,9 +124,7 @@ def report(arguments: argparse.Namespace) -> None:
             )
             for who in ("plain", "lookup")
         ]
-        equal = ", ".join(
-            f"differs at {d.index}, margin {d.margin:.1e}" for d in differences if d
-        )
+        equal = ", ".join(f"differs at {d.index}, margin {d.margin:.1e}" for d in differences if d)
         print(
             f"{name:<12}{len(outputs['mlx-lm']):>7}{rates['mlx-lm']:>9.1f}"
             f"{rates['plain']:>9.1f}{plain:>7.2f}{rates['lookup']:>9.1f}{lookup:>7.2f}"
@@ -136,10 +134,14 @@ def report(arguments: argparse.Namespace) -> None:
         f"geometric means of the ratios to mlx-lm: plain {geometric_mean(plain_ratios):.3f}, "
         f"lookup {geometric_mean(lookup_ratios):.3f}"
     )
-    print("steps:", ", ".join(
-        f"{row.rows} rows {row.seconds * 1e3:.2f} ms" + (f" (×{row.cost:.2f})" if row.cost else "")
-        for row in decoder.step_times.table()
-    ))
+    print(
+        "steps:",
+        ", ".join(
+            f"{row.rows} rows {row.seconds * 1e3:.2f} ms"
+            + (f" (×{row.cost:.2f})" if row.cost else "")
+            for row in decoder.step_times.table()
+        ),
+    )
     print(f"device {mx.default_device()}, float32 on the CPU; rates in tokens per second")
 
 

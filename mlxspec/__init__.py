@@ -43,7 +43,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import public names on first use: MLX and transformers take seconds, ``--help`` should not."""
+    """Import public names on first use: MLX takes seconds to load, ``--help`` should not."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

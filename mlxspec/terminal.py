@@ -1,4 +1,4 @@
-"""Writes generated text to standard output: colours by origin, and nothing that a terminal obeys."""
+"""Generated text on standard output: in two colours, and without what a terminal obeys."""
 
 from __future__ import annotations
 

@@ -28,7 +28,11 @@ needs_openblas = pytest.mark.skipif(
 
 PRODUCT = "import mlx.core as mx; a = mx.ones((64, 64)); mx.eval(a @ a)"
 # Nothing is loaded where there is no /proc.
-LOADED = "import os; m = '/proc/self/maps'; print(os.path.exists(m) and 'openblas' in open(m).read())"
+LOADED = """
+import os
+maps = "/proc/self/maps"
+print(os.path.exists(maps) and "openblas" in open(maps).read())
+"""
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

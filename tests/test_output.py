@@ -66,10 +66,12 @@ def test_at_max_tokens_everything_held_back_is_shown(
     output: list[int], stop: list[str], delay: bool
 ) -> None:
     text = OutputText(Pieces(delay), {STOP_TOKEN}, stop, max_tokens=len(output))
+    whole = ""
     for token in output:
+        whole += PIECES[token]
         if text.add(token):
             break
-    whole = "".join(PIECES[token] for token in output)
+    # The stop string that is complete first ends the output; what came until then counts.
     cut = min((whole.index(s) for s in stop if s in whole), default=None)
     assert "".join(text.take()) == whole[:cut]
     assert text.finish_reason == ("length" if cut is None else "stop")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -65,4 +66,4 @@ def first_difference(
     chooser = Chooser(params)
     _, logprobs = chooser.choose(logits, [len(context)])
     best = mx.topk(chooser.perturb(logprobs, [len(context)])[0], 2)
-    return Difference(index, abs(best[0] - best[1]).item())
+    return Difference(index, cast(float, mx.abs(best[0] - best[1]).item()))

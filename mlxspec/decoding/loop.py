@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -15,6 +16,8 @@ from ..models.tiers import Tier
 from ..planning import StepTimes
 from .acceptance import accept
 from .sampling import Chooser
+
+_STEPS_BETWEEN_CLEARING = 256  # as mlx-lm: buffers of outgrown caches go back to the system
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,11 @@ def decode(
     context_length = len(prompt)
     last = prompt[-1]
     ahead: _Flight | None = None
+    drafter.begin(prompt)
     try:
         with mx.stream(generation_stream):
             target.prefill(prompt[:-1], on_progress)
-        drafter.begin(prompt)
-        finished = False
+        finished, steps = False, 0
         while not finished:
             started = time.perf_counter()
             remaining = max_tokens - (context_length - len(prompt))
@@ -85,6 +88,9 @@ def decode(
             context_length += len(verified.tokens)
             last = verified.tokens[-1]
             drafter.observe(verified)
+            steps += 1
+            if steps % _STEPS_BETWEEN_CLEARING == 0:
+                mx.clear_cache()
             if step_times:
                 step_times.record(len(tree), time.perf_counter() - started)
             yield DecodedStep(verified, flight.logprobs_of(verified))
@@ -148,8 +154,8 @@ def _settle(
     tree: DraftTree, flight: _Flight, remaining: int, ends: Callable[[int], bool]
 ) -> tuple[VerifiedStep, bool]:
     """Wait for the target's choices and walk the tree; whether the output ends here."""
-    choices = flight.choices.tolist()
-    argmaxes = choices if flight.argmaxes is flight.choices else flight.argmaxes.tolist()
+    choices = cast(list[int], flight.choices.tolist())
+    argmaxes = cast(list[int], flight.argmaxes.tolist())
     accepted, tokens = accept(tree, choices)
     finished = len(tokens) >= remaining
     for count, token in enumerate(tokens, start=1):

@@ -1,11 +1,37 @@
-"""The names that users of transformers and TensorRT-LLM know for prompt lookup's parameters."""
+"""Prompt lookup's drafter from its parameters, in TensorRT-LLM's form too."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from ..errors import OptionError
+from .drafter import Drafter, NoDraft
+from .prompt_lookup import PromptLookupDrafter
+
+
+def lookup_drafter(
+    n_draft: int, ngram_max: int, ngram_min: int, config: str | Sequence[object] | None = None
+) -> tuple[Drafter, str | None]:
+    """The drafter for these parameters: none if ``n_draft`` is 0.
+
+    Args:
+        n_draft, ngram_max, ngram_min: see :class:`mlxspec.drafting.PromptLookupDrafter`.
+        config: TensorRT-LLM's ``prompt_lookup_config``, in place of the first two.
+
+    Returns:
+        the drafter, and a note for the user where a part of ``config`` is ignored.
+
+    Raises:
+        OptionError: a parameter makes no sense.
+    """
+    note = None
+    if config is not None:
+        n_draft, ngram_max, note = parse_lookup_config(config)
+    if n_draft == 0:
+        return NoDraft(), note
+    return PromptLookupDrafter(n_draft, ngram_max, ngram_min), note
 
 
 def parse_lookup_config(config: str | Sequence[object]) -> tuple[int, int, str | None]:
@@ -37,5 +63,5 @@ def parse_lookup_config(config: str | Sequence[object]) -> tuple[int, int, str |
     return n_draft, ngram_max, note
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and value >= 0

@@ -108,7 +108,8 @@ class DraftTree:
         if max(self.depths) <= max_depth and all(0 <= t < vocab_size for t in self.tokens):
             return self
         renumbered = {-1: -1}
-        tokens, parents = [], []
+        tokens: list[int] = []
+        parents: list[int] = []
         for node, (token, parent, depth) in enumerate(
             zip(self.tokens, self.parents, self.depths, strict=True)
         ):

@@ -18,22 +18,28 @@ Progress = Callable[[int, int], None]
 """Called with the number of prompt tokens processed so far and the number in all."""
 
 
+def vocabulary_size(model: nn.Module) -> int:
+    """The number of token ids that a model knows, tokens that pad its output layer included."""
+    # The graph is built for its shape and never evaluated.
+    return model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
+
+
 class Target:
     """Runs forwards over rows and keeps the cache at exactly what was accepted.
 
     Args:
         model: an mlx-lm model.
         tier: what drafts the model can verify, from :func:`mlxspec.models.tiers.find_tier`.
+        vocab_size: from :func:`vocabulary_size`.
     """
 
-    def __init__(self, model: nn.Module, tier: Tier) -> None:
+    def __init__(self, model: nn.Module, tier: Tier, vocab_size: int) -> None:
         self.model = model
         self.tier = tier
+        self.vocab_size = vocab_size
         self.cache: list[Any] = make_prompt_cache(model)
         self.length = 0
         """Positions of the context in the cache."""
-        # The graph is built for its shape and never evaluated.
-        self.vocab_size = model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
         if tier is Tier.TREE:
             self.cache = [TreeKVCache() for _ in self.cache]
             self._positions = RowPositions(model)
@@ -54,7 +60,7 @@ class Target:
         for start in range(0, len(tokens), chunk):
             if on_progress:
                 on_progress(start, len(tokens))
-            part = mx.array(tokens[start : start + chunk])
+            part = mx.array(list(tokens[start : start + chunk]))
             self.model(part[None], cache=self.cache)
             mx.eval([cache.state for cache in self.cache])
             self.length += part.size

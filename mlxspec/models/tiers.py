@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -67,7 +67,7 @@ def _rounding_noise(model: nn.Module) -> float:
     together, one_by_one = _new_cache(model, 0), _new_cache(model, 0)
     rows = _forward(model, tokens, together)
     singles = mx.concatenate([_forward(model, (token,), one_by_one) for token in tokens])
-    return mx.max(mx.abs(rows - singles)).item()
+    return cast(float, mx.max(mx.abs(rows - singles)).item())
 
 
 def _tree_agrees(model: nn.Module, base: int, noise: float) -> bool:
@@ -122,7 +122,7 @@ class _ShiftedCache:
         return self._base + self._size
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self._keys is not None:
+        if self._keys is not None and self._values is not None:
             keys = mx.concatenate([self._keys, keys], axis=2)
             values = mx.concatenate([self._values, values], axis=2)
         self._keys, self._values, self._size = keys, values, keys.shape[2]

@@ -75,7 +75,7 @@ class TreeKVCache(KVCache):
         have consecutive depths.
         """
         if rows and rows[-1] != len(rows) - 1:
-            kept = mx.array(rows) + start
+            kept = mx.array(list(rows)) + start
             end = start + len(rows)
             self.keys[..., start:end, :] = self.keys[..., kept, :]
             self.values[..., start:end, :] = self.values[..., kept, :]

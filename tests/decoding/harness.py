@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlxspec.bench.equality import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.decoding import Chooser, SamplingParams, decode
 from mlxspec.drafting import Drafter, NoDraft
-from mlxspec.models.target import Target
+from mlxspec.models.target import Target, vocabulary_size
 from mlxspec.models.tiers import Tier
 
 
@@ -24,6 +24,11 @@ class Run:
     target: Target
 
 
+def new_target(model: nn.Module, tier: Tier = Tier.TREE) -> Target:
+    """The model with an empty cache."""
+    return Target(model, tier, vocabulary_size(model))
+
+
 def run(
     model: nn.Module,
     prompt: Sequence[int],
@@ -34,7 +39,7 @@ def run(
     stop_tokens: Collection[int] = (),
     tier: Tier = Tier.TREE,
 ) -> Run:
-    target = Target(model, tier)
+    target = new_target(model, tier)
     outcome = Run([], 0, 0, target)
     for step in decode(
         target,

@@ -20,6 +20,14 @@ from .harness import assert_same_output, plain, run
 
 BOS = 1
 TEMPERATURES = [0.0, 0.7, 1.0]
+RENAME = """[INST] Rename `total` to `river` in this code:
+```python
+def total(a):
+    total = 0
+    for node in a:
+        total += node
+    return total
+``` [/INST]"""
 
 
 def test_stories260k_writes_its_published_text(stories: nn.Module, shared: Path) -> None:
@@ -43,11 +51,11 @@ def test_hostile_and_real_drafters_leave_the_output_as_it_is(
     model = request.getfixturevalue(name)
     vocab_size = model.args.vocab_size
     accepted = {"tree": 0, "chain": 0, "lookup": 0}
-    for seed in range(4):
+    for seed in range(3):
         mx.random.seed(seed)
         prompt = [BOS, *mx.random.randint(3, vocab_size, (5 * seed,)).tolist()]
         params = SamplingParams(temp=temp, seed=seed)
-        options = {"max_tokens": 120, "params": params, "stop_tokens": {BOS}}
+        options = {"max_tokens": 90, "params": params, "stop_tokens": {BOS}}
         expected = plain(model, prompt, **options)
         for kind, drafter in {
             "tree": HostileDrafter(expected, vocab_size, BOS, seed),
@@ -64,8 +72,7 @@ def test_hostile_and_real_drafters_leave_the_output_as_it_is(
 @pytest.mark.parametrize("temp", TEMPERATURES)
 def test_the_demo_model_writes_the_same_with_every_drafter(temp: float) -> None:
     model, tokenizer = mlxspec.load("demo")
-    text = '[INST] Rename `total` to `river` in this code:\n```python\ndef total(a):\n    total = 0\n    for node in a:\n        total += node\n    return total\n``` [/INST]'
-    prompt = tokenizer.encode(text)
+    prompt = tokenizer.encode(RENAME)
     params = SamplingParams(temp=temp, top_p=0.9, seed=7)
     stop_tokens = tokenizer.eos_token_ids
     options = {"max_tokens": 80, "params": params, "stop_tokens": stop_tokens}
@@ -82,9 +89,7 @@ def test_the_demo_model_writes_the_same_with_every_drafter(temp: float) -> None:
 
 def test_greedy_output_equals_mlx_lm(stories: nn.Module) -> None:
     prompt = [BOS, 403, 407]
-    expected = [
-        token for token, _ in generate_step(mx.array(prompt), stories, max_tokens=200)
-    ]
+    expected = [token for token, _ in generate_step(mx.array(prompt), stories, max_tokens=200)]
     assert plain(stories, prompt, max_tokens=200) == expected
     actual = run(stories, prompt, PromptLookupDrafter(), max_tokens=200).tokens
     assert_same_output(stories, prompt, expected, actual)

@@ -10,13 +10,13 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.decoding import Chooser, SamplingParams, decode
-from mlxspec.drafting import DraftTree, Drafter, NoDraft, PromptLookupDrafter, VerifiedStep
+from mlxspec.drafting import Drafter, DraftTree, NoDraft, PromptLookupDrafter, VerifiedStep
 from mlxspec.models.target import Target
 from mlxspec.models.tiers import Tier
 from mlxspec.planning import StepTimes
 
 from .drafters import HostileDrafter
-from .harness import plain, run
+from .harness import new_target, plain, run
 
 BOS = 1
 PROMPT = [BOS, 300, 301, 302]
@@ -29,9 +29,7 @@ def assert_holds_exactly(target: Target, context: list[int]) -> None:
     assert target.length == len(context) - 1
     for held, expected in zip(target.cache, fresh, strict=True):
         assert held.offset == expected.offset == len(context) - 1
-        for ours, theirs in zip(
-            held.keys_and_values(), expected.keys_and_values(), strict=True
-        ):
+        for ours, theirs in zip(held.keys_and_values(), expected.keys_and_values(), strict=True):
             assert mx.max(mx.abs(ours - theirs)).item() < 1e-5
 
 
@@ -41,7 +39,7 @@ def test_after_every_step_the_cache_holds_the_context_without_its_last_token(
 ) -> None:
     truth = plain(stories, PROMPT, max_tokens=60)
     drafter = HostileDrafter(truth, 512, BOS, seed)
-    target = Target(stories, Tier.TREE)
+    target = new_target(stories)
     context, moved = PROMPT.copy(), 0
     for step in decode(
         target, PROMPT, drafter, Chooser(SamplingParams()), max_tokens=60, ends=lambda _: False
@@ -112,11 +110,9 @@ def test_a_closed_generation_leaves_the_cache_usable(
     stories: nn.Module, drafter: Drafter, steps: int
 ) -> None:
     truth = plain(stories, PROMPT, max_tokens=60)
-    target = Target(stories, Tier.TREE)
+    target = new_target(stories)
     chooser = Chooser(SamplingParams())
-    generation = decode(
-        target, PROMPT, drafter, chooser, max_tokens=60, ends=lambda _: False
-    )
+    generation = decode(target, PROMPT, drafter, chooser, max_tokens=60, ends=lambda _: False)
     tokens = [t for step in itertools.islice(generation, steps) for t in step.verified.tokens]
     generation.close()
     if steps:
@@ -128,11 +124,9 @@ def test_a_closed_generation_leaves_the_cache_usable(
 def test_an_interrupt_inside_a_forward_leaves_every_layer_at_the_same_length(
     stories: nn.Module, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = Target(stories, Tier.TREE)
+    target = new_target(stories)
     chooser = Chooser(SamplingParams())
-    generation = decode(
-        target, PROMPT, drafter, chooser, max_tokens=60, ends=lambda _: False
-    )
+    generation = decode(target, PROMPT, drafter, chooser, max_tokens=60, ends=lambda _: False)
     tokens = [t for step in itertools.islice(generation, 3) for t in step.verified.tokens]
     attention = type(stories.layers[2].self_attn)
     ordinary, interrupted = attention.__call__, stories.layers[2].self_attn
@@ -150,6 +144,30 @@ def test_an_interrupt_inside_a_forward_leaves_every_layer_at_the_same_length(
     assert_holds_exactly(target, PROMPT + tokens)
 
 
+def test_an_interrupt_during_the_prefill_ends_the_drafter_and_keeps_whole_chunks(
+    stories: nn.Module,
+) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    drafter, target = Oracle([]), new_target(stories)
+    chooser = Chooser(SamplingParams())
+    with pytest.raises(KeyboardInterrupt):
+        next(
+            decode(
+                target,
+                PROMPT,
+                drafter,
+                chooser,
+                max_tokens=9,
+                ends=lambda _: False,
+                on_progress=interrupt,
+            )
+        )
+    assert drafter.ended
+    assert {cache.offset for cache in target.cache} == {target.length} == {0}
+
+
 def test_an_error_in_the_drafter_ends_it_and_leaves_the_cache_usable(
     stories: nn.Module,
 ) -> None:
@@ -157,7 +175,7 @@ def test_an_error_in_the_drafter_ends_it_and_leaves_the_cache_usable(
         def propose(self, budget: int) -> DraftTree:
             raise RuntimeError("no idea")
 
-    drafter, target = Broken([]), Target(stories, Tier.TREE)
+    drafter, target = Broken([]), new_target(stories)
     with pytest.raises(RuntimeError, match="no idea"):
         next(
             decode(
@@ -181,7 +199,7 @@ def test_a_step_returns_choice_and_argmax_per_node(stories: nn.Module) -> None:
     context = PROMPT.copy()
     chooser = Chooser(params)
     for step in decode(
-        Target(stories, Tier.TREE), PROMPT, drafter, chooser, max_tokens=30, ends=lambda _: False
+        new_target(stories), PROMPT, drafter, chooser, max_tokens=30, ends=lambda _: False
     ):
         tree, choices = step.verified.tree, step.verified.choices
         for node in range(len(tree)):
@@ -201,7 +219,7 @@ def test_steps_are_timed_by_their_rows(stories: nn.Module) -> None:
     times = StepTimes()
     steps = list(
         decode(
-            Target(stories, Tier.CHAIN),
+            new_target(stories, Tier.CHAIN),
             PROMPT,
             PromptLookupDrafter(4),
             Chooser(SamplingParams()),

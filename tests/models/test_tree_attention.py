@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.drafting import DraftTree
-from mlxspec.models.target import Target
-from mlxspec.models.tiers import Tier
 from mlxspec.models.tree_attention import TreeRows
 
+from ..decoding.harness import new_target
 from ..drafting.test_tree import path, trees
 from .random_models import LLAMA_3_SCALING, YARN_SCALING, random_model
 
@@ -28,7 +27,7 @@ def test_each_node_sees_the_cache_and_its_ancestors_at_the_right_positions(confi
     @given(trees())
     def check(tree: DraftTree) -> None:
         tree = DraftTree(tuple(token % 64 for token in tree.tokens), tree.parents)
-        target = Target(model, Tier.TREE)
+        target = new_target(model)
         target.prefill(PROMPT)
         logits = target.forward(mx.array(tree.tokens), tree)
         for node in range(len(tree)):
@@ -48,7 +47,7 @@ def test_each_node_sees_the_cache_and_its_ancestors_at_the_right_positions(confi
 def test_the_model_is_as_before_after_a_tree_step() -> None:
     model = random_model("llama")
     modules = dict(model.named_modules())
-    target = Target(model, Tier.TREE)
+    target = new_target(model)
     target.prefill(PROMPT)
     tree = DraftTree.from_branches(1, [[2, 3], [4]])
     target.forward(mx.array(tree.tokens), tree)

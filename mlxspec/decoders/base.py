@@ -1,30 +1,26 @@
-"""The decoders: a model, a drafter, and the loop between them."""
+"""What every decoder is: a model, a drafter, and the loop between them."""
 
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .decoding import Chooser, SamplingParams, decode
-from .drafting import Drafter, NoDraft, PromptLookupDrafter, VerifiedStep
-from .drafting.lookup_names import parse_lookup_config
-from .errors import OptionError, PromptError
-from .models.loading import context_length, encode_prompt, load
-from .models.target import Progress, Target
-from .models.tiers import Tier, cache_tier, find_tier
-from .output import OutputText
-from .planning import StepTimes
-from .response import GenerationResponse, GenerationResult, SpeculationStats, Transcript
-from .terminal import TokenPrinter
+from ..decoding import Chooser, SamplingParams, decode
+from ..drafting import Drafter, VerifiedStep
+from ..errors import OptionError, PromptError
+from ..models.loading import context_length, encode_prompt, load
+from ..models.target import Progress, Target, vocabulary_size
+from ..models.tiers import Tier, cache_tier, find_tier
+from ..output import OutputText
+from ..planning import StepTimes
+from ..response import GenerationResponse, SpeculationStats
 
 Prompt = str | Sequence[int] | mx.array
 
@@ -61,6 +57,11 @@ class Decoder:
         """What drafts the model can verify; found out on first use, with a few forwards."""
         return find_tier(self.model)
 
+    @cached_property
+    def vocab_size(self) -> int:
+        """The number of token ids that the model knows."""
+        return vocabulary_size(self.model)
+
     def decode(
         self,
         prompt: Prompt,
@@ -70,7 +71,7 @@ class Decoder:
         sampling: SamplingParams | None = None,
         stop: str | Sequence[str] = (),
         on_progress: Progress | None = None,
-    ) -> Iterator[GenerationResponse]:
+    ) -> Generator[GenerationResponse, None, None]:
         """Generate with a drafter of your own, or with one of mlxspec's.
 
         Args:
@@ -85,7 +86,8 @@ class Decoder:
             a generator of one response per token. Closing it ends the generation.
 
         Raises:
-            PromptError: the prompt is empty or longer than the model's context.
+            PromptError: the prompt is empty, longer than the model's context, or holds an id
+                that is no token of the model.
             OptionError: ``max_tokens`` is below 1, or a stop string is empty.
         """
         tokens = self._prompt_tokens(prompt)
@@ -103,9 +105,14 @@ class Decoder:
                 raise PromptError("the prompt is empty: write a text, or pass the BOS id alone")
             tokens = encode_prompt(self.tokenizer, prompt)
         else:
-            tokens = prompt.tolist() if isinstance(prompt, mx.array) else list(prompt)
+            tokens = [int(token) for token in prompt]
         if not tokens:
             raise PromptError("the prompt holds no token: pass at least the BOS id")
+        if not all(0 <= token < self.vocab_size for token in tokens):
+            unknown = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            raise PromptError(
+                f"the prompt holds the id {unknown}: the model's are 0 to {self.vocab_size - 1}"
+            )
         longest = context_length(self.model)
         if longest is not None and len(tokens) > longest:
             raise PromptError(
@@ -122,14 +129,14 @@ class Decoder:
         max_tokens: int,
         stop: tuple[str, ...],
         on_progress: Progress | None,
-    ) -> Iterator[GenerationResponse]:
+    ) -> Generator[GenerationResponse, None, None]:
         """Turn the loop's steps into one response per token."""
         output = OutputText(
             self.tokenizer.detokenizer, self.tokenizer.eos_token_ids, stop, max_tokens
         )
         clock = _Clock(len(prompt), on_progress)
         stats = SpeculationStats()
-        target = Target(self.model, self._tier_for(drafter))
+        target = Target(self.model, self._tier_for(drafter), self.vocab_size)
         with wired_limit(self.model, [generation_stream]):
             for step in decode(
                 target,
@@ -165,102 +172,6 @@ class Decoder:
         if drafter.branching:
             return self.tier
         return Tier.PLAIN if cache_tier(self.model) is Tier.PLAIN else Tier.CHAIN
-
-
-class PromptLookupDecoder(Decoder):
-    """Speculates on text that repeats: code edits, summaries, quotations, structured output.
-
-    The draft is what followed the context's last n-gram earlier in prompt or output; see
-    :class:`mlxspec.drafting.PromptLookupDrafter`.
-    """
-
-    def stream(
-        self,
-        prompt: Prompt,
-        max_tokens: int = 250,
-        n_draft: int = 10,
-        ngram_max: int = 3,
-        ngram_min: int = 1,
-        *,
-        temp: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        seed: int = 0,
-        stop: str | Sequence[str] = (),
-        on_progress: Progress | None = None,
-        prompt_lookup_num_tokens: int | None = None,
-        max_matching_ngram_size: int | None = None,
-        prompt_lookup_config: str | Sequence[object] | None = None,
-    ) -> Iterator[GenerationResponse]:
-        """Generate one response per token.
-
-        Args:
-            prompt: text, or token ids.
-            max_tokens: how many tokens to generate at most.
-            n_draft: draft tokens per step at most; 0 is plain decoding.
-            ngram_max: the longest n-gram looked up.
-            ngram_min: the shortest.
-            temp, top_p, top_k, min_p, seed: see :class:`mlxspec.SamplingParams`.
-            stop: texts that end the output before them.
-            on_progress: called with prompt tokens done and prompt tokens in all.
-            prompt_lookup_num_tokens: transformers' and TensorRT-LLM's name for ``n_draft``.
-            max_matching_ngram_size: their name for ``ngram_max``.
-            prompt_lookup_config: TensorRT-LLM's form for both, ``"[10,2,[0]]"``; a device list
-                is ignored with a warning.
-
-        Raises:
-            PromptError, OptionError: as :meth:`Decoder.decode`.
-        """
-        if prompt_lookup_config is not None:
-            n_draft, ngram_max, note = parse_lookup_config(prompt_lookup_config)
-            if note:
-                warnings.warn(note, stacklevel=2)
-        if prompt_lookup_num_tokens is not None:
-            n_draft = prompt_lookup_num_tokens
-        if max_matching_ngram_size is not None:
-            ngram_max = max_matching_ngram_size
-        return self.decode(
-            prompt,
-            NoDraft() if n_draft == 0 else PromptLookupDrafter(n_draft, ngram_max, ngram_min),
-            max_tokens=max_tokens,
-            sampling=SamplingParams(temp, top_p, top_k, min_p, seed),
-            stop=stop,
-            on_progress=on_progress,
-        )
-
-    def prompt_lookup(
-        self,
-        prompt: Prompt,
-        max_tokens: int = 250,
-        n_draft: int = 10,
-        ngram_max: int = 3,
-        ngram_min: int = 1,
-        temp: float = 0.0,
-        seed: int = 0,
-        color: bool = True,
-        **options: Any,
-    ) -> GenerationResult:
-        """Generate, write the text to standard output as it comes, and return the result.
-
-        Args:
-            prompt, max_tokens, n_draft, ngram_max, ngram_min, temp, seed: as in :meth:`stream`.
-            color: colour accepted draft tokens and the model's own, at a terminal.
-            options: :meth:`stream`'s other options.
-
-        Raises:
-            PromptError, OptionError: as :meth:`Decoder.decode`.
-        """
-        responses = self.stream(
-            prompt, max_tokens, n_draft, ngram_max, ngram_min, temp=temp, seed=seed, **options
-        )
-        printer = TokenPrinter(color=None if color else False)
-        transcript = Transcript()
-        for response in responses:
-            printer.write(response.text, response.from_draft)
-            transcript.add(response)
-        printer.finish()
-        return transcript.result(self.step_times)
 
 
 def _updated(stats: SpeculationStats, step: VerifiedStep) -> SpeculationStats:

@@ -1,0 +1,109 @@
+"""What ``mlxspec generate`` does: read, load, generate, show."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from ..decoders import Decoder
+from ..decoding import SamplingParams
+from ..drafting.lookup_names import lookup_drafter
+from ..errors import OptionError
+from ..response import GenerationResponse, Transcript
+from ..terminal import TokenPrinter
+from .json_report import json_report
+from .outcome import INTERRUPTED, note
+from .panel import error_console, figures_panel, step_times_table
+from .prefill_progress import PrefillProgress
+from .prompt_source import read_prompt
+from .prompt_tokens import prompt_tokens
+
+
+def answer(
+    *,
+    model: str | None,
+    prompt: str | None,
+    prompt_file: str | None,
+    prompt_ids: str | None,
+    chat: bool | None,
+    max_tokens: int,
+    stop: tuple[str, ...],
+    n_draft: int,
+    ngram_max: int,
+    ngram_min: int,
+    prompt_lookup_config: str | None,
+    temp: float,
+    top_p: float,
+    top_k: int,
+    min_p: float,
+    seed: int,
+    color: bool | None,
+    stats: bool,
+    as_json: bool,
+) -> None:
+    """Answer one prompt; the arguments are the options of the command line.
+
+    Exits with status 130 after showing what there is if Ctrl-C ends the generation.
+
+    Raises:
+        MlxspecError: an option, the prompt or the model is at fault.
+    """
+    # All that needs no model is checked before one is loaded, or even downloaded.
+    source = read_prompt(prompt, prompt_file, prompt_ids)
+    drafter, ignored = lookup_drafter(n_draft, ngram_max, ngram_min, prompt_lookup_config)
+    if ignored:
+        note(ignored)
+    sampling = SamplingParams(temp, top_p, top_k, min_p, seed)
+    if max_tokens < 1:
+        raise OptionError(f"--max-tokens is {max_tokens}: generate at least 1 token")
+
+    model = model or _default_model()
+    decoder = Decoder(model)
+    tokens = prompt_tokens(source, decoder.tokenizer, chat)
+    start = partial(
+        decoder.decode, tokens, drafter, max_tokens=max_tokens, sampling=sampling, stop=stop
+    )
+    console = error_console(color)
+    printer = None if as_json else TokenPrinter(color)
+    transcript = _transcribe(start, printer, console)
+    result = replace(transcript.result(decoder.step_times), prompt_tokens=len(tokens))
+
+    if printer:
+        printer.finish()
+        console.print()
+        console.print(figures_panel(result, legend=printer.color))
+    else:
+        click.echo(json_report(result, model))
+    if stats:
+        console.print(step_times_table(result.step_times))
+    if result.finish_reason == "interrupted":
+        sys.exit(INTERRUPTED)
+
+
+def _default_model() -> str:
+    if Path("mlx_model").is_dir():
+        return "mlx_model"
+    note("no mlx_model directory here, so the bundled demo model answers (choose with --model)")
+    return "demo"
+
+
+def _transcribe(
+    start: Callable[..., Iterator[GenerationResponse]],
+    printer: TokenPrinter | None,
+    console: Console,
+) -> Transcript:
+    """Run a generation to its end or to Ctrl-C, writing its text as it comes."""
+    transcript = Transcript()
+    with suppress(KeyboardInterrupt), PrefillProgress(console) as progress:
+        for response in start(on_progress=progress):
+            transcript.add(response)
+            if printer:
+                printer.write(response.text, response.from_draft)
+    return transcript

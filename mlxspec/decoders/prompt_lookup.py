@@ -1,0 +1,109 @@
+"""Prompt lookup decoding for users: as a generator, and straight to standard output."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from ..decoding import SamplingParams
+from ..drafting.lookup_names import lookup_drafter
+from ..models.target import Progress
+from ..response import GenerationResponse, GenerationResult, Transcript
+from ..terminal import TokenPrinter
+from .base import Decoder, Prompt
+
+
+class PromptLookupDecoder(Decoder):
+    """Speculates on text that repeats: code edits, summaries, quotations, structured output.
+
+    The draft is what followed the context's last n-gram earlier in prompt or output; see
+    :class:`mlxspec.drafting.PromptLookupDrafter`.
+    """
+
+    def stream(
+        self,
+        prompt: Prompt,
+        max_tokens: int = 250,
+        n_draft: int = 10,
+        ngram_max: int = 3,
+        ngram_min: int = 1,
+        *,
+        temp: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        on_progress: Progress | None = None,
+        prompt_lookup_num_tokens: int | None = None,
+        max_matching_ngram_size: int | None = None,
+        prompt_lookup_config: str | Sequence[object] | None = None,
+    ) -> Generator[GenerationResponse, None, None]:
+        """Generate one response per token.
+
+        Args:
+            prompt: text, or token ids.
+            max_tokens: how many tokens to generate at most.
+            n_draft: draft tokens per step at most; 0 is plain decoding.
+            ngram_max: the longest n-gram looked up.
+            ngram_min: the shortest.
+            temp, top_p, top_k, min_p, seed: see :class:`mlxspec.SamplingParams`.
+            stop: texts that end the output before them.
+            on_progress: called with prompt tokens done and prompt tokens in all.
+            prompt_lookup_num_tokens: transformers' and TensorRT-LLM's name for ``n_draft``.
+            max_matching_ngram_size: their name for ``ngram_max``.
+            prompt_lookup_config: TensorRT-LLM's form for both, ``"[10,2,[0]]"``; a device list
+                is ignored with a warning.
+
+        Raises:
+            PromptError, OptionError: as :meth:`Decoder.decode`.
+        """
+        if prompt_lookup_num_tokens is not None:
+            n_draft = prompt_lookup_num_tokens
+        if max_matching_ngram_size is not None:
+            ngram_max = max_matching_ngram_size
+        drafter, note = lookup_drafter(n_draft, ngram_max, ngram_min, prompt_lookup_config)
+        if note:
+            warnings.warn(note, stacklevel=2)
+        return self.decode(
+            prompt,
+            drafter,
+            max_tokens=max_tokens,
+            sampling=SamplingParams(temp, top_p, top_k, min_p, seed),
+            stop=stop,
+            on_progress=on_progress,
+        )
+
+    def prompt_lookup(
+        self,
+        prompt: Prompt,
+        max_tokens: int = 250,
+        n_draft: int = 10,
+        ngram_max: int = 3,
+        ngram_min: int = 1,
+        temp: float = 0.0,
+        seed: int = 0,
+        color: bool = True,
+        **options: Any,
+    ) -> GenerationResult:
+        """Generate, write the text to standard output as it comes, and return the result.
+
+        Args:
+            prompt, max_tokens, n_draft, ngram_max, ngram_min, temp, seed: as in :meth:`stream`.
+            color: colour accepted draft tokens and the model's own, at a terminal.
+            options: :meth:`stream`'s other options.
+
+        Raises:
+            PromptError, OptionError: as :meth:`Decoder.decode`.
+        """
+        responses = self.stream(
+            prompt, max_tokens, n_draft, ngram_max, ngram_min, temp=temp, seed=seed, **options
+        )
+        printer = TokenPrinter(color=None if color else False)
+        transcript = Transcript()
+        for response in responses:
+            printer.write(response.text, response.from_draft)
+            transcript.add(response)
+        printer.finish()
+        return transcript.result(self.step_times)

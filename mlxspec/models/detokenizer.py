@@ -1,0 +1,186 @@
+"""Text from token ids as they arrive, in pieces that join to the text of all of them.
+
+The detokenizers have the interface of mlx-lm's ``StreamingDetokenizer`` (``reset``,
+``add_token``, ``finalize``, ``text``, ``last_segment``, ``tokens``) and serve as the
+``detokenizer_class`` of its ``TokenizerWrapper``. They keep two promises: a character whose
+bytes come in several tokens is held back until it is complete, and no space is dropped.
+
+What they turn into text is a continuation: it always follows a prompt, if only a BOS token. So
+the space that a SentencePiece decoder takes off the start of a text is never taken off here,
+and the text of prompt and output together starts with the text of the prompt alone. Tokens
+that tokenizers call special have their name as text; an id beyond the vocabulary, as the
+padding of a model's output layer can give, has none.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+_REPLACEMENT = "\ufffd"
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SENTENCEPIECE_STEPS = [
+    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
+_STRIP_FIRST_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+class StreamingDetokenizer(ABC):
+    """Collects the text of the tokens added since the last ``reset``."""
+
+    tokens: list[int]
+
+    def reset(self) -> None:
+        """Forget all tokens and their text."""
+        self.tokens = []
+        self._segments: list[str] = []
+        self._read = 0
+
+    def add_token(self, token: int) -> None:
+        """Take the next token; its text may wait for the tokens after it."""
+        self.tokens.append(token)
+        self._segments.append(self._next_text(token))
+
+    def finalize(self) -> None:
+        """Give out what is held back, with U+FFFD for a character that was not completed."""
+        self._segments.append(self._remaining_text())
+
+    @property
+    def text(self) -> str:
+        """All text given out so far."""
+        return "".join(self._segments)
+
+    @property
+    def last_segment(self) -> str:
+        """The text given out since this property was last read."""
+        segment = "".join(self._segments[self._read :])
+        self._read = len(self._segments)
+        return segment
+
+    @abstractmethod
+    def _next_text(self, token: int) -> str: ...
+
+    @abstractmethod
+    def _remaining_text(self) -> str: ...
+
+
+class ByteDetokenizer(StreamingDetokenizer):
+    """For tokens that each stand for the same bytes wherever they are; O(1) a token.
+
+    Bytes that are no UTF-8 become U+FFFD as in ``bytes.decode("utf-8", "replace")``.
+    """
+
+    def __init__(self, name_of: Callable[[int], str | None], to_bytes: Callable[[str], bytes]):
+        self._name_of = name_of
+        self._to_bytes = to_bytes
+        self._known: dict[int, bytes] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        super().reset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def _next_text(self, token: int) -> str:
+        content = self._known.get(token)
+        if content is None:
+            name = self._name_of(token)
+            content = self._known[token] = b"" if name is None else self._to_bytes(name)
+        return self._decoder.decode(content)
+
+    def _remaining_text(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer(StreamingDetokenizer):
+    """For any other tokenizer: the difference between two decodings of the last few tokens."""
+
+    def __init__(self, decode: Callable[[list[int]], str], vocabulary_size: int, first: int):
+        """``first`` is the token that stands in for the prompt."""
+        self._decode = decode
+        self._vocabulary_size = vocabulary_size
+        self._first = first
+        self.reset()
+
+    def reset(self) -> None:
+        super().reset()
+        self._before = [self._first]
+        self._waiting: list[int] = []
+
+    def _next_text(self, token: int) -> str:
+        if token >= self._vocabulary_size:
+            return ""
+        self._waiting.append(token)
+        text = self._text_of_waiting()
+        return "" if text.endswith(_REPLACEMENT) else self._give_out(text)
+
+    def _remaining_text(self) -> str:
+        return self._give_out(self._text_of_waiting()) if self._waiting else ""
+
+    def _text_of_waiting(self) -> str:
+        return self._decode(self._before + self._waiting)[len(self._decode(self._before)) :]
+
+    def _give_out(self, text: str) -> str:
+        self._before, self._waiting = self._waiting, []
+        return text
+
+
+def streaming_detokenizer(tokenizer: PreTrainedTokenizerBase) -> StreamingDetokenizer:
+    """The detokenizer for a tokenizer of transformers, by the kind of its decoder."""
+    to_bytes = _byte_reading(tokenizer)
+    if to_bytes is not None:
+        return ByteDetokenizer(tokenizer.backend_tokenizer.id_to_token, to_bytes)
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    first = tokenizer.bos_token_id
+    if first is None:
+        first = tokenizer.eos_token_id or 0
+    return WindowDetokenizer(decode, len(tokenizer), first)
+
+
+def _byte_reading(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes] | None:
+    """How to read a token's name as bytes, None where the decoder is not known to allow it."""
+    kind = type(tokenizer)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return None
+    plain = PreTrainedTokenizerFast
+    if (kind.decode, kind._decode) != (plain.decode, plain._decode):
+        return None  # a class with a decoding of its own
+    decoder = tokenizer.backend_tokenizer.decoder
+    state = json.loads(decoder.__getstate__()) if decoder is not None else {}
+    if state.get("type") == "ByteLevel":
+        return _byte_level_reader()
+    steps = state.get("decoders")
+    if steps in (_SENTENCEPIECE_STEPS, [*_SENTENCEPIECE_STEPS, _STRIP_FIRST_SPACE]):
+        return _sentencepiece_bytes
+    return None
+
+
+def _sentencepiece_bytes(name: str) -> bytes:
+    byte = _BYTE_PIECE.fullmatch(name)
+    return bytes([int(byte[1], 16)]) if byte else name.replace("▁", " ").encode()
+
+
+def _byte_level_reader() -> Callable[[str], bytes]:
+    """GPT-2's alphabet: printable Latin-1 is itself, the other bytes follow from U+0100 on."""
+    alphabet = set(ByteLevel.alphabet())
+    byte_of = {c: ord(c) for c in alphabet if ord(c) < 256}
+    others = (byte for byte in range(256) if chr(byte) not in alphabet)
+    byte_of |= {chr(256 + index): byte for index, byte in enumerate(others)}
+
+    def to_bytes(name: str) -> bytes:
+        # A name with a sign from outside the alphabet is that of an added token: plain text.
+        if all(c in byte_of for c in name):
+            return bytes(byte_of[c] for c in name)
+        return name.encode()
+
+    return to_bytes

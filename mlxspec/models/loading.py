@@ -1,0 +1,193 @@
+"""A model and its tokenizer from a directory, the Hub, or this package.
+
+mlx-lm and transformers take a second to import, so they are imported when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..errors import LoadError
+from .hub import download, is_repository_name
+from .npz import load_npz_model, npz_files
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+DEMO = "demo"
+_DEMO_DIRECTORY = Path(__file__).resolve().parents[1] / "demo_model"
+_HALF_PRECISION = (mx.float16, mx.bfloat16)
+_CONTEXT_LENGTH_NAMES = ("max_position_embeddings", "n_ctx", "n_positions", "max_seq_len")
+
+
+def load(
+    path_or_repo: str | Path, *, revision: str | None = None, lazy: bool = False
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """Load a model of mlx-lm's classes, and its tokenizer.
+
+    No code of a model's repository is ever run. On the CPU back end, where half precision is
+    emulated, half-precision weights become float32.
+
+    Args:
+        path_or_repo: ``"demo"`` for the bundled model (``"./demo"`` is a directory of that
+            name), a local directory with ``config.json`` and ``model*.safetensors`` or
+            ``weights.npz``, or a repository on the Hugging Face Hub, which is downloaded once.
+        revision: branch, tag or commit of the repository.
+        lazy: leave the weights on disk until they are used.
+
+    Returns:
+        The model, and mlx-lm's tokenizer wrapper whose ``detokenizer`` loses no space.
+
+    Raises:
+        LoadError: what is missing, damaged or not supported, and what to do about it.
+    """
+    directory = _find(path_or_repo, revision)
+    config = _read_config(directory)
+    model = _load_model(directory, config)
+    if mx.default_device().type == mx.cpu:
+        model.apply(lambda p: p.astype(mx.float32) if p.dtype in _HALF_PRECISION else p)
+    if not lazy:
+        _evaluate(model, directory)
+
+    from .tokenizer_loading import load_tokenizer
+
+    return model, load_tokenizer(directory, config.get("eos_token_id"))
+
+
+def encode_prompt(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a prompt: with BOS, unless ``text`` starts with its name already.
+
+    That is mlx-lm's rule. An empty text gives BOS alone, or nothing where there is no BOS.
+    """
+    bos = tokenizer.bos_token
+    has_bos = bos is not None and text.startswith(bos)
+    return tokenizer.encode(text, add_special_tokens=not has_bos)
+
+
+def context_length(model: nn.Module) -> int | None:
+    """The longest context in tokens that the model's configuration states, None without one."""
+    args = getattr(model, "args", None)
+    for settings in (args, getattr(args, "text_config", None)):
+        for name in _CONTEXT_LENGTH_NAMES:
+            value = settings.get(name) if isinstance(settings, dict) else getattr(settings, name, 0)
+            if value:
+                return int(value)
+    return None
+
+
+def _find(path_or_repo: str | Path, revision: str | None) -> Path:
+    """The directory with the model's files."""
+    if path_or_repo == DEMO:
+        return _DEMO_DIRECTORY
+    path = Path(path_or_repo).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise LoadError(f"{path_or_repo}: a file; name the directory with the model's config.json")
+    name = os.fspath(path_or_repo)
+    if not is_repository_name(name):
+        raise LoadError(f"{name}: no such directory, and no name of a Hub repository (owner/name)")
+    return download(name, revision)
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """``config.json``, with the EOS ids of ``generation_config.json`` where that has any."""
+    if not (directory / "config.json").is_file():
+        raise LoadError(f"{directory}: no config.json; {_remedy(directory)}")
+    config = _read_json_object(directory / "config.json")
+    if config.get("model_file") is not None:
+        raise LoadError(
+            f"{directory}: the model needs Python code from its repository "
+            f"({config['model_file']}), which is never run"
+        )
+    generation = directory / "generation_config.json"
+    if generation.is_file() and (eos := _read_json_object(generation).get("eos_token_id")):
+        config["eos_token_id"] = eos
+    return config
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{path}: no valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise LoadError(f"{path}: no JSON object")
+    return content
+
+
+def _remedy(directory: Path) -> str:
+    """What to do with a directory that is no model of MLX."""
+    if any(directory.glob("consolidated*")):
+        return "convert the original checkpoint with `mlxspec convert --torch-path`"
+    if any(directory.glob("pytorch_model*.bin")):
+        return "it has PyTorch's weights; use a version of the model with safetensors"
+    return "name a directory that a converter for MLX has written"
+
+
+def _load_model(directory: Path, config: dict[str, Any]) -> nn.Module:
+    """The model with its weights, which are not evaluated yet."""
+    has_safetensors = any(directory.glob("model*.safetensors"))
+    if not has_safetensors and not npz_files(directory):
+        raise LoadError(
+            f"{directory}: no model*.safetensors and no weights.npz; {_remedy(directory)}"
+        )
+    if has_safetensors:
+        _check_shards(directory)
+    try:
+        if not has_safetensors:
+            return load_npz_model(directory, config)
+        from mlx_lm.utils import load_model
+
+        return load_model(directory, lazy=True)[0]
+    except LoadError:
+        raise
+    except Exception as error:  # whatever a wrong configuration or file makes mlx-lm raise
+        raise LoadError(f"{directory}: {_reason(error)}") from error
+
+
+def _check_shards(directory: Path) -> None:
+    """Raise for the first safetensors file that is listed and missing, or cut short."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        listed = _read_json_object(index).get("weight_map") or {}
+        for name in sorted(set(listed.values())):
+            if not (directory / name).is_file():
+                raise LoadError(f"{directory}: the weights file {name} is missing; fetch it again")
+    for path in sorted(directory.glob("model*.safetensors")):
+        try:
+            mx.load(str(path))  # reads the header and compares it with the file's size
+        except RuntimeError as error:
+            raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong with a model that mlx-lm does not load, in one line."""
+    text = " ".join(str(error).split())
+    if missing := re.search(r"missing \d+ required positional arguments?: (.*)", text):
+        return f"config.json lacks {missing[1]}"
+    if isinstance(error, KeyError):
+        place = "the weights lack" if "." in text else "config.json lacks"
+        return f"{place} {text}"
+    if re.search(r"[Mm]odel type .* not supported", text):
+        return f"{text.rstrip('.')} by this version of mlx-lm; update it"
+    if re.match(r"Missing|Received|Expected shape", text):
+        return f"the weights do not fit config.json: {text[:200]}"
+    return f"config.json and weights do not make a model: {text[:200] or type(error).__name__}"
+
+
+def _evaluate(model: nn.Module, directory: Path) -> None:
+    """Read the weights one after another, so that no second copy of them all is held."""
+    try:
+        for _, parameter in tree_flatten(model.parameters()):
+            mx.eval(parameter)
+    except RuntimeError as error:
+        raise LoadError(f"{directory}: the weights cannot be read ({error})") from error

@@ -1,0 +1,129 @@
+"""The tokenizer of a model directory: Hugging Face's files, or SentencePiece's model alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_tokenizer as load_hugging_face_tokenizer
+from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from ..errors import LoadError
+from .detokenizer import streaming_detokenizer
+from .sentencepiece_tokenizer import build_tokenizer, tokenizer_config
+
+# Besides SentencePiece's model, what transformers builds a tokenizer from without further code.
+_HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
+_OTHER_FILES = {
+    "tekken.json": "a Tekken tokenizer",
+    "*.tiktoken": "a tiktoken tokenizer",
+    "tiktoken.model": "a tiktoken tokenizer",
+}
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
+
+
+def load_tokenizer(directory: Path, eos_token_ids: Collection[int] | int | None) -> Any:
+    """mlx-lm's ``TokenizerWrapper`` with this package's streaming detokenizer.
+
+    ``tokenizer.json`` comes first. A ``tokenizer.model`` without it gives SentencePiece's ids,
+    which transformers would not; ``tokenizer_config.json`` adds the chat template, the special
+    tokens and the tokens beyond the model's pieces.
+
+    Args:
+        directory: where the tokenizer's files are.
+        eos_token_ids: what ends an output according to the model's configuration, besides the
+            tokenizer's own EOS.
+
+    Raises:
+        LoadError: no tokenizer, one of a kind that is not read, or one that needs its
+            repository's code.
+    """
+    if (directory / "tokenizer.json").is_file() or not (directory / "tokenizer.model").is_file():
+        return _load_hugging_face(directory, eos_token_ids)
+    if isinstance(eos_token_ids, int):
+        eos_token_ids = [eos_token_ids]
+    return TokenizerWrapper(
+        _load_sentencepiece(directory), streaming_detokenizer, eos_token_ids=eos_token_ids
+    )
+
+
+def _load_hugging_face(
+    directory: Path, eos_token_ids: Collection[int] | int | None
+) -> TokenizerWrapper:
+    if not any((directory / name).is_file() for name in _HUGGING_FACE_FILES):
+        raise LoadError(_no_tokenizer(directory))
+    try:
+        wrapper = load_hugging_face_tokenizer(
+            directory, {"trust_remote_code": False}, eos_token_ids=eos_token_ids
+        )
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            reason = "it needs Python code from its repository, which is never run"
+        else:
+            reason = " ".join(str(error).split())[:200]
+        raise LoadError(f"{directory}: the tokenizer cannot be loaded: {reason}") from error
+    # mlx-lm picks its own detokenizer and has no argument to say otherwise.
+    wrapper._detokenizer = streaming_detokenizer(wrapper._tokenizer)
+    return wrapper
+
+
+def _no_tokenizer(directory: Path) -> str:
+    for pattern, kind in _OTHER_FILES.items():
+        if found := sorted(directory.glob(pattern)):
+            return (
+                f"{found[0]}: {kind} is not read; use a version of the model that has a "
+                "tokenizer.json"
+            )
+    return f"{directory}: no tokenizer.json and no tokenizer.model; copy the model's own there"
+
+
+def _load_sentencepiece(directory: Path) -> PreTrainedTokenizerFast:
+    path = directory / "tokenizer.model"
+    tokenizer = build_tokenizer(path)
+    settings = tokenizer_config(path)
+    own = _read_json(directory / "tokenizer_config.json")
+    _add_tokens(tokenizer, own.get("added_tokens_decoder") or {}, path)
+    for key in _SPECIAL_TOKENS:
+        token = own.get(key)
+        name = token.get("content") if isinstance(token, dict) else token
+        if name is not None:
+            if tokenizer.token_to_id(name) is None:
+                raise LoadError(f"{directory}: the tokenizer's {key} {name!r} is no token of it")
+            settings[key] = name
+    for key in ("chat_template", "add_bos_token"):
+        if own.get(key) is not None:
+            settings[key] = own[key]
+    template = directory / "chat_template.jinja"
+    if template.is_file():
+        settings["chat_template"] = template.read_text(encoding="utf-8")
+    del settings["tokenizer_class"]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
+
+
+def _add_tokens(tokenizer: Tokenizer, added: dict[str, Any], path: Path) -> None:
+    """Add the tokens beyond SentencePiece's pieces, whose ids must follow on."""
+    for index, token in sorted((int(key), value) for key, value in added.items()):
+        if tokenizer.id_to_token(index) == token["content"]:
+            continue
+        if index != tokenizer.get_vocab_size():
+            raise LoadError(
+                f"{path}: the added token {token['content']!r} cannot have the id {index}; use a "
+                "version of the model that has a tokenizer.json"
+            )
+        tokenizer.add_tokens(
+            [AddedToken(token["content"], special=bool(token.get("special")), normalized=True)]
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise LoadError(f"{path}: no valid JSON ({error})") from error
+    return content if isinstance(content, dict) else {}

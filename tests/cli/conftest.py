@@ -1,0 +1,32 @@
+"""Model directories for the command line, made once."""
+
+from pathlib import Path
+
+import pytest
+
+from .scripted_model import write_scripted_model
+
+ROUND = ("one", " two", " three", " four", "\n")
+HOSTILE = (
+    *("safe", "\x1b", "[2J", "\x1b]0;", "owned\x07", "\r"),
+    *("\x9b", "31m", "\u202e", "\x7f", "end"),
+)
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that says "one two three four" over and over, a line each."""
+    return write_scripted_model(tmp_path_factory.mktemp("cli") / "endless", ROUND)
+
+
+@pytest.fixture(scope="session")
+def finite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without a chat template that says "one two three four" once."""
+    directory = tmp_path_factory.mktemp("cli") / "finite"
+    return write_scripted_model(directory, ROUND, ends=True, template=False)
+
+
+@pytest.fixture(scope="session")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that emits terminal control sequences, split across tokens."""
+    return write_scripted_model(tmp_path_factory.mktemp("cli") / "hostile", HOSTILE, ends=True)

@@ -1,0 +1,254 @@
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mlxspec.cli.generate import generate_command
+from mlxspec.models.target import Target
+from mlxspec.response import GenerationResponse, Transcript
+
+from .conftest import HOSTILE
+from .scripted_model import BOS
+
+LINE = "one two three four\n"
+
+
+def generate(*arguments: object, stdin: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(generate_command, list(map(str, arguments)), input=stdin)
+
+
+def report(*arguments: object, stdin: str | None = None) -> dict:
+    result = generate(*arguments, "--json", stdin=stdin)
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_standard_output_is_the_text_and_the_panel_goes_to_standard_error(endless: Path):
+    result = generate("--model", endless, "--prompt", "say it", "--max-tokens", 15)
+    assert result.exit_code == 0
+    assert result.stdout == LINE * 3
+    assert "tokens per step" in result.stderr
+    assert "\x1b" not in result.output
+
+
+@pytest.mark.parametrize("n_draft", [0, 1, 10])
+@pytest.mark.parametrize("sampling", [(), ("--temp", 1, "--seed", 3, "--top-k", 9, "--top-p", 0.9)])
+def test_drafting_changes_the_steps_and_not_the_text(
+    endless: Path, n_draft: int, sampling: tuple[object, ...]
+):
+    options = ("--model", endless, "--prompt", "a", "--max-tokens", 40, *sampling)
+    drafted, plain = report(*options, "--n-draft", n_draft), report(*options, "--n-draft", 0)
+    assert drafted["tokens"] == plain["tokens"]
+    assert plain["stats"]["steps"] == 40
+    assert plain["stats"]["drafted"] == 0
+    if n_draft and not sampling:
+        assert drafted["stats"]["steps"] < 40
+
+
+def test_json_is_one_object_with_everything(endless: Path):
+    result = generate("--model", endless, "--prompt-ids", BOS, "--max-tokens", 20, "--json")
+    assert result.stderr == ""
+    assert result.stdout.count("\n") == 1
+    data = json.loads(result.stdout)
+    assert data["text"] == LINE * 4
+    assert len(data["tokens"]) == len(data["from_draft"]) == data["generation_tokens"] == 20
+    assert data["finish_reason"] == "length"
+    assert data["prompt_tokens"] == 1
+    stats = data["stats"]
+    assert stats["accepted"] == sum(data["from_draft"]) > 0
+    assert stats["tokens_per_step"] == 20 / stats["steps"]
+    assert stats["acceptance_rate"] == stats["accepted"] / stats["drafted"]
+    assert sum(time["steps"] for time in data["step_times"]) == stats["steps"]
+
+
+def test_json_gives_hostile_text_back_exactly_and_is_harmless_itself(hostile: Path):
+    result = generate("--model", hostile, "--prompt", "a", "--json")
+    assert json.loads(result.stdout)["text"] == "".join(HOSTILE)
+    assert result.stdout.rstrip("\n").isprintable()
+    assert result.stdout.isascii()
+
+
+def test_the_chat_template_is_applied_where_there_is_one(endless: Path, finite: Path):
+    def prompt_tokens(model: Path, *mode: str) -> int:
+        return report("--model", model, "--prompt", "a b", *mode)["prompt_tokens"]
+
+    assert prompt_tokens(endless) == prompt_tokens(endless, "--chat") == 4  # [INST] a b [/INST]
+    assert prompt_tokens(endless, "--raw") == prompt_tokens(finite) == 3  # BOS a b
+
+
+def test_prompts_come_from_standard_input_and_files_too(endless: Path, tmp_path: Path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("a b c\n")
+    options = ("--model", endless, "--raw", "--max-tokens", 1)
+    assert report(*options, "--prompt-file", path)["prompt_tokens"] == 4
+    assert report(*options, "--prompt", "-", stdin="a b c\n")["prompt_tokens"] == 4
+
+
+def test_stop_texts_end_the_output_before_them(endless: Path):
+    options = ("--model", endless, "--prompt", "a", "--stop", "zero", "--stop", "two th")
+    data = report(*options)
+    assert data["text"] == "one "
+    assert data["finish_reason"] == "stop"
+
+
+def test_other_tools_names_for_the_options_mean_the_same(endless: Path):
+    options = ("--model", endless, "--prompt", "a", "--max-tokens", 30)
+
+    def figures(*names: object) -> dict:
+        return report(*options, *names)["stats"]
+
+    ours = figures("--n-draft", 4, "--ngram-max", 2)
+    assert figures("--prompt-lookup-num-tokens", 4, "--max-matching-ngram-size", 2) == ours
+    assert figures("--prompt-lookup-config", "[4,2]") == ours
+    assert figures() != ours
+
+
+def test_an_ignored_device_list_is_one_line_on_standard_error(endless: Path):
+    result = generate(
+        *("--model", endless, "--prompt", "a", "--prompt-lookup-config", "[10,2,[0]]", "--json")
+    )
+    assert result.exit_code == 0
+    assert result.stderr.startswith("Note: prompt_lookup_config: the device list [0] is ignored")
+    assert result.stderr.count("\n") == 1
+
+
+def test_stats_show_the_time_of_a_step_by_its_rows(endless: Path):
+    result = generate("--model", endless, "--prompt", "a", "--stats")
+    assert "T(M)/T(1)" in result.stderr
+    assert result.stdout == LINE * 50
+
+
+def test_color_can_be_forced_on_a_pipe(endless: Path):
+    result = generate("--model", endless, "--prompt", "a", "--color", "--max-tokens", 20)
+    assert "\x1b[1;38;5;32m two\x1b[0m" in result.stdout
+    assert "accepted draft" in result.stderr
+
+
+def test_the_default_model_is_mlx_model_where_it_is(
+    endless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mlx_model").symlink_to(endless)
+    result = generate("--prompt", "a", "--max-tokens", 5)
+    assert result.stdout == LINE
+    assert "Note" not in result.stderr
+
+
+def test_without_mlx_model_a_line_says_that_the_demo_model_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mlxspec.decoders.base.load", lambda name: asked.append(name) or 1 / 0)
+    result = generate("--prompt", "a")
+    assert asked == ["demo"]
+    assert result.stderr.startswith("Note: no mlx_model")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--prompt", "a", "--max-tokens", "-1"), "--max-tokens is -1"),
+        (("--prompt", "a", "--max-tokens", "0"), "--max-tokens is 0"),
+        (("--prompt", ""), "--prompt is empty"),
+        ((), "no prompt"),
+        (("--prompt", "a", "--prompt-file", "b"), "--prompt and --prompt-file"),
+        (("--prompt", "a", "--top-p", "7"), "top_p is 7.0"),
+        (("--prompt", "a", "--temp", "nan"), "temp is nan"),
+        (("--prompt", "a", "--ngram-min", "4"), "ngram_min is 4"),
+        (("--prompt", "a", "--n-draft", "-2"), "n_draft is -2"),
+        (("--prompt", "a", "--prompt-lookup-config", "ten"), "prompt_lookup_config is 'ten'"),
+    ],
+)
+def test_a_bad_option_is_one_line_before_any_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], named: str
+):
+    monkeypatch.setattr("mlxspec.decoders.base.load", lambda name: 1 / 0)
+    assert_one_line_error(generate("--model", "any/model", *arguments), named)
+
+
+def assert_one_line_error(result: Result, named: str) -> None:
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("Error: ")
+    assert result.stderr.count("\n") == 1
+    assert named in result.stderr
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path):
+    missing = tmp_path / "missing"
+    assert_one_line_error(generate("--model", missing, "--prompt", "a"), str(missing))
+
+
+def test_an_error_line_cannot_be_abused_for_escapes_or_more_lines():
+    result = generate("--prompt-file", "a\x1b[2J\nError: b")
+    assert_one_line_error(result, "a␛[2J Error: b")
+
+
+def test_a_chat_template_that_is_not_there_is_one_line(finite: Path):
+    result = generate("--model", finite, "--prompt", "a", "--chat")
+    assert_one_line_error(result, "no chat template")
+
+
+def test_token_ids_with_a_chat_template_are_refused(endless: Path):
+    result = generate("--model", endless, "--prompt-ids", "1", "--chat")
+    assert_one_line_error(result, "--prompt-ids")
+
+
+def test_a_prompt_longer_than_the_context_is_one_line(endless: Path, tmp_path: Path):
+    config = json.loads((endless / "config.json").read_text())
+    model = tmp_path / "short"
+    model.mkdir()
+    for file in endless.iterdir():
+        (model / file.name).symlink_to(file)
+    (model / "config.json").unlink()
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+    result = generate("--model", model, "--raw", "--prompt", "a " * 20)
+    assert_one_line_error(result, "the prompt has 21 tokens and the model's context 8")
+
+
+def test_an_unknown_option_exits_with_2():
+    result = generate("--promt", "a")
+    assert result.exit_code == 2
+    assert "--promt" in result.stderr
+
+
+def test_ctrl_c_while_the_model_loads_is_quiet(monkeypatch: pytest.MonkeyPatch):
+    def load(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mlxspec.decoders.base.load", load)
+    result = generate("--model", "any", "--prompt", "a")
+    assert result.exit_code == 130
+    assert result.stderr.strip() == "Interrupted."
+
+
+def test_ctrl_c_in_the_prefill_shows_the_panel(endless: Path, monkeypatch: pytest.MonkeyPatch):
+    def prefill(self: Target, *_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Target, "prefill", prefill)
+    result = generate("--model", endless, "--prompt", "a b")
+    assert result.exit_code == 130
+    assert result.stdout == ""
+    assert "interrupted" in result.stderr
+    assert "4" in result.stderr.split("prompt tokens")[1].splitlines()[0]
+
+
+def test_ctrl_c_with_json_writes_what_there_is(endless: Path, monkeypatch: pytest.MonkeyPatch):
+    add = Transcript.add
+
+    def add_three(self: Transcript, response: GenerationResponse) -> None:
+        if response.generation_tokens > 3:
+            raise KeyboardInterrupt
+        add(self, response)
+
+    monkeypatch.setattr(Transcript, "add", add_three)
+    result = generate("--model", endless, "--prompt", "a b", "--json")
+    assert result.exit_code == 130
+    data = json.loads(result.stdout)
+    assert data["text"] == "one two three"
+    assert data["finish_reason"] == "interrupted"
+    assert data["prompt_tokens"] == 4

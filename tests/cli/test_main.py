@@ -1,0 +1,69 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import mlxspec
+from mlxspec.cli.convert import convert_command
+from mlxspec.cli.generate import generate_command
+from mlxspec.cli.main import main
+
+ROOT = Path(mlxspec.__file__).parents[1]
+
+
+def python(code: str) -> str:
+    """What a fresh interpreter in the repository's root prints."""
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return result.stdout.strip()
+
+
+def test_the_command_lists_its_subcommands():
+    result = CliRunner().invoke(main, ["--help"])
+    assert result.exit_code == 0
+    assert "convert   Convert" in result.stdout
+    assert "generate  Generate" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "command"), [("generate", generate_command), ("convert", convert_command)]
+)
+def test_a_subcommand_is_the_script_s_command(name: str, command: object):
+    assert main.commands == {}  # nothing is imported before it is asked for
+    with main.make_context("mlxspec", [name]) as context:
+        assert main.get_command(context, name) is command
+
+
+def test_an_unknown_subcommand_exits_with_2():
+    result = CliRunner().invoke(main, ["genrate"])
+    assert result.exit_code == 2
+    assert "genrate" in result.stderr
+
+
+@pytest.mark.parametrize("command", [main, generate_command])
+def test_version_is_the_package_s(command):
+    result = CliRunner().invoke(command, ["--version"])
+    assert result.stdout.split()[-1] == mlxspec.__version__
+
+
+def test_help_has_the_options_in_groups_and_fits_40_columns():
+    result = CliRunner().invoke(generate_command, ["--help"], terminal_width=40)
+    headings = [line for line in result.stdout.splitlines() if re.fullmatch(r"\S.*:", line)]
+    assert headings == ["Model and prompt:", "Drafting:", "Sampling:", "Output:", "Other:"]
+    for option in generate_command.params:
+        assert option.opts[0] in result.stdout
+
+
+def test_help_waits_for_no_heavy_import():
+    heavy = {"mlx.core", "mlx_lm", "transformers", "numpy", "rich"}
+    loaded = python("import sys, decoder, mlxspec.cli.main; print(*sys.modules)").split()
+    assert heavy.isdisjoint(loaded)
+
+
+def test_decoder_py_exports_the_decoder():
+    code = "from decoder import PromptLookupDecoder as decoder; print(decoder.__module__)"
+    assert python(code) == "mlxspec.decoders.prompt_lookup"

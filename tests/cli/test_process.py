@@ -1,0 +1,132 @@
+"""The command as a process of its own: at a terminal, in a pipe, interrupted."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+import mlxspec
+
+ROOT = Path(mlxspec.__file__).parents[1]
+LINE = "one two three four\n"
+ENDLESS = ("--prompt", "a", "--max-tokens", "1000000")
+
+
+def start(model: Path, *arguments: str, stdout: int, stderr: int) -> subprocess.Popen[str]:
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    environment.pop("NO_COLOR", None)
+    return subprocess.Popen(
+        [sys.executable, "decoder.py", "--model", str(model), *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        text=True,
+    )
+
+
+class Window:
+    """A terminal window that a process writes to."""
+
+    def __init__(self, columns: int) -> None:
+        self._master, self.terminal = pty.openpty()
+        fcntl.ioctl(self.terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+
+    def __enter__(self) -> Window:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._master)
+
+    def read(self, until: str | None = None) -> str:
+        """Wait for a text, or until the process has closed its end."""
+        data = b""
+        while until is None or until.encode() not in data:
+            try:
+                part = os.read(self._master, 65536)
+            except OSError:  # Linux's way to say that the other end is closed
+                break
+            if not part:
+                break
+            data += part
+        return data.decode().replace("\r\n", "\n")
+
+    def run(self, model: Path, *arguments: str) -> subprocess.Popen[str]:
+        process = start(model, *arguments, stdout=self.terminal, stderr=self.terminal)
+        os.close(self.terminal)
+        return process
+
+
+def test_a_terminal_gets_two_colours_and_a_panel_that_fits_its_width(endless: Path):
+    with Window(columns=40) as window:
+        process = window.run(endless, "--prompt", "a", "--max-tokens", "20")
+        shown = window.read()
+        assert process.wait() == 0
+    assert re.search(r"\x1b\[1;38;5;32m (two|three|four)\x1b\[0m", shown)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", shown)
+    assert "\x1b" not in plain
+    assert plain.startswith(LINE * 4)
+    assert "■ accepted draft" in plain
+    assert max(map(len, plain.splitlines())) <= 40
+
+
+def test_a_terminal_gets_no_control_sequence_of_the_model(hostile: Path):
+    with Window(columns=80) as window:
+        process = window.run(hostile, "--prompt", "a", "--no-color")
+        shown = window.read()
+        assert process.wait() == 0
+    assert shown.startswith("safe␛[2J␛]0;owned␇\ufffd31m\ufffd␡end\n")
+    assert "\x1b" not in shown
+
+
+def test_a_pipe_gets_the_text_of_the_model_and_no_library_s_chatter(hostile: Path):
+    process = start(hostile, "--prompt", "a", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    text, errors = process.communicate()
+    assert text.startswith("safe\x1b[2J\x1b]0;owned\x07")
+    assert all(line[:1] in "╭│╰" for line in errors.splitlines())
+
+
+@pytest.mark.parametrize("arguments", [ENDLESS, (*ENDLESS, "--n-draft", "0")])
+def test_ctrl_c_ends_with_the_text_so_far_the_panel_and_130(
+    endless: Path, arguments: tuple[str, ...]
+):
+    with Window(columns=80) as window:
+        process = window.run(endless, *arguments)
+        window.read(until="three")
+        process.send_signal(signal.SIGINT)
+        rest = window.read()
+        assert process.wait() == 130
+    assert "tokens per step" in rest
+    assert "interrupted" in rest
+    assert "Traceback" not in rest
+
+
+def test_a_reader_that_closes_the_pipe_ends_the_command_quietly(endless: Path):
+    process = start(endless, *ENDLESS, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == LINE
+    process.stdout.close()
+    assert process.wait() == 0
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_one_line(endless: Path):
+    with open("/dev/full", "w") as full:
+        process = start(endless, "--prompt", "a", stdout=full.fileno(), stderr=subprocess.PIPE)
+        errors = process.communicate()[1]
+    assert process.returncode == 1
+    assert re.fullmatch(r"Error: no space is left .*\n", errors)
