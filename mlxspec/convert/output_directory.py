@@ -1,0 +1,70 @@
+"""A directory that appears when it is complete, or not at all."""
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import ConversionError
+
+
+@contextlib.contextmanager
+def output_directory(target: Path, *, force: bool) -> Iterator[Path]:
+    """Yield a directory beside ``target`` to fill; it takes ``target``'s place at the end.
+
+    If the body raises, an interrupt included, it is removed and ``target`` stays as it was.
+    With ``force`` an existing model makes room only then.
+
+    Args:
+        target: where the model shall be.
+        force: whether a model that is there may be replaced.
+
+    Raises:
+        ConversionError: ``target`` is in use, or cannot be written.
+    """
+    target = Path(os.path.abspath(target))
+    _check_target(target, force=force)
+    token = secrets.token_hex(4)
+    partial = target.parent / f".{target.name}.{token}.partial"
+    replaced = target.parent / f".{target.name}.{token}.replaced"
+    new_parents = [parent for parent in target.parents if not parent.exists()]
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        if force and target.exists():
+            target.rename(replaced)
+        partial.rename(target)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
+        for parent in new_parents:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError):
+            reason = error.strerror or error
+            raise ConversionError(f"{target}: cannot be written ({reason})") from None
+        raise
+    finally:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def check_outside(source: Path, target: Path) -> None:
+    """Raise ConversionError if replacing ``target`` would remove the checkpoint that is read."""
+    if source.resolve().is_relative_to(target.resolve()):
+        raise ConversionError(f"{target}: holds the checkpoint itself; name another --mlx-path")
+
+
+def _check_target(target: Path, *, force: bool) -> None:
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise ConversionError(f"{target}: exists and is no directory; name another --mlx-path")
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    if not force:
+        raise ConversionError(
+            f"{target}: exists and is not empty; name another --mlx-path or add --force"
+        )
+    if not (target / "config.json").is_file():
+        raise ConversionError(f"{target}: holds no model, and --force replaces nothing else")

@@ -1,0 +1,155 @@
+"""Safetensors files: a JSON header that says where each tensor lies, then the bytes."""
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import ConversionError
+from .messages import printable
+from .stored_tensor import StoredTensor, contiguous_strides, item_size, map_file
+
+_LENGTH = struct.Struct("<Q")
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+
+_READABLE = {
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+_WRITABLE = {
+    mx.float16: "F16",
+    mx.bfloat16: "BF16",
+    mx.float32: "F32",
+    mx.uint64: "U64",
+    mx.int64: "I64",
+    mx.uint32: "U32",
+    mx.int32: "I32",
+    mx.uint16: "U16",
+    mx.int16: "I16",
+    mx.uint8: "U8",
+    mx.int8: "I8",
+    mx.bool_: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a header says of a tensor before its values are there."""
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+
+    @classmethod
+    def of(cls, array: mx.array) -> "TensorSpec":
+        """The spec of an array, which is not evaluated."""
+        return cls(tuple(array.shape), array.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the file."""
+        return math.prod(self.shape) * self.dtype.size
+
+
+def read_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file by name, as views of the mapped file.
+
+    Raises:
+        ConversionError: the file is truncated or damaged, or has a type that is no plain
+            number's.
+    """
+    mapped = map_file(path)
+    header, start = _read_header(path, mapped)
+    tensors = {}
+    for name, entry in header.items():
+        try:
+            dtype = _READABLE[entry["dtype"]]
+            shape = tuple(int(size) for size in entry["shape"])
+            begin, end = (int(offset) for offset in entry["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise ConversionError(
+                f"{path}: {printable(name)} has a type or place that is not known"
+            ) from None
+        strides = contiguous_strides(shape, item_size(dtype))
+        nbytes = math.prod(shape) * item_size(dtype)
+        if min(shape, default=0) < 0 or begin < 0 or end - begin != nbytes:
+            raise ConversionError(
+                f"{path}: {printable(name)} does not fill its place; the file is damaged"
+            )
+        if start + end > mapped.size:
+            raise ConversionError(f"{path}: is truncated within {printable(name)}")
+        tensors[name] = StoredTensor(mapped, dtype, shape, strides, start + begin)
+    return tensors
+
+
+def check_complete(path: Path) -> None:
+    """Raise ConversionError if the file ends before its last tensor does."""
+    mapped = map_file(path)
+    header, start = _read_header(path, mapped)
+    for name, entry in header.items():
+        offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+        if not isinstance(offsets, list) or len(offsets) != 2 or not isinstance(offsets[1], int):
+            raise ConversionError(f"{path}: its header is damaged at {printable(name)}")
+        if start + offsets[1] > mapped.size:
+            raise ConversionError(f"{path}: is truncated within {printable(name)}")
+
+
+def _read_header(path: Path, mapped: np.ndarray) -> tuple[dict[str, Any], int]:
+    if mapped.size >= _LENGTH.size:
+        (length,) = _LENGTH.unpack(mapped[: _LENGTH.size].tobytes())
+        start = _LENGTH.size + length
+        if length <= _MAX_HEADER_BYTES and start <= mapped.size:
+            try:
+                header = json.loads(mapped[_LENGTH.size : start].tobytes())
+            except (ValueError, RecursionError):
+                header = None
+            if isinstance(header, dict):
+                header.pop("__metadata__", None)
+                return header, start
+    raise ConversionError(f"{path}: is truncated or no safetensors file")
+
+
+def write_safetensors(
+    path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, mx.array]]
+) -> None:
+    """Write a file tensor by tensor, so that one of them is in memory at a time.
+
+    ``tensors`` come in the order of ``specs``, and are what these say.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    end = 0
+    for name, spec in specs.items():
+        begin, end = end, end + spec.nbytes
+        header[name] = {
+            "dtype": _WRITABLE[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data is aligned to 8 bytes
+    with open(path, "wb") as file:
+        file.write(_LENGTH.pack(len(text)))
+        file.write(text)
+        for name, array in tensors:
+            assert TensorSpec.of(array) == specs[name]
+            file.write(numpy_bits(array).reshape(-1).view(np.uint8).data)
+            del array  # not while the next one is made
+
+
+def numpy_bits(array: mx.array) -> np.ndarray:
+    """The elements of an array, without a copy where they are contiguous; bfloat16 as uint16."""
+    array = mx.contiguous(array)
+    return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)

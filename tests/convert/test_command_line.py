@@ -1,0 +1,100 @@
+"""``convert.py`` as a user runs it: messages, exit codes, and what a failure leaves."""
+
+import os
+import pty
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mlxspec.cli.convert import convert_command
+from mlxspec.convert import conversion
+from tests.convert import original
+
+SCRIPT = Path(__file__).resolve().parents[2] / "convert.py"
+
+
+def run(*arguments: object, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+def test_the_last_line_says_what_was_written_and_what_comes_next(tmp_path: Path, checkpoint: Path):
+    done = run("--torch-path", checkpoint, "-q", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Wrote mlx_model: 0.1 MB, ")
+    assert "bits per weight" in done.stdout
+    assert "python decoder.py --model mlx_model" in done.stdout
+    assert (tmp_path / "mlx_model" / "model.safetensors").is_file()
+
+
+def test_an_error_is_one_line_and_status_1(tmp_path: Path):
+    result = CliRunner().invoke(convert_command, ["--torch-path", str(tmp_path / "nowhere")])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("Error: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch):
+    def interrupted(**options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conversion, "convert", interrupted)
+    result = CliRunner().invoke(convert_command, ["--torch-path", "x", "--mlx-path", "out"])
+    assert result.exit_code == 130
+    assert result.stderr.strip() == "Interrupted."
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, checkpoint: Path):
+    def limit_file_size() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+
+    done = run("--torch-path", checkpoint, cwd=tmp_path, preexec_fn=limit_file_size)
+    assert done.returncode == 1
+    assert done.stderr.endswith("mlx_model: cannot be written (File too large)\n")
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_would_run_code_is_refused_by_name(tmp_path: Path, tokenizer_model: Path):
+    from tests.convert.torch_file import Call, Global, dumps, write_archive
+
+    source = original.write_checkpoint(tmp_path / "x", tokenizer_model)
+    trace = tmp_path / "trace"
+    evil = dumps({"a": Call(Global("os", "system"), (f"touch {trace}",))})
+    write_archive(source / "consolidated.00.pth", evil, {})
+    result = CliRunner().invoke(
+        convert_command, ["--torch-path", str(source), "--mlx-path", str(tmp_path / "out")]
+    )
+    assert result.exit_code == 1
+    assert "consolidated.00.pth: asks for os.system, " in result.stderr
+    assert not trace.exists()
+
+
+def test_a_bar_shows_on_a_terminal(tmp_path: Path, checkpoint: Path):
+    terminal, child = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--torch-path", str(checkpoint)],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=child,
+        env=os.environ | {"TERM": "xterm"},
+    )
+    shown = os.read(terminal, 100_000)
+    os.close(child)
+    os.close(terminal)
+    assert done.returncode == 0
+    assert b"Converting" in shown
+
+
+def test_help_does_not_wait_for_mlx():
+    code = (
+        "import sys; from mlxspec.cli.convert import convert_command as c\n"
+        "c(['--help'], standalone_mode=False)\n"
+        "sys.exit(bool({'mlx.core', 'mlx_lm', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parent).returncode == 0

@@ -1,0 +1,350 @@
+"""Whole conversions, against the real mlx-lm and an independent forward."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import mlx_lm.utils
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.generate import generate_step
+
+import mlxspec
+from mlxspec.convert.conversion import convert
+from mlxspec.convert.torch_zip import read_torch_zip
+from mlxspec.errors import ConversionError, OptionError
+from tests.convert import original, torch_file
+from tests.convert.comparison import assert_same_bits, tensors
+
+WEIGHTS = original.random_weights()
+TOKENS = [1, 17, 300, 5, 42, 42, 260, 7, 99]
+
+
+def load_in_float32(path: Path):
+    model, tokenizer = mlx_lm.load(str(path))
+    model.update(
+        tree_map(
+            lambda a: a.astype(mx.float32) if mx.issubdtype(a.dtype, mx.floating) else a,
+            model.parameters(),
+        )
+    )
+    return model, tokenizer
+
+
+def greedy(path: Path, prompt: list[int], count: int) -> list[int]:
+    model, _ = load_in_float32(path)
+    steps = generate_step(mx.array(prompt), model, max_tokens=count)
+    return [token for token, _ in steps]
+
+
+def test_the_result_loads_in_mlx_lm_and_computes_what_the_original_does(
+    tmp_path: Path, checkpoint: Path
+):
+    convert(torch_path=checkpoint, mlx_path=tmp_path / "out")
+    model, _ = load_in_float32(tmp_path / "out")
+    expected = original.logits(WEIGHTS, original.PARAMS, TOKENS)
+    np.testing.assert_allclose(
+        np.array(model(mx.array([TOKENS]))[0]), expected, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_the_demo_model_writes_what_the_original_does(tmp_path: Path, shared: Path):
+    source = shared / "models" / "demo"
+    result = convert(torch_path=source, mlx_path=tmp_path / "out")
+    size = sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+    assert size < 12e6
+    assert result.bits_per_weight == 16
+
+    _, tokenizer = mlx_lm.load(str(tmp_path / "out"))
+    prompt = tokenizer.encode("[INST] Repeat this 3 times: 'The red fox sleeps.' [/INST]")
+    weights = {
+        name: torch_file.from_bfloat16_bits(tensor.bits())
+        for name, tensor in read_torch_zip(source / "consolidated.00.pth").items()
+    }
+    params = json.loads((source / "params.json").read_text())
+    expected = list(prompt)
+    for _ in range(12):
+        expected.append(int(original.logits(weights, params, expected)[-1].argmax()))
+    assert greedy(tmp_path / "out", prompt, 12) == expected[len(prompt) :]
+    assert "The red fox sleeps." in tokenizer.decode(expected[len(prompt) :])
+
+
+def test_shards_and_one_file_convert_alike(tmp_path: Path, tokenizer_model: Path, checkpoint: Path):
+    parts = original.split(original.as_bfloat16(WEIGHTS), 2, 1)
+    sharded = original.write_checkpoint(tmp_path / "sharded", tokenizer_model, *parts)
+    for name, source in (("a", checkpoint), ("b", sharded)):
+        convert(torch_path=source, mlx_path=tmp_path / name, quantize=True)
+    assert_same_bits(tensors(tmp_path / "a"), tensors(tmp_path / "b"))
+
+
+def test_the_default_type_is_the_checkpoints_own(
+    tmp_path: Path, tokenizer_model: Path, checkpoint: Path
+):
+    single = original.write_checkpoint(tmp_path / "single", tokenizer_model, WEIGHTS)
+    for source, dtype, expected in (
+        (checkpoint, None, mx.bfloat16),
+        (single, None, mx.float16),
+        (single, "float32", mx.float32),
+        (checkpoint, "float16", mx.float16),
+    ):
+        convert(torch_path=source, mlx_path=tmp_path / "out", dtype=dtype, force=True)
+        assert {array.dtype for array in tensors(tmp_path / "out").values()} == {expected}
+
+
+def test_numbers_that_float16_cannot_hold_are_refused(tmp_path: Path, tokenizer_model: Path):
+    large = WEIGHTS | {"norm.weight": np.full(64, 2.0**17, np.float32)}
+    source = original.write_checkpoint(tmp_path / "x", tokenizer_model, large)
+    with pytest.raises(ConversionError, match=r"model\.norm\.weight: .+ choose another --dtype"):
+        convert(torch_path=source, mlx_path=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+MODES = [
+    {},
+    {"q_bits": 8},
+    {"q_bits": 3, "q_group_size": 32},
+    {"q_mode": "mxfp4"},
+    {"q_mode": "mxfp8"},
+    {"q_mode": "nvfp4"},
+]
+
+
+@pytest.mark.parametrize("options", MODES, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_quantised_tensors_equal_those_of_mlx_lm(
+    tmp_path: Path, checkpoint: Path, options: dict, dtype: str
+):
+    convert(torch_path=checkpoint, mlx_path=tmp_path / "plain", dtype=dtype)
+    mlx_lm.convert(str(tmp_path / "plain"), str(tmp_path / "theirs"), quantize=True, **options)
+    convert(
+        torch_path=checkpoint, mlx_path=tmp_path / "ours", quantize=True, dtype=dtype, **options
+    )
+    assert_same_bits(tensors(tmp_path / "ours"), tensors(tmp_path / "theirs"))
+    configs = [json.loads((tmp_path / n / "config.json").read_text()) for n in ("ours", "theirs")]
+    assert configs[0]["quantization"] == configs[1]["quantization"]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+
+
+def test_weights_that_do_not_divide_into_groups_stay_as_they_are(tmp_path: Path, checkpoint: Path):
+    # The width is 64, the hidden width 96: down_proj alone is not a multiple of 64.
+    convert(torch_path=checkpoint, mlx_path=tmp_path / "out", quantize=True)
+    names = tensors(tmp_path / "out").keys()
+    assert "model.layers.0.mlp.gate_proj.scales" in names
+    assert "model.layers.0.mlp.down_proj.scales" not in names
+    assert mlx_lm.load(str(tmp_path / "out"))
+
+
+def test_sharded_output_has_an_index_and_loads(tmp_path: Path, checkpoint: Path):
+    convert(torch_path=checkpoint, mlx_path=tmp_path / "one")
+    convert(torch_path=checkpoint, mlx_path=tmp_path / "many", max_shard_bytes=60_000)
+    files = sorted(path.name for path in (tmp_path / "many").glob("model*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all((tmp_path / "many" / name).stat().st_size < 62_000 for name in files)
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    for name, file in index["weight_map"].items():
+        assert name in mx.load(str(tmp_path / "many" / file))
+    assert_same_bits(tensors(tmp_path / "one"), tensors(tmp_path / "many"))
+    assert mlx_lm.load(str(tmp_path / "many"))
+
+
+def test_the_index_counts_like_mlx_lm(tmp_path: Path, checkpoint: Path):
+    result = convert(torch_path=checkpoint, mlx_path=tmp_path / "out", quantize=True)
+    model, _ = mlx_lm.load(str(tmp_path / "out"))
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_parameters"] == mlx_lm.utils.get_total_parameters(model)
+    assert index["metadata"]["total_size"] == result.nbytes
+    assert result.bits_per_weight == pytest.approx(mlx_lm.utils.compute_bits_per_weight(model))
+
+
+def test_npz_has_mlx_examples_layout(tmp_path: Path, checkpoint: Path):
+    convert(torch_path=checkpoint, mlx_path=tmp_path / "out", format="npz")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "weights.npz",
+        "config.json",
+        "tokenizer.model",
+    }
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == original.PARAMS | {"rope_theta": 10000.0, "model_type": "mistral"}
+    with np.load(tmp_path / "out" / "weights.npz") as weights:
+        assert set(weights) == set(WEIGHTS)
+        for name in weights:
+            assert weights[name].dtype == np.float16
+            np.testing.assert_array_equal(weights[name], WEIGHTS[name])
+
+
+def test_npz_quantises_the_linear_layers_only(tmp_path: Path, checkpoint: Path):
+    convert(torch_path=checkpoint, mlx_path=tmp_path / "out", format="npz", quantize=True)
+    weights = mx.load(str(tmp_path / "out" / "weights.npz"))
+    assert "tok_embeddings.scales" not in weights
+    for parameter, expected in zip(
+        ("weight", "scales", "biases"),
+        mx.quantize(mx.array(WEIGHTS["layers.0.attention.wq.weight"]).astype(mx.float16), 64, 4),
+        strict=True,
+    ):
+        assert mx.array_equal(weights[f"layers.0.attention.wq.{parameter}"], expected)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization"] == {"group_size": 64, "bits": 4}
+
+
+def rounded_to_8_bits(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The weights after quantisation and back, where their rows divide into groups of 64."""
+
+    def rounded(array: np.ndarray) -> np.ndarray:
+        if array.ndim < 2 or array.shape[-1] % 64:
+            return array
+        packed, *floats = mx.quantize(mx.array(array).astype(mx.float16), 64, 8)
+        return np.array(mx.dequantize(packed, *(f.astype(mx.float32) for f in floats), 64, 8))
+
+    return {name: rounded(array) for name, array in weights.items()}
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("format", ["safetensors", "npz"])
+def test_mlxspec_loads_both_formats_and_computes_what_the_original_does(
+    tmp_path: Path, checkpoint: Path, format: str, quantize: bool
+):
+    convert(
+        torch_path=checkpoint,
+        mlx_path=tmp_path / "out",
+        format=format,
+        dtype="float16",
+        quantize=quantize,
+        q_bits=8 if quantize else None,
+    )
+    model, tokenizer = mlxspec.load(tmp_path / "out")
+    assert tokenizer.encode("words")[0] == tokenizer.bos_token_id
+    weights = rounded_to_8_bits(WEIGHTS) if quantize else WEIGHTS
+    if format == "npz":  # where only linear layers are quantised
+        weights["tok_embeddings.weight"] = WEIGHTS["tok_embeddings.weight"]
+    logits = np.array(model(mx.array([TOKENS]))[0].astype(mx.float32))
+    expected = original.logits(weights, original.PARAMS, TOKENS)
+    np.testing.assert_allclose(logits, expected, rtol=2e-3, atol=2e-3)
+
+
+def test_token_ids_equal_sentencepieces(tmp_path: Path, checkpoint: Path, tokenizer_model: Path):
+    from sentencepiece import SentencePieceProcessor
+
+    convert(torch_path=checkpoint, mlx_path=tmp_path / "out")
+    _, tokenizer = mlx_lm.load(str(tmp_path / "out"))
+    reference = SentencePieceProcessor(model_file=str(tokenizer_model))
+    text = "that a model\n\treads  words: é 🦊"
+    assert tokenizer.encode(text) == [reference.bos_id(), *reference.encode(text)]
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == tokenizer_model.read_bytes()
+    assert tokenizer.eos_token_ids == {reference.eos_id()}
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path, checkpoint: Path):
+    def interrupt(done: int, total: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(torch_path=checkpoint, mlx_path=tmp_path / "new" / "out", on_progress=interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_counts_every_byte(tmp_path: Path, checkpoint: Path):
+    seen: list[tuple[int, int]] = []
+    result = convert(
+        torch_path=checkpoint,
+        mlx_path=tmp_path / "out",
+        quantize=True,
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen[0] == (0, result.nbytes)
+    assert seen[-1] == (result.nbytes, result.nbytes)
+    assert seen == sorted(seen)
+
+
+def test_a_tiktoken_tokenizer_is_refused_by_name(tmp_path: Path, tokenizer_model: Path):
+    source = original.write_checkpoint(tmp_path / "x", tokenizer_model, WEIGHTS)
+    (source / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
+    with pytest.raises(ConversionError, match=r"tokenizer\.model: tiktoken"):
+        convert(torch_path=source, mlx_path=tmp_path / "out")
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"\x0a\xff\xff"])
+def test_a_tokenizer_of_another_kind_is_refused(
+    tmp_path: Path, tokenizer_model: Path, content: bytes
+):
+    source = original.write_checkpoint(tmp_path / "x", tokenizer_model, WEIGHTS)
+    (source / "tokenizer.model").write_bytes(content)
+    with pytest.raises(ConversionError, match=r"tokenizer\.model: is no SentencePiece model"):
+        convert(torch_path=source, mlx_path=tmp_path / "out")
+
+
+def test_a_tekken_tokenizer_is_refused_by_name(tmp_path: Path, tokenizer_model: Path):
+    source = original.write_checkpoint(tmp_path / "x", tokenizer_model, WEIGHTS)
+    (source / "tokenizer.model").rename(source / "tekken.json")
+    with pytest.raises(ConversionError, match=r"tekken\.json: Tekken"):
+        convert(torch_path=source, mlx_path=tmp_path / "out")
+
+
+def test_a_tokenizer_with_more_pieces_than_embeddings_is_refused(
+    tmp_path: Path, tokenizer_model: Path
+):
+    params = original.PARAMS | {"vocab_size": 300}
+    source = original.write_checkpoint(
+        tmp_path / "x", tokenizer_model, original.random_weights(params), params=params
+    )
+    with pytest.raises(ConversionError, match="320 pieces, the model 300 embeddings"):
+        convert(torch_path=source, mlx_path=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "either --torch-path or --hf-path"),
+        ({"torch_path": "a", "hf_path": "b"}, "either --torch-path or --hf-path"),
+        ({"torch_path": "a", "q_bits": 4}, "--q-bits 4: takes effect with -q only"),
+        ({"torch_path": "a", "q_group_size": 64}, "--q-group-size 64: takes effect with -q"),
+        ({"torch_path": "a", "q_mode": "affine"}, "--q-mode affine: takes effect with -q"),
+        ({"torch_path": "a", "quantize": True, "q_mode": "int4"}, "--q-mode int4: unknown"),
+        ({"torch_path": "a", "quantize": True, "q_bits": 7}, "--q-bits 7: affine has 2, 3, 4"),
+        ({"torch_path": "a", "quantize": True, "q_bits": 0}, "--q-bits 0: affine has"),
+        ({"torch_path": "a", "quantize": True, "q_group_size": 48}, "32, 64 or 128"),
+        (
+            {"torch_path": "a", "quantize": True, "q_mode": "mxfp4", "q_bits": 8},
+            "--q-bits 8: mxfp4 has only 4",
+        ),
+        (
+            {"torch_path": "a", "quantize": True, "q_mode": "nvfp4", "q_group_size": 32},
+            "--q-group-size 32: nvfp4 has only 16",
+        ),
+        ({"torch_path": "a", "dtype": "int8"}, "--dtype int8: unknown"),
+        ({"torch_path": "a", "format": "gguf"}, "--format gguf: unknown"),
+        ({"torch_path": "a", "revision": "main"}, "--revision main: belongs to --hf-path"),
+        ({"hf_path": "a", "format": "npz"}, "--format npz: .+ use --torch-path"),
+        ({"torch_path": "a", "format": "npz", "dtype": "bfloat16"}, "--dtype bfloat16: "),
+        (
+            {"torch_path": "a", "format": "npz", "quantize": True, "q_mode": "mxfp4"},
+            "--q-mode mxfp4: --format npz has affine only",
+        ),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused_in_one_line(options: dict, message: str):
+    with pytest.raises(OptionError, match=message) as error:
+        convert(**options)
+    assert "\n" not in str(error.value)
+
+
+def test_llama_31_scales_its_rope_like_mlx_lm_does_for_hugging_face(
+    tmp_path: Path, tokenizer_model: Path
+):
+    params = original.PARAMS | {"use_scaled_rope": True, "rope_theta": 500000.0, "multiple_of": 32}
+    source = original.write_checkpoint(tmp_path / "x", tokenizer_model, WEIGHTS, params=params)
+    convert(torch_path=source, mlx_path=tmp_path / "out")
+    model, _ = mlx_lm.load(str(tmp_path / "out"))
+    assert type(model.layers[0].self_attn.rope).__name__ == "Llama3RoPE"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config["max_position_embeddings"] == 131072
+
+
+def test_every_written_tensor_is_one_of_the_models(tmp_path: Path, checkpoint: Path):
+    convert(torch_path=checkpoint, mlx_path=tmp_path / "out")
+    model, _ = mlx_lm.load(str(tmp_path / "out"))
+    assert dict(tree_flatten(model.parameters())).keys() == tensors(tmp_path / "out").keys()

@@ -1,0 +1,196 @@
+"""Opening Mistral's and Llama's originals: shards, what is left open, what is wrong."""
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxspec.convert.original_checkpoint import open_original
+from mlxspec.errors import ConversionError
+from tests.convert import original, torch_file
+
+WEIGHTS = original.random_weights()
+
+
+def check_weights(directory: Path) -> None:
+    opened = open_original(directory)
+    assert opened.tensors.keys() == WEIGHTS.keys()
+    for name, tensor in opened.tensors.items():
+        np.testing.assert_array_equal(np.array(tensor.load().astype(mx.float32)), WEIGHTS[name])
+
+
+@pytest.mark.parametrize("embedding_axis", [0, 1], ids=["llama3", "llama2"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_model_parallel_shards_are_joined_along_the_right_axes(
+    tmp_path: Path, tokenizer_model: Path, count: int, embedding_axis: int
+):
+    shards = original.split(original.as_bfloat16(WEIGHTS), count, embedding_axis)
+    check_weights(original.write_checkpoint(tmp_path / "x", tokenizer_model, *shards))
+
+
+def test_consolidated_safetensors_are_read(tmp_path: Path, tokenizer_model: Path):
+    directory = original.write_checkpoint(tmp_path / "x", tokenizer_model)
+    arrays = {name: mx.array(array).astype(mx.bfloat16) for name, array in WEIGHTS.items()}
+    mx.save_safetensors(str(directory / "consolidated.safetensors"), arrays)
+    check_weights(directory)
+    assert open_original(directory).half_type == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_every_float_type_is_read(tmp_path: Path, tokenizer_model: Path, dtype: type):
+    weights = {name: array.astype(dtype) for name, array in WEIGHTS.items()}
+    directory = original.write_checkpoint(tmp_path / "x", tokenizer_model, weights)
+    check_weights(directory)
+    assert open_original(directory).half_type == "float16"
+
+
+def test_rope_tables_are_skipped(tmp_path: Path, tokenizer_model: Path):
+    tables = {
+        "rope.freqs": np.zeros(8, np.float32),
+        "layers.0.attention.inner_attention.rope.freqs": np.zeros(8, np.float32),
+    }
+    check_weights(original.write_checkpoint(tmp_path / "x", tokenizer_model, WEIGHTS | tables))
+
+
+def test_llamas_open_settings_come_from_the_tensors(tmp_path: Path, tokenizer_model: Path):
+    params = {"dim": 64, "multiple_of": 32, "n_heads": 4, "n_layers": 2, "norm_eps": 1e-5}
+    params |= {"vocab_size": -1, "n_kv_heads": 2}
+    directory = original.write_checkpoint(
+        tmp_path / "x", tokenizer_model, *original.split(WEIGHTS, 2, 1), params=params
+    )
+    full = open_original(directory).params
+    assert (full["hidden_dim"], full["vocab_size"], full["head_dim"]) == (96, 320, 16)
+    assert full["rope_theta"] == 10000
+
+
+def test_an_output_layer_that_repeats_the_embedding_is_noticed(
+    tmp_path: Path, tokenizer_model: Path
+):
+    assert not open_original(
+        original.write_checkpoint(tmp_path / "own", tokenizer_model, WEIGHTS)
+    ).tied
+    tied = WEIGHTS | {"output.weight": WEIGHTS["tok_embeddings.weight"]}
+    for axis in (0, 1):
+        shards = original.split(tied, 2, axis)
+        directory = original.write_checkpoint(tmp_path / f"tied{axis}", tokenizer_model, *shards)
+        assert open_original(directory).tied
+
+
+def changed(**arrays: np.ndarray | None) -> dict[str, np.ndarray]:
+    """The weights with some replaced or, where None, left out."""
+    names = {name.replace("__", "."): array for name, array in arrays.items()}
+    merged = {**WEIGHTS, **names}
+    return {name: array for name, array in merged.items() if array is not None}
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (changed(norm__weight=None), r"x: missing: norm\.weight$"),
+        (
+            {n: a for n, a in WEIGHTS.items() if "layers.1" not in n},
+            r"missing: layers\.1\.attention\.wq\.weight and 8 more$",
+        ),
+        (changed(extra__bias=np.zeros(3, np.float32)), r"x: not known: extra\.bias$"),
+        (
+            changed(norm__weight=np.zeros(65, np.float32)),
+            r"norm\.weight has the shape \(65,\), params\.json makes it \(64,\)",
+        ),
+        (changed(norm__weight=np.zeros(64, np.int64)), r"norm\.weight has the type int64"),
+        (changed(tok_embeddings__weight=None), r"missing: tok_embeddings\.weight"),
+    ],
+)
+def test_wrong_tensors_are_named_in_one_line(
+    tmp_path: Path, tokenizer_model: Path, weights: dict, message: str
+):
+    directory = original.write_checkpoint(tmp_path / "x", tokenizer_model, weights)
+    with pytest.raises(ConversionError, match=message) as error:
+        open_original(directory)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dim": None}, r"params\.json: the key 'dim' is missing"),
+        ({"n_layers": "two"}, r"the key 'n_layers' is 'two'"),
+        ({"n_layers": 10**15}, "has no 10+ layers"),
+        ({"max_seq_len": -1}, "the key 'max_seq_len' is -1"),
+        ({"n_heads": -4}, "the key 'n_heads' is -4"),
+        ({"norm_eps": 0}, "the key 'norm_eps' is 0"),
+        ({"n_kv_heads": 3}, "n_heads 4 a multiple of n_kv_heads 3"),
+        ({"moe": {"num_experts": 8}}, "mixture-of-experts"),
+        ({"vision_encoder": {"dim": 1}}, "the key 'vision_encoder' belongs to no known"),
+        ({"sliding_window": [4096, None]}, "sliding_window"),
+    ],
+)
+def test_wrong_settings_are_named_in_one_line(
+    tmp_path: Path, tokenizer_model: Path, change: dict, message: str
+):
+    directory = original.write_checkpoint(
+        tmp_path / "x", tokenizer_model, WEIGHTS, params=original.PARAMS | change
+    )
+    with pytest.raises(ConversionError, match=message) as error:
+        open_original(directory)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path, tokenizer_model: Path):
+    shards = original.split(WEIGHTS, 4, 1)
+    directory = original.write_checkpoint(tmp_path / "x", tokenizer_model, *shards)
+    (directory / "consolidated.01.pth").unlink()
+    with pytest.raises(ConversionError, match=r"consolidated\.01\.pth is missing"):
+        open_original(directory)
+
+
+def test_a_tensor_missing_from_one_shard_is_named(tmp_path: Path, tokenizer_model: Path):
+    shards = original.split(WEIGHTS, 2, 1)
+    del shards[1]["layers.0.attention.wo.weight"]
+    directory = original.write_checkpoint(tmp_path / "x", tokenizer_model, *shards)
+    with pytest.raises(
+        ConversionError, match=r"consolidated\.01\.pth: layers\.0\.attention\.wo\.weight is missing"
+    ):
+        open_original(directory)
+
+
+def test_missing_files_are_named(tmp_path: Path, checkpoint: Path):
+    for name, message in {
+        "params.json": r"params\.json: does not exist",
+        "consolidated.00.pth": r"has neither consolidated\.\*\.pth nor",
+    }.items():
+        copy = shutil.copytree(checkpoint, tmp_path / name)
+        (copy / name).unlink()
+        with pytest.raises(ConversionError, match=message):
+            open_original(copy)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "[" * 100_000])
+def test_params_that_are_no_settings_are_refused(tmp_path: Path, checkpoint: Path, content: str):
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    (copy / "params.json").write_text(content)
+    with pytest.raises(ConversionError, match=r"params\.json: "):
+        open_original(copy)
+
+
+def test_a_hugging_face_directory_gets_the_right_remedy(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ConversionError, match="use --hf-path"):
+        open_original(tmp_path)
+
+
+def test_bfloat16_survives_every_bit_pattern(tmp_path: Path):
+    from mlxspec.convert.stored_tensor import mlx_array
+    from mlxspec.convert.torch_zip import read_torch_zip
+
+    bits = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
+    torch_file.save(tmp_path / "x.pth", {"all": bits})
+    array = mlx_array(read_torch_zip(tmp_path / "x.pth")["all"].bits(), "bfloat16")
+    assert array.dtype == mx.bfloat16
+    np.testing.assert_array_equal(np.array(array.view(mx.uint16)), bits)
+    # and MLX means the same numbers by them
+    np.testing.assert_array_equal(
+        np.array(array.astype(mx.float32)), torch_file.from_bfloat16_bits(bits)
+    )

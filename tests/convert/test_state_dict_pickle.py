@@ -1,0 +1,176 @@
+"""The pickle interpreter: tensors and containers, and nothing else."""
+
+import contextlib
+import os
+import pickle
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxspec.convert.state_dict_pickle import Storage, TensorLayout, read_state_dict
+from mlxspec.errors import ConversionError
+from tests.convert.torch_file import Call, Global, Persistent, Raw, dumps, storage, tensor
+
+PLACE = storage("bfloat16", "0", 6)
+VIEW = tensor(PLACE, (2, 3), (3, 1))
+LAYOUT = TensorLayout(Storage("0", "bfloat16", 6), "bfloat16", (2, 3), (3, 1), 0)
+HOOKS = Call(Global("collections", "OrderedDict"), ())
+
+
+def read(value: object) -> dict:
+    return read_state_dict(dumps(value), "weights.pth")
+
+
+def test_a_dict_of_tensors_is_read_in_order():
+    assert list(read({"b": VIEW, "a": VIEW}).items()) == [("b", LAYOUT), ("a", LAYOUT)]
+
+
+def test_a_parameter_is_its_tensor():
+    parameter = Call(Global("torch._utils", "_rebuild_parameter"), (VIEW, True, HOOKS))
+    assert read({"a": parameter}) == {"a": LAYOUT}
+
+
+def test_an_untyped_storage_takes_the_type_from_the_tensor():
+    place = Persistent(("storage", Global("torch.storage", "UntypedStorage"), "0", "cpu", 12))
+    arguments = (place, 0, (2, 3), (3, 1), False, HOOKS, Global("torch", "float16"))
+    v3 = Call(Global("torch._utils", "_rebuild_tensor_v3"), arguments)
+    layout = TensorLayout(Storage("0", None, 12), "float16", (2, 3), (3, 1), 0)
+    assert read({"a": v3}) == {"a": layout}
+
+
+def test_attributes_of_a_state_dict_are_dropped():
+    metadata = {"_metadata": Call(Global("collections", "OrderedDict"), ())}
+    state = Raw(
+        dumps(Call(Global("collections", "OrderedDict"), ([["a", VIEW]],)))[2:-1]
+        + dumps(metadata)[2:-1]
+        + b"b"
+    )
+    assert read(state) == {"a": LAYOUT}
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/mlxspec_was_here",)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_pickle_that_would_run_code_is_refused_by_name(protocol: int):
+    with pytest.raises(ConversionError, match=r"weights\.pth: asks for (posix|nt)\.system"):
+        read_state_dict(pickle.dumps({"a": Hostile()}, protocol), "weights.pth")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("builtins", "eval"),
+        ("builtins", "getattr"),
+        ("collections", "OrderedDict.fromkeys"),
+        ("torch", "load"),
+        ("torch.storage", "_load_from_bytes"),
+        ("torch._utils", "_rebuild_qtensor"),
+        ("argparse", "Namespace"),
+        ("torch", "ComplexFloatStorage"),
+    ],
+)
+def test_every_other_name_is_refused(module: str, name: str):
+    with pytest.raises(ConversionError, match=f"asks for {module}.{name}, ") as error:
+        read({"a": Global(module, name)})
+    assert "\n" not in str(error.value)
+
+
+def test_a_name_cannot_forge_lines_in_the_message():
+    with pytest.raises(ConversionError) as error:
+        read(Raw(b"X\x04\x00\x00\x00os\n\x1bX\x01\x00\x00\x00x\x93"))
+    assert str(error.value).isprintable()
+
+
+REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [VIEW],
+        {"a": 1},
+        {1: VIEW},
+        {"a": {"b": VIEW}},
+        {"a": PLACE},
+        {"a": REBUILD},
+        {"a": Call(VIEW, ())},
+        {"a": Call("text", ())},
+        {"a": Call(Global("torch", "FloatStorage"), (1 << 40,))},
+        {"a": Call(REBUILD, ())},
+        {"a": Call(REBUILD, [PLACE])},
+        {"a": tensor(PLACE, (2, 3), (3,))},
+        {"a": tensor(PLACE, (-2, 3), (3, 1))},
+        {"a": tensor(PLACE, (2, 3), (-3, 1))},
+        {"a": tensor(PLACE, (2, 3), (3, 1), -1)},
+        {"a": tensor(PLACE, (2, 3), (3, 1 << 60))},
+        {"a": tensor(PLACE, ("2", 3), (3, 1))},
+        {"a": tensor(PLACE, (True, 3), (3, 1))},
+        {"a": tensor(VIEW, (2, 3), (3, 1))},
+        {"a": Call(REBUILD, (PLACE, 0, (2, 3), (3, 1), False, HOOKS, {"conj": True}))},
+        {"a": Persistent(("module", Global("torch", "HalfStorage"), "0", "cpu", 6))},
+        {"a": Persistent(("storage", "HalfStorage", "0", "cpu", 6))},
+        {"a": Persistent(("storage", Global("torch", "HalfStorage"), "0", "cpu", -6))},
+        {"a": Persistent(("storage",))},
+        {("a",): VIEW},
+    ],
+)
+def test_what_is_no_state_dict_of_tensors_is_refused_in_one_line(value: object):
+    with pytest.raises(ConversionError, match=r"^weights\.pth: .+$"):
+        read(value)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        b"\x82\x01",  # EXT1: a callable from the process's registry
+        b"\x83\x01\x00",
+        b"ios\nsystem\n",  # INST, with the arguments after a mark
+        b"(cos\nsystem\no",  # OBJ
+        b"]}b",  # BUILD on a list
+        b"N}b",
+        b"}\x94h\x01",  # BINGET of a memo that is not there
+        b"r\xff\xff\xff\xff",  # LONG_BINPUT into the four-billionth place, of nothing
+        b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f",  # BINBYTES8 of 2^63 bytes
+        b"X\xff\xff\xff\x7fabc",
+        b"e",
+        b"u",
+        b"0",
+        b"R",
+        b"",
+    ],
+)
+def test_other_opcodes_and_damaged_ones_are_refused(code: bytes):
+    with pytest.raises(ConversionError, match=r"^weights\.pth: .+$"):
+        read(Raw(code))
+
+
+def test_a_memo_bomb_is_neither_expanded_nor_hashed():
+    # Each level holds the one before twice: 2^200 elements if anything walks through them.
+    nest = b")" + b"".join(b"q\x00h\x00\x86" for _ in range(200))
+    start = time.perf_counter()
+    with pytest.raises(ConversionError):
+        read(Raw(b"}" + nest + b"Ns"))
+    with pytest.raises(ConversionError):
+        read({"a": Raw(nest)})
+    assert time.perf_counter() - start < 1
+
+
+def test_deep_nesting_is_refused_without_exhausting_the_stack():
+    with pytest.raises(ConversionError):
+        read({"a": Raw(b"]" * 200_000 + b"a" * 199_999)})
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_damaged_pickle_gives_tensors_or_a_conversion_error(data: st.DataObject):
+    content = bytearray(dumps({"a": VIEW, "b": VIEW}))
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(ConversionError):
+        state = read_state_dict(bytes(content), "weights.pth")
+        assert all(isinstance(layout, TensorLayout) for layout in state.values())
