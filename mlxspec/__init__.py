@@ -7,7 +7,7 @@ prefer_openblas()  # before anything imports mlx.core
 from typing import TYPE_CHECKING  # noqa: E402
 
 if TYPE_CHECKING:
-    from .decoders import PromptLookupDecoder
+    from .decoders import Decoder, PromptLookupDecoder
     from .decoding import SamplingParams
     from .drafting import Drafter, DraftTree, VerifiedStep
     from .errors import MlxspecError
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Decoder",
     "DraftTree",
     "Drafter",
     "GenerationResponse",
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Decoder": ".decoders",
     "PromptLookupDecoder": ".decoders",
     "SamplingParams": ".decoding",
     "DraftTree": ".drafting",

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-
-def openblas_is_installed() -> bool:
-    if sys.platform != "linux":
-        return False
-    try:
-        version("mlx-cpu")
-        ctypes.CDLL("libopenblas.so.0")
-    except (OSError, PackageNotFoundError):
-        return False
-    return True
-
-
-needs_openblas = pytest.mark.skipif(
-    not openblas_is_installed(), reason="needs Linux, MLX's CPU wheel and libopenblas.so.0"
-)
+from .openblas import needs_openblas
 
 PRODUCT = "import mlx.core as mx; a = mx.ones((64, 64)); mx.eval(a @ a)"
 # Nothing is loaded where there is no /proc.
