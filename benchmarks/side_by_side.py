@@ -159,7 +159,11 @@ def main() -> None:
     if arguments.one_process:
         report(arguments)
         return
-    packages = ", ".join(f"{name} {version(name)}" for name in ("mlxspec", "mlx", "mlx-lm"))
+    versions = {
+        "mlxspec": mlxspec.__version__,
+        **{name: version(name) for name in ("mlx", "mlx-lm")},
+    }
+    packages = ", ".join(f"{name} {number}" for name, number in versions.items())
     print(f"{packages}; Python {platform.python_version()}; {platform.platform()}; {date.today()}")
     blas = {"": "1"}
     if sys.platform == "linux":

@@ -23,7 +23,7 @@ from .outcome import INTERRUPTED, note
 from .panel import error_console, figures_panel, step_times_table
 from .prefill_progress import PrefillProgress
 from .prompt_source import read_prompt
-from .prompt_tokens import prompt_tokens
+from .prompt_tokens import prompt_tokens, uses_template
 
 
 def answer(
@@ -66,13 +66,16 @@ def answer(
 
     model = model or _default_model()
     decoder = Decoder(model)
-    tokens = prompt_tokens(source, decoder.tokenizer, chat)
+    templated = uses_template(source, decoder.tokenizer, chat)
+    tokens = prompt_tokens(source, decoder.tokenizer, templated)
     start = partial(
         decoder.decode, tokens, drafter, max_tokens=max_tokens, sampling=sampling, stop=stop
     )
     console = error_console(color)
     printer = None if as_json else TokenPrinter(color)
-    transcript = _transcribe(start, printer, console)
+    # In a chat the answer is a text of its own, whose first space the tokenizer has put there.
+    trims = templated and decoder.tokenizer.detokenizer.prefix_space
+    transcript = _transcribe(start, printer, console, trims)
     result = replace(transcript.result(decoder.step_times), prompt_tokens=len(tokens))
 
     if printer:
@@ -98,11 +101,14 @@ def _transcribe(
     start: Callable[..., Iterator[GenerationResponse]],
     printer: TokenPrinter | None,
     console: Console,
+    trims_first_space: bool,
 ) -> Transcript:
     """Run a generation to its end or to Ctrl-C, writing its text as it comes."""
     transcript = Transcript()
     with suppress(KeyboardInterrupt), PrefillProgress(console) as progress:
         for response in start(on_progress=progress):
+            if trims_first_space and response.generation_tokens == 1:
+                response = replace(response, text=response.text.removeprefix(" "))
             transcript.add(response)
             if printer:
                 printer.write(response.text, response.from_draft)

@@ -9,29 +9,36 @@ from ..errors import OptionError
 from ..models.loading import encode_prompt
 
 
-def prompt_tokens(
-    prompt: str | list[int], tokenizer: TokenizerWrapper, chat: bool | None
-) -> list[int]:
-    """Turn a prompt into token ids.
+def uses_template(prompt: str | list[int], tokenizer: TokenizerWrapper, chat: bool | None) -> bool:
+    """Whether the prompt goes into the chat template.
 
     Args:
         prompt: a text, or token ids that are taken as they are.
         tokenizer: the model's.
-        chat: whether to apply the chat template; None applies it where the tokenizer has one.
+        chat: what the user said; None applies the template where the tokenizer has one.
 
     Raises:
-        OptionError: a chat template is wanted and there is none, or it does not apply.
+        OptionError: a template is wanted, and there is none or the prompt is no text.
+    """
+    if chat and not isinstance(prompt, str):
+        raise OptionError("--chat needs a text: --prompt-ids are taken as they are")
+    if chat and not tokenizer.has_chat_template:
+        raise OptionError("--chat: this model's tokenizer has no chat template, use --raw")
+    return isinstance(prompt, str) and tokenizer.has_chat_template if chat is None else chat
+
+
+def prompt_tokens(
+    prompt: str | list[int], tokenizer: TokenizerWrapper, templated: bool
+) -> list[int]:
+    """Turn a prompt into token ids, by way of the chat template if ``templated``.
+
+    Raises:
+        OptionError: the chat template does not apply.
     """
     if not isinstance(prompt, str):
-        if chat:
-            raise OptionError("--chat needs a text: --prompt-ids are taken as they are")
         return prompt
-    if chat is None:
-        chat = tokenizer.has_chat_template
-    if not chat:
+    if not templated:
         return encode_prompt(tokenizer, prompt)
-    if not tokenizer.has_chat_template:
-        raise OptionError("--chat: this model's tokenizer has no chat template, use --raw")
     messages = [{"role": "user", "content": prompt}]
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True)

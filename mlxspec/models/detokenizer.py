@@ -19,6 +19,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -37,6 +38,9 @@ class StreamingDetokenizer(ABC):
     """Collects the text of the tokens added since the last ``reset``."""
 
     tokens: list[int]
+    prefix_space = False
+    """Whether the tokenizer puts a space before every text, so that an output which is a text
+    of its own, as an answer in a chat is, starts with a space that nobody wrote."""
 
     def reset(self) -> None:
         """Forget all tokens and their text."""
@@ -78,7 +82,13 @@ class ByteDetokenizer(StreamingDetokenizer):
     Bytes that are no UTF-8 become U+FFFD as in ``bytes.decode("utf-8", "replace")``.
     """
 
-    def __init__(self, name_of: Callable[[int], str | None], to_bytes: Callable[[str], bytes]):
+    def __init__(
+        self,
+        name_of: Callable[[int], str | None],
+        to_bytes: Callable[[str], bytes],
+        prefix_space: bool = False,
+    ) -> None:
+        self.prefix_space = prefix_space
         self._name_of = name_of
         self._to_bytes = to_bytes
         self._known: dict[int, bytes] = {}
@@ -134,9 +144,11 @@ class WindowDetokenizer(StreamingDetokenizer):
 
 def streaming_detokenizer(tokenizer: PreTrainedTokenizerBase) -> StreamingDetokenizer:
     """The detokenizer for a tokenizer of transformers, by the kind of its decoder."""
-    to_bytes = _byte_reading(tokenizer)
+    steps = _decoder_steps(tokenizer)
+    to_bytes = _byte_reading(steps)
     if to_bytes is not None:
-        return ByteDetokenizer(tokenizer.backend_tokenizer.id_to_token, to_bytes)
+        name_of = tokenizer.backend_tokenizer.id_to_token
+        return ByteDetokenizer(name_of, to_bytes, prefix_space=_STRIP_FIRST_SPACE in steps)
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -147,19 +159,22 @@ def streaming_detokenizer(tokenizer: PreTrainedTokenizerBase) -> StreamingDetoke
     return WindowDetokenizer(decode, len(tokenizer), first)
 
 
-def _byte_reading(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes] | None:
-    """How to read a token's name as bytes, None where the decoder is not known to allow it."""
-    kind = type(tokenizer)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        return None
-    plain = PreTrainedTokenizerFast
+def _decoder_steps(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """What the tokenizer's decoder does, step by step; nothing for a class that has its own."""
+    kind, plain = type(tokenizer), PreTrainedTokenizerFast
+    if not isinstance(tokenizer, plain):
+        return []
     if (kind.decode, kind._decode) != (plain.decode, plain._decode):
-        return None  # a class with a decoding of its own
+        return []
     decoder = tokenizer.backend_tokenizer.decoder
     state = json.loads(decoder.__getstate__()) if decoder is not None else {}
-    if state.get("type") == "ByteLevel":
+    return state.get("decoders", [state])
+
+
+def _byte_reading(steps: list[dict[str, Any]]) -> Callable[[str], bytes] | None:
+    """How to read a token's name as bytes, None where the decoder is not known to allow it."""
+    if [step.get("type") for step in steps] == ["ByteLevel"]:
         return _byte_level_reader()
-    steps = state.get("decoders")
     if steps in (_SENTENCEPIECE_STEPS, [*_SENTENCEPIECE_STEPS, _STRIP_FIRST_SPACE]):
         return _sentencepiece_bytes
     return None
