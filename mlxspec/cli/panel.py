@@ -57,13 +57,14 @@ def figures_panel(result: GenerationResult, legend: bool) -> Panel:
 
 
 def step_times_table(step_times: list[StepTime]) -> Table:
-    """T(rows), the measured wall time of steps by their number of rows."""
+    """T(rows), the measured wall time of steps by their number of rows; medians."""
     table = Table(box=SIMPLE)
-    for heading in ("rows", "steps", "median ms", "T(M)/T(1)"):
+    for heading in ("rows", "steps", "ms", "T(M)/T(1)"):
         table.add_column(heading, justify="right")
     for time in step_times:
         cost = "–" if time.cost is None else f"{time.cost:.2f}"
-        table.add_row(str(time.rows), str(time.steps), f"{time.seconds * 1000:.2f}", cost)
+        rows = f"{time.rows} pipelined" if time.pipelined else str(time.rows)
+        table.add_row(rows, str(time.steps), f"{time.seconds * 1000:.2f}", cost)
     return table
 
 

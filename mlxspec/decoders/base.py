@@ -145,7 +145,7 @@ class Decoder:
                 chooser,
                 max_tokens=max_tokens,
                 ends=output.add,
-                step_times=self.step_times,
+                record_time=self.step_times.record,
                 on_progress=clock.on_progress,
             ):
                 generated = stats.emitted

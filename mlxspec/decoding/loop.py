@@ -13,7 +13,6 @@ from mlx_lm.generate import generation_stream
 from ..drafting import Drafter, DraftTree, VerifiedStep
 from ..models.target import Progress, Target
 from ..models.tiers import Tier
-from ..planning import StepTimes
 from .acceptance import accept
 from .sampling import Chooser
 
@@ -42,7 +41,7 @@ def decode(
     *,
     max_tokens: int,
     ends: Callable[[int], bool],
-    step_times: StepTimes | None = None,
+    record_time: Callable[[int, float, bool], None] | None = None,
     on_progress: Progress | None = None,
 ) -> Iterator[DecodedStep]:
     """Generate tokens after a prompt, one verified step at a time.
@@ -58,8 +57,9 @@ def decode(
         chooser: picks the target's token after each row.
         max_tokens: how many tokens to emit at most, at least 1.
         ends: called with each emitted token in order; True ends the output behind it.
-        step_times: where the wall time of each step is recorded, if anywhere; the time that
-            the consumer takes between steps does not count.
+        record_time: called after each step with its rows, its wall time in seconds, and
+            whether its forward had been dispatched during the step before; the time that the
+            consumer takes between steps does not count.
         on_progress: reports the prefill.
     """
     context_length = len(prompt)
@@ -73,14 +73,16 @@ def decode(
         while not finished:
             started = time.perf_counter()
             remaining = max_tokens - (context_length - len(prompt))
+            proposal = _fit(drafter.propose(remaining - 1), last, target, remaining - 1)
+            pipelined = ahead is not None
             if ahead is None:
-                tree = _fit(drafter.propose(remaining - 1), last, target, remaining - 1)
-                flight = _dispatch(target, chooser, mx.array(tree.tokens), tree)
+                tree, flight = proposal, _dispatch(target, chooser, proposal)
             else:
+                # The last token's row is on its way; a draft waits for the step after it.
                 tree, flight = DraftTree.chain(last), ahead
             ahead = None
-            if drafter.pipelined and remaining > 1:
-                ahead = _dispatch(target, chooser, flight.choices, DraftTree.chain(-1))
+            if len(proposal) == 1 and drafter.pipelined and remaining > 1:
+                ahead = _dispatch(target, chooser, DraftTree.chain(-1), flight.choices)
 
             verified, finished = _settle(tree, flight, remaining, ends)
             if len(tree) > 1:
@@ -91,8 +93,8 @@ def decode(
             steps += 1
             if steps % _STEPS_BETWEEN_CLEARING == 0:
                 mx.clear_cache()
-            if step_times:
-                step_times.record(len(tree), time.perf_counter() - started)
+            if record_time:
+                record_time(len(tree), time.perf_counter() - started, pipelined)
             yield DecodedStep(verified, flight.logprobs_of(verified))
     finally:
         target.truncate(min(target.length, context_length - 1))
@@ -132,12 +134,18 @@ class _Flight:
             return self.logprobs[mx.array(rows)]
 
 
-def _dispatch(target: Target, chooser: Chooser, tokens: mx.array, tree: DraftTree) -> _Flight:
+def _dispatch(
+    target: Target, chooser: Chooser, tree: DraftTree, tokens: mx.array | None = None
+) -> _Flight:
     """Start the forward over a tree's rows without waiting for it.
+
+    ``tokens`` stand in for those of the tree where they are not known yet.
 
     The only row of a plain step stays whatever is chosen after it, so it is committed at once
     and the next forward can be dispatched behind it.
     """
+    if tokens is None:
+        tokens = mx.array(tree.tokens)
     with mx.stream(generation_stream):
         logits = target.forward(tokens, tree)
         positions = [target.length + depth + 1 for depth in tree.depths]

@@ -42,8 +42,10 @@ class Drafter(Protocol):
     """
 
     pipelined: bool
-    """True for a drafter that never proposes, so that the loop may dispatch the next forward
-    before it has read the token of the last one."""
+    """Whether, when a proposal is empty, the loop may dispatch the next forward before it has
+    read the token of the last one. Then a later proposal waits for one plain step. Asked after
+    every proposal: a drafter that never proposes says True, one that plans says True while it
+    expects no draft soon."""
 
     branching: bool
     """Whether its trees may branch; False spares the check that the model verifies trees."""

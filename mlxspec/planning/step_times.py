@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from statistics import median
 
@@ -15,12 +15,16 @@ class StepTime:
 
     Attributes:
         rows: rows per forward.
+        pipelined: whether the forward was dispatched during the step before, as in plain
+            decoding; such a step has one row.
         steps: how many steps of this width ran.
         seconds: median wall time of the recent ones.
-        cost: T(rows) / T(1), the verify cost; None while no step of one row has run.
+        cost: T(rows) / T(1), the verify cost, with T(1) pipelined if such a step has run; None
+            while no step of one row has.
     """
 
     rows: int
+    pipelined: bool
     steps: int
     seconds: float
     cost: float | None
@@ -34,20 +38,19 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self._recent: dict[int, deque[float]] = {}
-        self._steps: dict[int, int] = {}
+        self._recent: dict[tuple[int, bool], deque[float]] = {}
+        self._steps: Counter[tuple[int, bool]] = Counter()
 
-    def record(self, rows: int, seconds: float) -> None:
+    def record(self, rows: int, seconds: float, pipelined: bool = False) -> None:
         """Add the wall time of one step."""
-        self._recent.setdefault(rows, deque(maxlen=_KEPT)).append(seconds)
-        self._steps[rows] = self._steps.get(rows, 0) + 1
+        self._recent.setdefault((rows, pipelined), deque(maxlen=_KEPT)).append(seconds)
+        self._steps[rows, pipelined] += 1
 
     def table(self) -> list[StepTime]:
-        """One entry per number of rows that has run, fewest rows first."""
-        one_row = median(self._recent[1]) if 1 in self._recent else None
-        table = []
-        for rows in sorted(self._recent):
-            seconds = median(self._recent[rows])
-            cost = seconds / one_row if one_row else None
-            table.append(StepTime(rows, self._steps[rows], seconds, cost))
-        return table
+        """One entry per kind of step that has run, fewest rows first."""
+        seconds = {kind: median(recent) for kind, recent in self._recent.items()}
+        one_row = seconds.get((1, True)) or seconds.get((1, False))
+        return [
+            StepTime(*kind, self._steps[kind], time, time / one_row if one_row else None)
+            for kind, time in sorted(seconds.items())
+        ]

@@ -215,6 +215,46 @@ def test_a_step_returns_choice_and_argmax_per_node(stories: nn.Module) -> None:
         context += step.verified.tokens
 
 
+class Moody(Oracle):
+    """Drafts now and then, and lets the loop run ahead while it does not."""
+
+    pipelined = True
+
+    def __init__(self, truth: list[int]) -> None:
+        super().__init__(truth)
+        self.offered = 0
+
+    def propose(self, budget: int) -> DraftTree:
+        draft = super().propose(min(budget, 3)) if self._emitted % 7 > 4 else DraftTree.chain(0)
+        self.offered += len(draft) > 1
+        return draft
+
+
+def test_a_drafter_may_enter_and_leave_the_pipeline(stories: nn.Module) -> None:
+    """No step's work is lost: each forward's rows are verified, and the cache stays exact."""
+    truth = plain(stories, PROMPT, max_tokens=60)
+    drafter, target, kinds = Moody(truth), new_target(stories), []
+    context = PROMPT.copy()
+    for step in decode(
+        target,
+        PROMPT,
+        drafter,
+        Chooser(SamplingParams()),
+        max_tokens=60,
+        ends=lambda _: False,
+        record_time=lambda rows, seconds, pipelined: kinds.append((rows, pipelined)),
+    ):
+        context += step.verified.tokens
+        ahead = target.length - (len(context) - 1)
+        assert ahead in (0, 1)
+        if not ahead:
+            assert_holds_exactly(target, context)
+    assert context[len(PROMPT) :] == truth
+    assert_holds_exactly(target, context)
+    assert {(1, True), (1, False), (4, False)} <= set(kinds)
+    assert (4, True) not in kinds
+
+
 def test_steps_are_timed_by_their_rows(stories: nn.Module) -> None:
     times = StepTimes()
     steps = list(
@@ -225,7 +265,7 @@ def test_steps_are_timed_by_their_rows(stories: nn.Module) -> None:
             Chooser(SamplingParams()),
             max_tokens=80,
             ends=lambda _: False,
-            step_times=times,
+            record_time=times.record,
         )
     )
     widths = [len(step.verified.tree) for step in steps]
