@@ -57,9 +57,9 @@ def figures_panel(result: GenerationResult, legend: bool) -> Panel:
 
 
 def step_times_table(step_times: list[StepTime]) -> Table:
-    """T(rows), the measured wall time of steps by their number of rows; medians."""
+    """T(rows), the measured wall time of steps by their number of rows; medians, and the verify cost."""
     table = Table(box=SIMPLE)
-    for heading in ("rows", "steps", "ms", "T(M)/T(1)"):
+    for heading in ("rows", "steps", "ms", "cost"):
         table.add_column(heading, justify="right")
     for time in step_times:
         cost = "–" if time.cost is None else f"{time.cost:.2f}"

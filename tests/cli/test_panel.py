@@ -79,5 +79,5 @@ def test_step_times_are_in_milliseconds_with_the_verify_cost():
         [StepTime(1, True, 30, 0.0125, 1.0), StepTime(11, False, 4, 0.03, None)]
     )
     rows = [line.split() for line in lines(table, 40) if line.strip()]
-    assert rows[0] == ["rows", "steps", "ms", "T(M)/T(1)"]
+    assert rows[0] == ["rows", "steps", "ms", "cost"]
     assert rows[2:] == [["1", "pipelined", "30", "12.50", "1.00"], ["11", "4", "30.00", "–"]]
