@@ -21,3 +21,11 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("needs the third-party data in ../shared/data")
     return SHARED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say at how many near ties outputs differed, and by how much (invariant 1)."""
+    from .decoding.harness import NEAR_TIES
+
+    margins = ", ".join(f"{margin:.1e}" for margin in NEAR_TIES)
+    terminalreporter.write_line(f"outputs that differ at near ties: {len(NEAR_TIES)} {margins}")

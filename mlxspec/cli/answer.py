@@ -107,8 +107,9 @@ def _transcribe(
     transcript = Transcript()
     with suppress(KeyboardInterrupt), PrefillProgress(console) as progress:
         for response in start(on_progress=progress):
-            if trims_first_space and response.generation_tokens == 1:
+            if trims_first_space and response.text:
                 response = replace(response, text=response.text.removeprefix(" "))
+                trims_first_space = False
             transcript.add(response)
             if printer:
                 printer.write(response.text, response.from_draft)

@@ -11,6 +11,7 @@ import mlxspec
 _COMMANDS = {
     "convert": ("mlxspec.cli.convert", "convert_command"),
     "generate": ("mlxspec.cli.generate", "generate_command"),
+    "store": ("mlxspec.cli.store", "store_command"),
 }
 
 

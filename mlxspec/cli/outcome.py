@@ -31,6 +31,8 @@ def reported() -> Iterator[None]:
     A reader that has seen enough and closes the pipe (``| head -1``) ends the command quietly
     and successfully.
     """
+    if sys.stdout is None:  # closed by the shell: `>&-`
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     if isinstance(sys.stdout, TextIOWrapper):
         # A character that the terminal's encoding lacks is no reason to stop.
         sys.stdout.reconfigure(errors="replace")

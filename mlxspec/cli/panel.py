@@ -57,7 +57,7 @@ def figures_panel(result: GenerationResult, legend: bool) -> Panel:
 
 
 def step_times_table(step_times: list[StepTime]) -> Table:
-    """T(rows), the measured wall time of steps by their number of rows; medians, and the verify cost."""
+    """T(rows): medians of the wall time of steps by their rows, and the verify cost."""
     table = Table(box=SIMPLE)
     for heading in ("rows", "steps", "ms", "cost"):
         table.add_column(heading, justify="right")

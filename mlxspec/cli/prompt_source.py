@@ -34,6 +34,8 @@ def read_prompt(text: str | None, file: str | None, ids: str | None) -> str | li
     if file is not None:
         return _without_last_newline(_read_file(file), f"--prompt-file {file}")
     if text == "-":
+        if sys.stdin is None:
+            raise PromptError("standard input is closed: give --prompt TEXT or --prompt-file FILE")
         return _without_last_newline(sys.stdin.buffer.read(), "standard input")
     # Bytes of an argument that are not UTF-8 have become lone surrogates.
     return _decode(str(text).encode(errors="surrogateescape"), "--prompt")

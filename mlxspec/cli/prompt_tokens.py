@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import OptionError
@@ -42,5 +41,5 @@ def prompt_tokens(
     messages = [{"role": "user", "content": prompt}]
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    except TemplateError as error:
-        raise OptionError(f"the chat template does not apply ({error}): use --raw") from error
+    except Exception as error:  # a template is a program of the repository's, and may do anything
+        raise OptionError(f"the chat template does not apply ({error!r}): use --raw") from error

@@ -59,7 +59,13 @@ def check_outside(source: Path, target: Path) -> None:
 
 def _check_target(target: Path, *, force: bool) -> None:
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise ConversionError(f"{target}: exists and is no directory; name another --mlx-path")
+        raise ConversionError(
+            f"{target}: exists and is a link or no directory; name another --mlx-path"
+        )
+    if Path.cwd().is_relative_to(target):
+        raise ConversionError(
+            f"{target}: is the working directory or above it; name a directory inside it"
+        )
     if not target.is_dir() or not any(target.iterdir()):
         return
     if not force:

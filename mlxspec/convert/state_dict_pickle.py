@@ -188,7 +188,7 @@ class _Interpreter:
                 stack.append(name == "NEWTRUE")
             case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT":
                 stack.append(argument)
-            case "BINUNICODE" | "SHORT_BINUNICODE" | "SHORT_BINSTRING" | "BINSTRING":
+            case "BINUNICODE" | "SHORT_BINUNICODE" | "SHORT_BINSTRING" | "BINSTRING" | "STRING":
                 stack.append(argument)
             case "EMPTY_DICT" | "EMPTY_LIST" | "EMPTY_TUPLE":
                 stack.append({"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}[name]())
@@ -208,7 +208,7 @@ class _Interpreter:
                 self._memo[len(self._memo)] = stack[-1]
             case "BINGET" | "LONG_BINGET":
                 stack.append(self._memo[argument])
-            case "GLOBAL":
+            case "GLOBAL" | "INST":  # no class of the old INST is allowed: it is named and refused
                 module, _, attribute = argument.partition(" ")
                 stack.append(self._global(module, attribute))
             case "STACK_GLOBAL":

@@ -134,9 +134,9 @@ class Decoder:
         output = OutputText(
             self.tokenizer.detokenizer, self.tokenizer.eos_token_ids, stop, max_tokens
         )
+        target = Target(self.model, self._tier_for(drafter), self.vocab_size)
         clock = _Clock(len(prompt), on_progress)
         stats = SpeculationStats()
-        target = Target(self.model, self._tier_for(drafter), self.vocab_size)
         with wired_limit(self.model, [generation_stream]):
             for step in decode(
                 target,

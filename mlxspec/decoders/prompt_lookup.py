@@ -51,8 +51,9 @@ class PromptLookupDecoder(Decoder):
             temp, top_p, top_k, min_p, seed: see :class:`mlxspec.SamplingParams`.
             stop: texts that end the output before them.
             on_progress: called with prompt tokens done and prompt tokens in all.
-            prompt_lookup_num_tokens: transformers' and TensorRT-LLM's name for ``n_draft``.
-            max_matching_ngram_size: their name for ``ngram_max``.
+            prompt_lookup_num_tokens: transformers' and TensorRT-LLM's name for ``n_draft``
+                (TensorRT-LLM's default is 4).
+            max_matching_ngram_size: their name for ``ngram_max`` (TensorRT-LLM's default is 2).
             prompt_lookup_config: TensorRT-LLM's form for both, ``"[10,2,[0]]"``; a device list
                 is ignored with a warning.
 

@@ -62,10 +62,11 @@ def decode(
             consumer takes between steps does not count.
         on_progress: reports the prefill.
     """
+    prompt = tuple(prompt)  # a drafter that keeps and extends what it is given changes nothing
     context_length = len(prompt)
     last = prompt[-1]
     ahead: _Flight | None = None
-    drafter.begin(prompt)
+    drafter.begin(list(prompt))
     try:
         with mx.stream(generation_stream):
             target.prefill(prompt[:-1], on_progress)

@@ -10,6 +10,8 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from ..errors import OptionError
 
+_COLDEST = 1e-30  # what a logit difference is divided by without leaving float32
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -33,8 +35,10 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temp < float("inf"):
-            raise OptionError(f"temp is {self.temp}: the temperature is 0 (greedy) or above")
+        if self.temp != 0 and not _COLDEST <= self.temp < float("inf"):
+            raise OptionError(
+                f"temp is {self.temp}: the temperature is 0 (greedy), or {_COLDEST} and above"
+            )
         for name in ("top_p", "min_p"):
             if not 0 <= getattr(self, name) <= 1:
                 raise OptionError(f"{name} is {getattr(self, name)}: choose it between 0 and 1")
@@ -84,7 +88,9 @@ class Chooser:
         """
         if self.params.temp == 0:
             return logprobs
-        tempered = self._filter(logprobs).astype(mx.float32) * (1 / self.params.temp)
+        filtered = self._filter(logprobs).astype(mx.float32)
+        # Relative to the best token, so that a low temperature has the others overflow, not it.
+        tempered = (filtered - filtered.max(axis=-1, keepdims=True)) * (1 / self.params.temp)
         return tempered + self._noise(positions, logprobs.shape[-1])
 
     def _filter(self, logprobs: mx.array) -> mx.array:

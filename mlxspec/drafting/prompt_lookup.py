@@ -9,6 +9,8 @@ from .drafter import VerifiedStep
 from .ngram_index import NgramIndex
 from .tree import DraftTree
 
+_LONGEST_NGRAM = 64  # each length is indexed, at a cost in time and memory
+
 
 class PromptLookupDrafter:
     """Drafts a chain by looking the context's last tokens up in the context itself.
@@ -20,11 +22,11 @@ class PromptLookupDrafter:
 
     Args:
         n_draft: how many tokens to draft at most.
-        ngram_max: the longest n-gram looked up.
+        ngram_max: the longest n-gram looked up, at most 64.
         ngram_min: the shortest.
 
     Raises:
-        OptionError: a number is below 1, or ``ngram_min`` exceeds ``ngram_max``.
+        OptionError: a number is out of range, or ``ngram_min`` exceeds ``ngram_max``.
     """
 
     pipelined = False
@@ -33,10 +35,10 @@ class PromptLookupDrafter:
     def __init__(self, n_draft: int = 10, ngram_max: int = 3, ngram_min: int = 1) -> None:
         if n_draft < 1:
             raise OptionError(f"n_draft is {n_draft}: draft at least 1 token")
-        if not 1 <= ngram_min <= ngram_max:
+        if not 1 <= ngram_min <= ngram_max <= _LONGEST_NGRAM:
             raise OptionError(
                 f"ngram_min is {ngram_min} and ngram_max {ngram_max}: "
-                "choose 1 <= ngram_min <= ngram_max"
+                f"choose 1 <= ngram_min <= ngram_max <= {_LONGEST_NGRAM}"
             )
         self.n_draft = n_draft
         self.ngram_max = ngram_max

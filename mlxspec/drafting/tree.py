@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 
 import numpy as np
 
@@ -18,10 +19,11 @@ class DraftTree:
     node order always knows a node's ancestors.
 
     Args:
-        tokens: one token id per node, the root's first.
+        tokens: one token id per node, the root's first; any sequence of integers.
         parents: the index of each node's parent; -1 for the root.
 
     Raises:
+        TypeError: something is no integer.
         ValueError: the two differ in length, or a parent does not stand before its child.
     """
 
@@ -29,6 +31,9 @@ class DraftTree:
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        # Lists and NumPy's integers become what the comparisons here and MLX understand.
+        object.__setattr__(self, "tokens", tuple(map(index, self.tokens)))
+        object.__setattr__(self, "parents", tuple(map(index, self.parents)))
         if not self.tokens or len(self.tokens) != len(self.parents):
             raise ValueError("a draft tree needs one parent per token and at least the root")
         if self.parents[0] != -1:
@@ -87,9 +92,9 @@ class DraftTree:
 
     def child(self, node: int, token: int) -> int | None:
         """The first child of ``node`` that proposes ``token``, or None."""
-        for index in range(node + 1, len(self)):
-            if self.parents[index] == node and self.tokens[index] == token:
-                return index
+        for other in range(node + 1, len(self)):
+            if self.parents[other] == node and self.tokens[other] == token:
+                return other
         return None
 
     def first_chain(self) -> DraftTree:
@@ -97,10 +102,10 @@ class DraftTree:
         if self.is_chain:
             return self
         draft, node = [], 0
-        for index in range(1, len(self)):
-            if self.parents[index] == node:
-                draft.append(self.tokens[index])
-                node = index
+        for other in range(1, len(self)):
+            if self.parents[other] == node:
+                draft.append(self.tokens[other])
+                node = other
         return DraftTree.chain(self.tokens[0], draft)
 
     def pruned(self, max_depth: int, vocab_size: int) -> DraftTree:

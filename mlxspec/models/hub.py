@@ -6,15 +6,14 @@ from pathlib import Path
 from ..errors import LoadError
 
 # What a model and its tokenizer are loaded from; no repository's code, no other formats.
-_PATTERNS = [
+_TOKENIZER_AND_SETTINGS = [
     "*.json",
     "*.jsonl",
     "*.jinja",
     "*.txt",
     "tokenizer.model",
-    "model*.safetensors",
-    "weights*.npz",
 ]
+_WEIGHTS = ["model*.safetensors", "weights*.npz"]
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -23,12 +22,13 @@ def is_repository_name(name: str) -> bool:
     return _REPOSITORY.fullmatch(name) is not None
 
 
-def download(repository: str, revision: str | None = None) -> Path:
+def download(repository: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """The local copy of a repository's model files, fetched or completed with a progress bar.
 
     Args:
         repository: ``owner/name``.
         revision: branch, tag or commit; the main branch by default.
+        weights: False leaves the weights out, for which the tokenizer has no use.
 
     Raises:
         LoadError: there is no such repository or revision, it asks for a licence or a login,
@@ -42,8 +42,9 @@ def download(repository: str, revision: str | None = None) -> Path:
         RevisionNotFoundError,
     )
 
+    patterns = _TOKENIZER_AND_SETTINGS + (_WEIGHTS if weights else [])
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=_PATTERNS))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
         raise LoadError(
             f"{repository}: the repository is gated; accept its terms at huggingface.co and "

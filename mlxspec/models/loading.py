@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 DEMO = "demo"
-_DEMO_DIRECTORY = Path(__file__).resolve().parents[1] / "demo_model"
+DEMO_DIRECTORY = Path(__file__).resolve().parents[1] / "demo_model"
 _HALF_PRECISION = (mx.float16, mx.bfloat16)
 _CONTEXT_LENGTH_NAMES = ("max_position_embeddings", "n_ctx", "n_positions", "max_seq_len")
 
@@ -86,7 +86,7 @@ def context_length(model: nn.Module) -> int | None:
 def _find(path_or_repo: str | Path, revision: str | None) -> Path:
     """The directory with the model's files."""
     if path_or_repo == DEMO:
-        return _DEMO_DIRECTORY
+        return DEMO_DIRECTORY
     path = Path(path_or_repo).expanduser()
     if path.is_dir():
         return path
@@ -117,7 +117,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 def _read_json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LoadError(f"{path}: no valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise LoadError(f"{path}: no JSON object")
@@ -159,6 +159,8 @@ def _check_shards(directory: Path) -> None:
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         listed = _read_json_object(index).get("weight_map") or {}
+        if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
+            raise LoadError(f"{index}: weight_map is no table of file names; fetch it again")
         for name in sorted(set(listed.values())):
             if not (directory / name).is_file():
                 raise LoadError(f"{directory}: the weights file {name} is missing; fetch it again")

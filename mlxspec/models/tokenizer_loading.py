@@ -86,12 +86,17 @@ def _load_sentencepiece(directory: Path) -> PreTrainedTokenizerFast:
     tokenizer = build_tokenizer(path)
     settings = tokenizer_config(path)
     own = _read_json(directory / "tokenizer_config.json")
-    _add_tokens(tokenizer, own.get("added_tokens_decoder") or {}, path)
+    try:
+        _add_tokens(tokenizer, own.get("added_tokens_decoder") or {}, path)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise LoadError(
+            f"{directory}: tokenizer_config.json has a damaged added_tokens_decoder ({error})"
+        ) from error
     for key in _SPECIAL_TOKENS:
         token = own.get(key)
         name = token.get("content") if isinstance(token, dict) else token
         if name is not None:
-            if tokenizer.token_to_id(name) is None:
+            if not isinstance(name, str) or tokenizer.token_to_id(name) is None:
                 raise LoadError(f"{directory}: the tokenizer's {key} {name!r} is no token of it")
             settings[key] = name
     for key in ("chat_template", "add_bos_token"):
@@ -101,7 +106,9 @@ def _load_sentencepiece(directory: Path) -> PreTrainedTokenizerFast:
     if template.is_file():
         settings["chat_template"] = template.read_text(encoding="utf-8")
     del settings["tokenizer_class"]
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, name_or_path=str(directory), **settings
+    )
 
 
 def _add_tokens(tokenizer: Tokenizer, added: dict[str, Any], path: Path) -> None:
@@ -124,6 +131,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LoadError(f"{path}: no valid JSON ({error})") from error
     return content if isinstance(content, dict) else {}

@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,17 @@ def test_an_error_line_cannot_be_abused_for_escapes_or_more_lines():
 def test_a_chat_template_that_is_not_there_is_one_line(finite: Path):
     result = generate("--model", finite, "--prompt", "a", "--chat")
     assert_one_line_error(result, "no chat template")
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1/0 }}", "{{ messages[0].content + 1 }}", "{{ raise_exception('no') }}"]
+)
+def test_a_chat_template_that_fails_is_one_line(endless: Path, tmp_path: Path, template: str):
+    model = shutil.copytree(endless, tmp_path / "model")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings["chat_template"] = template
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert_one_line_error(generate("--model", model, "--prompt", "a"), "--raw")
 
 
 def test_token_ids_with_a_chat_template_are_refused(endless: Path):

@@ -130,3 +130,14 @@ def test_a_full_disk_is_one_line(endless: Path):
         errors = process.communicate()[1]
     assert process.returncode == 1
     assert re.fullmatch(r"Error: no space is left .*\n", errors)
+
+
+def test_closed_standard_streams_are_no_traceback(finite: Path):
+    command = f"{sys.executable} decoder.py --model {finite} --prompt a >&-"
+    run = subprocess.run(command, shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert run.returncode == 0
+    assert "Traceback" not in run.stderr
+    command = f"{sys.executable} decoder.py --model {finite} --prompt - <&-"
+    run = subprocess.run(command, shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert run.returncode == 1
+    assert run.stderr.startswith("Error: standard input is closed")

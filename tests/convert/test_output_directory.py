@@ -172,7 +172,7 @@ def test_files_and_links_are_refused(tmp_path: Path, source: Path):
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for name in ("file", "link", "dangling"):
         with (
-            pytest.raises(ConversionError, match=f"{name}: exists and is no directory"),
+            pytest.raises(ConversionError, match=f"{name}: exists and is a link or no directory"),
             output_directory(tmp_path / name, force=True),
         ):
             pass
@@ -186,3 +186,15 @@ def test_a_parent_that_cannot_be_written_is_one_line(tmp_path: Path, source: Pat
         output_directory(tmp_path / "file" / "out", force=False),
     ):
         pass
+
+
+def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    for target in (Path(), Path("..")):
+        with (
+            pytest.raises(ConversionError, match="working directory"),
+            output_directory(target, force=True),
+        ):
+            pass
+    assert list((tmp_path / "below").iterdir()) == []

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import pickle
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -55,10 +54,12 @@ class Hostile:
         return os.system, ("touch /tmp/mlxspec_was_here",)
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
 def test_a_pickle_that_would_run_code_is_refused_by_name(protocol: int):
     with pytest.raises(ConversionError, match=r"weights\.pth: asks for (posix|nt)\.system"):
-        read_state_dict(pickle.dumps({"a": Hostile()}, protocol), "weights.pth")
+        read_state_dict(pickle.dumps(Hostile(), protocol), "weights.pth")
+    with pytest.raises(ConversionError, match=r"weights\.pth: asks for os\.system"):
+        read_state_dict(b"(S'id'\nios\nsystem\n.", "weights.pth")  # protocol 0's INST
 
 
 @pytest.mark.parametrize(
@@ -150,14 +151,13 @@ def test_other_opcodes_and_damaged_ones_are_refused(code: bytes):
 
 
 def test_a_memo_bomb_is_neither_expanded_nor_hashed():
-    # Each level holds the one before twice: 2^200 elements if anything walks through them.
+    # Each level holds the one before twice: 2^200 elements if anything walks through them, which
+    # this test would not outlive.
     nest = b")" + b"".join(b"q\x00h\x00\x86" for _ in range(200))
-    start = time.perf_counter()
     with pytest.raises(ConversionError):
         read(Raw(b"}" + nest + b"Ns"))
     with pytest.raises(ConversionError):
         read({"a": Raw(nest)})
-    assert time.perf_counter() - start < 1
 
 
 def test_deep_nesting_is_refused_without_exhausting_the_stack():

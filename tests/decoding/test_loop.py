@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import threading
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -213,6 +215,51 @@ def test_a_step_returns_choice_and_argmax_per_node(stories: nn.Module) -> None:
             assert choices[node] == choice.item()
             assert step.verified.argmaxes[node] == mx.argmax(logprobs).item()
         context += step.verified.tokens
+
+
+def test_a_drafter_may_do_as_it_likes_with_the_prompt_it_is_given(stories: nn.Module) -> None:
+    class Greedy(Oracle):
+        def begin(self, prompt: list[int]) -> None:
+            super().begin(prompt)
+            self.context = prompt
+
+        def observe(self, step: VerifiedStep) -> None:
+            super().observe(step)
+            self.context += step.tokens
+
+    class Destructive(Oracle):
+        def begin(self, prompt: list[int]) -> None:
+            super().begin(prompt)
+            prompt.clear()
+
+    truth = plain(stories, PROMPT, max_tokens=30)
+    for drafter in (Greedy(truth), Destructive(truth)):
+        outcome = run(stories, PROMPT, drafter, max_tokens=30)
+        assert outcome.tokens == truth
+        assert_holds_exactly(outcome.target, PROMPT + truth)
+
+
+def test_tree_steps_in_two_threads_leave_the_model_as_it_is(stories: nn.Module) -> None:
+    truth = plain(stories, PROMPT, max_tokens=10)
+    outputs: list[list[int]] = []
+
+    def generate(first_seed: int) -> None:
+        for seed in range(first_seed, first_seed + 25):
+            drafter = HostileDrafter(truth, 512, BOS, seed)
+            outputs.append(run(stories, PROMPT, drafter, max_tokens=10).tokens)
+
+    threads = [threading.Thread(target=generate, args=(seed,)) for seed in (0, 100)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert outputs == [truth] * 50
+    assert {type(layer.self_attn.rope) for layer in stories.layers} == {nn.RoPE}
 
 
 class Moody(Oracle):

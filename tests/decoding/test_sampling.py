@@ -114,6 +114,13 @@ def test_seeds_and_positions_give_independent_noise() -> None:
     assert len(set(choices)) > 28  # of 32 draws from 1000
 
 
+@pytest.mark.parametrize("temp", [1e-30, 1e-7])
+def test_a_low_temperature_is_as_good_as_greedy(temp: float) -> None:
+    logits = mx.random.normal((20, 50), key=mx.random.key(1))
+    choices, _ = Chooser(SamplingParams(temp=temp, seed=1)).choose(logits, range(20))
+    assert choices.tolist() == mx.argmax(logits, axis=-1).tolist()
+
+
 def test_the_seed_determines_the_output(stories: nn.Module) -> None:
     def sample(seed: int) -> list[int]:
         return plain(stories, [1], max_tokens=40, params=SamplingParams(temp=1.0, seed=seed))
@@ -126,6 +133,7 @@ def test_the_seed_determines_the_output(stories: nn.Module) -> None:
     "values",
     [
         {"temp": -0.1},
+        {"temp": 1e-42},
         {"temp": float("nan")},
         {"top_p": 1.5},
         {"min_p": -1},

@@ -41,7 +41,8 @@ def test_drafts_equal_a_scan_after_every_step(
 
 
 @pytest.mark.parametrize(
-    ("n_draft", "ngram_max", "ngram_min"), [(0, 3, 1), (-1, 3, 1), (10, 1, 2), (10, 0, 0)]
+    ("n_draft", "ngram_max", "ngram_min"),
+    [(0, 3, 1), (-1, 3, 1), (10, 1, 2), (10, 0, 0), (10, 10**6, 1)],
 )
 def test_impossible_parameters_are_refused(n_draft: int, ngram_max: int, ngram_min: int) -> None:
     with pytest.raises(OptionError):

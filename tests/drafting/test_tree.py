@@ -82,3 +82,13 @@ def test_child_is_the_first_that_proposes_the_token(tree: DraftTree, token: int)
 def test_what_is_no_tree_is_refused(tokens: tuple[int, ...], parents: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="draft tree"):
         DraftTree(tokens, parents)
+
+
+def test_any_sequence_of_integers_makes_a_tree() -> None:
+    numbers = np.array([4, 5, 6], dtype=np.uint16)
+    chain = DraftTree.chain(numbers[0], numbers[1:])
+    assert chain == DraftTree((4, 5, 6), (-1, 0, 1)) == DraftTree([4, 5, 6], [-1, 0, 1])
+    assert chain.is_chain
+    assert all(type(token) is int for token in chain.tokens)
+    with pytest.raises(TypeError):
+        DraftTree.chain(1, [2.5])

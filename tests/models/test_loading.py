@@ -288,6 +288,14 @@ def test_truncated_weights_are_named(write: Callable[..., Path], keep: float) ->
     assert f"{path}: truncated or damaged" in load_error(directory)
 
 
+@pytest.mark.parametrize("weight_map", [["a"], "a", {"a": 1}])
+def test_a_damaged_index_is_named(write: Callable[..., Path], weight_map: object) -> None:
+    directory = write()
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert "index.json: weight_map" in load_error(directory)
+
+
 def test_a_missing_shard_is_named(write: Callable[..., Path]) -> None:
     directory = write()
     index = directory / "model.safetensors.index.json"

@@ -82,6 +82,10 @@ def test_a_setting_against_bos_is_respected(directory: Path, llama2: Path) -> No
         ({"added_tokens_decoder": {"32005": {"content": "<x>"}}}, "'<x>'"),
         ({"added_tokens_decoder": {"5": {"content": "<x>"}}}, "'<x>'"),
         ({"eos_token": "<|nothing|>"}, r"eos_token '<\|nothing\|>'"),
+        ({"eos_token": 5}, "eos_token 5"),
+        ({"added_tokens_decoder": {"x": {}}}, "added_tokens_decoder"),
+        ({"added_tokens_decoder": {"32000": {}}}, "added_tokens_decoder"),
+        ({"added_tokens_decoder": [1]}, "added_tokens_decoder"),
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_named(
@@ -92,9 +96,10 @@ def test_settings_that_do_not_fit_the_model_are_named(
         load_tokenizer(directory, None)
 
 
+@pytest.mark.parametrize("content", ["{", "[" * 200_000])
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "tokenizer.json"])
-def test_damaged_settings_are_named(directory: Path, file: str) -> None:
-    (directory / file).write_text("{")
+def test_damaged_settings_are_named(directory: Path, file: str, content: str) -> None:
+    (directory / file).write_text(content)
     with pytest.raises(LoadError, match=str(directory)) as error:
         load_tokenizer(directory, None)
     assert "\n" not in str(error.value)

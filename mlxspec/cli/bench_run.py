@@ -1,0 +1,166 @@
+"""What ``mlxspec bench`` does: read, load, measure, show."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import click
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..bench.contestants import chosen_names
+from ..bench.html_page import bench_page, what_differs
+from ..bench.machine import machine_figures, model_figures
+from ..bench.measurement import MeasuredPrompt, Measurement
+from ..bench.prompts import BenchPrompt, bundled_prompts, limited, read_prompts, read_spec_bench
+from ..bench.report import bench_report
+from ..bench.rouge import require_rouge
+from ..decoding import SamplingParams
+from ..errors import OptionError, PromptError
+from ..models.loading import load
+from ..reports import check_writable, write_page
+from .bench_table import bench_tables
+from .outcome import INTERRUPTED, note
+from .panel import error_console
+from .report_output import print_tables, shown
+
+
+def run_bench(
+    *,
+    model: str,
+    prompts: tuple[Path, ...],
+    spec_bench: Path | None,
+    limit: int | None,
+    references: bool,
+    decoders: str | None,
+    max_tokens: int,
+    repeats: int,
+    temp: float,
+    seed: int,
+    as_json: bool,
+    html: Path | None,
+    include_text: bool,
+) -> None:
+    """Measure; the arguments are the options of the command line.
+
+    Exits with status 1 if outputs differ, and with 130 after showing what there is if Ctrl-C
+    ends the measurement.
+
+    Raises:
+        MlxspecError: an option, a prompt or the model is at fault.
+    """
+    # All that needs no model is checked before one is loaded, or even downloaded.
+    names = chosen_names(decoders)
+    sampling = SamplingParams(temp=temp, seed=seed)
+    for option, value in (("--max-tokens", max_tokens), ("--repeats", repeats)):
+        if value < 1:
+            raise OptionError(f"{option} is {value}: it is at least 1")
+    questions = _read(prompts, spec_bench, limit)
+    if references:
+        _check_references(questions)
+    if html:
+        check_writable(html, "--html")
+
+    loaded, tokenizer = load(model)
+    measurement = Measurement(
+        loaded, tokenizer, names, max_tokens=max_tokens, repeats=repeats, sampling=sampling
+    )
+    measured, interrupted = _measure(measurement, questions)
+    settings = {
+        "prompts": len(measured),
+        "prompts_too_long": measurement.skipped,
+        "max_tokens": max_tokens,
+        "repeats": repeats,
+        "temperature": temp,
+        "seed": seed,
+        "interrupted": interrupted,
+    }
+    report = bench_report(
+        measured,
+        facts={
+            "model": model_figures(loaded, model),
+            "machine": machine_figures(),
+            "settings": settings,
+        },
+        with_references=references,
+        include_text=include_text,
+    )
+    if html:
+        write_page(html, bench_page(report))
+    if as_json:
+        click.echo(json.dumps(report))
+    else:
+        print_tables(bench_tables(report))
+    _exit(list(what_differs(report)), interrupted)
+
+
+def _read(files: tuple[Path, ...], spec_bench: Path | None, limit: int | None) -> list[BenchPrompt]:
+    if files and spec_bench:
+        raise OptionError("--prompts and --spec-bench are given together: choose one")
+    if limit is not None and limit < 1:
+        raise OptionError(f"--limit is {limit}: it is at least 1")
+    if spec_bench:
+        prompts = read_spec_bench(spec_bench)
+    elif files:
+        prompts = [prompt for file in files for prompt in read_prompts(file)]
+    else:
+        prompts = bundled_prompts()
+    return prompts if limit is None else limited(prompts, limit)
+
+
+def _check_references(prompts: list[BenchPrompt]) -> None:
+    require_rouge()
+    if not any(prompt.references for prompt in prompts):
+        raise PromptError('--references: no prompt has a "reference" to compare outputs with')
+
+
+def _measure(
+    measurement: Measurement, prompts: list[BenchPrompt]
+) -> tuple[list[MeasuredPrompt], bool]:
+    """What was measured to the end, or to Ctrl-C; whether it was the latter."""
+    measured: list[MeasuredPrompt] = []
+    interrupted = True
+    with suppress(KeyboardInterrupt), _progress(measurement.turns_on(prompts)) as on_turn:
+        for prompt in measurement.run(prompts, on_turn):
+            measured.append(prompt)
+        interrupted = False
+    if measurement.skipped:
+        note(f"{measurement.skipped} prompts are longer than the model's context and left out")
+    if not measured and interrupted:
+        raise KeyboardInterrupt
+    if not measured:
+        raise PromptError("every prompt is longer than the model's context: use shorter ones")
+    return measured, interrupted
+
+
+def _exit(wrong: list[str], interrupted: bool) -> None:
+    """Say which outputs are wrong, and end with the status of what went worst."""
+    for line in wrong:
+        click.echo(f"Error: {shown(line)}", err=True)
+    if wrong:
+        sys.exit(1)
+    if interrupted:
+        sys.exit(INTERRUPTED)
+
+
+@contextmanager
+def _progress(turns: int) -> Iterator[Callable[[], None]]:
+    """A bar on an interactive terminal, to be called after each turn."""
+    console = error_console(None)
+    bar = Progress(
+        TextColumn("turns"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        disable=not console.is_interactive,
+    )
+    task = bar.add_task("turns", total=turns)
+    with bar:
+        yield lambda: bar.advance(task)

@@ -1,0 +1,188 @@
+"""``mlxspec store``: texts on disk that drafts are drawn from."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from .outcome import note, reported
+
+if TYPE_CHECKING:
+    from ..store import Store, Vocabulary
+    from ..store.text_files import Reading, TextFile
+
+EPILOG = """\b
+Examples:
+  mlxspec store build src docs --model mistral -o code.store
+  mlxspec store build chats.jsonl --model owner/name -o chats.store
+  mlxspec store add code.store more_code --model mistral
+  mlxspec store info code.store
+
+A .jsonl file whose lines hold "messages" is a chat log, of which the assistant's messages are
+taken. Other files are taken whole. Passed over are files that are not UTF-8 text and, in
+directories, hidden files, hidden directories and links to directories.
+
+A store holds the texts, and whoever can read the file can read them. It is written readable by
+you alone.
+"""
+
+_CONTEXT = {"help_option_names": ["-h", "--help"]}
+_model_option = click.option(
+    "--model",
+    required=True,
+    metavar="MODEL",
+    help="Whose tokenizer: a model directory, a Hub repository, 'demo', or a tokenizer's file.",
+)
+_max_tokens_option = click.option(
+    "--max-tokens",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Tokens that the store may hold.  [default: 50,000,000]",
+)
+
+
+@click.group("store", epilog=EPILOG, context_settings=_CONTEXT)
+def store_command() -> None:
+    """Make and inspect stores of text that speed up generating similar text."""
+
+
+@store_command.command("build", context_settings=_CONTEXT)
+@click.argument("paths", nargs=-1, required=True, metavar="PATHS...")
+@_model_option
+@click.option("-o", "--output", required=True, metavar="FILE", help="The store to write.")
+@_max_tokens_option
+@click.option("--force", is_flag=True, help="Replace a store that is there.")
+def build_command(
+    paths: tuple[str, ...], model: str, output: str, max_tokens: int | None, force: bool
+) -> None:
+    """Make a store from files and directories: text, code, chat logs."""
+    with reported():
+        from ..store import build_store
+
+        _write(
+            paths,
+            model,
+            max_tokens,
+            lambda sequences, tokenizer, limit: build_store(
+                output, sequences, tokenizer, max_tokens=limit, force=force
+            ),
+            output,
+        )
+
+
+@store_command.command("add", context_settings=_CONTEXT)
+@click.argument("file", metavar="FILE")
+@click.argument("paths", nargs=-1, required=True, metavar="PATHS...")
+@_model_option
+@_max_tokens_option
+def add_command(file: str, paths: tuple[str, ...], model: str, max_tokens: int | None) -> None:
+    """Add files and directories to the store in FILE."""
+    with reported():
+        from ..store import add_to_store
+
+        _write(
+            paths,
+            model,
+            max_tokens,
+            lambda sequences, tokenizer, limit: add_to_store(
+                file, sequences, tokenizer, max_tokens=limit
+            ),
+            file,
+        )
+
+
+@store_command.command("info", context_settings=_CONTEXT)
+@click.argument("file", metavar="FILE")
+def info_command(file: str) -> None:
+    """Verify the store in FILE and say what it holds."""
+    with reported():
+        from ..store import open_store
+
+        info = open_store(file).info
+        for name, value in (
+            ("tokenizer", info.identity),
+            ("built", f"{info.built_tokens:,} tokens in {info.built_sequences:,} texts"),
+            ("learned", f"{info.learned_tokens:,} tokens in {info.learned_sequences:,} outputs"),
+            ("size", f"{info.nbytes / 1e6:,.1f} MB"),
+        ):
+            click.echo(f"{name:<10} {value}")
+
+
+_Writer = Callable[[Iterator[Sequence[int]], "Vocabulary", int], "Store"]
+
+
+def _write(
+    paths: tuple[str, ...], model: str, max_tokens: int | None, write: _Writer, output: str
+) -> None:
+    """Read the texts, let ``write`` make a store of them, and say what has become of them."""
+    # transformers would advise to install PyTorch, and warn of texts beyond a model's context.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from ..models.tokenizer_source import load_tokenizer_of
+    from ..store.building import MAX_TOKENS
+    from ..store.text_files import Reading, find_files, read_texts
+
+    started = time.perf_counter()
+    limit = max_tokens or MAX_TOKENS
+    files = find_files(paths)
+    tokenizer = load_tokenizer_of(model)
+    reading = Reading()
+    with _progress(files) as on_bytes:
+        sequences = (
+            tokenizer.encode(text, add_special_tokens=False)
+            for text in read_texts(files, reading, on_bytes)
+        )
+        store = write(sequences, tokenizer, limit)
+    _note_omissions(reading)
+    info = store.info
+    if info.built_tokens >= limit - 1:
+        note(f"the store is full: --max-tokens {limit} is reached, and the rest is left out")
+    click.echo(
+        f"Wrote {output}: {info.built_tokens:,} tokens from {_counted(reading.files, 'file')}, "
+        f"{info.nbytes / 1e6:,.1f} MB, in {time.perf_counter() - started:.1f} s."
+    )
+
+
+def _note_omissions(reading: Reading) -> None:
+    if reading.binary:
+        note(f"{_counted(reading.binary, 'file')} passed over: no UTF-8 text")
+    if reading.unreadable:
+        note(f"{_counted(reading.unreadable, 'file')} passed over: cannot be read")
+    if reading.bad_lines:
+        note(f"{_counted(reading.bad_lines, 'line')} of chat logs passed over: no chat record")
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
+@contextmanager
+def _progress(files: list[TextFile]) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, nothing elsewhere. Yields what to call with the bytes of each file."""
+    if not sys.stderr.isatty():
+        yield lambda size: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+    total = sum(file.size for file in files)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        DownloadColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("reading", total=total)
+
+        def on_bytes(size: int) -> None:
+            progress.advance(task, size)
+            if progress.finished:
+                progress.update(task, description="sorting")
+
+        yield on_bytes
