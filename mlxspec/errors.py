@@ -23,3 +23,7 @@ class PromptError(MlxspecError):
 
 class OptionError(MlxspecError, ValueError):
     """An option has a value that makes no sense."""
+
+
+class StoreError(MlxspecError):
+    """A store could not be read or written; what was there before is as it was."""

@@ -9,8 +9,10 @@ import click
 import mlxspec
 
 _COMMANDS = {
+    "bench": ("mlxspec.cli.bench", "bench_command"),
     "convert": ("mlxspec.cli.convert", "convert_command"),
     "generate": ("mlxspec.cli.generate", "generate_command"),
+    "replay": ("mlxspec.cli.replay", "replay_command"),
     "store": ("mlxspec.cli.store", "store_command"),
 }
 

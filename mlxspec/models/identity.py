@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, is_dataclass
+from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +24,7 @@ def machine_identity() -> dict[str, str | int | float | None]:
     identity: dict[str, str | int | float | None] = {
         "chip": str(info["device_name"]),
         "device": device.type.name,
-        "mlx": mx.__version__,
+        "mlx": version("mlx"),
     }
     if device.type == mx.cpu:
         identity |= {"cores": _usable_cores(), "blas": global_blas()}

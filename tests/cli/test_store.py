@@ -1,0 +1,144 @@
+"""``mlxspec store`` as a user runs it."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import mlxspec
+from mlxspec.cli.main import main
+from mlxspec.models.tokenizer_source import load_tokenizer_of
+from mlxspec.store import open_store
+
+ROOT = Path(mlxspec.__file__).parents[1]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["store", *map(str, arguments)])
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    directory = tmp_path / "texts"
+    directory.mkdir()
+    (directory / "one.txt").write_text("The quick brown fox jumps over the lazy dog.")
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]
+    (directory / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\nbroken\n")
+    (directory / "picture").write_bytes(b"\x89PNG\0")
+    return directory
+
+
+def test_a_store_is_built_of_a_directory(tmp_path: Path, texts: Path):
+    output = tmp_path / "out.store"
+    result = run("build", texts, "--model", "demo", "-o", output)
+    assert result.exit_code == 0, result.stderr
+    tokenizer = load_tokenizer_of("demo")
+    store = open_store(output, tokenizer)
+    expected = [
+        tokenizer.encode(text, add_special_tokens=False)
+        for text in ("hello there", "The quick brown fox jumps over the lazy dog.")
+    ]
+    assert list(store.tokens) == [*expected[0], -1, *expected[1], -1]
+    assert result.stdout.startswith(
+        f"Wrote {output}: {sum(map(len, expected))} tokens from 2 files, "
+    )
+    assert result.stderr.splitlines() == [
+        "Note: 1 file passed over: no UTF-8 text",
+        "Note: 1 line of chat logs passed over: no chat record",
+    ]
+
+
+def test_a_store_is_added_to_and_described(tmp_path: Path, texts: Path):
+    output = tmp_path / "out.store"
+    run("build", texts / "one.txt", "--model", "demo", "-o", output)
+    before = open_store(output).info
+    (tmp_path / "two.txt").write_text("Another text with other words.")
+    assert run("add", output, tmp_path / "two.txt", "--model", "demo").exit_code == 0
+    result = run("info", output)
+    after = open_store(output).info
+    assert after.built_tokens > before.built_tokens
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
+        f"tokenizer  {after.identity}",
+        f"built      {after.built_tokens} tokens in 2 texts",
+        "learned    0 tokens in 0 outputs",
+        "size       0.0 MB",
+    ]
+
+
+def test_a_full_store_says_so(tmp_path: Path, texts: Path):
+    output = tmp_path / "out.store"
+    result = run("build", texts, "--model", "demo", "-o", output, "--max-tokens", 5)
+    assert result.exit_code == 0
+    assert "Note: the store is full: --max-tokens 5 is reached" in result.stderr
+    assert open_store(output).info.built_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("build", "nowhere", "--model", "demo", "-o", "out"), "nowhere: cannot be read"),
+        (("build", "texts/picture", "--model", "demo", "-o", "out"), "there is no text"),
+        (("build", "texts", "--model", "no/such/model", "-o", "out"), "no such file or directory"),
+        (("build", "texts", "--model", "demo", "-o", "texts/one.txt"), "texts/one.txt: exists"),
+        (("info", "texts/one.txt"), "is no store"),
+        (("add", "nowhere", "texts", "--model", "demo"), "nowhere: no such file"),
+    ],
+)
+def test_an_error_is_one_line_and_nothing_is_written(
+    tmp_path: Path,
+    texts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    problem: str,
+):
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("Error: ")
+    assert problem in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["texts"]
+
+
+def test_adding_with_another_tokenizer_names_both(tmp_path: Path, texts: Path, finite: Path):
+    output = tmp_path / "out.store"
+    run("build", texts, "--model", "demo", "-o", output)
+    result = run("add", output, texts, "--model", finite)
+    assert result.exit_code == 1
+    assert "holds tokens of demo_model (4,096 tokens, " in result.stderr
+    assert "the model's tokenizer is finite (8 tokens, " in result.stderr
+
+
+def test_a_bar_shows_on_a_terminal(tmp_path: Path, texts: Path):
+    terminal, child = pty.openpty()
+    code = "from mlxspec.cli.main import main; main()"
+    arguments = ("build", str(texts), "--model", "demo", "-o", str(tmp_path / "out"))
+    done = subprocess.run(
+        [sys.executable, "-c", code, "store", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=child,
+        env=os.environ | {"TERM": "xterm"},
+    )
+    shown = os.read(terminal, 100_000)
+    os.close(child)
+    os.close(terminal)
+    assert done.returncode == 0
+    assert b"sorting" in shown
+
+
+def test_help_does_not_wait_for_mlx():
+    code = (
+        "import sys; from mlxspec.cli.store import store_command as c\n"
+        "c(['build', '--help'], standalone_mode=False)\n"
+        "sys.exit(bool({'mlx.core', 'mlx_lm', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL)
+    assert done.returncode == 0

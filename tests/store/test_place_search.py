@@ -1,0 +1,88 @@
+"""Look-ups against a scan of the whole text."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxspec.drafting.suffix_index import Occurrence
+from mlxspec.store.place_order import sorted_places
+from mlxspec.store.place_search import PlaceSearch
+
+TEXT = st.lists(st.integers(-1, 3), max_size=120)
+TAIL = st.lists(st.integers(0, 3), max_size=12)
+
+
+def search(tokens: list[int]) -> PlaceSearch:
+    array = np.array(tokens, dtype=np.int32)
+    return PlaceSearch(array, sorted_places(array))
+
+
+def scan(tokens: list[int], tail: list[int]) -> list[Occurrence]:
+    """Every occurrence, best first, by looking everywhere."""
+    found = []
+    for place in range(1, len(tokens)):
+        length = 0
+        while length < min(place, len(tail), 64) and (
+            tokens[place - 1 - length] == tail[-1 - length]
+        ):
+            length += 1
+        if length and tokens[place] >= 0:
+            found.append(Occurrence(length, place))
+    return sorted(found, reverse=True)
+
+
+@given(TEXT, TAIL)
+def test_without_a_limit_every_occurrence_is_found(tokens: list[int], tail: list[int]):
+    assert search(tokens).occurrences(tail, 1000) == scan(tokens, tail)
+
+
+@given(TEXT, TAIL, st.integers(0, 12))
+def test_the_longest_matches_are_found_in_order(tokens: list[int], tail: list[int], limit: int):
+    found = search(tokens).occurrences(tail, limit)
+    everything = scan(tokens, tail)
+    assert [length for length, _ in found] == [length for length, _ in everything[:limit]]
+    assert set(found) <= set(everything)
+    assert found == sorted(set(found), reverse=True)
+
+
+@given(st.integers(1, 3), st.integers(1, 100), st.integers(60, 150))
+def test_in_a_loop_matches_are_counted_up_to_64_tokens(period: int, limit: int, size: int):
+    tokens = [index % period for index in range(size)]
+    found = search(tokens).occurrences(tokens, limit)
+    everything = scan(tokens, tokens)
+    assert [length for length, _ in found] == [length for length, _ in everything[:limit]]
+    assert set(found) <= set(everything)
+
+
+def test_equally_long_matches_are_sampled_from_all_of_them():
+    """A thousand places follow 1, two thirds of them continued by 2."""
+    pick = random.Random(0)
+    tokens = [
+        token for _ in range(1000) for token in (pick.randrange(10, 50), 1, pick.choice((2, 2, 3)))
+    ]
+    found = search(tokens).occurrences([9, 1], 60)
+    assert len(found) == 60
+    share = sum(tokens[place] == 2 for _, place in found) / 60
+    assert share == pytest.approx(2 / 3, abs=0.15)
+    assert min(place for _, place in found) < 300 < 2700 < max(place for _, place in found)
+
+
+def test_any_sequence_of_ids_is_a_context():
+    text = [1, 2, 3, 4]
+    expected = [Occurrence(2, 2)]
+    for tail in ((1, 2), np.array([1, 2]), memoryview(np.array([1, 2], dtype=np.int32))):
+        assert search(text).occurrences(tail, 4) == expected
+
+
+@given(TEXT.filter(lambda tokens: len(tokens) > 1), TAIL, st.integers(0, 1000))
+def test_a_wrong_order_gives_no_wrong_occurrence(tokens: list[int], tail: list[int], seed: int):
+    pick = random.Random(seed)
+    order = np.array([pick.randrange(1, len(tokens)) for _ in tokens], dtype=np.int32)
+    found = PlaceSearch(np.array(tokens, dtype=np.int32), order).occurrences(tail, 9)
+    true = {place: length for length, place in scan(tokens, tail)}
+    for length, place in found:
+        assert length <= true.get(place, length)
+        assert tokens[place - length : place] == tail[-length:]
