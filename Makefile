@@ -11,7 +11,7 @@ DEMO_PROMPT := Repeat the following phrase 10 times: "The quick brown fox jumps 
 .PHONY: demo test lint format bench clean
 
 demo: $(VENV)/.run
-	$(BIN)/python decoder.py --model demo --color --max-tokens 250 --prompt '$(subst ','\'',$(DEMO_PROMPT))'
+	$(BIN)/python decoder.py --model demo --decoder prompt-lookup --color --max-tokens 250 --prompt '$(subst ','\'',$(DEMO_PROMPT))'
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

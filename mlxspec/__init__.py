@@ -7,15 +7,17 @@ prefer_openblas()  # before anything imports mlx.core
 from typing import TYPE_CHECKING  # noqa: E402
 
 if TYPE_CHECKING:
-    from .decoders import Decoder, PromptLookupDecoder
+    from .decoders import AutoDecoder, Decoder, PromptLookupDecoder
     from .decoding import SamplingParams
     from .drafting import Drafter, DraftTree, VerifiedStep
     from .errors import MlxspecError
+    from .generation import stream_generate
     from .models.loading import load
     from .response import GenerationResponse, GenerationResult, SpeculationStats
 
 __version__ = "0.1.0"
 __all__ = [
+    "AutoDecoder",
     "Decoder",
     "DraftTree",
     "Drafter",
@@ -27,9 +29,11 @@ __all__ = [
     "SpeculationStats",
     "VerifiedStep",
     "load",
+    "stream_generate",
 ]
 
 _HOMES = {
+    "AutoDecoder": ".decoders",
     "Decoder": ".decoders",
     "PromptLookupDecoder": ".decoders",
     "SamplingParams": ".decoding",
@@ -38,6 +42,7 @@ _HOMES = {
     "VerifiedStep": ".drafting",
     "MlxspecError": ".errors",
     "load": ".models.loading",
+    "stream_generate": ".generation",
     "GenerationResponse": ".response",
     "GenerationResult": ".response",
     "SpeculationStats": ".response",

@@ -105,14 +105,14 @@ class Transcript:
 
     def __init__(self) -> None:
         self._text: list[str] = []
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []
         self._from_draft: list[bool] = []
         self._last: GenerationResponse | None = None
 
     def add(self, response: GenerationResponse) -> None:
         """Append the next response."""
         self._text.append(response.text)
-        self._tokens.append(response.token)
+        self.tokens.append(response.token)
         self._from_draft.append(response.from_draft)
         self._last = response
 
@@ -121,7 +121,7 @@ class Transcript:
         last = self._last
         return GenerationResult(
             text="".join(self._text),
-            tokens=self._tokens.copy(),
+            tokens=self.tokens.copy(),
             from_draft=self._from_draft.copy(),
             finish_reason=(last and last.finish_reason) or "interrupted",
             prompt_tokens=last.prompt_tokens if last else 0,

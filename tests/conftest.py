@@ -6,7 +6,11 @@ import os
 # single-row forwards bit for bit. tests/decoding/test_openblas.py repeats some with OpenBLAS.
 os.environ.setdefault("MLXSPEC_OPENBLAS", "0")
 
+import tempfile
 from pathlib import Path
+
+# Nor do tests touch the step times that the user's machine has learned.
+os.environ["MLXSPEC_CACHE_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
 
 import pytest
 

@@ -8,17 +8,18 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 
-from ..decoders import Decoder
 from ..decoding import SamplingParams
-from ..drafting.lookup_names import lookup_drafter
 from ..errors import OptionError
 from ..response import GenerationResponse, Transcript
 from ..terminal import TokenPrinter
+from .decoding_choice import DecoderOptions, DecodingChoice
 from .json_report import json_report
+from .measuring_progress import MeasuringProgress
 from .outcome import INTERRUPTED, note
 from .panel import error_console, figures_panel, step_times_table
 from .prefill_progress import PrefillProgress
@@ -35,10 +36,6 @@ def answer(
     chat: bool | None,
     max_tokens: int,
     stop: tuple[str, ...],
-    n_draft: int,
-    ngram_max: int,
-    ngram_min: int,
-    prompt_lookup_config: str | None,
     temp: float,
     top_p: float,
     top_k: int,
@@ -47,8 +44,11 @@ def answer(
     color: bool | None,
     stats: bool,
     as_json: bool,
+    **decoder_options: Any,
 ) -> None:
     """Answer one prompt; the arguments are the options of the command line.
+
+    ``decoder_options`` are the fields of :class:`DecoderOptions`.
 
     Exits with status 130 after showing what there is if Ctrl-C ends the generation.
 
@@ -57,25 +57,27 @@ def answer(
     """
     # All that needs no model is checked before one is loaded, or even downloaded.
     source = read_prompt(prompt, prompt_file, prompt_ids)
-    drafter, ignored = lookup_drafter(n_draft, ngram_max, ngram_min, prompt_lookup_config)
-    if ignored:
-        note(ignored)
+    choice = DecodingChoice(DecoderOptions(**decoder_options))
     sampling = SamplingParams(temp, top_p, top_k, min_p, seed)
     if max_tokens < 1:
         raise OptionError(f"--max-tokens is {max_tokens}: generate at least 1 token")
 
     model = model or _default_model()
-    decoder = Decoder(model)
+    console = error_console(color)
+    with MeasuringProgress(console) as measuring:
+        decoder = choice.load(model, measuring)
     templated = uses_template(source, decoder.tokenizer, chat)
     tokens = prompt_tokens(source, decoder.tokenizer, templated)
     start = partial(
-        decoder.decode, tokens, drafter, max_tokens=max_tokens, sampling=sampling, stop=stop
+        choice.stream, decoder, tokens, max_tokens=max_tokens, sampling=sampling, stop=stop
     )
-    console = error_console(color)
     printer = None if as_json else TokenPrinter(color)
     # In a chat the answer is a text of its own, whose first space the tokenizer has put there.
     trims = templated and decoder.tokenizer.detokenizer.prefix_space
-    transcript = _transcribe(start, printer, console, trims)
+    with choice.learner(decoder) as learner:
+        transcript = _transcribe(start, printer, console, trims)
+        if learner:
+            learner.add(transcript.tokens)
     result = replace(transcript.result(decoder.step_times), prompt_tokens=len(tokens))
 
     if printer:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import click
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..bench.contestants import chosen_names
 from ..bench.html_page import bench_page, what_differs
@@ -23,6 +21,7 @@ from ..errors import OptionError, PromptError
 from ..models.loading import load
 from ..reports import check_writable, write_page
 from .bench_table import bench_tables
+from .measuring_progress import MeasuringProgress
 from .outcome import INTERRUPTED, note
 from .panel import error_console
 from .report_output import print_tables, shown
@@ -123,12 +122,13 @@ def _measure(
     """What was measured to the end, or to Ctrl-C; whether it was the latter."""
     measured: list[MeasuredPrompt] = []
     interrupted = True
-    with suppress(KeyboardInterrupt), _progress(measurement.turns_on(prompts)) as on_turn:
-        for prompt in measurement.run(prompts, on_turn):
+    console = error_console(None)
+    with suppress(KeyboardInterrupt), MeasuringProgress(console, "Taking turns") as on_progress:
+        for prompt in measurement.run(prompts, on_progress):
             measured.append(prompt)
         interrupted = False
     if measurement.skipped:
-        note(f"{measurement.skipped} prompts are longer than the model's context and left out")
+        note(f"left out since longer than the model's context: {measurement.skipped} prompts")
     if not measured and interrupted:
         raise KeyboardInterrupt
     if not measured:
@@ -144,23 +144,3 @@ def _exit(wrong: list[str], interrupted: bool) -> None:
         sys.exit(1)
     if interrupted:
         sys.exit(INTERRUPTED)
-
-
-@contextmanager
-def _progress(turns: int) -> Iterator[Callable[[], None]]:
-    """A bar on an interactive terminal, to be called after each turn."""
-    console = error_console(None)
-    bar = Progress(
-        TextColumn("turns"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-        disable=not console.is_interactive,
-    )
-    task = bar.add_task("turns", total=turns)
-    with bar:
-        yield lambda: bar.advance(task)

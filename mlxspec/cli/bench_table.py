@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..bench.contestants import PLAIN
 from ..bench.html_page import ratio_name, verdict
 from ..bench.report import Report
-from .report_output import ratio, shown
+from .report_output import ratio, shown, table
 
 
 def bench_tables(report: Report) -> Iterator[RenderableType]:
@@ -39,14 +37,14 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
 def _by_category(report: Report) -> Table:
     """Tokens per second, and against the baseline."""
     names, which = list(report["decoders"]), ratio_name(report)
-    table = _table("category", "prompts", *names)
+    result = table("category", "prompts", *names)
     for category, entry in report["categories"].items():
         cells = [_speed(entry["decoders"][name], which, name, report) for name in names]
-        table.add_row(shown(category), str(entry["prompts"]), *cells)
-    table.caption = (
+        result.add_row(shown(category), str(entry["prompts"]), *cells)
+    result.caption = (
         f"tokens/s, prefill not counted, and the ratio to {report['baseline']}, turn by turn"
     )
-    return table
+    return result
 
 
 def _speed(figures: dict[str, Any], which: str, name: str, report: Report) -> str:
@@ -57,16 +55,16 @@ def _speed(figures: dict[str, Any], which: str, name: str, report: Report) -> st
 
 
 def _over_all(report: Report) -> Table:
-    table = _table(
+    result = table(
         "all",
         *("vs plain", "vs mlx-lm", "worst vs plain", "predicted", "error"),
         *("tokens/step", "rows/step", "accepted", "outputs"),
     )
     for name, figures in report["decoders"].items():
         worst = "–"
-        if figures["worst"] is not None and name != PLAIN:
+        if figures["worst"] is not None:
             worst = f"{shown(figures['worst_category'])} {ratio(figures['worst'])}"
-        table.add_row(
+        result.add_row(
             name,
             ratio(figures["speedup"]),
             ratio(figures["vs_mlx_lm"]),
@@ -78,8 +76,8 @@ def _over_all(report: Report) -> Table:
             _share(figures["acceptance_rate"], ".0%"),
             _outputs(figures["outputs"]),
         )
-    table.caption = "geometric means of the categories; outputs compared with plain's"
-    return table
+    result.caption = "geometric means of the categories; outputs compared with plain's"
+    return result
 
 
 def _outputs(outputs: dict[str, Any]) -> str:
@@ -94,20 +92,12 @@ def _outputs(outputs: dict[str, Any]) -> str:
 
 
 def _rouge(report: Report) -> Table:
-    table = _table("references", "decoder", "ROUGE-1", "ROUGE-2", "ROUGE-L")
+    result = table("references", "decoder", "ROUGE-1", "ROUGE-2", "ROUGE-L")
     for category, entry in report["categories"].items():
         for name, scores in (entry["rouge"] or {}).items():
             values = [f"{scores[kind]:.4f}" for kind in ("rouge1", "rouge2", "rougeL")]
-            table.add_row(shown(category), name, *values)
-    return table
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=SIMPLE, caption_justify="left", caption_style="dim", pad_edge=False)
-    table.add_column(first)
-    for heading in others:
-        table.add_column(heading, justify="right")
-    return table
+            result.add_row(shown(category), name, *values)
+    return result
 
 
 def _number(value: float | None) -> str:

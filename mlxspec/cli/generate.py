@@ -57,24 +57,32 @@ _output_option = partial(click.option, cls=GroupedOption, group="Output")
 @_prompt_option("--max-tokens", type=int, default=250, metavar="N", help="Generate at most N.")
 @_prompt_option("--stop", multiple=True, metavar="TEXT", help="End before TEXT; repeatable.")
 @_draft_option(
+    "--decoder",
+    type=click.Choice(["auto", "prompt-lookup", "plain"]),
+    help="auto chooses each draft by its measured cost; prompt-lookup has fixed parameters.  "
+    "[default: auto, or prompt-lookup where one of its options is given]",
+)
+@_draft_option(
+    "--store", metavar="FILE", help="With auto: draft from a file of 'mlxspec store' too."
+)
+@_draft_option("--learn", is_flag=True, help="Add the output to the --store file.")
+@_draft_option(
     "--n-draft",
     "--prompt-lookup-num-tokens",
     "n_draft",
     type=int,
-    default=10,
     metavar="N",
-    help="Draft tokens per step at most; 0 is plain decoding.",
+    help="Draft tokens per step at most; 0 is plain decoding.  [default: 10]",
 )
 @_draft_option(
     "--ngram-max",
     "--max-matching-ngram-size",
     "ngram_max",
     type=int,
-    default=3,
     metavar="N",
-    help="Longest n-gram that is looked up in prompt and output.",
+    help="Longest n-gram that is looked up in prompt and output.  [default: 3]",
 )
-@_draft_option("--ngram-min", type=int, default=1, metavar="N", help="Shortest n-gram.")
+@_draft_option("--ngram-min", type=int, metavar="N", help="Shortest n-gram.  [default: 1]")
 @_draft_option(
     "--prompt-lookup-config",
     metavar="[N,N,[0]]",
@@ -96,10 +104,11 @@ _output_option = partial(click.option, cls=GroupedOption, group="Output")
 @_output_option("--json", "as_json", is_flag=True, help="Write one JSON object and no text.")
 @click.version_option(mlxspec.__version__, prog_name="mlxspec")
 def generate_command(**options: Any) -> None:
-    """Generate text with prompt lookup decoding.
+    """Generate text with speculative decoding.
 
-    The draft is what followed the last words earlier in prompt or output. The model verifies
-    it in one forward, so the text is the model's own and only the speed changes.
+    Drafts are taken from what followed the last words earlier in prompt, output or earlier
+    outputs. The model verifies a draft in one forward, so the text is the model's own and only
+    the speed changes.
     """
     with reported():
         # transformers would advise to install PyTorch, which nothing here needs.

@@ -10,6 +10,7 @@ import mlxspec
 
 _COMMANDS = {
     "bench": ("mlxspec.cli.bench", "bench_command"),
+    "calibrate": ("mlxspec.cli.calibrate", "calibrate_command"),
     "convert": ("mlxspec.cli.convert", "convert_command"),
     "generate": ("mlxspec.cli.generate", "generate_command"),
     "replay": ("mlxspec.cli.replay", "replay_command"),

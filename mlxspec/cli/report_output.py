@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
+from rich.box import SIMPLE
 from rich.console import Console, RenderableType
+from rich.table import Table
 
 from ..terminal import visible, wants_color
 
@@ -33,3 +35,12 @@ def shown(name: str) -> str:
 def ratio(value: float | None) -> str:
     """A speed against another one."""
     return "–" if value is None else f"{value:.2f}×"
+
+
+def table(first: str, *others: str) -> Table:
+    """A table with its first column to the left and figures to the right."""
+    result = Table(box=SIMPLE, caption_justify="left", caption_style="dim", pad_edge=False)
+    result.add_column(first)
+    for heading in others:
+        result.add_column(heading, justify="right")
+    return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding import Chooser, SamplingParams, decode
+from ..decoding import Chooser, RecordTime, SamplingParams, decode
 from ..drafting import Drafter, VerifiedStep
 from ..errors import OptionError, PromptError
 from ..models.loading import context_length, encode_prompt, load
@@ -20,7 +20,8 @@ from ..models.target import Progress, Target, vocabulary_size
 from ..models.tiers import Tier, cache_tier, find_tier
 from ..output import OutputText
 from ..planning import StepTimes
-from ..response import GenerationResponse, SpeculationStats
+from ..response import GenerationResponse, GenerationResult, SpeculationStats, Transcript
+from ..terminal import TokenPrinter
 
 Prompt = str | Sequence[int] | mx.array
 
@@ -71,6 +72,7 @@ class Decoder:
         sampling: SamplingParams | None = None,
         stop: str | Sequence[str] = (),
         on_progress: Progress | None = None,
+        record_time: RecordTime | None = None,
     ) -> Generator[GenerationResponse, None, None]:
         """Generate with a drafter of your own, or with one of mlxspec's.
 
@@ -81,6 +83,7 @@ class Decoder:
             sampling: how the model picks a token; greedy by default.
             stop: texts that end the output before them.
             on_progress: called with prompt tokens done and prompt tokens in all.
+            record_time: called after each step; see :func:`mlxspec.decoding.decode`.
 
         Returns:
             a generator of one response per token. Closing it ends the generation.
@@ -97,7 +100,16 @@ class Decoder:
         if not all(stop):
             raise OptionError("stop holds an empty string: it would end every output at once")
         chooser = Chooser(sampling or SamplingParams())
-        return self._responses(tokens, drafter, chooser, max_tokens, stop, on_progress)
+        output = OutputText(
+            self.tokenizer.detokenizer, self.tokenizer.eos_token_ids, stop, max_tokens
+        )
+
+        def record(rows: int, seconds: float, pipelined: bool) -> None:
+            self.step_times.record(rows, seconds, pipelined)
+            if record_time:
+                record_time(rows, seconds, pipelined)
+
+        return self._responses(tokens, drafter, chooser, output, max_tokens, on_progress, record)
 
     def _prompt_tokens(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -126,14 +138,12 @@ class Decoder:
         prompt: list[int],
         drafter: Drafter,
         chooser: Chooser,
+        output: OutputText,
         max_tokens: int,
-        stop: tuple[str, ...],
         on_progress: Progress | None,
+        record_time: RecordTime,
     ) -> Generator[GenerationResponse, None, None]:
         """Turn the loop's steps into one response per token."""
-        output = OutputText(
-            self.tokenizer.detokenizer, self.tokenizer.eos_token_ids, stop, max_tokens
-        )
         target = Target(self.model, self._tier_for(drafter), self.vocab_size)
         clock = _Clock(len(prompt), on_progress)
         stats = SpeculationStats()
@@ -145,7 +155,7 @@ class Decoder:
                 chooser,
                 max_tokens=max_tokens,
                 ends=output.add,
-                record_time=self.step_times.record,
+                record_time=record_time,
                 on_progress=clock.on_progress,
             ):
                 generated = stats.emitted
@@ -166,6 +176,23 @@ class Decoder:
                         stats=stats,
                         finish_reason=output.finish_reason if last else None,
                     )
+
+    def written(
+        self, responses: Iterable[GenerationResponse], color: bool = True
+    ) -> GenerationResult:
+        """Write a generation's text to standard output as it comes.
+
+        Args:
+            responses: from :meth:`decode` or a method that builds on it.
+            color: colour accepted draft tokens and the model's own, at a terminal.
+        """
+        printer = TokenPrinter(color=None if color else False)
+        transcript = Transcript()
+        for response in responses:
+            printer.write(response.text, response.from_draft)
+            transcript.add(response)
+        printer.finish()
+        return transcript.result(self.step_times)
 
     def _tier_for(self, drafter: Drafter) -> Tier:
         """What the model can verify of this drafter's drafts; chains need no probing."""

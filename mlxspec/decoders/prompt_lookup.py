@@ -9,8 +9,7 @@ from typing import Any
 from ..decoding import SamplingParams
 from ..drafting.lookup_names import lookup_drafter
 from ..models.target import Progress
-from ..response import GenerationResponse, GenerationResult, Transcript
-from ..terminal import TokenPrinter
+from ..response import GenerationResponse, GenerationResult
 from .base import Decoder, Prompt
 
 
@@ -101,10 +100,4 @@ class PromptLookupDecoder(Decoder):
         responses = self.stream(
             prompt, max_tokens, n_draft, ngram_max, ngram_min, temp=temp, seed=seed, **options
         )
-        printer = TokenPrinter(color=None if color else False)
-        transcript = Transcript()
-        for response in responses:
-            printer.write(response.text, response.from_draft)
-            transcript.add(response)
-        printer.finish()
-        return transcript.result(self.step_times)
+        return self.written(responses, color)

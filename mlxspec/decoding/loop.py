@@ -19,6 +19,10 @@ from .sampling import Chooser
 _STEPS_BETWEEN_CLEARING = 256  # as mlx-lm: buffers of outgrown caches go back to the system
 
 
+RecordTime = Callable[[int, float, bool], None]
+"""Told a step's rows, its wall time in seconds, and whether it was pipelined."""
+
+
 @dataclass(frozen=True)
 class DecodedStep:
     """One step of the loop.
@@ -41,7 +45,7 @@ def decode(
     *,
     max_tokens: int,
     ends: Callable[[int], bool],
-    record_time: Callable[[int, float, bool], None] | None = None,
+    record_time: RecordTime | None = None,
     on_progress: Progress | None = None,
 ) -> Iterator[DecodedStep]:
     """Generate tokens after a prompt, one verified step at a time.
@@ -57,9 +61,8 @@ def decode(
         chooser: picks the target's token after each row.
         max_tokens: how many tokens to emit at most, at least 1.
         ends: called with each emitted token in order; True ends the output behind it.
-        record_time: called after each step with its rows, its wall time in seconds, and
-            whether its forward had been dispatched during the step before; the time that the
-            consumer takes between steps does not count.
+        record_time: called after each step; it was pipelined if its forward had been dispatched
+            during the step before. The time that the consumer takes between steps does not count.
         on_progress: reports the prefill.
     """
     prompt = tuple(prompt)  # a drafter that keeps and extends what it is given changes nothing

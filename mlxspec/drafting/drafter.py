@@ -41,14 +41,18 @@ class Drafter(Protocol):
     and ``end`` when the generation ends in whatever way.
     """
 
-    pipelined: bool
-    """Whether, when a proposal is empty, the loop may dispatch the next forward before it has
-    read the token of the last one. Then a later proposal waits for one plain step. Asked after
-    every proposal: a drafter that never proposes says True, one that plans says True while it
-    expects no draft soon."""
+    @property
+    def pipelined(self) -> bool:
+        """Whether, when a proposal is empty, the loop may dispatch the next forward before it
+        has read the token of the last one.
 
-    branching: bool
-    """Whether its trees may branch; False spares the check that the model verifies trees."""
+        Then a later proposal waits for one plain step. Asked after every proposal: a drafter
+        that never proposes says True, one that plans says True while it expects no draft soon.
+        """
+
+    @property
+    def branching(self) -> bool:
+        """Whether its trees may branch; False spares the check that the model verifies trees."""
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation whose context is ``prompt`` (at least one token id)."""

@@ -1,0 +1,175 @@
+"""What ``mlxspec calibrate`` does: measure and keep, or look up, and show."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from ..decoding.calibration import calibrate
+from ..decoding.measured_costs import cost_key, known_range
+from ..errors import OptionError
+from ..models.loading import load
+from ..planning.cost_cache import CostCache, CostKey, KnownRange
+from ..planning.live_costs import context_range
+from ..planning.measurement import CAREFUL
+from ..terminal import visible
+from .cost_picture import check_picture, write_picture
+from .cost_points import CostPoint, kept_points, measured_points
+from .cost_terminal import cost_plot, cost_table, output_console
+from .measuring_progress import MeasuringProgress
+from .panel import error_console
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """One curve to show: of what, at which context lengths, and how it came about."""
+
+    key: CostKey
+    range_end: int
+    source: str
+    updated: str
+    points: list[CostPoint]
+    error_is: str
+
+    @property
+    def title(self) -> str:
+        model = self.key.model
+        millions = float(model.get("parameters") or 0) / 1e6
+        size = f"{millions / 1000:.1f} B" if millions >= 1000 else f"{millions:.1f} M"
+        return visible(
+            f"{model.get('type')}, {size} parameters, {model.get('bits_per_weight')} bits a weight"
+        )
+
+    @property
+    def subtitle(self) -> str:
+        machine = self.key.machine
+        known = [machine.get("chip"), machine.get("device")]
+        if machine.get("blas") not in (None, "own"):
+            known.append(machine["blas"])
+        known.append(f"MLX {machine.get('mlx')}")
+        known.append(f"context below {self.range_end:,}")
+        known.append(f"{self.source}, {self.updated[:10]}")
+        return visible(", ".join(map(str, known)))
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "machine": self.key.machine,
+            "model": self.key.model,
+            "context_below": self.range_end,
+            "source": self.source,
+            "updated": self.updated,
+            "times": [
+                {**asdict(point), "seconds_per_row": point.seconds_per_row} for point in self.points
+            ],
+        }
+
+
+def run(
+    *,
+    model: str | None,
+    context: int | None,
+    show: bool,
+    png: Path | None,
+    svg: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure or look up, then show; the arguments are the options of the command line.
+
+    Raises:
+        MlxspecError: an option or the model is at fault; nothing was measured.
+    """
+    pictures = {kind: path for kind, path in (("png", png), ("svg", svg)) if path}
+    for kind, path in pictures.items():
+        check_picture(f"--{kind}", path)
+    cache = CostCache()
+    if show:
+        curves = _kept(cache, model, context)
+    elif model is None:
+        raise OptionError("name a model to measure, or see what is known with --show")
+    else:
+        curves = [_measured(cache, model, context)]
+    if pictures and len(curves) != 1:
+        raise OptionError(
+            f"a picture shows one curve, and there are {len(curves)}: name the model, and a "
+            "--context where several ranges are known"
+        )
+    if as_json:
+        _write_json([curve.report() for curve in curves], many=show)
+    else:
+        _print(curves, model)
+    for kind, path in pictures.items():
+        write_picture(path, kind, curves[0].points, curves[0].title, curves[0].subtitle)
+
+
+def _measured(cache: CostCache, name: str, context: int | None) -> _Curve:
+    """Measure carefully, and keep it. An interrupt before the end leaves the cache as it was."""
+    model, _ = load(name)
+    with (
+        MeasuringProgress(error_console(None), "Prefill") as prefill,
+        MeasuringProgress(error_console(None)) as measuring,
+    ):
+        times = calibrate(
+            model,
+            CAREFUL,
+            context=context,
+            on_prefill=lambda done, total: prefill(done / total),
+            on_progress=measuring,
+        )
+    key, known = cost_key(model), known_range(times, CAREFUL, "careful")
+    range_end = context_range(context or CAREFUL.context)
+    cache.update(key, {range_end: known})
+    return _Curve(key, range_end, known.source, known.updated, measured_points(times), "spread")
+
+
+def _kept(cache: CostCache, name: str | None, context: int | None) -> list[_Curve]:
+    """What the cache has: of one model on this machine, or of all."""
+    if name is None:
+        entries = list(cache.entries())
+    else:
+        key = cost_key(load(name, lazy=True)[0])
+        entries = [(key, cache.read(key))]
+    return [
+        _kept_curve(key, end, known)
+        for key, ranges in entries
+        for end, known in sorted(ranges.items())
+        if context is None or context_range(context) == end
+    ]
+
+
+def _kept_curve(key: CostKey, end: int, known: KnownRange) -> _Curve:
+    points = kept_points(known.times)
+    return _Curve(key, end, known.source, known.updated, points, "standard error")
+
+
+def _write_json(reports: list[dict[str, Any]], many: bool) -> None:
+    report = {"curves": reports} if many else reports[0]
+    click.echo(json.dumps(report).replace("\x7f", "\\u007f"))  # DEL is the one that json leaves
+
+
+def _print(curves: list[_Curve], model: str | None) -> None:
+    console = output_console()
+    if not curves:
+        of_what = f" of {visible(model)} on this machine" if model else ""
+        console.print(
+            Text(f"No step times{of_what} are known yet: mlxspec calibrate MODEL measures them.")
+        )
+    for curve in curves:
+        _print_curve(console, curve)
+
+
+def _print_curve(console: Console, curve: _Curve) -> None:
+    console.print(Text(curve.title, style="bold"))
+    console.print(Text(curve.subtitle))
+    console.print(cost_table(curve.points))
+    if len(curve.points) > 1:
+        console.print(cost_plot(curve.points, console))
+        console.print(Text("A draft pays when its step emits more than T(M)/T(1) tokens."))
+    else:
+        console.print(Text("This model verifies no drafts, so only plain steps were measured."))
+    console.print(Text(f"± is the {curve.error_is}.\n", style="dim"))

@@ -1,0 +1,85 @@
+"""A cost curve as a picture, PNG or SVG."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..errors import OptionError
+from .cost_points import CostPoint
+
+_BLUE = "#0072b2"  # with grey beside it told apart with every kind of colour blindness
+
+
+def check_picture(option: str, path: Path) -> None:
+    """Find out before a measurement whether its picture can be drawn and written.
+
+    Raises:
+        OptionError: matplotlib is not there, or ``path`` cannot be written.
+    """
+    if find_spec("matplotlib") is None:
+        raise OptionError(f"{option} needs matplotlib: pip install 'mlxspec[plots]'")
+    if path.is_dir():
+        raise OptionError(f"{option} {path}: a directory; name a file")
+    if not path.parent.is_dir():
+        raise OptionError(f"{option} {path}: there is no directory {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise OptionError(f"{option} {path}: no permission to write there")
+
+
+def write_picture(
+    path: Path, kind: str, points: Sequence[CostPoint], title: str, subtitle: str
+) -> None:
+    """Draw a curve and write it.
+
+    Args:
+        path: the file; it is replaced.
+        kind: "png" or "svg".
+        points: the curve.
+        title: what was measured.
+        subtitle: on what, and how.
+
+    Raises:
+        OptionError: ``path`` cannot be written.
+    """
+    picture = io.BytesIO()
+    _draw(picture, kind, points, title, subtitle)
+    try:
+        path.write_bytes(picture.getvalue())
+    except OSError as error:
+        raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def _draw(
+    picture: io.BytesIO, kind: str, points: Sequence[CostPoint], title: str, subtitle: str
+) -> None:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    # Text stays text in an SVG, and one measurement gives one file, byte for byte.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mlxspec"}):
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.add_subplot()
+        rows = [point.rows for point in points]
+        costs = [point.cost for point in points]
+        errors = [point.cost * point.error for point in points]
+        top = max(costs) * 1.15
+        axes.plot([1, top], [1, top], ":", color="0.5", label="T(M) = M: drafts cannot pay")
+        axes.errorbar(
+            rows, costs, errors, fmt="o-", markersize=3.5, color=_BLUE, capsize=2, label="measured"
+        )
+        axes.set_xlim(0, rows[-1] * 1.02)
+        axes.set_ylim(0, top)
+        axes.set_xlabel("rows M of a step: the current token and M − 1 draft tokens")
+        axes.set_ylabel("T(M) / T(1): tokens a step must emit to pay")
+        # A dollar sign in a name would start mathematics.
+        figure.suptitle(title, x=0.02, ha="left", fontsize=12, parse_math=False)
+        axes.set_title(subtitle, loc="left", fontsize=8, color="0.35", parse_math=False)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, loc="lower right")
+        undated = {"Date": None} if kind == "svg" else None
+        figure.savefig(picture, format=kind, dpi=160, metadata=undated)

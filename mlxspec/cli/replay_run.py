@@ -1,0 +1,122 @@
+"""What ``mlxspec replay`` does: read, replay, show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import RenderableType
+
+from ..errors import OptionError
+from ..planning.chips import chip_curve, chip_names, chip_source
+from ..planning.cost_curve import CostCurve
+from ..replay.comparison import AUTO, DECODERS, chosen_decoders, compare
+from ..replay.curves import read_curve
+from ..replay.html_page import Comparison, replay_page, verdict
+from ..replay.report import ReplayReport
+from ..replay.workload import load_trace_tokenizer, read_workload
+from ..reports import check_writable, write_page
+from .measuring_progress import MeasuringProgress
+from .panel import error_console
+from .report_output import print_tables, ratio, shown, table
+
+_ALL = "all"
+_DEFAULT_CHIP = "M4 Pro"
+_OWN = "own curve"
+
+
+def run_replay(
+    *,
+    traces: tuple[Path, ...],
+    tokenizer: Path,
+    chips: tuple[str, ...],
+    curve: Path | None,
+    decoders: str | None,
+    as_json: bool,
+    html: Path | None,
+) -> None:
+    """Replay; the arguments are the options of the command line.
+
+    Raises:
+        MlxspecError: an option, a trace or the tokenizer is at fault.
+    """
+    names = chosen_decoders(
+        ",".join(DECODERS) if decoders == _ALL else decoders, DECODERS if html else (AUTO,)
+    )
+    curves, sources = _curves(chips, curve, default=_ALL if html else _DEFAULT_CHIP)
+    if html:
+        check_writable(html, "--html")
+    workload = read_workload(traces, load_trace_tokenizer(tokenizer))
+    with MeasuringProgress(error_console(None), "Replaying") as on_progress:
+        comparison = compare(workload, names, curves, on_progress)
+    if html:
+        write_page(html, replay_page(comparison, sources))
+    if as_json:
+        click.echo(json.dumps(json_report(comparison)))
+    else:
+        print_tables(_tables(comparison))
+
+
+def json_report(comparison: Comparison) -> dict[str, Any]:
+    """The figures of the first decoder on the first chip, and below ``comparison`` of all."""
+    entries = [
+        {"chip": chip, "decoder": name, **report.as_json()}
+        for chip, reports in comparison.items()
+        for name, report in reports.items()
+    ]
+    return {**entries[0], "comparison": entries}
+
+
+def _curves(
+    chips: tuple[str, ...], file: Path | None, default: str
+) -> tuple[dict[str, CostCurve], dict[str, str]]:
+    """Curves and their sources by name."""
+    if chips and file:
+        raise OptionError("--chip and --curve are given together: choose one")
+    if file:
+        return {_OWN: read_curve(file)}, {_OWN: "measured on the user's machine"}
+    wanted = chips or (default,)
+    names = chip_names() if _ALL in wanted else wanted
+    return (
+        {name: chip_curve(name) for name in names},
+        {name: chip_source(name) for name in names},
+    )
+
+
+def _tables(comparison: Comparison) -> Iterator[RenderableType]:
+    for chip, reports in comparison.items():
+        yield shown(f"Modelled on: {chip}")
+        yield _sets(reports)
+        yield _decoders(reports)
+    yield from map(shown, verdict(comparison))
+
+
+def _sets(reports: Mapping[str, ReplayReport]) -> RenderableType:
+    """Speed by set and decoder."""
+    result = table("set", "outputs", "tokens", *reports)
+    for name, first in next(iter(reports.values())).sets.items():
+        speeds = [ratio(report.sets[name].speedup) for report in reports.values()]
+        result.add_row(shown(name), str(first.completions), f"{first.tokens:,}", *speeds)
+    result.caption = "speed against plain decoding"
+    return result
+
+
+def _decoders(reports: Mapping[str, ReplayReport]) -> RenderableType:
+    result = table(
+        "decoder", "speed", "worst set", "outputs below 0.98", "tokens per step", "rows per step"
+    )
+    for name, report in reports.items():
+        worst = min(report.sets, key=lambda one: report.sets[one].speedup)
+        result.add_row(
+            name,
+            ratio(report.speedup),
+            f"{shown(worst)} {ratio(report.worst)}",
+            f"{report.share_below_098:.1%}",
+            f"{report.tokens_per_step:.2f}",
+            f"{report.rows_per_step:.2f}",
+        )
+    result.caption = "speed: geometric mean over the sets; share: mean over the sets"
+    return result

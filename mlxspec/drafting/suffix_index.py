@@ -1,0 +1,153 @@
+"""Where the end of a growing text has stood before: the candidates for what comes next."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+SEPARATOR = -1
+"""Stands between the texts of one index; it is no token, so no draft leads across it."""
+
+MAX_LENGTH = 64
+"""Matches are measured up to this many tokens."""
+
+_SIZES = (8, 4, 2, 1)  # the n-grams under which positions are filed, longest first
+_MAX_OCCURRENCES = 8  # looked up per n-gram
+_MAX_LINKS = 32  # followed per n-gram, those of other n-grams in the same bucket included
+_MIN_BITS = 12  # 4096 buckets
+
+# The hash of an n-gram is a polynomial in _BASE over its tokens, the newest times _BASE itself,
+# modulo 2**32. Its high bits number the bucket.
+_WORD = (1 << 32) - 1
+_BASE = 0x9E3779B1
+
+
+class Occurrence(NamedTuple):
+    """An earlier place of the text that may continue as its end will.
+
+    Attributes:
+        length: how many tokens before the place equal the text's last ones.
+        position: index of the token that followed there.
+    """
+
+    length: int
+    position: int
+
+
+class SuffixIndex:
+    """Finds the earlier occurrences of a text's end, the longest matches first.
+
+    Every position is filed under the 8-, 4-, 2- and 1-gram before it in hash chains as in
+    Deflate (RFC 1951, section 4): per n-gram size, a table holds the newest position of each
+    bucket, and one link per position leads to the next older. This takes 28 to 52 bytes a token
+    whatever the text is, and the time to file a token does not depend on the text's length.
+
+    Args:
+        tokens: the text to begin with.
+    """
+
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
+        self.tokens = array("i", tokens)
+        self._file_all()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens to the text."""
+        text, shift, hashes = self.tokens, self._shift, self._hashes
+        tables = self._tables
+        end = len(text)
+        for token in tokens:
+            text.append(token)
+            for size, leaving, heads, links in tables:
+                old = text[end - size] if end >= size else 0
+                value = hashes[size] = (hashes[size] + token) * _BASE - old * leaving & _WORD
+                bucket = value >> shift
+                links.append(heads[bucket])
+                heads[bucket] = end + 1
+            end += 1
+        if end > 1 << 32 - shift:
+            self._file_all()
+
+    def occurrences(self) -> list[Occurrence]:
+        """Where the text's last tokens stood before, the longest matches first, then the newest.
+
+        The newest eight places are looked up for each n-gram size; for single tokens only if
+        the longer n-grams gave fewer than eight.
+        """
+        text = self.tokens
+        end = len(text)
+        lengths: dict[int, int] = {}
+        for size, _, _, links in self._tables:
+            if size > end or (size == 1 and len(lengths) >= _MAX_OCCURRENCES):
+                continue
+            position, found = links[end], 0
+            for _ in range(_MAX_LINKS):
+                if position == 0 or found == _MAX_OCCURRENCES:
+                    break
+                length = lengths.get(position) or _match_length(text, position, end)
+                if length >= size:
+                    lengths[position] = length
+                    found += 1
+                position = links[position]
+        occurrences = [Occurrence(length, position) for position, length in lengths.items()]
+        occurrences.sort(reverse=True)
+        return occurrences
+
+    def _file_all(self) -> None:
+        """File the whole text at once, in tables with room for twice as much."""
+        bits = max(_MIN_BITS, (2 * len(self.tokens)).bit_length())
+        self._shift = 32 - bits
+        self._tables: list[tuple[int, int, array[int], array[int]]] = []
+        self._hashes: dict[int, int] = {}
+        tokens = np.frombuffer(self.tokens, dtype=np.int32).astype(np.uint32)
+        for size in _SIZES:
+            hashes = _ngram_hashes(tokens, size)
+            heads, links = _hash_chains(hashes >> self._shift, bits)
+            self._tables.append((size, pow(_BASE, size + 1, 1 << 32), heads, links))
+            self._hashes[size] = int(hashes[-1]) if len(hashes) else 0
+
+
+def _match_length(text: array[int], position: int, end: int) -> int:
+    """How many tokens before ``position`` equal those before ``end``, at most MAX_LENGTH."""
+    length = 0
+    longest = min(position, MAX_LENGTH)
+    while length < longest and text[position - 1 - length] == text[end - 1 - length]:
+        length += 1
+    return length
+
+
+def _ngram_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
+    """The hash of the ``size``-gram that ends with each token, (tokens,) of uint32.
+
+    Before the text stand zeros. ``size`` is a power of two: a hash is that of its two halves.
+    """
+    hashes = tokens * np.uint32(_BASE)
+    half = 1
+    while half < size:
+        longer = hashes.copy()
+        longer[half:] += hashes[:-half] * np.uint32(pow(_BASE, half, 1 << 32))
+        hashes = longer
+        half *= 2
+    return hashes
+
+
+def _hash_chains(buckets: np.ndarray, bits: int) -> tuple[array[int], array[int]]:
+    """Chain the positions 1, 2, … whose buckets are given.
+
+    Returns:
+        per bucket its last position, and per position the last one before it in its bucket;
+        0 where there is none.
+    """
+    order = np.argsort(buckets, kind="stable")
+    same = np.diff(buckets[order]) == 0
+    links = np.zeros(len(buckets) + 1, dtype=np.int32)
+    links[order[1:][same] + 1] = order[:-1][same] + 1
+    last = np.append(~same, True) if len(order) else same
+    heads = np.zeros(1 << bits, dtype=np.int32)
+    heads[buckets[order[last]]] = order[last] + 1
+    return array("i", heads.tobytes()), array("i", links.tobytes())

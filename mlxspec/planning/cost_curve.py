@@ -1,0 +1,61 @@
+"""The verify cost T(M)/T(1): what a step over M rows costs, in steps over one row."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+
+from ..errors import OptionError
+from .step_times import StepTimes
+
+
+class CostCurve:
+    """T(rows) / T(1), linear between the points where it is known.
+
+    Args:
+        points: pairs of rows and cost, rows ascending; the first is (1, 1).
+
+    Attributes:
+        widest: the most rows at which the cost is known; planning goes no further.
+        table: ``table[rows]`` is the cost for 1 <= rows <= widest; ``table[0]`` is 0.
+        cheapest_rows: ``cheapest_rows[w]`` is what each row beyond 1 + w costs at least, however
+            many are added; infinite at the end.
+
+    Raises:
+        OptionError: the points are no such curve.
+    """
+
+    def __init__(self, points: Iterable[tuple[int, float]]) -> None:
+        self._points = tuple(points)
+        rows = [row for row, _ in self._points]
+        first_is_plain = rows[:1] == [1] and self._points[0][1] == 1
+        if not first_is_plain or rows != sorted(set(rows)):
+            raise OptionError(
+                f"cost curve with the points {list(self._points)[:3]}…: give (rows, cost) pairs "
+                "with ascending rows, the first (1, 1)"
+            )
+        if not all(0 < cost < float("inf") for _, cost in self._points):
+            raise OptionError("a cost curve's costs are positive numbers")
+        self._rows = rows
+        self.widest = rows[-1]
+        self.table = [0.0, *(self(row) for row in range(1, self.widest + 1))]
+        self.cheapest_rows = [self._cheapest_beyond(row) for row in range(1, self.widest + 1)]
+
+    @classmethod
+    def from_step_times(cls, step_times: StepTimes) -> CostCurve:
+        """The curve through what was measured; without a plain step, the one point (1, 1)."""
+        measured = [(time.rows, time.cost) for time in step_times.table()]
+        return cls([(1, 1.0), *((r, cost) for r, cost in measured if r > 1 and cost is not None)])
+
+    def __call__(self, rows: int) -> float:
+        """The cost of a step over ``rows`` rows; beyond ``widest`` the last slope goes on."""
+        if len(self._rows) == 1:
+            return float(rows)
+        after = min(max(bisect_right(self._rows, rows), 1), len(self._rows) - 1)
+        (left, low), (right, high) = self._points[after - 1], self._points[after]
+        return low + (high - low) * (rows - left) / (right - left)
+
+    def _cheapest_beyond(self, rows: int) -> float:
+        wider = range(rows + 1, self.widest + 1)
+        costs = ((self.table[row] - self.table[rows]) / (row - rows) for row in wider)
+        return min(costs, default=float("inf"))

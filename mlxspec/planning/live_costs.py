@@ -1,0 +1,105 @@
+"""What steps cost now: one live curve per range of context lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from .cost_curve import CostCurve
+from .live_curve import KnownTime, LiveCurve
+
+_SHORTEST_RANGE = 1024
+_RANGE_FACTOR = 4
+_OTHER_CONTEXT = 0.15  # relative uncertainty of a cost that was measured in another range
+
+
+def context_range(context: int) -> int:
+    """The end of the range that a context length falls in: 1024, 4096, 16384, and so on.
+
+    Reading the KV cache adds to a step what the weights do not depend on. Within a factor of
+    four that changes the curve by less than the steps correct at once, so each range has its
+    own curve.
+    """
+    end = _SHORTEST_RANGE
+    while context >= end:
+        end *= _RANGE_FACTOR
+    return end
+
+
+class LiveCosts:
+    """T(rows) at the context length at hand, corrected by every step.
+
+    A range of context lengths that nobody has measured starts with what is known of the
+    nearest one.
+
+    Args:
+        known: per range, by its end as :func:`context_range` has it, the measured times; at
+            least one range.
+    """
+
+    def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
+        self._curves = {end: LiveCurve(times) for end, times in known.items()}
+        self._enter(min(self._curves))
+        self.unsaved_steps = 0
+        """Steps recorded since the last :meth:`changes`."""
+        self._touched: set[int] = set()
+        self._last_pipelined: float | None = None  # seconds
+
+    def move_to(self, context: int) -> None:
+        """Say how long the context is by now; cheap enough for every step."""
+        if not self._start <= context < self._end:
+            self._enter(context_range(context))
+
+    @property
+    def curve(self) -> CostCurve:
+        """T(rows)/T(1) for the planner; the same object until a cost has changed noticeably."""
+        return self._live.curve
+
+    def cost(self, rows: int) -> float:
+        """T(rows)/T(1)."""
+        return self._live.curve(rows)
+
+    def seconds(self, rows: int) -> float:
+        """The wall time that a step over ``rows`` rows would take now."""
+        return self._live.seconds(rows)
+
+    @property
+    def slowdown(self) -> float:
+        """Time of a plain step now against the measured one; above 1 on a hot or busy machine."""
+        return self._live.slowdown
+
+    def record(self, rows: int, seconds: float, pipelined: bool) -> None:
+        """Learn from a step.
+
+        Plain steps teach T(1) only in the middle of a pipeline. The first one of it also waits
+        for a part of the second's forward, and the last one finds its own nearly done.
+
+        Args:
+            rows: its rows.
+            seconds: its wall time.
+            pipelined: whether its forward had been dispatched during the step before.
+        """
+        before, self._last_pipelined = self._last_pipelined, seconds if pipelined else None
+        if rows == 1:
+            if not pipelined or before is None:
+                return
+            seconds = before  # which was not the last one, as is known only now
+        self._live.record(rows, seconds)
+        self.unsaved_steps += 1
+        self._touched.add(self._end)
+
+    def changes(self) -> dict[int, list[KnownTime]]:
+        """What is known by now of the ranges in which steps ran since the last call."""
+        changed = {end: self._curves[end].known() for end in sorted(self._touched)}
+        self._touched.clear()
+        self.unsaved_steps = 0
+        return changed
+
+    def _enter(self, end: int) -> None:
+        if end not in self._curves:
+            nearest = min(self._curves, key=lambda other: abs(math.log(other / end)))
+            self._curves[end] = LiveCurve(self._curves[nearest].known(doubt=_OTHER_CONTEXT))
+        self._live = self._curves[end]
+        self._live.reopen()
+        self._end = end
+        self._start = end // _RANGE_FACTOR if end > _SHORTEST_RANGE else 0

@@ -1,0 +1,156 @@
+"""Measuring T(rows): which steps to run, within a budget of time, and what they tell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import quantiles
+from typing import Protocol
+
+from .live_curve import KnownTime
+
+ShareDone = Callable[[float], None]
+"""Called with the share of a measurement that is done, 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How thoroughly to measure.
+
+    Attributes:
+        rows: the numbers of rows, the most telling first: where the time runs out, the last
+            ones are left out.
+        rounds: how often each is measured at most.
+        plain_tokens: plain tokens in a row per round.
+        seconds: the budget, prefill included. A step that would not end within it is not begun.
+        context: tokens before the first step, unless the user asks for another number.
+        least_uncertainty: relative; what repetition does not reveal.
+    """
+
+    rows: tuple[int, ...]
+    rounds: int
+    plain_tokens: int
+    seconds: float
+    context: int
+    least_uncertainty: float
+
+    @property
+    def tokens(self) -> int:
+        """About how many tokens the steps emit, by which the context grows."""
+        return self.rounds * (self.plain_tokens + len(self.rows) + 2) + len(self.rows)
+
+
+# Costs bend where kernels change: published curves rise to 8, 12 or 16 rows and are flat from
+# there to 32 (see chips.json). So both sides of the bend come before what lies between.
+QUICK = Effort(
+    rows=(2, 4, 8, 16, 3, 6, 12, 32),
+    rounds=5,
+    plain_tokens=5,
+    seconds=2.5,
+    context=64,
+    least_uncertainty=0.1,
+)
+CAREFUL = Effort(
+    rows=(2, 4, 8, 16, 32, 3, 6, 12, 24, 64, 5, 7, 9, 10, 14, 20, 28, 33, 40, 48),
+    rounds=12,
+    plain_tokens=6,
+    seconds=40.0,
+    context=256,
+    least_uncertainty=0.02,
+)
+
+
+_FEW = 3  # steps, whose spread says nothing
+_SPREAD_OF_FEW = 0.1
+
+
+@dataclass(frozen=True)
+class RowsTime:
+    """T(rows) as measured.
+
+    Attributes:
+        rows: rows of a step; 1 is a pipelined plain step.
+        seconds: median wall time.
+        spread: half the distance between the quartiles, relative to the median.
+        steps: how many steps were measured.
+    """
+
+    rows: int
+    seconds: float
+    spread: float
+    steps: int
+
+    def known(self, least_uncertainty: float) -> KnownTime:
+        """What this says about T(rows)."""
+        spread = max(self.spread, _SPREAD_OF_FEW) if self.steps < _FEW else self.spread
+        # The median's standard error is 1.25 σ / √n, and half the quartiles' distance 0.67 σ.
+        uncertainty = 1.25 * spread / 0.67 / math.sqrt(self.steps)
+        return KnownTime(self.rows, self.seconds, max(uncertainty, least_uncertainty))
+
+
+class Steps(Protocol):
+    """Runs steps for their time."""
+
+    def plain(self, tokens: int) -> list[float]:
+        """Seconds of each of so many pipelined plain steps."""
+
+    def drafted(self, rows: int) -> float:
+        """Seconds of one whole drafted step."""
+
+
+def measure(
+    steps: Steps,
+    effort: Effort,
+    max_rows: int,
+    started: float,
+    clock: Callable[[], float],
+    on_progress: ShareDone | None = None,
+) -> list[RowsTime]:
+    """Measure T(rows) in rounds over all numbers of rows, so that a slow moment hits all alike.
+
+    The first step of each width warms up and does not count. Plain steps are measured even if
+    the budget is spent.
+
+    Args:
+        steps: runs the steps.
+        effort: what to run.
+        max_rows: the most rows that a step may have.
+        started: the time at which the budget began to run.
+        clock: tells the time in seconds.
+        on_progress: told the share that is done after every measurement.
+
+    Returns:
+        one entry per number of rows that was measured, fewest rows first.
+    """
+    widths = [rows for rows in effort.rows if rows <= max_rows]
+    samples = {1: steps.plain(1 if clock() > started + effort.seconds else effort.plain_tokens)}
+    for done in range(effort.rounds * len(widths)):
+        round_number, index = divmod(done, len(widths))
+        # There and back again: what heats up or cools down meets wide and narrow in turn.
+        rows = widths[index] if round_number % 2 == 0 else widths[-1 - index]
+        left = started + effort.seconds - clock()
+        if index == 0 and round_number and _foreseen(samples, 1) * effort.plain_tokens <= left:
+            samples[1] += steps.plain(effort.plain_tokens)
+        if rows not in samples and 2 * _foreseen(samples, rows) <= left:
+            steps.drafted(rows)
+            samples[rows] = [steps.drafted(rows)]
+        elif rows in samples and _foreseen(samples, rows) <= left:
+            samples[rows].append(steps.drafted(rows))
+        if on_progress:
+            by_count = (done + 1) / (effort.rounds * len(widths))
+            on_progress(min(1.0, max(by_count, (clock() - started) / effort.seconds)))
+    return [_summary(rows, samples[rows]) for rows in sorted(samples)]
+
+
+def _foreseen(samples: dict[int, list[float]], rows: int) -> float:
+    """How long a step will take, from what has been measured."""
+    measured = max(known for known in samples if known <= rows)
+    return min(samples[measured]) * rows / measured
+
+
+def _summary(rows: int, times: list[float]) -> RowsTime:
+    if len(times) < 2:
+        return RowsTime(rows, times[0], 0.0, 1)
+    low, middle, high = quantiles(times, n=4, method="inclusive")
+    return RowsTime(rows, middle, (high - low) / 2 / middle, len(times))

@@ -1,0 +1,155 @@
+"""The planner: suffix drafting whose every draft is chosen by what it costs and should earn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from ..drafting.continuations import TextStore
+from ..drafting.drafter import VerifiedStep
+from ..drafting.output_memory import OutputMemory
+from ..drafting.suffix_index import SuffixIndex
+from ..drafting.tree import DraftTree
+from .candidate_tree import CandidateTree
+from .cost_curve import CostCurve
+from .guard import Guard, expected_shortfall
+from .hazard import HazardModel
+from .width import expected_tokens, price_of_time, widths_by_worth
+
+_CHILDREN = 6  # per node of a tree; more are never likely enough
+_FIRST_RATE = 1.2
+_RATE_CHANGE = 0.1
+
+# Waiting for a token before the next forward is dispatched costs about this share of its time.
+_WAITING_COST = 0.02
+_FIRST_WORTH = 0.2
+_WORTH_CHANGE = 0.1
+
+
+class PlannedDrafter:
+    """Drafts what maximises expected tokens per time, the empty draft included.
+
+    Each step, the earlier occurrences of the text's end are gathered, their continuations are
+    ranked and given probabilities, and the number of rows is chosen at which expected tokens
+    less the price of the time are greatest, within what the guard allows. The probabilities
+    are learned from every emitted token, drafted or not.
+
+    Args:
+        curve: the verify cost. May be replaced between steps (attribute ``curve``) by a newly
+            measured one.
+        branching: whether drafts may be trees; otherwise they are chains.
+        guard: bounds what failed drafts may cost; None does not.
+        memory: earlier outputs to draft from, to which each output is added at its end.
+        store: other texts to draft from.
+        token_classes: see :func:`mlxspec.planning.token_classes.token_classes`.
+    """
+
+    def __init__(
+        self,
+        curve: CostCurve,
+        *,
+        branching: bool = True,
+        guard: Guard | None = None,
+        memory: OutputMemory | None = None,
+        store: TextStore | None = None,
+        token_classes: bytes = b"",
+    ) -> None:
+        self.curve = curve
+        self.branching = branching
+        self._guard = guard
+        self._memory = memory
+        self._store = store
+        self._hazards = HazardModel(token_classes)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a generation; the index is built beside the prefill, in a thread."""
+        earlier = self._memory.text() if self._memory else []
+        self._output_start = len(earlier) + len(prompt)
+        with_earlier = [*earlier, *prompt]
+        executor = ThreadPoolExecutor(max_workers=1)
+        self._building: Future[SuffixIndex] = executor.submit(SuffixIndex, with_earlier)
+        executor.shutdown(wait=False)
+        self._index: SuffixIndex | None = None
+        self._hazards.begin(memory_end=len(earlier))
+        self._rate = _FIRST_RATE
+        self._worth = _FIRST_WORTH
+        if self._guard:
+            self._guard.begin()
+
+    def propose(self, budget: int) -> DraftTree:
+        self._plan = self._choose(budget)
+        return self._plan.tree.draft(self._plan.width)
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether to dispatch the next forward before the next token is known.
+
+        Asked when nothing is drafted now. The token may open a passage worth drafting; to wait
+        for it pays where drafts have lately been worth more than the waiting costs, or where
+        they would be if the likeliest token came.
+        """
+        if self._worth > _WAITING_COST:
+            return False
+        reach = self._plan.tree.first_branch()
+        if len(reach) < 2:
+            return True
+        expected = expected_tokens([probability / reach[0] for probability in reach[1:]])
+        worths = self._worths(expected)
+        return not worths or reach[0] * worths[0][0] <= _WAITING_COST
+
+    def observe(self, step: VerifiedStep) -> None:
+        tokens = step.tokens
+        cost = self.curve(len(step.tree))
+        self._plan.tree.learn(tokens)
+        self._worth += _WORTH_CHANGE * (self._plan.worth - self._worth)
+        self._rate += _RATE_CHANGE * (len(tokens) / cost - self._rate)
+        if self._guard:
+            self._guard.settle(len(tokens), cost)
+        self._text().extend(tokens)
+
+    def end(self) -> None:
+        if self._memory:
+            self._memory.add(self._text().tokens[self._output_start :])
+        del self._index, self._building
+
+    def _text(self) -> SuffixIndex:
+        if self._index is None:
+            self._index = self._building.result()
+        return self._index
+
+    def _choose(self, max_depth: int) -> _Plan:
+        """Grow the candidates after the current token and choose how many to verify."""
+        self._hazards.refresh()
+        tree = CandidateTree(
+            self._text(),
+            self._hazards,
+            max_nodes=self.curve.widest - 1,
+            max_depth=max_depth,
+            branching=_CHILDREN if self.branching else 1,
+            least_reach=self.curve.cheapest_rows,
+            store=self._store,
+        )
+        for worth, width in self._worths(expected_tokens(tree.reach)):
+            if self._allowed(tree, width):
+                return _Plan(tree, width, worth)
+        return _Plan(tree, 0, 0.0)
+
+    def _worths(self, expected: Sequence[float]) -> list[tuple[float, int]]:
+        costs = self.curve.table
+        return widths_by_worth(expected, costs, price_of_time(expected, costs, self._rate))
+
+    def _allowed(self, tree: CandidateTree, width: int) -> bool:
+        if self._guard is None:
+            return True
+        return self._guard.allows(
+            expected_shortfall(self.curve.table[width + 1], tree.reach_by_depth(width))
+        )
+
+
+class _Plan(NamedTuple):
+    """What was found for the current token: the candidates, how many to verify, their worth."""
+
+    tree: CandidateTree
+    width: int
+    worth: float

@@ -1,0 +1,57 @@
+"""How many rows to verify: expected tokens against the price of time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_SHARE_OF_NOW = 0.8  # of the best possible rate of this step in the price; the rest is the past's
+
+
+def expected_tokens(reach: Sequence[float]) -> list[float]:
+    """E(w): what a step emits on average when the first ``w`` draft nodes are verified.
+
+    Args:
+        reach: per draft node, best first, the probability that it is accepted.
+
+    Returns:
+        E(0), E(1), …; E(0) = 1, the token that every step emits.
+    """
+    expected = [1.0]
+    for probability in reach:
+        expected.append(expected[-1] + probability)
+    return expected
+
+
+def price_of_time(expected: Sequence[float], costs: Sequence[float], rate: float) -> float:
+    """What a plain token's time is worth, in tokens.
+
+    Time that this step does not use is spent at the rate of the steps to come. That rate is
+    foreseen from the best rate possible now, since easy passages last, and from the average.
+
+    Args:
+        expected: E(w) as from :func:`expected_tokens`.
+        costs: ``costs[rows]`` is T(rows) / T(1).
+        rate: recent tokens per plain token's time.
+    """
+    best = max(tokens / costs[rows] for rows, tokens in enumerate(expected, start=1))
+    return float(best**_SHARE_OF_NOW * rate ** (1 - _SHARE_OF_NOW))
+
+
+def widths_by_worth(
+    expected: Sequence[float], costs: Sequence[float], price: float
+) -> list[tuple[float, int]]:
+    """The widths that are worth more than plain decoding, the best first.
+
+    All widths are compared, since cost curves have stairs.
+
+    Returns:
+        pairs of worth, E(w) - price · T(1 + w) less the same for w = 0, and w.
+    """
+    plain = expected[0] - price * costs[1]
+    worths = [
+        (worth, width)
+        for width, tokens in enumerate(expected)
+        if (worth := tokens - price * costs[width + 1] - plain) > 0
+    ]
+    worths.sort(reverse=True)
+    return worths

@@ -1,0 +1,161 @@
+"""``mlxspec bench`` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mlxspec.bench.contestants import CONTESTANTS, Drafting
+from mlxspec.cli.bench import bench_command
+from mlxspec.drafting import NoDraft
+
+QUICK = ("--max-tokens", "8", "--repeats", "1")
+
+
+def bench(model: Path | str, *arguments: object) -> Result:
+    return CliRunner().invoke(bench_command, [str(model), *map(str, arguments)])
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "my_prompts.jsonl"
+    lines = [{"category": "say", "prompt": "one two"}, {"category": "go on", "prompt": "three"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_the_table_names_machine_versions_categories_and_decoders(
+    endless: Path, prompts: Path
+) -> None:
+    result = bench(endless, "--prompts", prompts, *QUICK)
+    assert result.exit_code == 0, result.stderr
+    for name in (*CONTESTANTS, "say", "go on", "mlx ", "Python", "2 equal", "float32"):
+        assert name in result.stdout
+    assert "endless" in result.stdout
+    assert str(endless) not in result.stdout
+
+
+def test_json_has_the_figures_and_neither_prompts_nor_paths(endless: Path, prompts: Path) -> None:
+    result = bench(endless, "--prompts", prompts, *QUICK, "--json", "--decoders", "lookup")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["model"]["name"] == "endless"
+    assert list(report["decoders"]) == ["plain", "lookup"]
+    assert report["baseline"] == "plain"
+    assert report["decoders"]["lookup"]["speedup"] > 0
+    assert report["decoders"]["lookup"]["outputs"]["equal"] == 2
+    assert [prompt["category"] for prompt in report["prompts"]] == ["say", "go on"]
+    for secret in ("one two", str(prompts), "my_prompts", str(endless)):
+        assert secret not in result.stdout
+
+
+def test_html_is_written_beside_the_table(endless: Path, prompts: Path, tmp_path: Path) -> None:
+    page = tmp_path / "bench.html"
+    result = bench(endless, "--prompts", prompts, *QUICK, "--html", page, "--include-text")
+    assert result.exit_code == 0, result.stderr
+    html = page.read_text(encoding="utf-8")
+    assert "one two" in html
+    assert str(prompts) not in html
+
+
+class Liar:
+    """Generates what nobody asked for."""
+
+    def __init__(self, model: object, tokenizer: object) -> None:
+        self._plain = Drafting(NoDraft, model, tokenizer)  # type: ignore[arg-type]
+        self.draws_by_position = True
+        self.stats = self._plain.stats
+        self.predicted_speed = self._plain.predicted_speed
+
+    def stream(self, prompt: list[int], max_tokens: int, *rest: object) -> Iterator[object]:
+        return self._plain.stream(prompt, max_tokens - 1, *rest)  # type: ignore[arg-type]
+
+
+def test_a_wrong_output_is_told_and_gets_no_speedup(
+    endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CONTESTANTS, "liar", Liar)
+    result = bench(endless, "--prompts", prompts, *QUICK, "--decoders", "liar,lookup")
+    assert result.exit_code == 1
+    lines = result.stderr.splitlines()
+    assert lines == [
+        "Error: liar differs from plain decoding on prompt 1 (say) at token 7: "
+        "one output ended before the other",
+        "Error: liar differs from plain decoding on prompt 2 (go on) at token 7: "
+        "one output ended before the other",
+    ]
+    row = next(line for line in result.stdout.splitlines() if line.startswith(" liar"))
+    assert "×" not in row
+    assert "2 DIFFERENT" in row
+
+
+def test_ctrl_c_shows_what_was_measured(
+    endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Impatient(Drafting):
+        turns = 0
+
+        def stream(self, *arguments: object, **options: object) -> Iterator[object]:
+            self.turns += 1
+            if self.turns == 3:  # the warm-up, the first prompt, the second
+                raise KeyboardInterrupt
+            return super().stream(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setitem(CONTESTANTS, "impatient", lambda m, t: Impatient(NoDraft, m, t))
+    result = bench(endless, "--prompts", prompts, *QUICK, "--decoders", "impatient", "--json")
+    assert result.exit_code == 130
+    report = json.loads(result.stdout)
+    assert list(report["categories"]) == ["say"]
+    assert report["settings"]["interrupted"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--decoders", "warp"), "'warp'"),
+        (("--max-tokens", "0"), "--max-tokens is 0"),
+        (("--repeats", "0"), "--repeats is 0"),
+        (("--limit", "0"), "--limit is 0"),
+        (("--temp", "-1"), "temp is -1.0"),
+        (("--prompts", "missing.jsonl"), "missing.jsonl cannot be read"),
+        (("--prompts", "a", "--spec-bench", "b"), "--prompts and --spec-bench"),
+        (("--html", "missing/page.html"), "--html missing/page.html"),
+    ],
+)
+def test_a_bad_option_is_one_line_before_a_model_is_loaded(
+    arguments: tuple[str, ...], complaint: str
+) -> None:
+    result = bench("no/such/model/at/all", *arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: ")
+    assert complaint in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_references_need_the_library_and_references(
+    prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "rouge_score", None)
+    result = bench("demo", "--prompts", prompts, "--references")
+    assert result.exit_code == 1
+    assert result.stderr.endswith("pip install 'mlxspec[rouge]'\n")
+    monkeypatch.setitem(sys.modules, "rouge_score", object())
+    result = bench("demo", "--prompts", prompts, "--references")
+    assert result.exit_code == 1
+    assert 'no prompt has a "reference"' in result.stderr
+
+
+def test_references_are_compared_with_every_output(endless: Path, tmp_path: Path) -> None:
+    pytest.importorskip("rouge_score")
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"prompt": "one", "reference": "two three four one"}))
+    result = bench(endless, "--prompts", path, "--references", *QUICK, "--json")
+    assert result.exit_code == 0, result.stderr
+    scores = json.loads(result.stdout)["categories"]["prompts"]["rouge"]
+    assert scores["plain"] == scores["lookup"]
+    assert scores["plain"]["rouge1"] > 0.5

@@ -1,0 +1,234 @@
+"""``mlxspec calibrate`` on a model whose times are given."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mlxspec.cli import calibration_report, cost_picture
+from mlxspec.cli.calibrate import calibrate_command
+from mlxspec.cli.measuring_progress import MeasuringProgress
+from mlxspec.planning.measurement import RowsTime
+
+pytest.importorskip("plotext")
+
+TIMES = [
+    RowsTime(1, 0.025, 0.01, 60),
+    RowsTime(2, 0.026, 0.02, 12),
+    RowsTime(8, 0.067, 0.03, 12),
+    RowsTime(64, 1.3, 0.21, 12),
+]
+
+
+@pytest.fixture(autouse=True)
+def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """The contexts of the measurements from now on, each with the result TIMES."""
+    contexts: list[int | None] = []
+
+    def calibrate(model, effort, *, context, on_prefill, on_progress):
+        contexts.append(context)
+        on_prefill(3, 3)
+        on_progress(1.0)
+        return TIMES
+
+    monkeypatch.setattr(calibration_report, "calibrate", calibrate)
+    return contexts
+
+
+def calibrate(*arguments: object, columns: int = 80) -> Result:
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(
+        calibrate_command, list(map(str, arguments))
+    )
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_table_and_plot_fit_the_width(endless: Path, measurements: list[int | None], columns: int):
+    result = calibrate(endless, columns=columns)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    assert "\x1b" not in result.stdout
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= columns
+    table = [line.split() for line in lines]
+    assert ["8", "67.00", "2.68", "8.38", "3%"] in table
+    assert ["64", "1300", "52.00", "20.31", "21%"] in table
+    plot = [line for line in lines if "│" in line]
+    assert max(map(len, plot)) == min(columns, 100)
+    assert any(0x2800 < ord(character) < 0x2900 for line in plot for character in line)
+
+
+def test_a_terminal_without_unicode_gets_ascii(endless: Path, measurements: list[int | None]):
+    runner = CliRunner(charset="ascii")
+    result = runner.invoke(calibrate_command, [str(endless)])
+    assert result.exit_code == 0
+    assert result.stdout_bytes.isascii()
+    assert b"*" in result.stdout_bytes
+
+
+def test_what_was_measured_is_shown_without_measuring(
+    endless: Path, measurements: list[int | None]
+):
+    assert calibrate(endless).exit_code == 0
+    assert calibrate(endless, "--context", 3000).exit_code == 0
+    for arguments in (["--show"], [endless, "--show"]):
+        shown = calibrate(*arguments).stdout
+        assert shown.count("T(M)/T(1) over M rows") == 2
+        assert "context below 1,024, careful" in shown
+        assert "context below 4,096, careful" in shown
+    assert "1,024" not in calibrate("--show", "--context", 2000).stdout
+    assert measurements == [None, 3000]
+
+
+def test_nothing_known_is_said(endless: Path, finite: Path, measurements: list[int | None]):
+    assert calibrate("--show").stdout.startswith("No step times are known yet")
+    calibrate(endless)
+    result = calibrate(finite, "--show")  # another end of its script, but of one shape
+    assert "64" in result.stdout
+    assert json.loads(calibrate("--show", "--context", 99999, "--json").stdout) == {"curves": []}
+
+
+def test_json_is_one_object(endless: Path, measurements: list[int | None]):
+    result = calibrate(endless, "--json")
+    assert result.stdout.count("\n") == 1
+    report = json.loads(result.stdout)
+    assert report["context_below"] == 1024
+    assert report["source"] == "careful"
+    assert report["model"]["type"] == "llama"
+    assert report["machine"]["mlx"]
+    assert report["times"][2] == {
+        "rows": 8,
+        "seconds": 0.067,
+        "cost": pytest.approx(2.68),
+        "seconds_per_row": pytest.approx(0.067 / 8),
+        "error": 0.03,
+    }
+    (kept,) = json.loads(calibrate("--show", "--json").stdout)["curves"]
+    assert [time["cost"] for time in kept["times"]] == [time["cost"] for time in report["times"]]
+
+
+def test_ctrl_c_leaves_the_cache_as_it_was(
+    endless: Path,
+    measurements: list[int | None],
+    cache_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    calibrate(endless)
+    (path,) = cache_directory.rglob("*.json")
+    before = path.read_bytes()
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibration_report, "calibrate", interrupted)
+    assert calibrate(endless).exit_code == 130
+    assert path.read_bytes() == before
+    assert [entry for entry in cache_directory.rglob("*") if entry.is_file()] == [path]
+
+
+def test_a_spoiled_cache_file_is_one_note(
+    endless: Path, measurements: list[int | None], cache_directory: Path
+):
+    calibrate(endless)
+    (path,) = cache_directory.rglob("*.json")
+    path.write_text("{")
+    result = calibrate("--show")
+    assert result.exit_code == 0
+    assert result.stderr.startswith("Note: ignoring the step times in")
+    assert result.stderr.count("\n") == 1
+    result = calibrate(endless)
+    assert result.exit_code == 0
+    assert "8.38" in calibrate("--show").stdout
+
+
+def test_a_model_without_drafts_has_a_table_and_no_plot(
+    endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(calibration_report, "calibrate", lambda *_, **__: TIMES[:1])
+    result = calibrate(endless)
+    assert "verifies no drafts" in result.stdout
+    assert "over M rows" not in result.stdout
+
+
+def test_pictures_are_written_and_hold_the_curve(
+    endless: Path, measurements: list[int | None], tmp_path: Path
+):
+    pytest.importorskip("matplotlib")
+    png, svg = tmp_path / "curve.png", tmp_path / "curve.svg"
+    result = calibrate(endless, "--png", png, "--svg", svg)
+    assert result.exit_code == 0, result.stderr
+    assert png.read_bytes().startswith(b"\x89PNG")
+    drawn = svg.read_text()
+    assert "llama" in drawn
+    assert str(endless) not in drawn
+    first = svg.read_bytes()
+    calibrate("--show", "--svg", svg)
+    again = svg.read_bytes()
+    calibrate("--show", "--svg", svg)
+    assert svg.read_bytes() == again != first  # standard errors in place of the spread
+
+
+def test_a_picture_that_cannot_be_made_is_refused_before_measuring(
+    endless: Path,
+    measurements: list[int | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(cost_picture, "find_spec", lambda name: object())
+    for path, reason in ((tmp_path, "a directory"), (tmp_path / "no" / "a.png", "no directory")):
+        result = calibrate(endless, "--png", path)
+        assert result.exit_code == 1
+        assert reason in result.stderr
+        assert result.stderr.count("\n") == 1
+    monkeypatch.setattr(cost_picture.os, "access", lambda path, mode: False)
+    assert "no permission" in calibrate(endless, "--svg", tmp_path / "a.svg").stderr
+    monkeypatch.setattr(cost_picture, "find_spec", lambda name: None)
+    result = calibrate(endless, "--png", tmp_path / "a.png")
+    assert result.stderr == "Error: --png needs matplotlib: pip install 'mlxspec[plots]'\n"
+    assert measurements == []
+
+
+def test_a_picture_shows_one_curve(
+    endless: Path, measurements: list[int | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(cost_picture, "find_spec", lambda name: object())
+    result = calibrate("--show", "--png", tmp_path / "a.png")
+    assert result.exit_code == 1
+    assert "a picture shows one curve, and there are 0" in result.stderr
+
+
+def test_no_model_is_one_line():
+    result = calibrate()
+    assert result.exit_code == 1
+    assert result.stderr == ("Error: name a model to measure, or see what is known with --show\n")
+
+
+def test_a_context_that_the_model_cannot_have_is_one_line(endless: Path):
+    result = calibrate(endless, "--context", 0)
+    assert result.exit_code == 1
+    assert "context of 0 tokens: choose 1 to" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_bar_is_drawn_on_a_terminal_only_and_erased(capsys: pytest.CaptureFixture[str]):
+    from rich.console import Console
+
+    for interactive in (True, False):
+        console = Console(
+            file=sys.stdout, force_terminal=interactive, force_interactive=interactive, width=40
+        )
+        with MeasuringProgress(console) as progress:
+            progress(0.5)
+        drawn = capsys.readouterr().out
+        assert ("50%" in drawn) == interactive
+        if not interactive:
+            assert drawn == ""

@@ -1,0 +1,184 @@
+"""``mlxspec replay`` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mlxspec.cli.replay import replay_command
+from mlxspec.planning.chips import chip_names
+from mlxspec.replay.comparison import DECODERS
+
+TOKENIZER = Path(__file__).parents[2] / "mlxspec" / "demo_model"
+FIGURES = ("speedup", "worst", "share_below_098", "tokens_per_step", "rows_per_step")
+HOSTILE = "<script>alert(1)</script>"
+
+
+def replay(*arguments: object) -> Result:
+    return CliRunner().invoke(replay_command, list(map(str, arguments)))
+
+
+def chat(question: str, answer: str, **fields: object) -> dict[str, object]:
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, **fields}
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    text = "The judge Oscar lives in Denver and is 55 years old. " * 3
+    path = tmp_path / "secret_project.jsonl"
+    lines = [
+        chat(f"Copy: {text}", text, category="copy"),
+        chat("Name a colour.", "It is blue.", category="free"),
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def write_curve(path: Path, content: object) -> Path:
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_classic_prompt_lookup_has_the_published_tokens_per_step(shared: Path) -> None:
+    # Spec-Bench has 1.73 and 1.75 for PLD with Vicuna-7B; the traces are half of its prompts.
+    result = replay(
+        *(shared / "traces" / "specbench_vicuna7b_greedy.jsonl", "--json"),
+        *("--tokenizer", shared / "tokenizers" / "llama2", "--decoder", "prompt-lookup"),
+    )
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["tokens_per_step"] == pytest.approx(1.74, abs=0.03)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_speed_follows_from_the_curve_file(traces: Path, tmp_path: Path, flat: bool) -> None:
+    """Where all steps cost the same, speed is tokens per step; where a row costs a step, 1 / …"""
+    curve = write_curve(tmp_path / "curve.json", {"rows": [1, 64], "cost": [1, 1 if flat else 64]})
+    result = replay(
+        *(traces, "--tokenizer", TOKENIZER, "--json", "--curve", curve),
+        *("--decoder", "prompt-lookup"),
+    )
+    assert result.exit_code == 0, result.stderr
+    for figures in json.loads(result.stdout)["sets"].values():
+        modelled = 1.0 if flat else 1 / figures["rows_per_step"]
+        assert figures["speedup"] == pytest.approx(figures["tokens_per_step"] * modelled)
+
+
+def test_json_has_the_figures_over_all_and_per_set(traces: Path) -> None:
+    result = replay(traces, "--tokenizer", TOKENIZER, "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert (report["chip"], report["decoder"]) == ("M4 Pro", "auto")
+    assert set(report["sets"]) == {"copy", "free"}
+    assert set(FIGURES) <= set(report)
+    for one in report["sets"].values():
+        assert set(FIGURES) - {"worst"} <= set(one)
+    assert report["sets"]["copy"]["speedup"] > 1.5 > report["sets"]["free"]["speedup"]
+    assert report["worst"] == report["sets"]["free"]["speedup"]
+    assert "secret_project" not in result.stdout
+
+
+def test_several_decoders_and_chips_are_compared_in_their_order(traces: Path) -> None:
+    result = replay(
+        *(traces, "--tokenizer", TOKENIZER, "--json", "--decoder", "vllm,auto"),
+        *("--chip", "linear", "--chip", "M5 Max"),
+    )
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    order = [(entry["chip"], entry["decoder"]) for entry in report["comparison"]]
+    assert order == [(c, d) for c in ("linear", "M5 Max") for d in ("vllm", "auto")]
+    assert all(report[key] == value for key, value in report["comparison"][0].items())
+
+
+def test_the_table_has_sets_decoders_and_the_worst(traces: Path) -> None:
+    result = replay(traces, "--tokenizer", TOKENIZER, "--decoder", "auto,prompt-lookup")
+    assert result.exit_code == 0, result.stderr
+    for text in ("M4 Pro", "copy", "free", "prompt-lookup", "auto wins on M4 Pro", "below 0.98"):
+        assert text in result.stdout
+
+
+def test_a_curve_of_calibrate_is_read(traces: Path, tmp_path: Path) -> None:
+    times = [{"rows": 1, "cost": 1.0, "seconds": 0.02}, {"rows": 8, "cost": 1.5, "seconds": 0.03}]
+    for content in ({"times": times}, {"curves": [{"times": times}]}):
+        curve = write_curve(tmp_path / "curve.json", content)
+        result = replay(traces, "--tokenizer", TOKENIZER, "--json", "--curve", curve)
+        assert result.exit_code == 0, result.stderr
+        assert json.loads(result.stdout)["chip"] == "own curve"
+
+
+class Page(HTMLParser):
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.names: set[str] = set()
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.names |= {name for name, _ in attrs}
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_compares_all_decoders_on_all_chips_and_stands_alone(tmp_path: Path) -> None:
+    traces = tmp_path / "t.jsonl"
+    traces.write_text(json.dumps(chat("one two", "one two", category=HOSTILE)) + "\n")
+    result = replay(traces, "--tokenizer", TOKENIZER, "--html", tmp_path / "page.html")
+    assert result.exit_code == 0, result.stderr
+    html = (tmp_path / "page.html").read_text(encoding="utf-8")
+    page = Page(html)
+    for name in (*chip_names(), *DECODERS, HOSTILE):
+        assert name in page.text
+    assert page.tags.count("svg") == len(chip_names()) * len(DECODERS)
+    assert {"script", "img", "link", "iframe"}.isdisjoint(page.tags)
+    assert {"src", "href"}.isdisjoint(page.names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--decoder", "warp"), "'warp': choose among auto"),
+        (("--chip", "M99"), "'M99': choose one of M2 Pro"),
+        (("--chip", "linear", "--curve", "c.json"), "--chip and --curve"),
+        (("--curve", "missing.json"), "missing.json: no cost curve"),
+        (("--html", "missing/page.html"), "--html missing/page.html"),
+    ],
+)
+def test_a_bad_option_is_one_line(traces: Path, arguments: tuple[str, ...], complaint: str) -> None:
+    result = replay(traces, "--tokenizer", TOKENIZER, *arguments)
+    assert result.exit_code == 1
+    assert complaint in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", "3", '{"curves": []}', '{"rows": [1], "cost": []}']
+)
+def test_a_file_without_a_curve_is_refused(traces: Path, tmp_path: Path, content: str) -> None:
+    curve = tmp_path / "curve.json"
+    curve.write_text(content)
+    result = replay(traces, "--tokenizer", TOKENIZER, "--curve", curve)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"Error: {curve}: no cost curve")
+
+
+def test_a_place_without_a_tokenizer_is_refused(traces: Path, tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "missing"):
+        result = replay(traces, "--tokenizer", place)
+        assert result.exit_code == 1
+        assert result.stderr.startswith(f"Error: {place}: ")
+        assert result.stderr.count("\n") == 1
+
+
+def test_directory_and_tokenizer_model_give_the_same(traces: Path) -> None:
+    first, second = (
+        replay(traces, "--tokenizer", path, "--json").stdout
+        for path in (TOKENIZER, TOKENIZER / "tokenizer.model")
+    )
+    assert first == second

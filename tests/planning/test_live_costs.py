@@ -1,0 +1,82 @@
+import pytest
+
+from mlxspec.planning.live_costs import LiveCosts, context_range
+from mlxspec.planning.live_curve import KnownTime
+
+
+def times(cost: float) -> list[KnownTime]:
+    return [KnownTime(1, 0.02, 0.05), KnownTime(8, 0.02 * cost, 0.05)]
+
+
+def plain(costs: LiveCosts, seconds: float) -> None:
+    """A short pipeline: its time is conserved, and only that in its middle is a step's."""
+    costs.record(1, 1.6 * seconds, False)
+    costs.record(1, seconds, True)
+    costs.record(1, seconds, True)
+    costs.record(1, 0.3 * seconds, True)
+
+
+@pytest.mark.parametrize(
+    ("context", "end"),
+    [(0, 1024), (1023, 1024), (1024, 4096), (4095, 4096), (16000, 16384), (100_000, 262_144)],
+)
+def test_ranges_end_at_powers_of_four(context: int, end: int):
+    assert context_range(context) == end
+
+
+def test_each_range_has_its_own_curve():
+    costs = LiveCosts({1024: times(2.0), 16384: times(3.0)})
+    assert costs.cost(8) == pytest.approx(2.0)
+    costs.move_to(5000)
+    assert costs.cost(8) == pytest.approx(3.0)
+    assert costs.seconds(8) == pytest.approx(0.06)
+    costs.move_to(1023)
+    assert costs.cost(8) == costs.curve(8) == pytest.approx(2.0)
+
+
+def test_an_unmeasured_range_starts_from_the_nearest_and_learns_for_itself():
+    costs = LiveCosts({1024: times(2.0), 65536: times(4.0)})
+    costs.move_to(3000)
+    assert costs.cost(8) == pytest.approx(2.0)
+    for _ in range(30):
+        plain(costs, 0.03)
+        costs.record(8, 0.09, False)
+    assert costs.cost(8) == pytest.approx(3.0, rel=0.05)
+    costs.move_to(0)
+    assert costs.cost(8) == pytest.approx(2.0)
+
+
+def test_a_range_that_was_left_expects_the_machine_to_have_changed():
+    costs = LiveCosts({1024: times(2.0), 4096: times(2.0)})
+    for _ in range(50):
+        plain(costs, 0.02)
+    costs.move_to(2000)
+    costs.move_to(0)
+    plain(costs, 0.03)
+    assert costs.slowdown > 1.4
+
+
+def test_changes_are_the_ranges_in_which_steps_ran():
+    costs = LiveCosts({1024: times(2.0), 4096: times(2.0), 16384: times(2.0)})
+    assert costs.changes() == {}
+    costs.move_to(2000)
+    costs.record(8, 0.05, False)
+    assert costs.unsaved_steps == 1
+    assert list(costs.changes()) == [4096]
+    assert costs.unsaved_steps == 0
+    assert costs.changes() == {}
+
+
+def test_only_the_middle_of_a_pipeline_teaches_the_time_of_a_plain_step():
+    costs = LiveCosts({1024: times(2.0)})
+    for _ in range(30):
+        plain(costs, 0.02)
+        costs.record(8, 0.04, False)
+    assert costs.seconds(1) == pytest.approx(0.02)
+    assert costs.cost(8) == pytest.approx(2.0)
+    for _ in range(30):
+        costs.record(1, 0.05, False)
+        costs.record(1, 0.001, True)
+        costs.record(8, 0.04, False)
+    assert costs.seconds(1) == pytest.approx(0.02)
+    assert costs.cost(8) == pytest.approx(2.0)

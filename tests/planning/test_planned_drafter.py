@@ -1,0 +1,110 @@
+"""The planner as a whole, on texts whose best draft is known."""
+
+import random
+
+import pytest
+
+from mlxspec.drafting.output_memory import OutputMemory
+from mlxspec.drafting.suffix_index import SEPARATOR, Occurrence
+from mlxspec.planning.chips import chip_curve
+from mlxspec.planning.cost_curve import CostCurve
+from mlxspec.planning.guard import Guard
+from mlxspec.planning.planned_drafter import PlannedDrafter
+from mlxspec.replay.engine import replay
+
+FLAT = CostCurve([(1, 1), (32, 1.3)])
+LINEAR = CostCurve([(1, 1), (32, 32)])
+
+
+def noise(length: int, seed: int) -> list[int]:
+    """Tokens that never repeat."""
+    return random.Random(seed).sample(range(1000, 30000), length)
+
+
+@pytest.mark.parametrize("branching", [False, True])
+def test_copies_are_drafted_wide_where_rows_are_cheap(branching: bool) -> None:
+    text = noise(200, seed=1)
+    drafter = PlannedDrafter(FLAT, branching=branching, guard=Guard())
+    copied = replay([5, *text, 6, *text[:10]], text[10:150], drafter)
+    assert copied.tokens / copied.cost(FLAT) > 8
+
+
+def test_nothing_is_drafted_where_rows_cost_as_much_as_steps() -> None:
+    text = noise(200, seed=2)
+    drafter = PlannedDrafter(LINEAR, branching=True, guard=Guard())
+    assert set(replay([*text, *text[:50]], text[50:150], drafter).rows) == {1}
+
+
+def test_text_without_matches_is_decoded_plainly_and_pipelined() -> None:
+    text = noise(400, seed=3)
+    drafter = PlannedDrafter(chip_curve("M4 Pro"), branching=True, guard=Guard())
+    drafter.begin(text[:100])
+    assert len(drafter.propose(100)) == 1
+    drafter.end()
+    plain = replay(text[:100], text[100:], drafter)
+    assert set(plain.rows) == {1}
+    drafter.begin(text)
+    drafter.propose(100)
+    assert isinstance(drafter.pipelined, bool)
+    drafter.end()
+
+
+def test_a_passage_worth_drafting_ends_the_pipeline() -> None:
+    text = noise(300, seed=4)
+    drafter = PlannedDrafter(chip_curve("M4 Pro"), guard=Guard())
+    output = [*noise(100, seed=5), *text[50:250]]
+    rows = replay(text, output, drafter).rows
+    assert set(rows[:100]) == {1}
+    assert max(rows[100:]) > 2
+    assert len(rows) < 200
+
+
+def test_the_budget_bounds_the_depth() -> None:
+    text = noise(60, seed=6)
+    drafter = PlannedDrafter(FLAT, branching=True)
+    drafter.begin([*text, *text[:20]])
+    for budget in (0, 1, 3):
+        assert max(drafter.propose(budget).depths) <= budget
+    drafter.end()
+
+
+def test_an_earlier_output_is_drafted_from_memory() -> None:
+    output = noise(100, seed=7)
+    memory = OutputMemory()
+    drafter = PlannedDrafter(FLAT, guard=Guard(), memory=memory)
+    first = replay([1, 2, 3], output, drafter)
+    again = replay([1, 4, 3], output, drafter)
+    assert len(first.rows) == 100
+    assert len(again.rows) < 30
+    assert memory.text().count(SEPARATOR) == 2
+
+
+def test_a_store_is_drafted_from() -> None:
+    class Stored:
+        tokens = (*noise(100, seed=8), SEPARATOR)
+
+        def occurrences(self, tail: list[int], limit: int) -> list[Occurrence]:
+            if tail[-1] not in self.tokens:
+                return []
+            return [Occurrence(1, self.tokens.index(tail[-1]) + 1 - len(self.tokens))]
+
+    drafter = PlannedDrafter(FLAT, store=Stored())
+    assert len(replay([1, 2], list(Stored.tokens[:100]), drafter).rows) < 40
+
+
+def test_an_abandoned_generation_leaves_the_drafter_usable() -> None:
+    text = noise(50, seed=9)
+    drafter = PlannedDrafter(FLAT, memory=OutputMemory())
+    drafter.begin(text)
+    drafter.end()
+    assert len(replay([*text, *text[:5]], text[5:], drafter).rows) < 20
+
+
+def test_the_guard_bounds_what_misleading_text_costs() -> None:
+    # The same start goes on differently every time: every draft is wrong.
+    curve = chip_curve("M2 Pro")
+    source = random.Random(10)
+    output = [t for _ in range(150) for t in (7, 8, 9, 10, source.randrange(100, 30000))]
+    guarded = PlannedDrafter(curve, branching=True, guard=Guard())
+    done = replay([7, 8, 9, 10], [*output, *noise(100, seed=11)], guarded)
+    assert done.tokens / done.cost(curve) > 0.98
