@@ -1,0 +1,1 @@
+"""Replay: recorded outputs through the drafters that decode, without a model."""

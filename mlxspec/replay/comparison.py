@@ -1,0 +1,98 @@
+"""Which drafter wins on which chip: every one replayed under every cost curve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ..drafting import Drafter
+from ..drafting.output_memory import OutputMemory
+from ..errors import OptionError
+from ..planning.branching import trees_pay
+from ..planning.cost_curve import CostCurve
+from ..planning.guard import Guard
+from ..planning.planned_drafter import PlannedDrafter
+from .engine import ReplayedCompletion, replay
+from .policies import POLICIES
+from .report import ReplayReport, report
+from .workload import Workload
+
+AUTO = "auto"
+_AUTO_MEMORY = "auto-memory"
+
+DECODERS = (AUTO, _AUTO_MEMORY, *POLICIES)
+"""The default decoder, each output by itself; the same with the outputs before in its memory;
+and the policies to compare it with."""
+
+_Replayed = list[tuple[str, ReplayedCompletion]]
+_ShareDone = Callable[[float], None]
+
+
+def chosen_decoders(names: str | None, default: Sequence[str]) -> list[str]:
+    """The decoders that a comma-separated list names, in its order.
+
+    Raises:
+        OptionError: one of them is unknown.
+    """
+    if names is None:
+        return list(default)
+    chosen = list(dict.fromkeys(name.strip() for name in names.split(",")))
+    for name in chosen:
+        if name not in DECODERS:
+            raise OptionError(f"no decoder is named {name!r}: choose among {', '.join(DECODERS)}")
+    return chosen
+
+
+def compare(
+    workload: Workload,
+    decoders: Sequence[str],
+    curves: Mapping[str, CostCurve],
+    on_progress: _ShareDone = lambda share: None,
+) -> dict[str, dict[str, ReplayReport]]:
+    """Replay a workload with several decoders on several chips.
+
+    Args:
+        workload: at least one completion.
+        decoders: names out of ``DECODERS``.
+        curves: T(rows)/T(1) by the chip's name.
+        on_progress: called with the share that is done.
+
+    Returns:
+        by chip and decoder, in the order given.
+    """
+    replays = sum(1 if name in POLICIES else len(curves) for name in decoders)
+    total = replays * len(workload.completions)
+    done = 0
+
+    def run(make: Callable[[], Drafter]) -> _Replayed:
+        nonlocal done
+        replayed = []
+        for completion in workload.completions:
+            outcome = replay(completion.prompt, completion.output, make())
+            replayed.append((completion.category, outcome))
+            done += 1
+            on_progress(done / total)
+        return replayed
+
+    # What a step costs is nothing to these, so that they run once for all chips.
+    fixed = {name: run(POLICIES[name]) for name in decoders if name in POLICIES}
+    return {
+        chip: {
+            name: report(
+                fixed[name] if name in fixed else run(_planner(name, curve, workload.classes)),
+                curve,
+            )
+            for name in decoders
+        }
+        for chip, curve in curves.items()
+    }
+
+
+def _planner(name: str, curve: CostCurve, classes: bytes) -> Callable[[], Drafter]:
+    memory = OutputMemory() if name == _AUTO_MEMORY else None
+    return lambda: PlannedDrafter(
+        curve,
+        branching=trees_pay(curve),
+        guard=Guard(),
+        memory=memory,
+        token_classes=classes,
+    )

@@ -1,0 +1,48 @@
+"""A comparison as a page: one look tells which decoder wins on which chip."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..reports import Bar, BarChart, BarGroup, render
+from .report import ReplayReport
+
+Comparison = Mapping[str, Mapping[str, ReplayReport]]
+"""Reports by chip and decoder."""
+
+
+def replay_page(comparison: Comparison, sources: Mapping[str, str]) -> str:
+    """The HTML page.
+
+    Args:
+        comparison: from :func:`mlxspec.replay.comparison.compare`.
+        sources: by chip, where its cost curve comes from.
+    """
+    first = next(iter(next(iter(comparison.values())).values()))
+    return render(
+        "replay.html",
+        verdict=verdict(comparison),
+        table=comparison,
+        chips=list(comparison),
+        decoders=list(next(iter(comparison.values()))),
+        best={chip: max(one.speedup for one in of.values()) for chip, of in comparison.items()},
+        chart=BarChart([_group(chip, of) for chip, of in comparison.items()]),
+        sources=sources,
+        completions=sum(one.completions for one in first.sets.values()),
+        tokens=sum(one.tokens for one in first.sets.values()),
+    )
+
+
+def verdict(comparison: Comparison) -> list[str]:
+    """Which decoder wins where, a line for each winner; plain decoding where nothing gains."""
+    won: dict[str, list[str]] = {}
+    for chip, reports in comparison.items():
+        best = max(reports, key=lambda name: reports[name].speedup)
+        speed = reports[best].speedup
+        winner = best if speed > 1 else "plain decoding"
+        won.setdefault(winner, []).append(f"{chip} ({max(speed, 1.0):.2f}×)")
+    return [f"{winner} wins on {', '.join(chips)}." for winner, chips in won.items()]
+
+
+def _group(chip: str, reports: Mapping[str, ReplayReport]) -> BarGroup:
+    return BarGroup(chip, [Bar(name, report.speedup) for name, report in reports.items()])

@@ -1,0 +1,110 @@
+"""What is replayed: recorded outputs as the tokens of one model's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import LoadError
+from ..planning.token_classes import token_classes
+from .rendering import Completion, Encode, render
+from .traces import read_traces
+
+
+@dataclass(frozen=True)
+class TraceTokenizer:
+    """What replaying needs of a tokenizer.
+
+    Attributes:
+        encode: a text's ids, without special tokens.
+        bos_id: what a context begins with.
+        eos_id: what an answer ends with.
+        classes: see :func:`mlxspec.planning.token_classes.token_classes`.
+    """
+
+    encode: Encode
+    bos_id: int
+    eos_id: int
+    classes: bytes
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Completions in the order of their recording, and the classes of their tokens."""
+
+    completions: Sequence[Completion]
+    classes: bytes
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the outputs have."""
+        return sum(len(completion.output) for completion in self.completions)
+
+
+def read_workload(paths: Iterable[Path], tokenizer: TraceTokenizer) -> Workload:
+    """Read traces and encode them.
+
+    Raises:
+        PromptError: see :func:`mlxspec.replay.traces.read_traces`.
+    """
+    completions = [
+        completion
+        for path in paths
+        for conversation in read_traces(path)
+        for completion in render(conversation, tokenizer.encode, tokenizer.bos_id, tokenizer.eos_id)
+    ]
+    return Workload(completions, tokenizer.classes)
+
+
+def load_trace_tokenizer(path: Path) -> TraceTokenizer:
+    """A tokenizer from a model's directory, or from SentencePiece's ``tokenizer.model``.
+
+    Raises:
+        LoadError: there is none, or it has no end token.
+    """
+    if path.is_dir():
+        return _from_directory(path)
+    if not path.is_file():
+        raise LoadError(f"{path}: name a directory with a tokenizer, or a tokenizer.model")
+    return _from_sentencepiece(path)
+
+
+def _from_directory(directory: Path) -> TraceTokenizer:
+    from ..models.tokenizer_loading import load_tokenizer
+
+    tokenizer = load_tokenizer(directory, None)
+    bos_id, eos_id = _ends(directory, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    pieces = (piece or "" for piece in tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
+    return TraceTokenizer(
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        bos_id=bos_id,
+        eos_id=eos_id,
+        classes=token_classes(pieces, set(tokenizer.all_special_ids)),
+    )
+
+
+def _from_sentencepiece(path: Path) -> TraceTokenizer:
+    from ..models.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
+
+    tokenizer, names = build_tokenizer(path), tokenizer_config(path)
+    ids = [
+        tokenizer.token_to_id(names[key]) if key in names else None
+        for key in ("bos_token", "eos_token")
+    ]
+    bos_id, eos_id = _ends(path, *ids)
+    pieces = (tokenizer.id_to_token(index) or "" for index in range(tokenizer.get_vocab_size()))
+    added = tokenizer.get_added_tokens_decoder()
+    return TraceTokenizer(
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        bos_id=bos_id,
+        eos_id=eos_id,
+        classes=token_classes(pieces, {index for index, token in added.items() if token.special}),
+    )
+
+
+def _ends(path: Path, bos_id: int | None, eos_id: int | None) -> tuple[int, int]:
+    if eos_id is None:
+        raise LoadError(f"{path}: the tokenizer has no EOS token, with which answers end")
+    # Some models have no BOS; another token in front of everything else changes no draft.
+    return (eos_id if bos_id is None else bos_id), eos_id

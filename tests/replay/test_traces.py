@@ -1,0 +1,112 @@
+"""Reading traces and chat logs, and rendering them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxspec.errors import PromptError
+from mlxspec.replay.rendering import render
+from mlxspec.replay.traces import read_traces
+
+
+def written(path: Path, *records: Any) -> Path:
+    path.write_text("\n".join(json.dumps(record) for record in records), encoding="utf-8")
+    return path
+
+
+def encode(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+def test_reads_the_completions_that_a_trace_names(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
+    record = {"id": "x-1", "category": "qa", "model": "m", "messages": messages}
+    (conversation,) = read_traces(written(tmp_path / "t.jsonl", {**record, "completions": [3]}))
+    assert (conversation.category, conversation.completions) == ("qa", (3,))
+
+
+def test_mt_bench_counts_as_one_set_in_spec_bench_alone(tmp_path: Path) -> None:
+    messages = [{"role": "assistant", "content": "b"}]
+    records = [
+        {"id": name, "category": category, "messages": messages}
+        for name, category in (
+            ("specbench-81", "writing"),
+            ("specbench-300", "math_reasoning"),
+            ("mine-1", "writing"),
+        )
+    ]
+    conversations = read_traces(written(tmp_path / "t.jsonl", *records))
+    assert [c.category for c in conversations] == ["mt_bench", "math_reasoning", "writing"]
+
+
+def test_reads_chat_logs_with_parts_and_tool_calls(tmp_path: Path) -> None:
+    call = {"function": {"name": "find", "arguments": "{}"}}
+    log = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "c"},
+            {"role": "assistant", "content": "d"},
+        ]
+    }
+    (conversation,) = read_traces(written(tmp_path / "chats.jsonl", log))
+    assert conversation.category == "chats"
+    assert conversation.completions == (1, 3)
+    contents = [message.content for message in conversation.messages]
+    assert contents == ["a", '{"name": "find", "arguments": "{}"}', "c", "d"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        '{"messages": 3}',
+        '{"messages": [{"content": "a"}]}',
+        '{"messages": [{"role": "assistant", "content": 3}]}',
+        '{"messages": [{"role": "user", "content": "a"}], "completions": [7]}',
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "t.jsonl"
+    good = '{"messages": [{"role": "assistant", "content": "a"}]}'
+    path.write_text(f"{good}\n\n{line}\n", encoding="utf-8")
+    with pytest.raises(PromptError, match=r"t\.jsonl, line 3"):
+        read_traces(path)
+
+
+def test_a_file_without_outputs_or_without_text_is_refused(tmp_path: Path) -> None:
+    questions = written(tmp_path / "q.jsonl", {"messages": [{"role": "user", "content": "a"}]})
+    with pytest.raises(PromptError, match="no assistant message"):
+        read_traces(questions)
+    with pytest.raises(PromptError, match="cannot be read"):
+        read_traces(tmp_path / "missing.jsonl")
+    (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PromptError, match="cannot be read"):
+        read_traces(tmp_path / "b.jsonl")
+
+
+def test_each_completion_follows_everything_said_before_it(tmp_path: Path) -> None:
+    messages = [
+        {"role": "user", "content": " hi "},
+        {"role": "assistant", "content": "yo\n"},
+        {"role": "user", "content": "so"},
+        {"role": "assistant", "content": "no"},
+    ]
+    path = written(tmp_path / "t.jsonl", {"messages": messages})
+    first, second = render(read_traces(path)[0], encode, bos_id=1, eos_id=2)
+    assert first.prompt == [1, *encode("\n### User:\nhi\n### Assistant:\n")]
+    assert first.output == [*encode("yo"), 2]
+    turn = encode("\n### User:\nso\n### Assistant:\n")
+    assert second.prompt == [*first.prompt, *first.output, *turn]
+
+
+def test_vicunas_conversations_are_in_vicunas_template(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    path = written(tmp_path / "t.jsonl", {"model": "vicuna-7b", "messages": messages})
+    (completion,) = render(read_traces(path)[0], encode, bos_id=1, eos_id=2)
+    text = "".join(map(chr, completion.prompt[1:]))
+    assert text.startswith("A chat between a curious user and an artificial intelligence")
+    assert text.endswith("questions.USER:hiASSISTANT:")
