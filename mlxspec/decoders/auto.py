@@ -79,6 +79,7 @@ class AutoDecoder(Decoder):
         """A planner for one generation."""
         return PlannedDrafter(
             self.costs.curve,
+            waiting_cost=self.costs.waiting_cost,
             branching=self._branching,
             guard=Guard(),
             memory=self.memory,
@@ -117,7 +118,7 @@ class AutoDecoder(Decoder):
 
         def record(rows: int, seconds: float, pipelined: bool) -> None:
             costs.record(rows, seconds, pipelined)
-            drafter.curve = costs.curve
+            drafter.curve, drafter.waiting_cost = costs.curve, costs.waiting_cost
 
         responses = self.decode(
             tokens,

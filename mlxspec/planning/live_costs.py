@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
+from statistics import median
 
 from .cost_curve import CostCurve
 from .live_curve import KnownTime, LiveCurve
 
 _SHORTEST_RANGE = 1024
 _RANGE_FACTOR = 4
+_WAITING_STEPS = 11
+_USUAL_WAITING_COST = 0.02  # until some steps have waited
+_MOST_WAITING_COST = 0.5
 _OTHER_CONTEXT = 0.15  # relative uncertainty of a cost that was measured in another range
 
 
@@ -44,6 +49,8 @@ class LiveCosts:
         """Steps recorded since the last :meth:`changes`."""
         self._touched: set[int] = set()
         self._last_pipelined: float | None = None  # seconds
+        self._last_waiting: float | None = None
+        self._waiting: deque[float] = deque(maxlen=_WAITING_STEPS)
 
     def move_to(self, context: int) -> None:
         """Say how long the context is by now; cheap enough for every step."""
@@ -68,6 +75,13 @@ class LiveCosts:
         """Time of a plain step now against the measured one; above 1 on a hot or busy machine."""
         return self._live.slowdown
 
+    @property
+    def waiting_cost(self) -> float:
+        """What a plain step costs more that is not pipelined, as a share of one that is."""
+        if len(self._waiting) < _WAITING_STEPS // 2:
+            return _USUAL_WAITING_COST
+        return min(max(median(self._waiting) - 1, 0.0), _MOST_WAITING_COST)
+
     def record(self, rows: int, seconds: float, pipelined: bool) -> None:
         """Learn from a step.
 
@@ -80,7 +94,12 @@ class LiveCosts:
             pipelined: whether its forward had been dispatched during the step before.
         """
         before, self._last_pipelined = self._last_pipelined, seconds if pipelined else None
+        waited, self._last_waiting = self._last_waiting, None
+        if waited is not None and not pipelined:  # else it was the first of a pipeline
+            self._waiting.append(waited / self.seconds(1))
         if rows == 1:
+            if not pipelined:
+                self._last_waiting = seconds
             if not pipelined or before is None:
                 return
             seconds = before  # which was not the last one, as is known only now

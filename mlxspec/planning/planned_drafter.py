@@ -21,9 +21,8 @@ _CHILDREN = 6  # per node of a tree; more are never likely enough
 _FIRST_RATE = 1.2
 _RATE_CHANGE = 0.1
 
-# Waiting for a token before the next forward is dispatched costs about this share of its time.
-_WAITING_COST = 0.02
-_FIRST_WORTH = 0.2
+# Before the first draft, what one would be worth whose tokens are each right with 60 %.
+_FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
 _WORTH_CHANGE = 0.1
 
 
@@ -38,6 +37,8 @@ class PlannedDrafter:
     Args:
         curve: the verify cost. May be replaced between steps (attribute ``curve``) by a newly
             measured one.
+        waiting_cost: what a plain step costs more when its forward is dispatched only after the
+            last token was read, as a share of a pipelined one. May be replaced too.
         branching: whether drafts may be trees; otherwise they are chains.
         guard: bounds what failed drafts may cost; None does not.
         memory: earlier outputs to draft from, to which each output is added at its end.
@@ -49,6 +50,7 @@ class PlannedDrafter:
         self,
         curve: CostCurve,
         *,
+        waiting_cost: float = 0.02,
         branching: bool = True,
         guard: Guard | None = None,
         memory: OutputMemory | None = None,
@@ -56,6 +58,7 @@ class PlannedDrafter:
         token_classes: bytes = b"",
     ) -> None:
         self.curve = curve
+        self.waiting_cost = waiting_cost
         self.branching = branching
         self._guard = guard
         self._memory = memory
@@ -73,7 +76,8 @@ class PlannedDrafter:
         self._index: SuffixIndex | None = None
         self._hazards.begin(memory_end=len(earlier))
         self._rate = _FIRST_RATE
-        self._worth = _FIRST_WORTH
+        worths = self._worths(expected_tokens(_FIRST_DRAFT[: self.curve.widest - 1]))
+        self._worth = worths[0][0] if worths else 0.0
         if self._guard:
             self._guard.begin()
 
@@ -89,14 +93,14 @@ class PlannedDrafter:
         for it pays where drafts have lately been worth more than the waiting costs, or where
         they would be if the likeliest token came.
         """
-        if self._worth > _WAITING_COST:
+        if self._worth > self.waiting_cost:
             return False
         reach = self._plan.tree.first_branch()
         if len(reach) < 2:
             return True
         expected = expected_tokens([probability / reach[0] for probability in reach[1:]])
         worths = self._worths(expected)
-        return not worths or reach[0] * worths[0][0] <= _WAITING_COST
+        return not worths or reach[0] * worths[0][0] <= self.waiting_cost
 
     def observe(self, step: VerifiedStep) -> None:
         tokens = step.tokens
