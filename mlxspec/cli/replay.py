@@ -55,6 +55,13 @@ _FILE = click.Path(path_type=Path)
     "--curve", type=_FILE, metavar="FILE", help="A curve that mlxspec calibrate --json wrote."
 )
 @_work_option(
+    "--limit",
+    type=int,
+    default=240,
+    metavar="N",
+    help="At most N conversations of a category, evenly spaced.",
+)
+@_work_option(
     "--decoder",
     "decoders",
     metavar="A,B",

@@ -35,6 +35,7 @@ def run_replay(
     chips: tuple[str, ...],
     curve: Path | None,
     decoders: str | None,
+    limit: int,
     as_json: bool,
     html: Path | None,
 ) -> None:
@@ -44,12 +45,12 @@ def run_replay(
         MlxspecError: an option, a trace or the tokenizer is at fault.
     """
     names = chosen_decoders(
-        ",".join(DECODERS) if decoders == _ALL else decoders, DECODERS if html else (AUTO,)
+        ",".join(DECODERS) if decoders == _ALL else decoders, list(DECODERS) if html else [AUTO]
     )
     curves, sources = _curves(chips, curve, default=_ALL if html else _DEFAULT_CHIP)
     if html:
         check_writable(html, "--html")
-    workload = read_workload(traces, load_trace_tokenizer(tokenizer))
+    workload = read_workload(traces, load_trace_tokenizer(tokenizer), limit)
     with MeasuringProgress(error_console(None), "Replaying") as on_progress:
         comparison = compare(workload, names, curves, on_progress)
     if html:

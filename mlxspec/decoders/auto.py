@@ -16,15 +16,13 @@ from ..decoding.measured_costs import KeptCosts, costs_for
 from ..drafting.output_memory import OutputMemory
 from ..models.target import Progress
 from ..models.tiers import Tier
+from ..planning.branching import trees_pay
 from ..planning.guard import Guard
 from ..planning.planned_drafter import PlannedDrafter
 from ..planning.token_classes import token_classes
 from ..response import GenerationResponse, GenerationResult
 from ..store import open_store
 from .base import Decoder, Prompt
-
-_ROWS_OF_A_TREE = 16
-_FLAT = 2.0
 
 
 class AutoDecoder(Decoder):
@@ -57,6 +55,8 @@ class AutoDecoder(Decoder):
         self.memory = OutputMemory(memory_tokens)
         self._store = open_store(store, self.tokenizer) if store is not None else None
         self._on_measuring = on_measuring
+        self.foreseen_cost = 0.0
+        """What the steps of the last generation should have taken, in plain tokens' times."""
 
     @cached_property
     def costs(self) -> KeptCosts:
@@ -70,10 +70,8 @@ class AutoDecoder(Decoder):
 
     @property
     def _branching(self) -> bool:
-        """Whether drafts may be trees: only where rows are cheap do branches ever pay."""
-        rows = min(_ROWS_OF_A_TREE, self.costs.curve.widest)
-        flat = rows > 1 and self.costs.cost(rows) < _FLAT
-        return flat and self.tier is Tier.TREE
+        """Whether drafts may be trees."""
+        return trees_pay(self.costs.curve) and self.tier is Tier.TREE
 
     def drafter(self) -> PlannedDrafter:
         """A planner for one generation."""
@@ -115,8 +113,11 @@ class AutoDecoder(Decoder):
         tokens, costs = self._prompt_tokens(prompt), self.costs
         costs.move_to(len(tokens))
         drafter = self.drafter()
+        self.foreseen_cost = 0.0
 
         def record(rows: int, seconds: float, pipelined: bool) -> None:
+            waiting = costs.waiting_cost if rows == 1 and not pipelined else 0.0
+            self.foreseen_cost += costs.cost(rows) + waiting
             costs.record(rows, seconds, pipelined)
             drafter.curve, drafter.waiting_cost = costs.curve, costs.waiting_cost
 

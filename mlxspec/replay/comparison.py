@@ -19,9 +19,18 @@ from .workload import Workload
 AUTO = "auto"
 _AUTO_MEMORY = "auto-memory"
 
-DECODERS = (AUTO, _AUTO_MEMORY, *POLICIES)
-"""The default decoder, each output by itself; the same with the outputs before in its memory;
-and the policies to compare it with."""
+DECODERS = {
+    AUTO: "mlxspec's default decoder, each output by itself",
+    _AUTO_MEMORY: "the same with the outputs before, up to 16k tokens, in its memory",
+    "prompt-lookup": "classic prompt lookup: n-grams of 3 to 1, 10 tokens, full drafts only",
+    "transformers": "its prompt_lookup_num_tokens=10, n-grams of 2 and 1",
+    "vllm": "its n-gram speculator: n-grams of 5, 5 tokens",
+    "tensorrt-llm": "its prompt lookup pool: n-grams of 2 and 1, 10 tokens, keep all, oldest",
+    "llama.cpp": "its ngram-simple: n-grams of 12, 48 tokens",
+    "suffix-path": "suffix decoding, the likeliest path",
+    "suffix-tree": "suffix decoding, a tree of up to four times the match's length",
+}
+"""Who can be replayed, and what each is."""
 
 _Replayed = list[tuple[str, ReplayedCompletion]]
 _ShareDone = Callable[[float], None]

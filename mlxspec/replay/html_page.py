@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..reports import Bar, BarChart, BarGroup, render
+from .comparison import DECODERS
 from .report import ReplayReport
 
 Comparison = Mapping[str, Mapping[str, ReplayReport]]
@@ -24,7 +25,7 @@ def replay_page(comparison: Comparison, sources: Mapping[str, str]) -> str:
         verdict=verdict(comparison),
         table=comparison,
         chips=list(comparison),
-        decoders=list(next(iter(comparison.values()))),
+        decoders={name: DECODERS[name] for name in next(iter(comparison.values()))},
         best={chip: max(one.speedup for one in of.values()) for chip, of in comparison.items()},
         chart=BarChart([_group(chip, of) for chip, of in comparison.items()]),
         sources=sources,
@@ -38,9 +39,11 @@ def verdict(comparison: Comparison) -> list[str]:
     won: dict[str, list[str]] = {}
     for chip, reports in comparison.items():
         best = max(reports, key=lambda name: reports[name].speedup)
-        speed = reports[best].speedup
-        winner = best if speed > 1 else "plain decoding"
-        won.setdefault(winner, []).append(f"{chip} ({max(speed, 1.0):.2f}×)")
+        speed, worst = reports[best].speedup, reports[best].worst
+        if speed > 1:
+            won.setdefault(best, []).append(f"{chip} ({speed:.2f}×, worst set {worst:.2f}×)")
+        else:
+            won.setdefault("plain decoding", []).append(chip)
     return [f"{winner} wins on {', '.join(chips)}." for winner, chips in won.items()]
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import LoadError
+from ..errors import LoadError, OptionError
 from ..planning.token_classes import token_classes
 from .rendering import Completion, Encode, render
-from .traces import read_traces
+from .traces import Conversation, read_traces
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class TraceTokenizer:
 
 @dataclass(frozen=True)
 class Workload:
-    """Completions in the order of their recording, and the classes of their tokens."""
+    """Completions, those of a category in a row, and the classes of their tokens."""
 
     completions: Sequence[Completion]
     classes: bytes
@@ -42,19 +42,37 @@ class Workload:
         return sum(len(completion.output) for completion in self.completions)
 
 
-def read_workload(paths: Iterable[Path], tokenizer: TraceTokenizer) -> Workload:
+def read_workload(paths: Iterable[Path], tokenizer: TraceTokenizer, limit: int) -> Workload:
     """Read traces and encode them.
 
+    Args:
+        paths: files of traces or chat logs.
+        tokenizer: gives the tokens.
+        limit: how many conversations of a category to take at most, evenly spaced.
+
     Raises:
+        OptionError: ``limit`` is below 1.
         PromptError: see :func:`mlxspec.replay.traces.read_traces`.
     """
+    if limit < 1:
+        raise OptionError(f"--limit is {limit}: take at least 1 conversation of a category")
+    by_category: dict[str, list[Conversation]] = {}
+    for path in paths:
+        for conversation in read_traces(path):
+            by_category.setdefault(conversation.category, []).append(conversation)
     completions = [
         completion
-        for path in paths
-        for conversation in read_traces(path)
+        for conversations in by_category.values()
+        for conversation in _spread(conversations, limit)
         for completion in render(conversation, tokenizer.encode, tokenizer.bos_id, tokenizer.eos_id)
     ]
     return Workload(completions, tokenizer.classes)
+
+
+def _spread(conversations: Sequence[Conversation], limit: int) -> list[Conversation]:
+    """At most ``limit`` of them, evenly spaced."""
+    taken = min(limit, len(conversations))
+    return [conversations[index * len(conversations) // taken] for index in range(taken)]
 
 
 def load_trace_tokenizer(path: Path) -> TraceTokenizer:

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from mlxspec.cli.replay import replay_command
 from mlxspec.planning.chips import chip_names
 from mlxspec.replay.comparison import DECODERS
+from mlxspec.replay.policies import POLICIES
 
 TOKENIZER = Path(__file__).parents[2] / "mlxspec" / "demo_model"
 FIGURES = ("speedup", "worst", "share_below_098", "tokens_per_step", "rows_per_step")
@@ -138,6 +139,10 @@ def test_the_page_compares_all_decoders_on_all_chips_and_stands_alone(tmp_path: 
     assert page.tags.count("svg") == len(chip_names()) * len(DECODERS)
     assert {"script", "img", "link", "iframe"}.isdisjoint(page.tags)
     assert {"src", "href"}.isdisjoint(page.names)
+
+
+def test_all_policies_can_be_asked_for() -> None:
+    assert set(POLICIES) < set(DECODERS)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,192 @@
+"""What is measured against each other: plain decoding, mlx-lm, and the drafters.
+
+A further decoder takes part with one line in ``CONTESTANTS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..decoders import AutoDecoder, Decoder
+from ..decoding import SamplingParams
+from ..drafting import Drafter, NoDraft, PromptLookupDrafter
+from ..errors import OptionError
+from ..models.target import Progress
+from ..response import SpeculationStats
+
+PLAIN = "plain"
+"""The contestant whose output is the truth."""
+
+
+class Response(Protocol):
+    """One generated token, as mlx-lm and mlxspec report it."""
+
+    @property
+    def text(self) -> str:
+        """The next segment of text."""
+
+    @property
+    def token(self) -> int:
+        """The token's id."""
+
+
+class Contestant(Protocol):
+    """Generates the same as all others, in its own time."""
+
+    draws_by_position: bool
+    """Whether above temperature 0 its tokens are those of plain decoding too."""
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: SamplingParams,
+        on_progress: Progress,
+    ) -> Iterator[Response]:
+        """Generate; ``on_progress`` is last called when the first token's forward begins."""
+
+    def stats(self, last: Response) -> SpeculationStats | None:
+        """What speculation did, from the last response; None without speculation."""
+
+    def predicted_speed(self) -> float | None:
+        """The last generation's speed against plain decoding as its planner foresaw it.
+
+        Its tokens over the costs that were expected of its steps. None without a planner.
+        """
+
+
+class Drafting:
+    """mlxspec's loop with a drafter.
+
+    Args:
+        make_drafter: gives a drafter that knows nothing of earlier turns. One that remembers
+            would find each repeated prompt's answer ready.
+    """
+
+    draws_by_position = True
+
+    def __init__(
+        self, make_drafter: Callable[[], Drafter], model: nn.Module, tokenizer: TokenizerWrapper
+    ) -> None:
+        self._decoder = Decoder(model, tokenizer)
+        self._make_drafter = make_drafter
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: SamplingParams,
+        on_progress: Progress,
+    ) -> Iterator[Response]:
+        return self._decoder.decode(
+            prompt,
+            self._make_drafter(),
+            max_tokens=max_tokens,
+            sampling=sampling,
+            on_progress=on_progress,
+        )
+
+    def stats(self, last: Response) -> SpeculationStats | None:
+        return getattr(last, "stats", None)
+
+    def predicted_speed(self) -> None:
+        return None
+
+
+class Auto:
+    """The default decoder, without its memory: a repeated prompt's answer would be in it."""
+
+    draws_by_position = True
+
+    def __init__(self, model: nn.Module, tokenizer: TokenizerWrapper) -> None:
+        self._decoder = AutoDecoder(model, tokenizer, memory_tokens=0)
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: SamplingParams,
+        on_progress: Progress,
+    ) -> Iterator[Response]:
+        self._emitted = 0
+        for response in self._decoder.stream(
+            prompt, max_tokens, temp=sampling.temp, seed=sampling.seed, on_progress=on_progress
+        ):
+            self._emitted = response.stats.emitted
+            yield response
+
+    def stats(self, last: Response) -> SpeculationStats | None:
+        return getattr(last, "stats", None)
+
+    def predicted_speed(self) -> float:
+        return self._emitted / self._decoder.foreseen_cost
+
+
+class MlxLm:
+    """mlx-lm's own generation. Above temperature 0 it draws other random numbers than ours."""
+
+    draws_by_position = False
+
+    def __init__(self, model: nn.Module, tokenizer: TokenizerWrapper) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: SamplingParams,
+        on_progress: Progress,
+    ) -> Iterator[Response]:
+        def before_first_token(done: int, total: int) -> None:
+            if done < total:  # it reports the whole prompt only behind the first token
+                on_progress(done, total)
+
+        mx.random.seed(sampling.seed)
+        return mlx_lm.stream_generate(
+            self._model,
+            self._tokenizer,
+            list(prompt),
+            max_tokens=max_tokens,
+            sampler=make_sampler(sampling.temp),
+            prompt_progress_callback=before_first_token,
+        )
+
+    def stats(self, last: Response) -> None:
+        return None
+
+    def predicted_speed(self) -> None:
+        return None
+
+
+CONTESTANTS: dict[str, Callable[[nn.Module, TokenizerWrapper], Contestant]] = {
+    PLAIN: partial(Drafting, NoDraft),
+    "mlx-lm": MlxLm,
+    "lookup": partial(Drafting, PromptLookupDrafter),
+    "auto": Auto,
+}
+"""By name; each is made from a loaded model and its tokenizer."""
+
+
+def chosen_names(names: str | None) -> list[str]:
+    """The contestants that a comma-separated list names, all without one; plain comes first.
+
+    Raises:
+        OptionError: one of them is unknown.
+    """
+    chosen = names.split(",") if names is not None else list(CONTESTANTS)
+    chosen = list(dict.fromkeys([PLAIN, *(name.strip() for name in chosen)]))
+    for name in chosen:
+        if name not in CONTESTANTS:
+            raise OptionError(
+                f"no decoder is named {name!r}: choose among {', '.join(CONTESTANTS)}"
+            )
+    return chosen
