@@ -75,6 +75,7 @@ class PlannedDrafter:
         executor.shutdown(wait=False)
         self._index: SuffixIndex | None = None
         self._hazards.begin(memory_end=len(earlier))
+        self._drafting = False
         self._rate = _FIRST_RATE
         worths = self._worths(expected_tokens(_FIRST_DRAFT[: self.curve.widest - 1]))
         self._worth = worths[0][0] if worths else 0.0
@@ -105,6 +106,7 @@ class PlannedDrafter:
     def observe(self, step: VerifiedStep) -> None:
         tokens = step.tokens
         cost = self.curve(len(step.tree))
+        self._drafting = step.drafted > 0
         self._plan.tree.learn(tokens)
         self._worth += _WORTH_CHANGE * (self._plan.worth - self._worth)
         self._rate += _RATE_CHANGE * (len(tokens) / cost - self._rate)
@@ -134,14 +136,19 @@ class PlannedDrafter:
             least_reach=self.curve.cheapest_rows,
             store=self._store,
         )
-        for worth, width in self._worths(expected_tokens(tree.reach)):
+        # After a plain step a draft interrupts the pipeline, and the next plain step waits.
+        entry_cost = 0.0 if self._drafting else self.waiting_cost
+        for worth, width in self._worths(expected_tokens(tree.reach), entry_cost):
             if self._allowed(tree, width):
                 return _Plan(tree, width, worth)
         return _Plan(tree, 0, 0.0)
 
-    def _worths(self, expected: Sequence[float]) -> list[tuple[float, int]]:
+    def _worths(
+        self, expected: Sequence[float], entry_cost: float = 0.0
+    ) -> list[tuple[float, int]]:
         costs = self.curve.table
-        return widths_by_worth(expected, costs, price_of_time(expected, costs, self._rate))
+        price = price_of_time(expected, costs, self._rate)
+        return widths_by_worth(expected, costs, price, entry_cost)
 
     def _allowed(self, tree: CandidateTree, width: int) -> bool:
         if self._guard is None:

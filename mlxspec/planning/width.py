@@ -38,11 +38,15 @@ def price_of_time(expected: Sequence[float], costs: Sequence[float], rate: float
 
 
 def widths_by_worth(
-    expected: Sequence[float], costs: Sequence[float], price: float
+    expected: Sequence[float], costs: Sequence[float], price: float, entry_cost: float = 0.0
 ) -> list[tuple[float, int]]:
     """The widths that are worth more than plain decoding, the best first.
 
     All widths are compared, since cost curves have stairs.
+
+    Args:
+        expected, costs, price: as for :func:`price_of_time`, and what it returns.
+        entry_cost: what any draft costs besides, in plain tokens' time.
 
     Returns:
         pairs of worth, E(w) - price · T(1 + w) less the same for w = 0, and w.
@@ -51,7 +55,7 @@ def widths_by_worth(
     worths = [
         (worth, width)
         for width, tokens in enumerate(expected)
-        if (worth := tokens - price * costs[width + 1] - plain) > 0
+        if (worth := tokens - price * (costs[width + 1] + entry_cost) - plain) > 0
     ]
     worths.sort(reverse=True)
     return worths
