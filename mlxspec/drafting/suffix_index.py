@@ -20,9 +20,10 @@ _MAX_LINKS = 32  # followed per n-gram, those of other n-grams in the same bucke
 _MIN_BITS = 12  # 4096 buckets
 
 # The hash of an n-gram is a polynomial in _BASE over its tokens, the newest times _BASE itself,
-# modulo 2**32. Its high bits number the bucket.
-_WORD = (1 << 32) - 1
-_BASE = 0x9E3779B1
+# modulo 2**28: so products stay small numbers for Python. Its high bits number the bucket.
+_HASH_BITS = 28
+_WORD = (1 << _HASH_BITS) - 1
+_BASE = 0x9E3779B
 
 
 class Occurrence(NamedTuple):
@@ -58,20 +59,21 @@ class SuffixIndex:
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the text."""
-        text, shift, hashes = self.tokens, self._shift, self._hashes
-        tables = self._tables
-        end = len(text)
-        for token in tokens:
-            text.append(token)
-            for size, leaving, heads, links in tables:
-                old = text[end - size] if end >= size else 0
-                value = hashes[size] = (hashes[size] + token) * _BASE - old * leaving & _WORD
-                bucket = value >> shift
-                links.append(heads[bucket])
-                heads[bucket] = end + 1
-            end += 1
-        if end > 1 << 32 - shift:
+        text, shift, start = self.tokens, self._shift, len(self.tokens)
+        text.extend(tokens)
+        if start < _SIZES[0] or len(text) > 1 << _HASH_BITS - shift:
             self._file_all()
+            return
+        added = text[start:]
+        for size, leaving, heads, links in self._tables:
+            value, end, append = self._hashes[size], start, links.append
+            for token in added:
+                value = (value + token) * _BASE - text[end - size] * leaving & _WORD
+                bucket = value >> shift
+                append(heads[bucket])
+                end += 1
+                heads[bucket] = end
+            self._hashes[size] = value
 
     def occurrences(self) -> list[Occurrence]:
         """Where the text's last tokens stood before, the longest matches first, then the newest.
@@ -101,14 +103,14 @@ class SuffixIndex:
     def _file_all(self) -> None:
         """File the whole text at once, in tables with room for twice as much."""
         bits = max(_MIN_BITS, (2 * len(self.tokens)).bit_length())
-        self._shift = 32 - bits
+        self._shift = _HASH_BITS - bits
         self._tables: list[tuple[int, int, array[int], array[int]]] = []
         self._hashes: dict[int, int] = {}
-        tokens = np.frombuffer(self.tokens, dtype=np.int32).astype(np.uint32)
+        tokens = np.frombuffer(self.tokens, dtype=np.int32).astype(np.uint64)
         for size in _SIZES:
             hashes = _ngram_hashes(tokens, size)
             heads, links = _hash_chains(hashes >> self._shift, bits)
-            self._tables.append((size, pow(_BASE, size + 1, 1 << 32), heads, links))
+            self._tables.append((size, pow(_BASE, size + 1, 1 << _HASH_BITS), heads, links))
             self._hashes[size] = int(hashes[-1]) if len(hashes) else 0
 
 
@@ -122,18 +124,19 @@ def _match_length(text: array[int], position: int, end: int) -> int:
 
 
 def _ngram_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
-    """The hash of the ``size``-gram that ends with each token, (tokens,) of uint32.
+    """The hash of the ``size``-gram that ends with each token, (tokens,) of int64.
 
     Before the text stand zeros. ``size`` is a power of two: a hash is that of its two halves.
     """
-    hashes = tokens * np.uint32(_BASE)
+    # Arithmetic modulo 2**64 is right modulo 2**28 too.
+    hashes = tokens * np.uint64(_BASE)
     half = 1
     while half < size:
         longer = hashes.copy()
-        longer[half:] += hashes[:-half] * np.uint32(pow(_BASE, half, 1 << 32))
+        longer[half:] += hashes[:-half] * np.uint64(pow(_BASE, half, 1 << _HASH_BITS))
         hashes = longer
         half *= 2
-    return hashes
+    return (hashes & np.uint64(_WORD)).astype(np.int64)
 
 
 def _hash_chains(buckets: np.ndarray, bits: int) -> tuple[array[int], array[int]]:
