@@ -13,6 +13,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from ..decoders import AutoDecoder
 from ..decoding import SamplingParams
 from ..errors import OptionError
 from ..response import GenerationResponse, Transcript
@@ -21,7 +22,7 @@ from .decoding_choice import DecoderOptions, DecodingChoice
 from .json_report import json_report
 from .measuring_progress import MeasuringProgress
 from .outcome import INTERRUPTED, note
-from .panel import error_console, figures_panel, step_times_table
+from .panel import error_console, figures_panel, machine_line, step_times_table
 from .prefill_progress import PrefillProgress
 from .prompt_source import read_prompt
 from .prompt_tokens import prompt_tokens, uses_template
@@ -88,6 +89,8 @@ def answer(
         click.echo(json_report(result, model))
     if stats:
         console.print(step_times_table(result.step_times))
+        if isinstance(decoder, AutoDecoder):
+            console.print(machine_line(decoder.costs.slowdown))
     if result.finish_reason == "interrupted":
         sys.exit(INTERRUPTED)
 

@@ -14,6 +14,8 @@ from ..planning import StepTime
 from ..response import GenerationResult
 from ..terminal import colored, wants_color
 
+_NOTICEABLY_SLOW = 1.3
+
 
 def error_console(color: bool | None) -> Console:
     """Standard error as a rich console; ``color`` as in :func:`mlxspec.terminal.wants_color`."""
@@ -72,3 +74,13 @@ def _rate(tokens_per_second: float) -> str:
     if not tokens_per_second:
         return ""
     return f"{tokens_per_second:,.{0 if tokens_per_second >= 100 else 1}f}/s"
+
+
+def machine_line(slowdown: float) -> str:
+    """How the machine's speed compares with that of its measurement.
+
+    Args:
+        slowdown: time of a plain step now over the measured one.
+    """
+    cause = ": it is hot or busy" if slowdown > _NOTICEABLY_SLOW else ""
+    return f"A plain step takes {slowdown:.2f} times as long as when it was measured{cause}."
