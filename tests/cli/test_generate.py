@@ -48,7 +48,8 @@ def test_drafting_changes_the_steps_and_not_the_text(
 
 
 def test_json_is_one_object_with_everything(endless: Path):
-    result = generate("--model", endless, "--prompt-ids", BOS, "--max-tokens", 20, "--json")
+    options = ("--decoder", "prompt-lookup", "--max-tokens", 20)
+    result = generate("--model", endless, "--prompt-ids", BOS, *options, "--json")
     assert result.stderr == ""
     assert result.stdout.count("\n") == 1
     data = json.loads(result.stdout)
@@ -121,7 +122,8 @@ def test_stats_show_the_time_of_a_step_by_its_rows(endless: Path):
 
 
 def test_color_can_be_forced_on_a_pipe(endless: Path):
-    result = generate("--model", endless, "--prompt", "a", "--color", "--max-tokens", 20)
+    options = ("--decoder", "prompt-lookup", "--max-tokens", 20)
+    result = generate("--model", endless, "--prompt", "a", "--color", *options)
     assert "\x1b[1;38;5;32m two\x1b[0m" in result.stdout
     assert "accepted draft" in result.stderr
 

@@ -70,7 +70,7 @@ class Window:
 
 def test_a_terminal_gets_two_colours_and_a_panel_that_fits_its_width(endless: Path):
     with Window(columns=40) as window:
-        process = window.run(endless, "--prompt", "a", "--max-tokens", "20")
+        process = window.run(endless, "--prompt", "a", "--max-tokens", "20", "--n-draft", "10")
         shown = window.read()
         assert process.wait() == 0
     assert re.search(r"\x1b\[1;38;5;32m (two|three|four)\x1b\[0m", shown)
