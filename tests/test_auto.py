@@ -16,6 +16,7 @@ import mlxspec
 from mlxspec import AutoDecoder
 from mlxspec.bench.equality import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.decoding.measured_costs import KeptCosts
+from mlxspec.models.tiers import Tier
 from mlxspec.planning.cost_cache import CostCache, CostKey, KnownRange
 from mlxspec.planning.live_curve import KnownTime
 from mlxspec.store import Learner
@@ -118,3 +119,24 @@ def test_stream_generate_takes_models_of_mlx_lm(monkeypatch: pytest.MonkeyPatch)
     del model, measured[:]
     gc.collect()
     assert alive() is None
+
+
+def test_plain_steps_are_sought_where_the_text_has_none(decoder_with) -> None:
+    drafter = decoder_with(FLAT).drafter()
+    drafter.begin([5, 6, 7, 8] * 20)
+    drafter.seeks_plain_steps = True
+    drafted = []
+    for token in [5, 6, 7, 8] * 15:
+        drafted.append(len(drafter.propose(100)) > 1)
+        assert drafter.pipelined
+        drafter.observe(mlxspec.VerifiedStep(mlxspec.DraftTree.chain(8), (), (), (), (token,)))
+    drafter.end()
+    assert drafted[24:30] == [False] * 6
+    assert sum(drafted) > 30
+
+
+def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(decoder_with, monkeypatch) -> None:
+    decoder = decoder_with(FLAT)
+    monkeypatch.setattr("mlxspec.decoders.auto.cache_tier", lambda model: Tier.PLAIN)
+    *_, last = decoder.stream(PROMPT, 30)
+    assert (last.stats.steps, last.stats.drafted) == (30, 0)

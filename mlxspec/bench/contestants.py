@@ -127,7 +127,8 @@ class Auto:
         return getattr(last, "stats", None)
 
     def predicted_speed(self) -> float:
-        return self._emitted / self._decoder.foreseen_cost
+        # Nothing is foreseen for a model that can only decode plainly.
+        return self._emitted / (self._decoder.foreseen_cost or self._emitted)
 
 
 class MlxLm:

@@ -61,7 +61,7 @@ class DecodingChoice:
         if self._kind != "auto":
             return Decoder(model)
         store = self._options.store
-        if self._options.learn and store is not None and not Path(store).exists():
+        if self._options.learn and store is not None and _is_empty(Path(store)):
             store = None  # it begins with this output
         decoder = AutoDecoder(model, store=store, on_measuring=on_measuring)
         _ = decoder.costs
@@ -110,6 +110,11 @@ class DecodingChoice:
         if ignored:
             note(ignored)
         return drafter
+
+
+def _is_empty(store: Path) -> bool:
+    """Whether there is no store yet: another process that learns makes an empty file first."""
+    return not store.exists() or (store.is_file() and store.stat().st_size == 0)
 
 
 def _or(value: int | None, default: int) -> int:

@@ -13,9 +13,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding import SamplingParams
 from ..decoding.measured_costs import KeptCosts, costs_for
+from ..drafting import NoDraft
 from ..drafting.output_memory import OutputMemory
 from ..models.target import Progress
-from ..models.tiers import Tier
+from ..models.tiers import Tier, cache_tier
 from ..planning.branching import trees_pay
 from ..planning.guard import Guard
 from ..planning.planned_drafter import PlannedDrafter
@@ -110,22 +111,34 @@ class AutoDecoder(Decoder):
         Raises:
             PromptError, OptionError: as :meth:`Decoder.decode`.
         """
+        sampling = SamplingParams(temp, top_p, top_k, min_p, seed)
+        self.foreseen_cost = 0.0
+        if cache_tier(self.model) is Tier.PLAIN:
+            return self.decode(
+                prompt,
+                NoDraft(),
+                max_tokens=max_tokens,
+                sampling=sampling,
+                stop=stop,
+                on_progress=on_progress,
+            )
         tokens, costs = self._prompt_tokens(prompt), self.costs
         costs.move_to(len(tokens))
         drafter = self.drafter()
-        self.foreseen_cost = 0.0
+        drafter.seeks_plain_steps = costs.wants_plain_steps
 
         def record(rows: int, seconds: float, pipelined: bool) -> None:
             waiting = costs.waiting_cost if rows == 1 and not pipelined else 0.0
             self.foreseen_cost += costs.cost(rows) + waiting
             costs.record(rows, seconds, pipelined)
             drafter.curve, drafter.waiting_cost = costs.curve, costs.waiting_cost
+            drafter.seeks_plain_steps = costs.wants_plain_steps
 
         responses = self.decode(
             tokens,
             drafter,
             max_tokens=max_tokens,
-            sampling=SamplingParams(temp, top_p, top_k, min_p, seed),
+            sampling=sampling,
             stop=stop,
             on_progress=on_progress,
             record_time=record,

@@ -15,6 +15,8 @@ _RANGE_FACTOR = 4
 _WAITING_STEPS = 11
 _USUAL_WAITING_COST = 0.02  # until some steps have waited
 _MOST_WAITING_COST = 0.5
+_PLAIN_STEPS = 8  # of this process, before T(1) is taken for confirmed
+_STEPS_BETWEEN_PLAIN = 200
 _OTHER_CONTEXT = 0.15  # relative uncertainty of a cost that was measured in another range
 
 
@@ -51,6 +53,8 @@ class LiveCosts:
         self._last_pipelined: float | None = None  # seconds
         self._last_waiting: float | None = None
         self._waiting: deque[float] = deque(maxlen=_WAITING_STEPS)
+        self._plain_steps = 0
+        self._steps_since_plain = 0
 
     def move_to(self, context: int) -> None:
         """Say how long the context is by now; cheap enough for every step."""
@@ -82,6 +86,17 @@ class LiveCosts:
             return _USUAL_WAITING_COST
         return min(max(median(self._waiting) - 1, 0.0), _MOST_WAITING_COST)
 
+    @property
+    def wants_plain_steps(self) -> bool:
+        """Whether T(1), to which all costs relate, is in need of pipelined plain steps.
+
+        Nothing else tells it apart from the machine's speed: where hardly any run, a T(1) that
+        was measured on a busy machine would stay, and make all drafts look cheap.
+        """
+        return (
+            self._plain_steps < _PLAIN_STEPS or self._steps_since_plain > _STEPS_BETWEEN_PLAIN
+        )
+
     def record(self, rows: int, seconds: float, pipelined: bool) -> None:
         """Learn from a step.
 
@@ -97,12 +112,15 @@ class LiveCosts:
         waited, self._last_waiting = self._last_waiting, None
         if waited is not None and not pipelined:  # else it was the first of a pipeline
             self._waiting.append(waited / self.seconds(1))
+        self._steps_since_plain += 1
         if rows == 1:
             if not pipelined:
                 self._last_waiting = seconds
             if not pipelined or before is None:
                 return
             seconds = before  # which was not the last one, as is known only now
+            self._plain_steps += 1
+            self._steps_since_plain = 0
         self._live.record(rows, seconds)
         self.unsaved_steps += 1
         self._touched.add(self._end)

@@ -21,6 +21,10 @@ _CHILDREN = 6  # per node of a tree; more are never likely enough
 _FIRST_RATE = 1.2
 _RATE_CHANGE = 0.1
 
+# Of so many steps in which plain ones are sought, the last ones go without a draft.
+_SEEKING_ROUND = 30
+_SEEKING_PATIENCE = 24
+
 # Before the first draft, what one would be worth whose tokens are each right with 60 %.
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
 _WORTH_CHANGE = 0.1
@@ -59,6 +63,10 @@ class PlannedDrafter:
     ) -> None:
         self.curve = curve
         self.waiting_cost = waiting_cost
+        self.seeks_plain_steps = False
+        """Whether to run pipelined wherever nothing is drafted, so that T(1) is measured; and now
+        and then without drafts if there is no such place."""
+        self._steps_sought = 0
         self.branching = branching
         self._guard = guard
         self._memory = memory
@@ -94,6 +102,8 @@ class PlannedDrafter:
         for it pays where drafts have lately been worth more than the waiting costs, or where
         they would be if the likeliest token came.
         """
+        if self.seeks_plain_steps:
+            return True
         if self._worth > self.waiting_cost:
             return False
         reach = self._plan.tree.first_branch()
@@ -107,6 +117,7 @@ class PlannedDrafter:
         tokens = step.tokens
         cost = self.curve(len(step.tree))
         self._drafting = step.drafted > 0
+        self._steps_sought = self._steps_sought + 1 if self.seeks_plain_steps else 0
         self._plan.tree.learn(tokens)
         self._worth += _WORTH_CHANGE * (self._plan.worth - self._worth)
         self._rate += _RATE_CHANGE * (len(tokens) / cost - self._rate)
@@ -136,6 +147,8 @@ class PlannedDrafter:
             least_reach=self.curve.cheapest_rows,
             store=self._store,
         )
+        if self._steps_sought % _SEEKING_ROUND >= _SEEKING_PATIENCE:
+            return _Plan(tree, 0, 0.0)
         # After a plain step a draft interrupts the pipeline, and the next plain step waits.
         entry_cost = 0.0 if self._drafting else self.waiting_cost
         for worth, width in self._worths(expected_tokens(tree.reach), entry_cost):

@@ -94,3 +94,29 @@ def test_the_cost_of_waiting_is_that_of_plain_steps_outside_the_pipeline() -> No
         costs.record(1, 0.012, False)
         costs.record(8, 0.020, False)
     assert costs.waiting_cost == pytest.approx(0.2, abs=0.02)
+
+
+def test_plain_steps_are_wanted_until_some_have_run_and_again_after_many_without() -> None:
+    costs = LiveCosts({1024: [KnownTime(1, 0.010, 0.01), KnownTime(8, 0.020, 0.01)]})
+    assert costs.wants_plain_steps
+    for _ in range(10):
+        costs.record(1, 0.010, True)
+    assert not costs.wants_plain_steps
+    for _ in range(250):
+        costs.record(8, 0.020, False)
+    assert costs.wants_plain_steps
+
+
+def test_a_plain_step_that_was_measured_too_slow_is_corrected_by_the_few_that_run() -> None:
+    true = {1: 0.0045, 4: 0.0073, 8: 0.0091, 16: 0.0106}
+    costs = LiveCosts(
+        {1024: [KnownTime(r, s * (1.5 if r == 1 else 1), 0.05) for r, s in true.items()]}
+    )
+    for round_ in range(40):
+        if costs.wants_plain_steps or round_ % 10 == 0:
+            for _ in range(4):
+                costs.record(1, true[1], True)
+        for rows in (4, 8, 16):
+            costs.record(rows, true[rows], False)
+    for rows in (4, 8, 16):
+        assert costs.cost(rows) == pytest.approx(true[rows] / true[1], rel=0.1)
