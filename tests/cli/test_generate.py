@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from mlxspec import load
 from mlxspec.cli.generate import generate_command
 from mlxspec.models.target import Target
 from mlxspec.response import GenerationResponse, Transcript
+from mlxspec.store import open_store
 
 from .conftest import HOSTILE
 from .scripted_model import BOS
@@ -266,3 +268,31 @@ def test_ctrl_c_with_json_writes_what_there_is(endless: Path, monkeypatch: pytes
     assert data["text"] == "one two three"
     assert data["finish_reason"] == "interrupted"
     assert data["prompt_tokens"] == 4
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["no file", "an empty file"])
+def test_a_store_begins_with_the_first_output_that_is_learned(
+    endless: Path, tmp_path: Path, there: bool
+):
+    store = tmp_path / "outputs.store"
+    if there:
+        store.touch()
+    options = ("--model", endless, "--prompt", "a", "--max-tokens", 20, "--store", store)
+    assert generate(*options, "--learn").exit_code == 0
+    learned = open_store(store, load(endless)[1])
+    assert learned.info.learned_tokens >= 20
+    assert generate(*options).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--learn",), "--store FILE"),
+        (("--store", "x", "--n-draft", "3"), "--decoder auto"),
+        (("--store", "x", "--decoder", "plain"), "--decoder auto"),
+        (("--decoder", "auto", "--ngram-max", "2"), "--ngram-max"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_options_that_contradict_each_other_are_named(endless: Path, options: tuple, named: str):
+    assert_one_line_error(generate("--model", endless, "--prompt", "a", *options), named)
