@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PromptError
+from ..json_text import load_json
 
 _JSON_LINES = (".jsonl", ".ndjson")
 _SPEC_BENCH_MT = (
@@ -102,12 +103,13 @@ def _parse_json_lines(text: str, source: str) -> list[BenchPrompt]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = load_json(line)
             if not isinstance(record, dict):
                 raise ValueError("no JSON object")
             prompts.append(_from_record(record))
-        except ValueError as error:
-            reason = "no valid JSON" if isinstance(error, json.JSONDecodeError) else error
+        except (ValueError, RecursionError) as error:
+            no_json = isinstance(error, (json.JSONDecodeError, RecursionError))
+            reason = "no valid JSON" if no_json else error
             raise PromptError(
                 f'{source}, line {number}: {reason}; write an object with "prompt", "messages" '
                 'or "turns" per line'

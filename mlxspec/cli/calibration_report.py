@@ -15,6 +15,7 @@ from ..decoding.calibration import calibrate
 from ..decoding.measured_costs import cost_key, known_range
 from ..errors import OptionError
 from ..models.loading import load
+from ..models.tiers import Tier, cache_tier
 from ..planning.cost_cache import CostCache, CostKey, KnownRange
 from ..planning.live_costs import context_range
 from ..planning.measurement import CAREFUL
@@ -23,6 +24,7 @@ from .cost_picture import check_picture, write_picture
 from .cost_points import CostPoint, kept_points, measured_points
 from .cost_terminal import cost_plot, cost_table, output_console
 from .measuring_progress import MeasuringProgress
+from .outcome import note
 from .panel import error_console
 
 
@@ -36,6 +38,8 @@ class _Curve:
     updated: str
     points: list[CostPoint]
     error_is: str
+    tier: Tier | None
+    """What the model verifies; None where it is not at hand."""
 
     @property
     def title(self) -> str:
@@ -124,27 +128,37 @@ def _measured(cache: CostCache, name: str, context: int | None) -> _Curve:
     key, known = cost_key(model), known_range(times, CAREFUL, "careful")
     range_end = context_range(context or CAREFUL.context)
     cache.update(key, {range_end: known})
-    return _Curve(key, range_end, known.source, known.updated, measured_points(times), "spread")
+    kept = cache.read(key).get(range_end)
+    if kept and len(kept.times) > len(known.times):
+        note(
+            f"the step times of {len(kept.times)} numbers of rows that were known are kept, since "
+            f"this measurement has {len(known.times)}"
+        )
+    points, tier = measured_points(times), cache_tier(model)
+    return _Curve(key, range_end, known.source, known.updated, points, "spread", tier)
 
 
 def _kept(cache: CostCache, name: str | None, context: int | None) -> list[_Curve]:
     """What the cache has: of one model on this machine, or of all."""
+    tier = None
     if name is None:
         entries = list(cache.entries())
     else:
-        key = cost_key(load(name, lazy=True)[0])
+        model = load(name, lazy=True)[0]
+        tier = cache_tier(model)
+        key = cost_key(model)
         entries = [(key, cache.read(key))]
     return [
-        _kept_curve(key, end, known)
+        _kept_curve(key, end, known, tier)
         for key, ranges in entries
         for end, known in sorted(ranges.items())
         if context is None or context_range(context) == end
     ]
 
 
-def _kept_curve(key: CostKey, end: int, known: KnownRange) -> _Curve:
+def _kept_curve(key: CostKey, end: int, known: KnownRange, tier: Tier | None) -> _Curve:
     points = kept_points(known.times)
-    return _Curve(key, end, known.source, known.updated, points, "standard error")
+    return _Curve(key, end, known.source, known.updated, points, "standard error", tier)
 
 
 def _write_json(reports: list[dict[str, Any]], many: bool) -> None:
@@ -170,6 +184,8 @@ def _print_curve(console: Console, curve: _Curve) -> None:
     if len(curve.points) > 1:
         console.print(cost_plot(curve.points, console))
         console.print(Text("A draft pays when its step emits more than T(M)/T(1) tokens."))
-    else:
+    elif curve.tier is Tier.PLAIN:
         console.print(Text("This model verifies no drafts, so only plain steps were measured."))
+    else:
+        console.print(Text("Only plain steps were measured."))
     console.print(Text(f"± is the {curve.error_is}.\n", style="dim"))

@@ -34,7 +34,9 @@ def calibrate(
     Args:
         model: an mlx-lm model.
         effort: which steps, and for how long; see :data:`mlxspec.planning.measurement.QUICK`.
-        context: tokens of context, in place of the effort's own number.
+        context: tokens of context, in place of the effort's own number. That one becomes smaller
+            where the widest steps would not fit behind it, into the model's context or its
+            sliding window.
         on_prefill: called with context tokens done and context tokens in all.
         on_progress: called with the share of the steps that is done.
 
@@ -47,7 +49,10 @@ def calibrate(
     started = time.perf_counter()
     longest = (context_length(model) or _UNENDING) - effort.tokens
     if context is None:
-        context = max(1, min(effort.context, longest - max(effort.rows)))
+        target = _target(model)
+        drafts = target.tier is not Tier.PLAIN
+        room = min(longest, target.max_rows - effort.tokens) if drafts else longest
+        context = max(1, min(effort.context, room - max(effort.rows)))
     elif not 1 <= context <= longest:
         raise OptionError(
             f"a context of {context} tokens: choose 1 to {longest} for this model"
@@ -59,6 +64,12 @@ def calibrate(
         # The context grows by a token a step, and the widest step must fit in at the end.
         room = min(steps.target.max_rows - effort.tokens, longest - context)
         return measure(steps, effort, max(1, room), started, time.perf_counter, on_progress)
+
+
+def _target(model: nn.Module) -> Target:
+    """An empty target that verifies chains, if any drafts."""
+    tier = Tier.PLAIN if cache_tier(model) is Tier.PLAIN else Tier.CHAIN
+    return Target(model, tier, vocabulary_size(model))
 
 
 class ModelSteps:
@@ -74,8 +85,7 @@ class ModelSteps:
     """
 
     def __init__(self, model: nn.Module, context: int, on_prefill: Progress | None = None) -> None:
-        tier = Tier.PLAIN if cache_tier(model) is Tier.PLAIN else Tier.CHAIN
-        self.target = Target(model, tier, vocabulary_size(model))
+        self.target = _target(model)
         self._drafter = _RandomChains(self.target.vocab_size)
         self._last_step = (0, 0.0, False)
         self._steps = decode(

@@ -16,6 +16,7 @@ from typing import Any
 
 import platformdirs
 
+from ..errors import OptionError
 from .live_costs import context_range
 from .live_curve import WIDEST, KnownTime
 
@@ -27,6 +28,7 @@ _MAX_BYTES = 1 << 20
 _UNUSABLE = (OSError, ValueError, RecursionError)
 _SECONDS = (1e-6, 1e4)  # of a step: what is beyond was not measured
 _MAX_UNCERTAINTY = 10.0
+_MOST = 1e18  # of whatever is counted of a machine or model
 _SOURCES = ("quick", "careful", "steps")
 _COST_PER_ROW = (0.2, 20.0)  # T(M) is no less than the first times T(1), nor more than M·20·T(1)
 
@@ -87,6 +89,9 @@ class CostCache:
     Args:
         directory: where the files are; by default ``step_times`` in the directory that
             ``MLXSPEC_CACHE_DIR`` names, or else in the user's cache directory.
+
+    Raises:
+        OptionError: ``MLXSPEC_CACHE_DIR`` begins with the name of a user who is not known.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -109,7 +114,10 @@ class CostCache:
         return entries
 
     def update(self, key: CostKey, ranges: Mapping[int, KnownRange]) -> None:
-        """Replace these ranges, where they are plausible, and leave the others as they are."""
+        """Replace these ranges, where they are plausible, and leave the others as they are.
+
+        A range that is known at more numbers of rows than the new one stays, too.
+        """
         path = self.directory / key.file_name
         kept: Ranges = {}
         with suppress(*_UNUSABLE):
@@ -117,7 +125,8 @@ class CostCache:
         for end, known in ranges.items():
             with suppress(ValueError):
                 _check(known.times)
-                kept[end] = known
+                if end not in kept or len(kept[end].times) <= len(known.times):
+                    kept[end] = known
         content = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -137,7 +146,15 @@ class CostCache:
 
 def _cache_directory() -> Path:
     chosen = os.environ.get(ENVIRONMENT_VARIABLE)
-    return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("mlxspec")
+    if not chosen:
+        return platformdirs.user_cache_path("mlxspec")
+    try:
+        return Path(chosen).expanduser()
+    except RuntimeError:
+        raise OptionError(
+            f"{ENVIRONMENT_VARIABLE} is {chosen!r}: that user's home directory is not known; "
+            "name another directory"
+        ) from None
 
 
 def _write_whole(path: Path, content: str) -> None:
@@ -198,6 +215,12 @@ def _identity(value: Any) -> Identity:
         isinstance(field, (str, int, float, type(None))) for field in value.values()
     ):
         raise ValueError("it does not say which machine and model it is for")
+    for name, field in value.items():
+        is_number = not isinstance(field, (str, type(None)))
+        if is_number and not 0 <= field <= _MOST:  # false for a NaN, too
+            raise ValueError(f"an implausible number of {name!r}")
+    if isinstance(value.get("parameters"), str):
+        raise ValueError("a number of parameters that is none")
     return value
 
 

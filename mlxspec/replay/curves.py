@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ..errors import OptionError
+from ..json_text import load_json
 from ..planning.cost_curve import CostCurve
+
+_WIDEST = 1024  # rows; far more than any draft has
+_UNUSABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
 
 def read_curve(path: Path) -> CostCurve:
@@ -16,15 +19,20 @@ def read_curve(path: Path) -> CostCurve:
     The file holds the JSON of ``mlxspec calibrate``, or ``{"rows": [1, ...], "cost": [1, ...]}``.
 
     Raises:
-        OptionError: it cannot be read, or holds no curve or several.
+        OptionError: it cannot be read, or holds no curve or several, or one of too many rows.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = load_json(path.read_text(encoding="utf-8-sig"))
         points = _points(content)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except _UNUSABLE as error:
         raise OptionError(
             f"{path}: no cost curve; write one with mlxspec calibrate MODEL --json"
         ) from error
+    widest = max((rows for rows, _ in points), default=0)
+    if widest > _WIDEST:
+        raise OptionError(
+            f"{path}: a cost curve up to {widest} rows; leave out what is beyond {_WIDEST}"
+        )
     return CostCurve(points)
 
 

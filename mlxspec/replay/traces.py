@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PromptError
+from ..json_text import load_json
 
 # MT-bench's own categories; Spec-Bench counts its 80 conversations as one.
 _MT_BENCH = {
     "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"
 }  # fmt: skip
+
+_UNUSABLE = (
+    *(ValueError, TypeError, KeyError, AttributeError),
+    *(OverflowError, RecursionError),
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,8 @@ def read_traces(path: Path) -> list[Conversation]:
         PromptError: the file cannot be read, a line has another form, or nothing is to replay.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): U+2028 and its like may stand within a JSON string.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"{path}: cannot be read as text: {error}") from None
     conversations = list(_conversations(path, lines))
@@ -67,8 +74,8 @@ def _conversations(path: Path, lines: list[str]) -> Iterator[Conversation]:
         if not line.strip():
             continue
         try:
-            yield _conversation(json.loads(line), default_category=path.stem)
-        except (ValueError, TypeError, KeyError, AttributeError):
+            yield _conversation(load_json(line), default_category=path.stem)
+        except _UNUSABLE:
             raise PromptError(
                 f'{path}, line {number}: expected a JSON object with "messages", each with '
                 '"role" and "content"'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import StoreError
+from ..json_text import load_json
 from .chat_log import outputs_of
 
 _TEXT_CHARACTERS = 32_768  # of a longer file, so much at a time, up to the end of a line
@@ -137,6 +137,6 @@ def _records(path: Path) -> Iterator[object]:
         while line := file.readline(_LONGEST_LINE):
             if line.strip():
                 try:
-                    yield json.loads(line)
+                    yield load_json(line)
                 except (ValueError, RecursionError):
                     yield None

@@ -43,6 +43,11 @@ def test_a_line_is_a_prompt_turns_or_messages(tmp_path: Path) -> None:
     ]
 
 
+def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
+    (prompt,) = read_prompts(write(tmp_path / "p.jsonl", {"prompt": "a\udc00b \U0001f600"}))
+    assert prompt.messages == (user("a?b \U0001f600"),)
+
+
 def test_the_answer_at_the_end_of_a_chat_log_becomes_its_reference(tmp_path: Path) -> None:
     answer = {"role": "assistant", "content": "Because."}
     (prompt,) = read_prompts(write(tmp_path / "p.jsonl", {"messages": [user("Why?"), answer]}))
@@ -61,6 +66,7 @@ def test_any_other_file_is_one_prompt_with_its_blank_lines(tmp_path: Path) -> No
     ("line", "complaint"),
     [
         ("{", "no valid JSON"),
+        ("[" * 200_000, "no valid JSON"),
         ("[1]", "no JSON object"),
         ("{}", "no prompt"),
         ('{"prompt": ""}', '"prompt" is empty'),

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from mlxspec.cli import calibration_report, cost_picture
 from mlxspec.cli.calibrate import calibrate_command
 from mlxspec.cli.measuring_progress import MeasuringProgress
+from mlxspec.models.tiers import Tier
 from mlxspec.planning.measurement import RowsTime
 
 pytest.importorskip("plotext")
@@ -116,6 +117,27 @@ def test_json_is_one_object(endless: Path, measurements: list[int | None]):
     assert [time["cost"] for time in kept["times"]] == [time["cost"] for time in report["times"]]
 
 
+def test_a_measurement_of_plain_steps_alone_replaces_no_better_one(
+    endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
+):
+    calibrate(endless)
+    monkeypatch.setattr(calibration_report, "calibrate", lambda *_, **__: TIMES[:1])
+    result = calibrate(endless)
+    assert result.exit_code == 0
+    assert "verifies no drafts" not in result.stdout
+    assert result.stderr.startswith("Note: the step times of 4 numbers of rows that were known")
+    assert result.stderr.count("\n") == 1
+    assert "8.38" in calibrate(endless, "--show").stdout
+
+
+def test_a_cache_directory_of_nobody_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MLXSPEC_CACHE_DIR", "~nosuchuser/x")
+    result = calibrate("--show")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: MLXSPEC_CACHE_DIR is '~nosuchuser/x'")
+    assert result.stderr.count("\n") == 1
+
+
 def test_ctrl_c_leaves_the_cache_as_it_was(
     endless: Path,
     measurements: list[int | None],
@@ -154,6 +176,8 @@ def test_a_model_without_drafts_has_a_table_and_no_plot(
     endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(calibration_report, "calibrate", lambda *_, **__: TIMES[:1])
+    assert "verifies no drafts" not in calibrate(endless).stdout  # a window without room for them
+    monkeypatch.setattr(calibration_report, "cache_tier", lambda model: Tier.PLAIN)
     result = calibrate(endless)
     assert "verifies no drafts" in result.stdout
     assert "over M rows" not in result.stdout

@@ -163,7 +163,11 @@ def test_a_bad_option_is_one_line(traces: Path, arguments: tuple[str, ...], comp
 
 
 @pytest.mark.parametrize(
-    "content", ["[]", "{}", "3", '{"curves": []}', '{"rows": [1], "cost": []}']
+    "content",
+    [
+        *("[]", "{}", "3", '{"curves": []}', '{"rows": [1], "cost": []}'),
+        *('{"rows": [1, 1e999], "cost": [1, 2]}', "[" * 200_000),
+    ],
 )
 def test_a_file_without_a_curve_is_refused(traces: Path, tmp_path: Path, content: str) -> None:
     curve = tmp_path / "curve.json"
@@ -171,6 +175,14 @@ def test_a_file_without_a_curve_is_refused(traces: Path, tmp_path: Path, content
     result = replay(traces, "--tokenizer", TOKENIZER, "--curve", curve)
     assert result.exit_code == 1
     assert result.stderr.startswith(f"Error: {curve}: no cost curve")
+
+
+def test_a_curve_of_too_many_rows_is_refused(traces: Path, tmp_path: Path) -> None:
+    curve = write_curve(tmp_path / "curve.json", {"rows": [1, 100_000_000], "cost": [1, 2]})
+    result = replay(traces, "--tokenizer", TOKENIZER, "--curve", curve)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"Error: {curve}: a cost curve up to 100000000 rows")
+    assert result.stderr.count("\n") == 1
 
 
 def test_a_place_without_a_tokenizer_is_refused(traces: Path, tmp_path: Path) -> None:

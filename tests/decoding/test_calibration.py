@@ -10,7 +10,7 @@ import pytest
 from mlxspec.decoding import calibration
 from mlxspec.decoding.calibration import ModelSteps, calibrate
 from mlxspec.errors import OptionError
-from mlxspec.planning.measurement import QUICK
+from mlxspec.planning.measurement import CAREFUL, QUICK
 
 from ..models.random_models import MAMBA_2, SLIDING_GEMMA_3, random_model
 
@@ -87,7 +87,21 @@ def test_a_model_that_verifies_no_drafts_has_plain_steps_only():
 
 def test_a_sliding_window_bounds_the_rows():
     model = random_model("gemma3_text", **{**SLIDING_GEMMA_3, "sliding_window": 40})
-    assert [time.rows for time in calibrate(model, SMALL)] == [1, 2, 4]
+    assert [time.rows for time in calibrate(model, SMALL, context=8)] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(("window", "rows"), [(40, [1, 2, 4, 16]), (25, [1, 2, 4]), (16, [1])])
+def test_the_context_leaves_room_for_the_widest_step_in_a_sliding_window(
+    window: int, rows: list[int]
+):
+    model = random_model("gemma3_text", **{**SLIDING_GEMMA_3, "sliding_window": window})
+    assert [time.rows for time in calibrate(model, SMALL)] == rows
+
+
+def test_a_careful_calibration_fits_into_a_sliding_window_of_512():
+    model = random_model("gemma3_text", **{**SLIDING_GEMMA_3, "sliding_window": 512})
+    times = calibrate(model, replace(CAREFUL, seconds=1e9))
+    assert [time.rows for time in times] == [1, *sorted(CAREFUL.rows)]
 
 
 def test_a_short_context_is_not_outgrown(monkeypatch: pytest.MonkeyPatch):

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlxspec.errors import OptionError
 from mlxspec.planning.cost_cache import CostCache, CostKey, KnownRange
 from mlxspec.planning.live_curve import KnownTime
 
@@ -164,6 +165,20 @@ def test_implausible_times_are_not_written(cache: CostCache):
     assert cache.read(KEY) == {1024: KNOWN}
 
 
+@pytest.mark.parametrize("parameters", ["abc", 10**400, -1, float("inf"), float("nan")])
+def test_a_number_of_parameters_that_is_none_is_no_entry(cache: CostCache, parameters: object):
+    cache.directory.mkdir()
+    (cache.directory / "any.json").write_text(spoiled(model={"parameters": parameters}))
+    with pytest.warns(UserWarning, match="ignoring .*parameters"):
+        assert cache.entries() == []
+
+
+def test_fewer_numbers_of_rows_do_not_replace_more(cache: CostCache):
+    cache.update(KEY, {1024: KNOWN})
+    cache.update(KEY, {1024: KnownRange(TIMES[:1], "careful", KNOWN.updated)})
+    assert cache.read(KEY) == {1024: KNOWN}
+
+
 def test_a_place_that_cannot_be_written_is_a_line(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match=r"not kept .* MLXSPEC_CACHE_DIR"):
@@ -195,6 +210,12 @@ def test_writers_and_readers_at_a_time_see_whole_files(cache: CostCache):
     with warnings.catch_warnings(), ThreadPoolExecutor(8) as executor:
         warnings.simplefilter("error")
         assert all(executor.map(use, range(100)))
+
+
+def test_the_home_of_nobody_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MLXSPEC_CACHE_DIR", "~nosuchuser/x")
+    with pytest.raises(OptionError, match=r"MLXSPEC_CACHE_DIR is '~nosuchuser/x'.*name another"):
+        CostCache()
 
 
 def test_the_directory_is_the_one_that_the_environment_names(

@@ -67,6 +67,8 @@ def test_reads_chat_logs_with_parts_and_tool_calls(tmp_path: Path) -> None:
         '{"messages": [{"content": "a"}]}',
         '{"messages": [{"role": "assistant", "content": 3}]}',
         '{"messages": [{"role": "user", "content": "a"}], "completions": [7]}',
+        '{"messages": [{"role": "user", "content": "a"}], "completions": [1e999]}',
+        "[" * 200_000,
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
@@ -75,6 +77,20 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
     path.write_text(f"{good}\n\n{line}\n", encoding="utf-8")
     with pytest.raises(PromptError, match=r"t\.jsonl, line 3"):
         read_traces(path)
+
+
+def test_lines_end_at_newlines_alone_and_a_bom_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    line = '{"messages": [{"role": "assistant", "content": "a\u2028b\x85c"}]}'
+    path.write_bytes(f"\ufeff{line}\r\n{line}\n".encode())
+    contents = [conversation.messages[0].content for conversation in read_traces(path)]
+    assert contents == ["a\u2028b\x85c"] * 2
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
+    message = {"role": "assistant", "content": "a\ud800b \U0001f600"}
+    (conversation,) = read_traces(written(tmp_path / "t.jsonl", {"messages": [message]}))
+    assert conversation.messages[0].content == "a?b \U0001f600"
 
 
 def test_a_file_without_outputs_or_without_text_is_refused(tmp_path: Path) -> None:

@@ -108,6 +108,12 @@ def lines(*records: object) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
+def test_half_a_surrogate_pair_in_a_chat_log_is_replaced(tmp_path: Path):
+    message = {"role": "assistant", "content": "a\ud800b"}
+    texts, _ = read(write(tmp_path / "chat.jsonl", lines({"messages": [message]})))
+    assert texts == ["a?b"]
+
+
 QUESTION = {"role": "user", "content": "question"}
 ANSWER = {"role": "assistant", "content": "answer"}
 
