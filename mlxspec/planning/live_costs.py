@@ -93,9 +93,7 @@ class LiveCosts:
         Nothing else tells it apart from the machine's speed: where hardly any run, a T(1) that
         was measured on a busy machine would stay, and make all drafts look cheap.
         """
-        return (
-            self._plain_steps < _PLAIN_STEPS or self._steps_since_plain > _STEPS_BETWEEN_PLAIN
-        )
+        return self._plain_steps < _PLAIN_STEPS or self._steps_since_plain > _STEPS_BETWEEN_PLAIN
 
     def record(self, rows: int, seconds: float, pipelined: bool) -> None:
         """Learn from a step.
