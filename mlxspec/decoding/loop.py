@@ -19,6 +19,8 @@ from .sampling import Chooser
 _STEPS_BETWEEN_CLEARING = 256  # as mlx-lm: buffers of outgrown caches go back to the system
 
 
+_NEXT = DraftTree.chain(-1)  # the one row after a token that is not known yet
+
 RecordTime = Callable[[int, float, bool], None]
 """Told a step's rows, its wall time in seconds, and whether it was pipelined."""
 
@@ -83,10 +85,10 @@ def decode(
                 tree, flight = proposal, _dispatch(target, chooser, proposal)
             else:
                 # The last token's row is on its way; a draft waits for the step after it.
-                tree, flight = DraftTree.chain(last), ahead
+                tree, flight = DraftTree.chain(last) if len(proposal) > 1 else proposal, ahead
             ahead = None
             if len(proposal) == 1 and drafter.pipelined and remaining > 1:
-                ahead = _dispatch(target, chooser, DraftTree.chain(-1), flight.choices)
+                ahead = _dispatch(target, chooser, _NEXT, flight.choices)
 
             verified, finished = _settle(tree, flight, remaining, ends)
             if len(tree) > 1:
@@ -112,6 +114,8 @@ def _fit(tree: DraftTree, last: int, target: Target, max_depth: int) -> DraftTre
     """
     if tree.tokens[0] != last:
         tree = DraftTree((last, *tree.tokens[1:]), tree.parents)
+    if len(tree) == 1:
+        return tree
     if target.tier is not Tier.TREE:
         tree = tree.first_chain()
         max_depth = min(max_depth, target.max_rows - 1)
