@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,8 +72,6 @@ def bench_command(**options: Any) -> None:
     MODEL is a directory, a Hub repository, or 'demo'.
     """
     with reported():
-        # transformers would advise to install PyTorch, which nothing here needs.
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         # Here, so that --help does not wait for MLX.
         from .bench_run import run_bench
 

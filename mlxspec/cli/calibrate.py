@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,6 @@ def calibrate_command(**options: Any) -> None:
     MODEL is a model directory, a Hub repository, or 'demo'; --show needs none.
     """
     with reported():
-        # transformers would advise to install PyTorch, which nothing here needs.
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         # Here, so that --help does not wait for MLX.
         from .calibration_report import run
 

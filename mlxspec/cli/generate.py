@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any
 
@@ -111,8 +110,6 @@ def generate_command(**options: Any) -> None:
     the speed changes.
     """
     with reported():
-        # transformers would advise to install PyTorch, which nothing here needs.
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         # Here, so that --help does not wait for MLX.
         from .answer import answer
 

@@ -31,6 +31,9 @@ def reported() -> Iterator[None]:
     A reader that has seen enough and closes the pipe (``| head -1``) ends the command quietly
     and successfully.
     """
+    # transformers would advise to install PyTorch, which nothing here needs, and warn of texts
+    # beyond a model's context.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if sys.stdout is None:  # closed by the shell: `>&-`
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     if isinstance(sys.stdout, TextIOWrapper):

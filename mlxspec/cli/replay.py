@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,8 +75,6 @@ def replay_command(**options: Any) -> None:
     the time of the steps is modelled by the cost of a step over M rows, T(M)/T(1).
     """
     with reported():
-        # transformers would advise to install PyTorch, which nothing here needs.
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         # Here, so that --help does not wait for the tokenizers.
         from .replay_run import run_replay
 

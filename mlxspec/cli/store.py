@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -121,8 +120,6 @@ def _write(
     paths: tuple[str, ...], model: str, max_tokens: int | None, write: _Writer, output: str
 ) -> None:
     """Read the texts, let ``write`` make a store of them, and say what has become of them."""
-    # transformers would advise to install PyTorch, and warn of texts beyond a model's context.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from ..models.tokenizer_source import load_tokenizer_of
     from ..store.building import MAX_TOKENS
     from ..store.text_files import Reading, find_files, read_texts

@@ -17,7 +17,7 @@ from ..drafting import Drafter, VerifiedStep
 from ..errors import OptionError, PromptError
 from ..models.loading import context_length, encode_prompt, load
 from ..models.target import Progress, Target, vocabulary_size
-from ..models.tiers import Tier, cache_tier, find_tier
+from ..models.tiers import Tier, chain_tier, find_tier
 from ..output import OutputText
 from ..planning import StepTimes
 from ..response import GenerationResponse, GenerationResult, SpeculationStats, Transcript
@@ -198,7 +198,7 @@ class Decoder:
         """What the model can verify of this drafter's drafts; chains need no probing."""
         if drafter.branching:
             return self.tier
-        return Tier.PLAIN if cache_tier(self.model) is Tier.PLAIN else Tier.CHAIN
+        return chain_tier(self.model)
 
 
 def _updated(stats: SpeculationStats, step: VerifiedStep) -> SpeculationStats:

@@ -13,7 +13,7 @@ from ..drafting import DraftTree, VerifiedStep
 from ..errors import OptionError
 from ..models.loading import context_length
 from ..models.target import Progress, Target, vocabulary_size
-from ..models.tiers import Tier, cache_tier
+from ..models.tiers import Tier, chain_tier
 from ..planning.measurement import Effort, RowsTime, ShareDone, measure
 from .loop import decode
 from .sampling import Chooser, SamplingParams
@@ -68,7 +68,7 @@ def calibrate(
 
 def _target(model: nn.Module) -> Target:
     """An empty target that verifies chains, if any drafts."""
-    tier = Tier.PLAIN if cache_tier(model) is Tier.PLAIN else Tier.CHAIN
+    tier = chain_tier(model)
     return Target(model, tier, vocabulary_size(model))
 
 

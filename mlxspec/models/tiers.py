@@ -35,6 +35,11 @@ def cache_tier(model: nn.Module) -> Tier:
     return Tier.TREE if all(type(cache) is KVCache for cache in caches) else Tier.CHAIN
 
 
+def chain_tier(model: nn.Module) -> Tier:
+    """What the model can verify of drafts that never branch, which takes no probing."""
+    return Tier.PLAIN if cache_tier(model) is Tier.PLAIN else Tier.CHAIN
+
+
 def find_tier(model: nn.Module) -> Tier:
     """The richest drafts that the model verifies rightly.
 
