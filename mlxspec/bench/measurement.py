@@ -126,9 +126,11 @@ class Measurement:
         names = list(self._contestants)
         turns: dict[str, list[Turn]] = {name: [] for name in names}
         for repeat in range(self._repeats):
-            # Everyone is first in turn, and so follows everyone else.
+            # Everyone is first in turn, and follows now the one before, now the one behind:
+            # a wide step leaves a hotter machine.
             first = repeat % len(names)
-            for name, turn in self._round(tokens, names[first:] + names[:first]).items():
+            order = names[first:] + names[:first]
+            for name, turn in self._round(tokens, order[:: (-1) ** repeat]).items():
                 turns[name].append(turn)
         differences = {name: self._compare(name, tokens, turns) for name in names}
         return MeasuredPrompt(category, messages, reference, len(tokens), turns, differences)

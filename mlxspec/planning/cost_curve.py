@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..errors import OptionError
-from .step_times import StepTimes
 
 
 class CostCurve:
@@ -39,13 +38,7 @@ class CostCurve:
         self._rows = rows
         self.widest = rows[-1]
         self.table = [0.0, *(self(row) for row in range(1, self.widest + 1))]
-        self.cheapest_rows = [self._cheapest_beyond(row) for row in range(1, self.widest + 1)]
-
-    @classmethod
-    def from_step_times(cls, step_times: StepTimes) -> CostCurve:
-        """The curve through what was measured; without a plain step, the one point (1, 1)."""
-        measured = [(time.rows, time.cost) for time in step_times.table()]
-        return cls([(1, 1.0), *((r, cost) for r, cost in measured if r > 1 and cost is not None)])
+        self.cheapest_rows = _least_slopes(self.table[1:])
 
     def __call__(self, rows: int) -> float:
         """The cost of a step over ``rows`` rows; beyond ``widest`` the last slope goes on."""
@@ -55,7 +48,21 @@ class CostCurve:
         (left, low), (right, high) = self._points[after - 1], self._points[after]
         return low + (high - low) * (rows - left) / (right - left)
 
-    def _cheapest_beyond(self, rows: int) -> float:
-        wider = range(rows + 1, self.widest + 1)
-        costs = ((self.table[row] - self.table[rows]) / (row - rows) for row in wider)
-        return min(costs, default=float("inf"))
+
+def _least_slopes(costs: Sequence[float]) -> list[float]:
+    """Per point the least slope of a line to a later one; infinite for the last.
+
+    That line leads to the next corner of the lower convex hull (Andrew's monotone chain).
+    """
+    slopes = [float("inf")] * len(costs)
+    corners = [len(costs) - 1]
+
+    def slope(left: int, right: int) -> float:
+        return (costs[right] - costs[left]) / (right - left)
+
+    for point in range(len(costs) - 2, -1, -1):
+        while len(corners) > 1 and slope(point, corners[-2]) <= slope(point, corners[-1]):
+            corners.pop()
+        slopes[point] = slope(point, corners[-1])
+        corners.append(point)
+    return slopes

@@ -15,8 +15,7 @@ _RANGE_FACTOR = 4
 _WAITING_STEPS = 11
 _USUAL_WAITING_COST = 0.02  # until some steps have waited
 _MOST_WAITING_COST = 0.5
-_PLAIN_STEPS = 8  # of this process, before T(1) is taken for confirmed
-_STEPS_BETWEEN_PLAIN = 200
+_MOST_DOUBT = 0.05  # of all costs of drafted steps together, before plain steps are sought
 _OTHER_CONTEXT = 0.15  # relative uncertainty of a cost that was measured in another range
 
 
@@ -53,8 +52,6 @@ class LiveCosts:
         self._last_pipelined: float | None = None  # seconds
         self._last_waiting: float | None = None
         self._waiting: deque[float] = deque(maxlen=_WAITING_STEPS)
-        self._plain_steps = 0
-        self._steps_since_plain = 0
 
     def move_to(self, context: int) -> None:
         """Say how long the context is by now; cheap enough for every step."""
@@ -88,12 +85,12 @@ class LiveCosts:
 
     @property
     def wants_plain_steps(self) -> bool:
-        """Whether T(1), to which all costs relate, is in need of pipelined plain steps.
+        """Whether plain steps should run between drafted ones, to tell what drafts cost.
 
-        Nothing else tells it apart from the machine's speed: where hardly any run, a T(1) that
-        was measured on a busy machine would stay, and make all drafts look cheap.
+        Nothing else tells costs apart from the machine's speed: where hardly any run, a T(1)
+        that was measured on a busy machine would stay, and make all drafts look cheap.
         """
-        return self._plain_steps < _PLAIN_STEPS or self._steps_since_plain > _STEPS_BETWEEN_PLAIN
+        return self._live.doubt > _MOST_DOUBT
 
     def record(self, rows: int, seconds: float, pipelined: bool) -> None:
         """Learn from a step.
@@ -110,15 +107,12 @@ class LiveCosts:
         waited, self._last_waiting = self._last_waiting, None
         if waited is not None and not pipelined:  # else it was the first of a pipeline
             self._waiting.append(waited / self.seconds(1))
-        self._steps_since_plain += 1
         if rows == 1:
             if not pipelined:
                 self._last_waiting = seconds
             if not pipelined or before is None:
                 return
             seconds = before  # which was not the last one, as is known only now
-            self._plain_steps += 1
-            self._steps_since_plain = 0
         self._live.record(rows, seconds)
         self.unsaved_steps += 1
         self._touched.add(self._end)

@@ -8,21 +8,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median_low
 
+import numpy as np
+
 from .cost_curve import CostCurve
 
 WIDEST = 64
 """Rows up to which costs are foreseen; on no chip whose costs are known do wider steps pay."""
 
 # Variances, all of natural logarithms of seconds. Of a part at first:
-_MACHINE = 0.3**2  # what a machine may have become while nobody measured
-_DRAFTED = 0.05**2  # real drafts also take a proposal, and their tokens are other ones
-_UNSEEN = 0.1**2  # of a number of rows between two that were measured
+_MACHINE_DOUBT = 0.3**2  # what a machine may have become while nobody measured
+_DRAFTED_DOUBT = 0.08**2  # real drafts also take a proposal, and their tokens are other ones
+_UNSEEN_DOUBT = 0.1**2  # of a number of rows between two that were measured
 # Of a part's change from step to step:
-_MACHINE_CHANGE = 0.03**2
-_DRAFTED_CHANGE = 0.001**2
+_MACHINE_CHANGE = 0.015**2
+_DRAFTED_CHANGE = 0.002**2
 _ROWS_CHANGE = 0.002**2
 # Of the noise of one step:
-_LEAST_NOISE, _FIRST_NOISE, _MOST_NOISE = 0.02**2, 0.1**2, 0.4**2
+_LEAST_NOISE, _FIRST_NOISE, _MOST_NOISE = 0.02**2, 0.07**2, 0.4**2
 
 _NOISE_RATE = 0.05
 _NOISE_CLIP = 4.0  # variances
@@ -46,32 +48,20 @@ class KnownTime:
     uncertainty: float
 
 
-@dataclass
-class _Part:
-    """An estimated logarithm.
-
-    Attributes:
-        value: the estimate.
-        variance: of its error.
-        change: the variance of what it changes by from step to step.
-        in_curve: the estimate when the curve was built.
-    """
-
-    value: float
-    variance: float
-    change: float
-    in_curve: float = 0.0
+# The first parts of the logarithm of a step's time; behind them stands what rows add.
+_MACHINE, _DRAFTED = 0, 1
 
 
 class LiveCurve:
     """T(rows) at about one context length, corrected by every step.
 
     The logarithm of a step's time is taken as a sum: the machine's speed now (the time of a
-    plain step), what drafted steps have in common, and what this number of rows adds. Where a
-    step takes another time than foreseen, each part is corrected in proportion to how uncertain
-    it is: a Kalman filter (Kalman 1960) without the covariances. So a hot or busy machine
-    changes the first part and leaves the costs, which are ratios, alone, and a number of rows
-    that was never measured is believed at once.
+    plain step), what drafted steps have in common, and what this number of rows adds. A Kalman
+    filter (Kalman 1960) corrects all parts by each step's time, in proportion to how uncertain
+    they are. It keeps their covariances, so where a drafted step takes longer than foreseen,
+    the next plain steps tell whether the machine was to blame or the costs. So a hot or busy
+    machine changes the first part and leaves the costs, which are ratios, alone, and a number
+    of rows that was never measured is believed at once.
 
     A step that is far off is ignored, until most of the recent steps of as many rows are.
 
@@ -80,14 +70,15 @@ class LiveCurve:
     """
 
     def __init__(self, known: Iterable[KnownTime]) -> None:
-        times = {time.rows: time for time in known}
+        times = {time.rows: time for time in known if time.rows <= WIDEST}
         self._usual = plain = times.pop(1)
-        self._machine = _Part(math.log(plain.seconds), _MACHINE, _MACHINE_CHANGE)
-        self._drafted = _Part(0.0, _DRAFTED + plain.uncertainty**2, _DRAFTED_CHANGE)
-        self._by_rows = {
-            rows: _Part(math.log(time.seconds / plain.seconds), time.uncertainty**2, _ROWS_CHANGE)
-            for rows, time in times.items()
-        }
+        shared_doubt = _DRAFTED_DOUBT + plain.uncertainty**2
+        # Few numbers of rows ever run, and a small matrix stays in the processor's cache.
+        self._parts = np.array([math.log(plain.seconds), 0.0])
+        self._covariance = np.diag([_MACHINE_DOUBT, shared_doubt])
+        self._part_of_rows: dict[int, int] = {}
+        for rows, time in sorted(times.items()):
+            self._add_part(rows, math.log(time.seconds / plain.seconds), time.uncertainty**2)
         self._noise = _FIRST_NOISE
         self._step = 0
         # Per number of rows: errors of the recent steps, the last step that took the time
@@ -95,35 +86,42 @@ class LiveCurve:
         self._recent: dict[int, deque[float]] = {}
         self._fitted: dict[int, int] = {}
         self._off_since: dict[int, int] = {}
-        self._rebuild()
+        self._curve, self._in_curve, self._stale = self._rebuilt(), self._parts.copy(), False
 
     @property
     def curve(self) -> CostCurve:
         """T(rows)/T(1) up to ``WIDEST`` rows, never falling; a new one when it has changed."""
         if self._stale:
-            self._rebuild()
+            self._curve, self._in_curve, self._stale = self._rebuilt(), self._parts.copy(), False
         return self._curve
 
     @property
     def slowdown(self) -> float:
         """Time of a plain step now against the measured one; above 1 on a hot or busy machine."""
-        return math.exp(self._machine.value) / self._usual.seconds
+        return math.exp(self._parts[_MACHINE]) / self._usual.seconds
+
+    @property
+    def doubt(self) -> float:
+        """Relative standard error that the costs of all drafted steps have in common.
+
+        It grows small only where plain and drafted steps run in turn.
+        """
+        return math.sqrt(max(self._covariance[_DRAFTED, _DRAFTED], 0.0))
 
     def seconds(self, rows: int) -> float:
         """The wall time that a step over ``rows`` rows would take now."""
-        return math.exp(self._machine.value) * self.curve(rows)
+        return math.exp(self._parts[_MACHINE]) * self.curve(rows)
 
     def record(self, rows: int, seconds: float) -> None:
         """Learn from a step over ``rows`` rows, 1 being a pipelined plain step."""
         if not 1 <= rows <= WIDEST or not 0 < seconds < math.inf:
             return
-        parts = self._parts(rows)
-        foreseen = variance = 0.0
+        parts = self._parts_of(rows)
         for part in parts:
-            part.variance += part.change
-            foreseen += part.value
-            variance += part.variance
-        error, variance = math.log(seconds) - foreseen, variance + self._noise
+            self._covariance[part, part] += _change(part)
+        error = math.log(seconds) - sum(self._parts[part] for part in parts)
+        shared = sum((self._covariance[part] for part in parts), np.zeros(len(self._parts)))
+        variance = sum(shared[part] for part in parts) + self._noise
         recent = self._recent[rows]
         if recent:
             self._learn_noise(error - recent[-1])
@@ -135,14 +133,16 @@ class LiveCurve:
             error = median_low(recent)
             if len(recent) <= _RECENT // 2 or abs(error) <= limit:
                 return
-            variance += self._doubt(rows, parts)
+            blamed = self._blame(rows, parts)
+            shared[blamed] += _MACHINE_DOUBT
+            variance += _MACHINE_DOUBT
         self._fitted[rows] = self._step
         self._off_since.pop(rows, None)
-        self._correct(parts, error, variance)
+        self._correct(error, shared, variance)
 
     def reopen(self) -> None:
         """Expect the machine's speed to have changed, since time has passed unmeasured."""
-        self._machine.variance = max(self._machine.variance, _MACHINE)
+        self._add_doubt(_MACHINE, _MACHINE_DOUBT - self._covariance[_MACHINE, _MACHINE])
 
     def known(self, doubt: float = 0.0) -> list[KnownTime]:
         """What is known by now, in times of the machine's usual speed.
@@ -150,25 +150,34 @@ class LiveCurve:
         Args:
             doubt: further relative uncertainty, for use at another context length.
         """
-        times = [KnownTime(1, self._usual.seconds, math.hypot(self._usual.uncertainty, doubt))]
-        for rows, own in sorted(self._by_rows.items()):
-            cost = math.exp(self._drafted.value + own.value)
-            uncertainty = math.sqrt(own.variance + doubt**2)
+        times = [KnownTime(1, self._usual.seconds, math.hypot(self.doubt, doubt))]
+        for rows, part in sorted(self._part_of_rows.items()):
+            cost = math.exp(self._parts[_DRAFTED] + self._parts[part])
+            uncertainty = math.sqrt(max(self._covariance[part, part], 0.0) + doubt**2)
             times.append(KnownTime(rows, self._usual.seconds * cost, uncertainty))
         return times
 
-    def _parts(self, rows: int) -> tuple[_Part, ...]:
-        """What the logarithm of a step's time is the sum of."""
+    def _add_part(self, rows: int, value: float, variance: float) -> None:
+        self._part_of_rows[rows] = len(self._parts)
+        self._parts = np.append(self._parts, value)
+        self._covariance = np.pad(self._covariance, (0, 1))
+        self._covariance[-1, -1] = variance
+
+    def _add_doubt(self, part: int, variance: float) -> None:
+        self._covariance[part, part] += max(variance, 0.0)
+
+    def _parts_of(self, rows: int) -> list[int]:
+        """What the logarithm of a step's time is the sum of, by index."""
         if rows not in self._recent:
             self._recent[rows] = deque(maxlen=_RECENT)
         if rows == 1:
-            return (self._machine,)
-        if rows not in self._by_rows:
-            variances = [own.variance for own in self._by_rows.values()]
-            value = math.log(self.curve(rows)) - self._drafted.value
-            variance = max(variances, default=0.0) + _UNSEEN
-            self._by_rows[rows] = _Part(value, variance, _ROWS_CHANGE, in_curve=value)
-        return self._machine, self._drafted, self._by_rows[rows]
+            return [_MACHINE]
+        if rows not in self._part_of_rows:
+            value = math.log(self.curve(rows)) - self._parts[_DRAFTED]
+            doubt = max(self._covariance.diagonal()[_DRAFTED + 1 :], default=0.0)
+            self._add_part(rows, value, doubt + _UNSEEN_DOUBT)
+            self._in_curve = np.append(self._in_curve, value)
+        return [_MACHINE, _DRAFTED, self._part_of_rows[rows]]
 
     def _learn_noise(self, difference: float) -> None:
         """Learn from the difference between two steps of as many rows, however misjudged both."""
@@ -176,8 +185,8 @@ class LiveCurve:
         noise = self._noise + _NOISE_RATE * (squared - self._noise)
         self._noise = min(max(noise, _LEAST_NOISE), _MOST_NOISE)
 
-    def _doubt(self, rows: int, parts: tuple[_Part, ...]) -> float:
-        """Make the part uncertain that is to blame for a time that has changed; by how much.
+    def _blame(self, rows: int, parts: list[int]) -> int:
+        """Make the part uncertain that is to blame for a time that has changed; which it is.
 
         Where steps of other rows still take the time foreseen, it is not the machine.
         """
@@ -187,30 +196,37 @@ class LiveCurve:
         else:
             self._recent.clear()  # these were errors against the former speed
             self._off_since.clear()
-            blamed = self._machine
-        blamed.variance += _MACHINE
-        return _MACHINE
+            blamed = _MACHINE
+        self._add_doubt(blamed, _MACHINE_DOUBT)
+        return blamed
 
-    def _correct(self, parts: tuple[_Part, ...], error: float, variance: float) -> None:
-        """Spread an error over the parts, the uncertain ones first."""
-        for part in parts:
-            gain = part.variance / variance
-            part.value += gain * error
-            part.variance *= 1 - gain
-            if part is not self._machine and abs(part.value - part.in_curve) > _NOTICEABLE:
-                self._stale = True
+    def _correct(self, error: float, shared: np.ndarray, variance: float) -> None:
+        """Spread an error over the parts, the uncertain ones first.
 
-    def _rebuild(self) -> None:
+        Args:
+            error: of the logarithm of a step's time.
+            shared: covariance of each part with that logarithm.
+            variance: of the logarithm, the step's noise included.
+        """
+        self._parts += shared * (error / variance)
+        self._covariance -= shared[:, None] * (shared / variance)
+        if np.abs(self._parts - self._in_curve)[1:].max() > _NOTICEABLE:
+            self._stale = True
+
+    def _rebuilt(self) -> CostCurve:
         points = [(1, 1.0)]
-        for rows, own in sorted(self._by_rows.items()):
+        for rows, part in sorted(self._part_of_rows.items()):
             # A costlier narrow step could be padded to a cheaper wide one, so costs never fall.
-            points.append((rows, max(points[-1][1], math.exp(self._drafted.value + own.value))))
+            cost = math.exp(self._parts[_DRAFTED] + self._parts[part])
+            points.append((rows, max(points[-1][1], cost)))
         rows, cost = points[-1]
         if rows < WIDEST:
             # As if each further block of rows cost what the measured ones do: too much where
             # the curve is flat, and on average right where it has stairs.
             points.append((WIDEST, cost * WIDEST / rows))
-        self._curve = CostCurve(points)
-        for part in (self._drafted, *self._by_rows.values()):
-            part.in_curve = part.value
-        self._stale = False
+        return CostCurve(points)
+
+
+def _change(part: int) -> float:
+    """The variance of what a part changes by from step to step."""
+    return {_MACHINE: _MACHINE_CHANGE, _DRAFTED: _DRAFTED_CHANGE}.get(part, _ROWS_CHANGE)

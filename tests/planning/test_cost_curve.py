@@ -3,7 +3,6 @@
 import pytest
 
 from mlxspec.errors import OptionError
-from mlxspec.planning import StepTimes
 from mlxspec.planning.chips import chip_curve, chip_names, chip_source
 from mlxspec.planning.cost_curve import CostCurve
 
@@ -20,16 +19,8 @@ def test_the_cheapest_further_row_looks_over_stairs() -> None:
     assert curve.cheapest_rows == pytest.approx([2 / 3, 0, 0, 3, float("inf")])
 
 
-def test_is_made_from_measured_steps() -> None:
-    times = StepTimes()
-    for rows, seconds in ((1, 0.1), (4, 0.15), (2, 0.12)):
-        times.record(rows, seconds)
-    curve = CostCurve.from_step_times(times)
-    assert [curve(1), curve(2), curve(3), curve(4)] == pytest.approx([1, 1.2, 1.35, 1.5])
-
-
-def test_without_measurements_only_one_row_is_known() -> None:
-    curve = CostCurve.from_step_times(StepTimes())
+def test_of_one_point_costs_are_the_rows() -> None:
+    curve = CostCurve([(1, 1)])
     assert curve.widest == 1
     assert curve(3) == 3
 

@@ -1,3 +1,5 @@
+import random
+
 import pytest
 
 from mlxspec.planning.live_costs import LiveCosts, context_range
@@ -96,15 +98,34 @@ def test_the_cost_of_waiting_is_that_of_plain_steps_outside_the_pipeline() -> No
     assert costs.waiting_cost == pytest.approx(0.2, abs=0.02)
 
 
-def test_plain_steps_are_wanted_until_some_have_run_and_again_after_many_without() -> None:
+def test_plain_steps_are_wanted_until_they_have_run_among_drafted_ones_and_again_later() -> None:
     costs = LiveCosts({1024: [KnownTime(1, 0.010, 0.01), KnownTime(8, 0.020, 0.01)]})
-    assert costs.wants_plain_steps
-    for _ in range(10):
+    for _ in range(50):
         costs.record(1, 0.010, True)
+    assert costs.wants_plain_steps  # of drafted ones nothing is known yet
+    for _ in range(10):
+        costs.record(8, 0.020, False)
+        plain(costs, 0.010)
     assert not costs.wants_plain_steps
-    for _ in range(250):
+    for _ in range(1000):
         costs.record(8, 0.020, False)
     assert costs.wants_plain_steps
+
+
+@pytest.mark.parametrize("wrong", [0.6, 1.0, 1.6])
+def test_costs_are_learned_where_plain_steps_run_only_when_they_are_wanted(wrong: float) -> None:
+    true = {1: 0.0045, 4: 0.0073, 8: 0.0091, 16: 0.0106}
+    costs = LiveCosts(
+        {1024: [KnownTime(r, s * (wrong if r == 1 else 1), 0.1) for r, s in true.items()]}
+    )
+    generator = random.Random(3)
+    sought = 0
+    for _ in range(200):
+        sought = sought + 1 if costs.wants_plain_steps else 0
+        rows = 1 if sought % 30 in range(12, 18) else generator.choice((4, 8, 16))
+        costs.record(rows, true[rows] * generator.lognormvariate(0, 0.05), rows == 1)
+    for rows in (4, 8, 16):
+        assert costs.cost(rows) == pytest.approx(true[rows] / true[1], rel=0.06)
 
 
 def test_a_plain_step_that_was_measured_too_slow_is_corrected_by_the_few_that_run() -> None:
