@@ -48,7 +48,7 @@ def main() -> None:
 
 def _proposal(context: int, chip: str, branching: bool) -> float:
     """Median seconds of a proposal."""
-    tokens = _text(context + _OUTPUT)
+    tokens = made_up_text(context + _OUTPUT)
     drafter = _TimedDrafter(chip, branching)
     replay(tokens[:context], tokens[context:], drafter)
     return median(drafter.times)
@@ -56,7 +56,7 @@ def _proposal(context: int, chip: str, branching: bool) -> float:
 
 def _update(context: int) -> float:
     """Median seconds of one token's update, tokens coming four at a time as in a good step."""
-    tokens = _text(context + _OUTPUT)
+    tokens = made_up_text(context + _OUTPUT)
     index = SuffixIndex(tokens[:context])
     starts = range(context, context + _OUTPUT, 4)
     return median(_seconds(index.extend, tokens[start : start + 4]) for start in starts) / 4
@@ -64,7 +64,7 @@ def _update(context: int) -> float:
 
 def _memory(context: int) -> float:
     """Bytes per token that an index keeps."""
-    tokens = _text(context + _OUTPUT)
+    tokens = made_up_text(context + _OUTPUT)
     tracemalloc.start()
     index = SuffixIndex(tokens[:context])
     index.extend(tokens[context:])
@@ -75,7 +75,7 @@ def _memory(context: int) -> float:
 
 def _begin(context: int) -> float:
     """Seconds for which the prefill waits: the index is built beside it."""
-    tokens = _text(context)
+    tokens = made_up_text(context)
     drafter = PlannedDrafter(chip_curve("M4 Pro"))
     seconds = _seconds(drafter.begin, tokens)
     drafter.end()
@@ -84,7 +84,7 @@ def _begin(context: int) -> float:
 
 def _index(context: int) -> float:
     """Seconds for building the index of a prompt."""
-    return _seconds(SuffixIndex, _text(context))
+    return _seconds(SuffixIndex, made_up_text(context))
 
 
 class _TimedDrafter(PlannedDrafter):
@@ -109,7 +109,7 @@ def _seconds(call: Callable[[list[int]], object], tokens: list[int]) -> float:
     return time.perf_counter() - started
 
 
-def _text(length: int) -> list[int]:
+def made_up_text(length: int) -> list[int]:
     """Token ids: those of the files' words if there are any, otherwise made up."""
     if sys.argv[1:]:
         words = " ".join(Path(name).read_text(encoding="utf-8") for name in sys.argv[1:]).split()

@@ -20,6 +20,8 @@ class VerifiedStep:
         accepted: the accepted nodes, from the root's child downwards.
         tokens: the emitted tokens: the accepted ones, then the bonus token, unless an end of
             the output was among them.
+        pending: accepted tokens that the next step has to run again in front of its own rows,
+            which makes it wider (models whose state cannot be cut back).
     """
 
     tree: DraftTree
@@ -27,6 +29,7 @@ class VerifiedStep:
     argmaxes: tuple[int, ...]
     accepted: tuple[int, ...]
     tokens: tuple[int, ...]
+    pending: int = 0
 
     @property
     def drafted(self) -> int:

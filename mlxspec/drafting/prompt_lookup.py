@@ -50,7 +50,12 @@ class PromptLookupDrafter:
 
     def propose(self, budget: int) -> DraftTree:
         draft = self._index.continuation(min(budget, self.n_draft))
+        self._drafted = len(draft)
         return DraftTree.chain(self._index.tokens[-1], draft)
+
+    def origins(self) -> tuple[str, ...]:
+        """Per node of the tree proposed last, where it came from."""
+        return "root", *["lookup"] * self._drafted
 
     def observe(self, step: VerifiedStep) -> None:
         self._index.extend(step.tokens)

@@ -29,7 +29,7 @@ _UNUSABLE = (OSError, ValueError, RecursionError)
 _SECONDS = (1e-6, 1e4)  # of a step: what is beyond was not measured
 _MAX_UNCERTAINTY = 10.0
 _MOST = 1e18  # of whatever is counted of a machine or model
-_SOURCES = ("quick", "careful", "steps")
+_SOURCES = ("steps", "quick", "careful")  # the better the later
 _COST_PER_ROW = (0.2, 20.0)  # T(M) is no less than the first times T(1), nor more than M·20·T(1)
 
 Identity = dict[str, str | int | float | None]
@@ -116,7 +116,9 @@ class CostCache:
     def update(self, key: CostKey, ranges: Mapping[int, KnownRange]) -> None:
         """Replace these ranges, where they are plausible, and leave the others as they are.
 
-        A range that is known at more numbers of rows than the new one stays, too.
+        A range that is known better stays, too: a careful measurement gives way to a quick one
+        only if it was of plain steps alone, and among equals the one of more numbers of rows
+        stays. What MLX, the model or the machine has changed since has another key.
         """
         path = self.directory / key.file_name
         kept: Ranges = {}
@@ -125,7 +127,7 @@ class CostCache:
         for end, known in ranges.items():
             with suppress(ValueError):
                 _check(known.times)
-                if end not in kept or len(kept[end].times) <= len(known.times):
+                if end not in kept or _rank(kept[end]) <= _rank(known):
                     kept[end] = known
         content = {
             "format": _FORMAT,
@@ -142,6 +144,11 @@ class CostCache:
                 f"step times are not kept ({error}); {ENVIRONMENT_VARIABLE} names another place",
                 stacklevel=2,
             )
+
+
+def _rank(known: KnownRange) -> tuple[bool, int, int]:
+    """How good it is, to be compared."""
+    return len(known.times) > 1, _SOURCES.index(known.source), len(known.times)
 
 
 def _cache_directory() -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import quantiles
 from typing import Protocol
 
@@ -39,6 +39,24 @@ class Effort:
     def tokens(self) -> int:
         """About how many tokens the steps emit, by which the context grows."""
         return self.rounds * (self.plain_tokens + len(self.rows) + 2) + len(self.rows)
+
+    @property
+    def room(self) -> int:
+        """Positions behind the context that the steps take, the widest one at the end."""
+        return self.tokens + max(self.rows, default=1)
+
+    def within(self, room: int) -> Effort:
+        """The same in fewer rounds, and if that is not enough without the widest steps.
+
+        One round of plain steps is the least; it may take more than ``room``.
+        """
+        fitted = self
+        while fitted.room > room and fitted.rounds > 1:
+            fitted = replace(fitted, rounds=fitted.rounds - 1)
+        while fitted.room > room and fitted.rows:
+            widest = max(fitted.rows)
+            fitted = replace(fitted, rows=tuple(rows for rows in fitted.rows if rows < widest))
+        return fitted
 
 
 # Costs bend where kernels change: published curves rise to 8, 12 or 16 rows and are flat from

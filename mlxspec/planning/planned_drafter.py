@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+from ..drafting.context_index import ContextIndex
 from ..drafting.continuations import TextStore
 from ..drafting.drafter import VerifiedStep
 from ..drafting.output_memory import OutputMemory
@@ -15,15 +15,17 @@ from .candidate_tree import CandidateTree
 from .cost_curve import CostCurve
 from .guard import Guard, expected_shortfall
 from .hazard import HazardModel
-from .width import expected_tokens, price_of_time, widths_by_worth
+from .width import expected_tokens, price_of_time, replayed_costs, widths_by_worth
 
-_CHILDREN = 6  # per node of a tree; more are never likely enough
+CHILDREN = 6
+"""Per node of a tree; more are never likely enough."""
+
 _FIRST_RATE = 1.2
 _RATE_CHANGE = 0.1
 
-# Of so many steps in which plain ones are sought, the last ones go without a draft.
+# Of every 30 steps in which plain ones are sought, these go without a draft.
 _SEEKING_ROUND = 30
-_SEEKING_PATIENCE = 24
+_PLAIN_OF_ROUND = range(12, 18)
 
 # Before the first draft, what one would be worth whose tokens are each right with 60 %.
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
@@ -44,10 +46,12 @@ class PlannedDrafter:
         waiting_cost: what a plain step costs more when its forward is dispatched only after the
             last token was read, as a share of a pipelined one. May be replaced too.
         branching: whether drafts may be trees; otherwise they are chains.
+        replays: whether accepted tokens of a partly rejected draft run again (tier REPLAY).
         guard: bounds what failed drafts may cost; None does not.
         memory: earlier outputs to draft from, to which each output is added at its end.
         store: other texts to draft from.
         token_classes: see :func:`mlxspec.planning.token_classes.token_classes`.
+        index: of the conversation's last turn, to be extended; by default a new one.
     """
 
     def __init__(
@@ -56,10 +60,12 @@ class PlannedDrafter:
         *,
         waiting_cost: float = 0.02,
         branching: bool = True,
+        replays: bool = False,
         guard: Guard | None = None,
         memory: OutputMemory | None = None,
         store: TextStore | None = None,
         token_classes: bytes = b"",
+        index: ContextIndex | None = None,
     ) -> None:
         self.curve = curve
         self.waiting_cost = waiting_cost
@@ -68,22 +74,21 @@ class PlannedDrafter:
         and then without drafts if there is no such place."""
         self._steps_sought = 0
         self.branching = branching
+        self._replays = replays
+        self._pending = 0
         self._guard = guard
         self._memory = memory
         self._store = store
         self._hazards = HazardModel(token_classes)
+        self._context = index or ContextIndex()
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation; the index is built beside the prefill, in a thread."""
-        earlier = self._memory.text() if self._memory else []
-        self._output_start = len(earlier) + len(prompt)
-        with_earlier = [*earlier, *prompt]
-        executor = ThreadPoolExecutor(max_workers=1)
-        self._building: Future[SuffixIndex] = executor.submit(SuffixIndex, with_earlier)
-        executor.shutdown(wait=False)
+        self._context.begin(prompt, self._memory.text() if self._memory else [])
         self._index: SuffixIndex | None = None
-        self._hazards.begin(memory_end=len(earlier))
+        self._hazards.begin(memory_end=self._context.memory_end)
         self._drafting = False
+        self._pending = 0
         self._rate = _FIRST_RATE
         worths = self._worths(expected_tokens(_FIRST_DRAFT[: self.curve.widest - 1]))
         self._worth = worths[0][0] if worths else 0.0
@@ -93,6 +98,10 @@ class PlannedDrafter:
     def propose(self, budget: int) -> DraftTree:
         self._plan = self._choose(budget)
         return self._plan.tree.draft(self._plan.width)
+
+    def origins(self) -> tuple[str, ...]:
+        """Per node of the tree proposed last, where it came from."""
+        return "root", *["suffix"] * self._plan.width
 
     @property
     def pipelined(self) -> bool:
@@ -115,7 +124,8 @@ class PlannedDrafter:
 
     def observe(self, step: VerifiedStep) -> None:
         tokens = step.tokens
-        cost = self.curve(len(step.tree))
+        cost = self.curve(self._pending + len(step.tree))
+        self._pending = step.pending
         self._drafting = step.drafted > 0
         self._steps_sought = self._steps_sought + 1 if self.seeks_plain_steps else 0
         self._plan.tree.learn(tokens)
@@ -127,12 +137,12 @@ class PlannedDrafter:
 
     def end(self) -> None:
         if self._memory:
-            self._memory.add(self._text().tokens[self._output_start :])
-        del self._index, self._building
+            self._memory.add(self._context.output)
+        self._index = None
 
     def _text(self) -> SuffixIndex:
         if self._index is None:
-            self._index = self._building.result()
+            self._index = self._context.index
         return self._index
 
     def _choose(self, max_depth: int) -> _Plan:
@@ -141,34 +151,38 @@ class PlannedDrafter:
         tree = CandidateTree(
             self._text(),
             self._hazards,
-            max_nodes=self.curve.widest - 1,
+            max_nodes=max(0, self.curve.widest - 1 - self._pending),
             max_depth=max_depth,
-            branching=_CHILDREN if self.branching else 1,
+            branching=CHILDREN if self.branching else 1,
             least_reach=self.curve.cheapest_rows,
             store=self._store,
         )
-        if self._steps_sought % _SEEKING_ROUND >= _SEEKING_PATIENCE:
+        if self._steps_sought % _SEEKING_ROUND in _PLAIN_OF_ROUND:
             return _Plan(tree, 0, 0.0)
         # After a plain step a draft interrupts the pipeline, and the next plain step waits.
         entry_cost = 0.0 if self._drafting else self.waiting_cost
-        for worth, width in self._worths(expected_tokens(tree.reach), entry_cost):
-            if self._allowed(tree, width):
+        expected = expected_tokens(tree.reach)
+        for worth, width in self._worths(expected, entry_cost):
+            if self._allowed(tree, self._costs(expected)[width + 1], width):
                 return _Plan(tree, width, worth)
         return _Plan(tree, 0, 0.0)
 
     def _worths(
         self, expected: Sequence[float], entry_cost: float = 0.0
     ) -> list[tuple[float, int]]:
-        costs = self.curve.table
+        costs = self._costs(expected)
         price = price_of_time(expected, costs, self._rate)
         return widths_by_worth(expected, costs, price, entry_cost)
 
-    def _allowed(self, tree: CandidateTree, width: int) -> bool:
+    def _costs(self, expected: Sequence[float]) -> Sequence[float]:
+        if not self._replays:
+            return self.curve.table
+        return replayed_costs(expected, self.curve.table, self._pending)
+
+    def _allowed(self, tree: CandidateTree, cost: float, width: int) -> bool:
         if self._guard is None:
             return True
-        return self._guard.allows(
-            expected_shortfall(self.curve.table[width + 1], tree.reach_by_depth(width))
-        )
+        return self._guard.allows(expected_shortfall(cost, tree.reach_by_depth(width)))
 
 
 class _Plan(NamedTuple):

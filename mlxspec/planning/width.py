@@ -37,6 +37,33 @@ def price_of_time(expected: Sequence[float], costs: Sequence[float], rate: float
     return float(best**_SHARE_OF_NOW * rate ** (1 - _SHARE_OF_NOW))
 
 
+def replayed_costs(expected: Sequence[float], table: Sequence[float], pending: int) -> list[float]:
+    """What a step costs where state cannot be cut back, and accepted tokens run once more.
+
+    Pending rows stand in front of the step's own. A draft of which only a part is accepted
+    makes the next step wider by what is pending then.
+
+    Args:
+        expected: E(w) as from :func:`expected_tokens`.
+        table: ``table[rows]`` is T(rows) / T(1), up to the widest draft with its pending rows.
+        pending: accepted tokens that this step runs again.
+
+    Returns:
+        ``costs[rows]`` for the step's own rows, as :func:`price_of_time` takes them.
+    """
+    widest = len(table) - 1
+    costs = [0.0, table[min(pending + 1, widest)]]
+    for width in range(1, len(expected)):
+        whole = expected[width] - expected[width - 1]  # the probability that all is accepted
+        cost = table[pending + 1 + width]
+        if whole < 1:
+            accepted = (expected[width] - 1 - width * whole) / (1 - whole)
+            rows_then = min(pending + 2 + round(accepted), widest)
+            cost += (1 - whole) * (table[rows_then] - table[1])
+        costs.append(cost)
+    return costs
+
+
 def widths_by_worth(
     expected: Sequence[float], costs: Sequence[float], price: float, entry_cost: float = 0.0
 ) -> list[tuple[float, int]]:

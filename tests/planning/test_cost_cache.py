@@ -70,6 +70,36 @@ def test_an_update_leaves_other_ranges_and_other_models_alone(cache: CostCache):
     assert cache.read(other) == {1024: newer}
 
 
+@pytest.mark.parametrize(
+    ("kept", "new", "stays"),
+    [
+        (("careful", 2), ("quick", 3), "careful"),
+        (("careful", 2), ("steps", 3), "careful"),
+        (("quick", 3), ("careful", 2), "careful"),
+        (("careful", 1), ("quick", 3), "quick"),  # only plain steps were measured
+        (("quick", 3), ("careful", 1), "quick"),
+        (("quick", 3), ("steps", 3), "quick"),
+        (("steps", 3), ("quick", 2), "quick"),
+    ],
+)
+def test_the_better_measurement_stays(
+    cache: CostCache, kept: tuple[str, int], new: tuple[str, int], stays: str
+):
+    for source, count in (kept, new):
+        known = KnownRange(TIMES[:count], source, "2026-02-01T10:00:00+00:00")
+        cache.update(KEY, {1024: known})
+    assert cache.read(KEY)[1024].source == stays
+
+
+def test_among_equals_the_last_one_stays_unless_it_knows_fewer_rows(cache: CostCache):
+    later = "2026-02-01T10:00:00+00:00"
+    cache.update(KEY, {1024: KNOWN})
+    cache.update(KEY, {1024: KnownRange(TIMES[:2], "careful", later)})
+    assert cache.read(KEY) == {1024: KNOWN}
+    cache.update(KEY, {1024: KnownRange(TIMES, "careful", later)})
+    assert cache.read(KEY)[1024].updated == later
+
+
 def test_the_file_is_the_user_s_own_and_nothing_else_stays(cache: CostCache):
     cache.update(KEY, {1024: KNOWN})
     assert stat.S_IMODE(only_file(cache).stat().st_mode) == 0o600

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -109,3 +110,19 @@ def test_a_widely_spread_time_is_uncertain_and_so_is_one_of_few_steps():
     assert RowsTime(2, 0.1, 0.0, 100).known(0.02).uncertainty == 0.02
     assert RowsTime(2, 0.1, 0.3, 9).known(0.02).uncertainty == pytest.approx(0.187, abs=0.01)
     assert RowsTime(2, 0.1, 0.0, 1).known(0.02).uncertainty > 0.1
+
+
+def test_an_effort_that_does_not_fit_takes_fewer_rounds_then_narrower_steps():
+    assert CAREFUL.within(CAREFUL.room) == CAREFUL
+    room = 10_000
+    while room:
+        fitted, room = CAREFUL.within(room), room - 1
+        assert fitted.room <= room + 1 or (fitted.rounds, fitted.rows) == (1, ())
+        if fitted.rounds > 1:
+            assert fitted.rows == CAREFUL.rows
+        # One more round, or one more number of rows, would be too much.
+        if fitted.rows != CAREFUL.rows:
+            narrow = sorted(CAREFUL.rows)[: len(fitted.rows) + 1]
+            assert replace(fitted, rows=tuple(narrow)).room > room + 1
+        elif fitted.rounds < CAREFUL.rounds:
+            assert replace(fitted, rounds=fitted.rounds + 1).room > room + 1

@@ -1,0 +1,88 @@
+"""The suffix index of a context, which grows with a conversation."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from .suffix_index import MAX_LENGTH, SEPARATOR, SuffixIndex
+
+
+class ContextIndex:
+    """Indexes earlier outputs and a prompt beside the prefill, in a thread.
+
+    The next prompt of a conversation begins with most of the last context: then only the rest
+    is added. Where the two part, the abandoned turn stays in the index as one more text to
+    draft from, and the new one stands behind a separator, with enough of what precedes it for
+    matches of any length.
+    """
+
+    def __init__(self) -> None:
+        self._building: Future[SuffixIndex] | None = None
+        self._prompt: array[int] = array("i")
+        self._prompt_end = 0
+        """Where in the index's text the prompt ends and the output begins."""
+        self.memory_end = 0
+        """How many tokens of earlier outputs the text begins with."""
+
+    @property
+    def index(self) -> SuffixIndex:
+        """The index of the context; waits until it is built."""
+        assert self._building is not None
+        return self._building.result()
+
+    @property
+    def output(self) -> Sequence[int]:
+        """What was added since the prompt."""
+        return self.index.tokens[self._prompt_end :]
+
+    def begin(self, prompt: Sequence[int], earlier: Sequence[int] = ()) -> None:
+        """Start the index of a context.
+
+        Args:
+            prompt: what it begins with.
+            earlier: other outputs, for an index that is built anew.
+        """
+        added = array("i", prompt)
+        kept = self._continued(added) if self._building else None
+        self._prompt = array("i", prompt)
+        if kept is not None:
+            index, added = kept
+            self._prompt_end = len(index) + len(added)
+            self._run(lambda: _extended(index, added))
+        else:
+            self.memory_end = len(earlier)
+            self._prompt_end = len(earlier) + len(added)
+            self._run(lambda: SuffixIndex([*earlier, *added]))
+
+    def _continued(self, prompt: array[int]) -> tuple[SuffixIndex, array[int]] | None:
+        """The index so far and what to add to it; None if a new one has less to index."""
+        context = self._prompt + array("i", self.output)
+        common = common_length(context, prompt)
+        added = prompt[common:]
+        if common < len(context):
+            added = array("i", [SEPARATOR]) + prompt[max(0, common - MAX_LENGTH) :]
+        return (self.index, added) if len(added) < common else None
+
+    def _run(self, build: Callable[[], SuffixIndex]) -> None:
+        executor = ThreadPoolExecutor(max_workers=1)
+        self._building = executor.submit(build)
+        executor.shutdown(wait=False)
+
+
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences of one type begin with in common."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:  # halving the slices, which compare fast, instead of token by token
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _extended(index: SuffixIndex, tokens: Sequence[int]) -> SuffixIndex:
+    index.extend(tokens)
+    return index

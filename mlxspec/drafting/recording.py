@@ -1,0 +1,106 @@
+"""Watching a drafter: every step of a generation, with where its draft tokens came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .drafter import Drafter, VerifiedStep
+from .tree import DraftTree
+
+ROOT = "root"
+DRAFT = "draft"
+"""The origin of draft tokens whose drafter does not tell."""
+
+WindowRows = Mapping[tuple[int, int], int]
+"""Lookahead decoding's window: the node of each (level, column)."""
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One step, and what its drafter tells about the tree.
+
+    Attributes:
+        verified: the step.
+        origins: per node of the verified tree, where it came from; the root's is "root".
+        window: the nodes of lookahead decoding's window in the verified tree; empty without one.
+    """
+
+    verified: VerifiedStep
+    origins: tuple[str, ...]
+    window: WindowRows
+
+
+class RecordingDrafter:
+    """Lets another drafter draft, and keeps every step.
+
+    A drafter may tell more about the tree that it proposed last: ``origins()`` gives a word per
+    node, ``window_rows()`` the nodes of lookahead decoding's window.
+
+    Args:
+        drafter: whose steps to record.
+        steps: the list to which they are appended.
+    """
+
+    def __init__(self, drafter: Drafter, steps: list[RecordedStep]) -> None:
+        self._drafter = drafter
+        self._steps = steps
+
+    @property
+    def pipelined(self) -> bool:
+        return self._drafter.pipelined
+
+    @property
+    def branching(self) -> bool:
+        return self._drafter.branching
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._drafter.begin(prompt)
+
+    def propose(self, budget: int) -> DraftTree:
+        self._proposed = tree = self._drafter.propose(budget)
+        origins = getattr(self._drafter, "origins", None)
+        window_rows = getattr(self._drafter, "window_rows", None)
+        # Taken now: after the step the drafter is ahead of its tree.
+        self._origins = origins() if origins else (ROOT, *[DRAFT] * (len(tree) - 1))
+        self._window = dict(window_rows()) if window_rows else {}
+        return tree
+
+    def observe(self, step: VerifiedStep) -> None:
+        proposed_of = _proposed_nodes(step.tree, self._proposed)
+        verified_of = {node: verified for verified, node in enumerate(proposed_of)}
+        self._steps.append(
+            RecordedStep(
+                step,
+                tuple(self._origins[node] for node in proposed_of),
+                {
+                    place: verified_of[node]
+                    for place, node in self._window.items()
+                    if node in verified_of
+                },
+            )
+        )
+        self._drafter.observe(step)
+
+    def end(self) -> None:
+        self._drafter.end()
+
+
+def _proposed_nodes(verified: DraftTree, proposed: DraftTree) -> list[int]:
+    """Per node of the verified tree its node in the proposed one, of which it is a part.
+
+    The loop drops nodes and numbers the others anew, in their order.
+    """
+    nodes = [0]
+    taken = {0}
+    for token, parent in zip(verified.tokens[1:], verified.parents[1:], strict=True):
+        node = next(
+            node
+            for node in range(nodes[parent] + 1, len(proposed))
+            if proposed.parents[node] == nodes[parent]
+            and proposed.tokens[node] == token
+            and node not in taken
+        )
+        taken.add(node)
+        nodes.append(node)
+    return nodes
