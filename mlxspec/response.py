@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 
+from .errors import OptionError
 from .planning import StepTime, StepTimes
 
 
@@ -39,6 +42,21 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities where a token was chosen.
+
+    They are the model's after penalties and processors, before filters and temperature.
+
+    Attributes:
+        logprob: the chosen token's.
+        top: the likeliest tokens and theirs, best first; impossible tokens are left out.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
 class GenerationResponse:
     """One generated token: the fields of mlx-lm's response, and the speculative figures.
 
@@ -47,15 +65,16 @@ class GenerationResponse:
             incomplete.
         token: the token id.
         logprobs: lazy log-probabilities of the vocabulary where the token was chosen,
-            (vocabulary,), before filters and temperature.
+            (vocabulary,), after penalties and processors, before filters and temperature.
         from_draft: whether the token was an accepted draft token.
         prompt_tokens: tokens in the prompt.
-        prompt_tps: prompt tokens per second.
+        prompt_tps: prompt tokens per second, of those that were run.
         generation_tokens: tokens generated so far.
         generation_tps: generated tokens per second so far.
         peak_memory: peak memory used so far, in GB.
         stats: figures of the generation so far, the step of this token included.
         finish_reason: "stop" or "length" with the last token, None before.
+        reused_tokens: prompt tokens that a session's cache held already.
     """
 
     text: str
@@ -69,6 +88,23 @@ class GenerationResponse:
     peak_memory: float
     stats: SpeculationStats
     finish_reason: str | None = None
+    reused_tokens: int = 0
+
+    def token_logprobs(self, count: int = 0) -> TokenLogprobs:
+        """The token's log-probability, and the ``count`` likeliest tokens in its place.
+
+        Raises:
+            OptionError: ``count`` is below 0.
+        """
+        if count < 0:
+            raise OptionError(f"count is {count}: ask for 0 of the likeliest tokens or more")
+        likeliest = mx.argsort(-self.logprobs)[:count]
+        values = cast(list[float], self.logprobs[likeliest].tolist())
+        top = zip(cast(list[int], likeliest.tolist()), values, strict=True)
+        return TokenLogprobs(
+            logprob=cast(float, self.logprobs[self.token].item()),
+            top=[(token, value) for token, value in top if value > -math.inf],
+        )
 
 
 @dataclass(frozen=True)
@@ -86,6 +122,7 @@ class GenerationResult:
         peak_memory: in GB.
         stats: what speculation did.
         step_times: T(rows), measured on this decoder's steps so far.
+        logprobs: per token, where they were asked for.
     """
 
     text: str
@@ -98,12 +135,20 @@ class GenerationResult:
     peak_memory: float
     stats: SpeculationStats
     step_times: list[StepTime]
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class Transcript:
-    """Collects the responses of one generation; gives its result at any time."""
+    """Collects the responses of one generation; gives its result at any time.
 
-    def __init__(self) -> None:
+    Args:
+        logprobs: collect each token's log-probability and those of this many likeliest tokens
+            in its place; None collects none.
+    """
+
+    def __init__(self, logprobs: int | None = None) -> None:
+        self._top = logprobs
+        self._logprobs: list[TokenLogprobs] = []
         self._text: list[str] = []
         self.tokens: list[int] = []
         self._from_draft: list[bool] = []
@@ -114,6 +159,8 @@ class Transcript:
         self._text.append(response.text)
         self.tokens.append(response.token)
         self._from_draft.append(response.from_draft)
+        if self._top is not None:
+            self._logprobs.append(response.token_logprobs(self._top))
         self._last = response
 
     def result(self, step_times: StepTimes) -> GenerationResult:
@@ -130,4 +177,5 @@ class Transcript:
             peak_memory=last.peak_memory if last else 0.0,
             stats=last.stats if last else SpeculationStats(),
             step_times=step_times.table(),
+            logprobs=self._logprobs.copy() if self._top is not None else None,
         )

@@ -1,7 +1,8 @@
 """Decoding: the step and the loop around it."""
 
 from .acceptance import accept
+from .chooser import Chooser
 from .loop import DecodedStep, RecordTime, decode
-from .sampling import Chooser, SamplingParams
+from .sampling import SamplingParams
 
 __all__ = ["Chooser", "DecodedStep", "RecordTime", "SamplingParams", "accept", "decode"]

@@ -12,11 +12,13 @@ from mlx_lm.generate import generation_stream, wired_limit
 from ..drafting import DraftTree, VerifiedStep
 from ..errors import OptionError
 from ..models.loading import context_length
+from ..models.lockstep import target_for
 from ..models.target import Progress, Target, vocabulary_size
-from ..models.tiers import Tier, chain_tier
+from ..models.tiers import chain_tier
 from ..planning.measurement import Effort, RowsTime, ShareDone, measure
+from .chooser import Chooser
 from .loop import decode
-from .sampling import Chooser, SamplingParams
+from .sampling import SamplingParams
 
 _UNENDING = 1 << 30  # tokens
 
@@ -34,9 +36,9 @@ def calibrate(
     Args:
         model: an mlx-lm model.
         effort: which steps, and for how long; see :data:`mlxspec.planning.measurement.QUICK`.
-        context: tokens of context, in place of the effort's own number. That one becomes smaller
-            where the widest steps would not fit behind it, into the model's context or its
-            sliding window.
+        context: tokens of context, in place of the effort's own number. Where the model's context
+            is too short for all steps behind it, there are fewer rounds of them, and the
+            effort's own number becomes smaller.
         on_prefill: called with context tokens done and context tokens in all.
         on_progress: called with the share of the steps that is done.
 
@@ -47,29 +49,28 @@ def calibrate(
         OptionError: ``context`` is no length that the model can have.
     """
     started = time.perf_counter()
-    longest = (context_length(model) or _UNENDING) - effort.tokens
+    window = context_length(model) or _UNENDING
+    longest = window - effort.within(0).room
     if context is None:
-        target = _target(model)
-        drafts = target.tier is not Tier.PLAIN
-        room = min(longest, target.max_rows - effort.tokens) if drafts else longest
-        context = max(1, min(effort.context, room - max(effort.rows)))
+        context = max(1, min(effort.context, window - effort.within(window - 1).room))
     elif not 1 <= context <= longest:
         raise OptionError(
             f"a context of {context} tokens: choose 1 to {longest} for this model"
             if longest > 0
             else "the model's context is too short for a measurement"
         )
+    effort = effort.within(window - context)
     with wired_limit(model, [generation_stream]):
         steps = ModelSteps(model, context, on_prefill)
         # The context grows by a token a step, and the widest step must fit in at the end.
-        room = min(steps.target.max_rows - effort.tokens, longest - context)
+        room = min(steps.target.max_rows, window - context - effort.tokens)
         return measure(steps, effort, max(1, room), started, time.perf_counter, on_progress)
 
 
 def _target(model: nn.Module) -> Target:
     """An empty target that verifies chains, if any drafts."""
     tier = chain_tier(model)
-    return Target(model, tier, vocabulary_size(model))
+    return target_for(model, tier, vocabulary_size(model))
 
 
 class ModelSteps:
@@ -127,7 +128,10 @@ class ModelSteps:
 
 
 class _RandomChains:
-    """Drafts chains of random tokens, as many as it is told to."""
+    """Drafts chains of random tokens, as many as make a step of ``rows`` rows.
+
+    In tier REPLAY rejected drafts leave pending rows; a plain step runs them where they are more.
+    """
 
     branching = False
 
@@ -136,7 +140,7 @@ class _RandomChains:
         self.rows = 1
         self._vocab_size = vocab_size
         self._random = random.Random(0)
-        self._last = 0
+        self._last = self._pending = 0
 
     def tokens(self, count: int) -> list[int]:
         """So many random tokens."""
@@ -146,10 +150,10 @@ class _RandomChains:
         self._last = prompt[-1]
 
     def propose(self, budget: int) -> DraftTree:
-        return DraftTree.chain(self._last, self.tokens(self.rows - 1))
+        return DraftTree.chain(self._last, self.tokens(self.rows - self._pending - 1))
 
     def observe(self, step: VerifiedStep) -> None:
-        self._last = step.tokens[-1]
+        self._last, self._pending = step.tokens[-1], step.pending
 
     def end(self) -> None:
         pass

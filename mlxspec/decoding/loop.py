@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import mlx.core as mx
@@ -12,9 +12,10 @@ from mlx_lm.generate import generation_stream
 
 from ..drafting import Drafter, DraftTree, VerifiedStep
 from ..models.target import Progress, Target
-from ..models.tiers import Tier
+from ..models.tier import Tier
 from .acceptance import accept
-from .sampling import Chooser
+from .chooser import Chooser
+from .shaping import History
 
 _STEPS_BETWEEN_CLEARING = 256  # as mlx-lm: buffers of outgrown caches go back to the system
 
@@ -22,7 +23,8 @@ _STEPS_BETWEEN_CLEARING = 256  # as mlx-lm: buffers of outgrown caches go back t
 _NEXT = DraftTree.chain(-1)  # the one row after a token that is not known yet
 
 RecordTime = Callable[[int, float, bool], None]
-"""Told a step's rows, its wall time in seconds, and whether it was pipelined."""
+"""Told a step's rows (pending ones included), its wall time in seconds, and whether it was
+pipelined."""
 
 
 @dataclass(frozen=True)
@@ -47,60 +49,68 @@ def decode(
     *,
     max_tokens: int,
     ends: Callable[[int], bool],
+    held: int = 0,
     record_time: RecordTime | None = None,
     on_progress: Progress | None = None,
-) -> Iterator[DecodedStep]:
+) -> Generator[DecodedStep, None, None]:
     """Generate tokens after a prompt, one verified step at a time.
 
     After every step, and when the generator is closed or interrupted, the target's cache holds
     exactly the context without its last token (while a pipelined plain step is in flight, one
-    dispatched token more).
+    dispatched token more; in tier REPLAY without the target's pending tokens).
 
     Args:
-        target: the model with an empty cache.
+        target: the model, with what precedes the prompt in its cache.
         prompt: at least one token id.
         drafter: proposes what the target verifies.
         chooser: picks the target's token after each row.
         max_tokens: how many tokens to emit at most, at least 1.
         ends: called with each emitted token in order; True ends the output behind it.
+        held: how many of the prompt's first tokens the target's cache holds, not its last.
         record_time: called after each step; it was pipelined if its forward had been dispatched
             during the step before. The time that the consumer takes between steps does not count.
         on_progress: reports the prefill.
     """
     prompt = tuple(prompt)  # a drafter that keeps and extends what it is given changes nothing
-    context_length = len(prompt)
+    start = context_length = target.length + len(prompt) - held
     last = prompt[-1]
+    history = chooser.history(prompt)
     ahead: _Flight | None = None
     drafter.begin(list(prompt))
     try:
         with mx.stream(generation_stream):
-            target.prefill(prompt[:-1], on_progress)
+            target.prefill(prompt[held:-1], on_progress)
         finished, steps = False, 0
         while not finished:
             started = time.perf_counter()
-            remaining = max_tokens - (context_length - len(prompt))
-            proposal = _fit(drafter.propose(remaining - 1), last, target, remaining - 1)
-            pipelined = ahead is not None
+            remaining = max_tokens - (context_length - start)
+            budget = min(remaining - 1, target.max_depth)
+            proposal = _fit(drafter.propose(budget), last, target, budget)
+            pipelined, pending = ahead is not None, len(target.pending)
             if ahead is None:
-                tree, flight = proposal, _dispatch(target, chooser, proposal)
+                tree, flight = proposal, _dispatch(target, chooser, history, proposal)
             else:
                 # The last token's row is on its way; a draft waits for the step after it.
                 tree, flight = DraftTree.chain(last) if len(proposal) > 1 else proposal, ahead
             ahead = None
             if len(proposal) == 1 and drafter.pipelined and remaining > 1:
-                ahead = _dispatch(target, chooser, _NEXT, flight.choices)
+                ahead = _dispatch(target, chooser, history, _NEXT, flight.choices)
 
             verified, finished = _settle(tree, flight, remaining, ends)
             if len(tree) > 1:
                 target.keep((0, *verified.accepted[: len(verified.tokens) - 1]))
+                if target.pending:
+                    verified = replace(verified, pending=len(target.pending))
             context_length += len(verified.tokens)
             last = verified.tokens[-1]
+            if history:
+                history.extend(verified.tokens)
             drafter.observe(verified)
             steps += 1
             if steps % _STEPS_BETWEEN_CLEARING == 0:
                 mx.clear_cache()
             if record_time:
-                record_time(len(tree), time.perf_counter() - started, pipelined)
+                record_time(pending + len(tree), time.perf_counter() - started, pipelined)
             yield DecodedStep(verified, flight.logprobs_of(verified))
     finally:
         target.truncate(min(target.length, context_length - 1))
@@ -118,7 +128,6 @@ def _fit(tree: DraftTree, last: int, target: Target, max_depth: int) -> DraftTre
         return tree
     if target.tier is not Tier.TREE:
         tree = tree.first_chain()
-        max_depth = min(max_depth, target.max_rows - 1)
     return tree.pruned(max_depth, target.vocab_size)
 
 
@@ -143,23 +152,26 @@ class _Flight:
 
 
 def _dispatch(
-    target: Target, chooser: Chooser, tree: DraftTree, tokens: mx.array | None = None
+    target: Target,
+    chooser: Chooser,
+    history: History | None,
+    tree: DraftTree,
+    unknown: mx.array | None = None,
 ) -> _Flight:
     """Start the forward over a tree's rows without waiting for it.
 
-    ``tokens`` stand in for those of the tree where they are not known yet.
+    ``unknown``, (1,), stands in for the token of a single row where it is not known yet.
 
     The only row of a plain step stays whatever is chosen after it, so it is committed at once
     and the next forward can be dispatched behind it.
     """
-    if tokens is None:
-        tokens = mx.array(tree.tokens)
+    tokens = mx.array(tree.tokens) if unknown is None else unknown
     with mx.stream(generation_stream):
         logits = target.forward(tokens, tree)
         positions = [target.length + depth + 1 for depth in tree.depths]
-        choices, logprobs = chooser.choose(logits, positions)
-        greedy = chooser.params.temp == 0
-        argmaxes = choices if greedy else mx.argmax(logprobs, axis=-1)
+        contexts = history.contexts(tree, unknown) if history else None
+        choices, logprobs = chooser.choose(logits, positions, contexts)
+        argmaxes = choices if chooser.greedy else mx.argmax(logprobs, axis=-1)
     mx.async_eval(choices, argmaxes)
     if len(tree) == 1:
         target.keep((0,))

@@ -1,116 +1,142 @@
-"""The target's choice after each row: argmax, or a sample keyed by its position."""
+"""How the target picks a token: the settings, under mlx-lm's names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
 
 import mlx.core as mx
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from ..errors import OptionError
+
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+"""From the context's tokens, (length,), and the logits after it, (1, vocabulary), to logits."""
+
+Sampler = Callable[[mx.array], mx.array]
+"""From log-probabilities, (1, vocabulary), to the token, (1,)."""
 
 _COLDEST = 1e-30  # what a logit difference is divided by without leaving float32
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the target picks a token; the names and meanings are mlx-lm's.
+    """How the target picks a token; the names, meanings and order of effects are mlx-lm's.
+
+    The logits after each token go through the logit bias, the penalties and the logits
+    processors, become log-probabilities, and above temperature 0 are filtered by top-p, min-p,
+    XTC and top-k and divided by the temperature.
 
     Attributes:
         temp: temperature; 0 takes the most likely token.
         top_p: keep the smallest set of tokens with this much probability; 0 and 1 keep all.
         top_k: keep this many tokens; 0 keeps all.
         min_p: keep tokens with at least this share of the best one's probability; 0 keeps all.
-        seed: with the position of a token, determines its random numbers.
+        seed: with the position of a token, determines its random numbers. None draws a seed
+            from MLX's random state for each generation.
+        min_tokens_to_keep: this many of the best tokens are kept by ``min_p``.
+        xtc_probability: how often, from 0 to 1, XTC drops the likeliest tokens.
+        xtc_threshold: XTC drops all but the least likely of the tokens with more probability
+            than this, 0 to 0.5.
+        xtc_special_tokens: ids that XTC never drops, usually line breaks and end tokens.
+        logit_bias: by token id, what is added to its logit; minus infinity forbids it.
+        repetition_penalty: divides positive logits of tokens that the context holds, multiplies
+            negative ones (Keskar et al. 2019, arXiv 1909.05858); None or 0 for none.
+        repetition_context_size: how many of the context's last tokens count, prompt included;
+            0 for all.
+        presence_penalty: subtracted from the logit of each token that the context holds.
+        presence_context_size: as ``repetition_context_size``.
+        frequency_penalty: subtracted from a token's logit for each time the context holds it.
+        frequency_context_size: as ``repetition_context_size``.
+        logits_processors: called in order, after bias and penalties, with the context and the
+            logits after it. Each node of a draft tree has its own context, and some of them turn
+            out to be wrong: a processor must depend on its arguments alone.
+        sampler: picks the token in place of temperature and filters. What it draws from MLX's
+            random state is keyed by seed and position; the state is as before after it.
 
     Raises:
-        OptionError: a value is outside its range.
+        OptionError: a value is outside its range, or a sampler comes with what it replaces.
     """
 
     temp: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    seed: int = 0
+    seed: int | None = 0
+    _: KW_ONLY
+    min_tokens_to_keep: int = 1
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_special_tokens: Sequence[int] = ()
+    logit_bias: Mapping[int, float] | None = None
+    repetition_penalty: float | None = None
+    repetition_context_size: int = 20
+    presence_penalty: float | None = None
+    presence_context_size: int = 20
+    frequency_penalty: float | None = None
+    frequency_context_size: int = 20
+    logits_processors: Sequence[LogitsProcessor] | None = None
+    sampler: Sampler | None = None
 
     def __post_init__(self) -> None:
-        if self.temp != 0 and not _COLDEST <= self.temp < float("inf"):
+        if self.temp != 0 and not _COLDEST <= self.temp < math.inf:
             raise OptionError(
                 f"temp is {self.temp}: the temperature is 0 (greedy), or {_COLDEST} and above"
             )
-        for name in ("top_p", "min_p"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise OptionError(f"{name} is {getattr(self, name)}: choose it between 0 and 1")
+        self._check_range(0, 1, "top_p", "min_p", "xtc_probability")
+        self._check_range(0, 0.5, "xtc_threshold")
         if self.top_k < 0:
             raise OptionError(f"top_k is {self.top_k}: keep 1 token or more, or 0 for all")
-        if not 0 <= self.seed < 2**64:
+        if self.min_tokens_to_keep < 1:
+            raise OptionError(f"min_tokens_to_keep is {self.min_tokens_to_keep}: choose 1 or more")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
             raise OptionError(f"seed is {self.seed}: choose it between 0 and 2**64 - 1")
+        self._check_penalties()
+        for token, bias in (self.logit_bias or {}).items():
+            if not bias < math.inf:
+                raise OptionError(f"logit_bias of token {token} is {bias}: choose a number")
+        self._check_sampler()
+
+    def _check_range(self, least: float, most: float, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise OptionError(f"{name} is {value}: choose it between {least} and {most}")
+
+    def _check_penalties(self) -> None:
+        if self.repetition_penalty is not None and not 0 <= self.repetition_penalty < math.inf:
+            raise OptionError(
+                f"repetition_penalty is {self.repetition_penalty}: choose a positive number, "
+                "above 1 to discourage repetition"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name) or 0):
+                raise OptionError(f"{name} is {getattr(self, name)}: choose a finite number")
+        for kind in ("repetition", "presence", "frequency"):
+            size = getattr(self, f"{kind}_context_size")
+            if size < 0:
+                raise OptionError(
+                    f"{kind}_context_size is {size}: count 1 token or more, or 0 for all"
+                )
+
+    def _check_sampler(self) -> None:
+        if self.sampler is None:
+            return
+        for field in fields(self):
+            if field.name in _REPLACED_BY_SAMPLER and getattr(self, field.name) != field.default:
+                raise OptionError(
+                    f"{field.name} is {getattr(self, field.name)} beside a sampler, which takes "
+                    "its place: choose one of them"
+                )
 
 
-class Chooser:
-    """Picks the target's token after each row of a forward.
-
-    Above temperature 0 it samples by the Gumbel-max trick: the filtered logits divided by the
-    temperature plus Gumbel noise have their maximum at token t with exactly t's probability.
-    The noise of the token at position p is a function of (seed, p) alone, so a token is the
-    same whether it was decoded alone, as a row of a draft, or in a branch of a tree.
-    """
-
-    def __init__(self, params: SamplingParams) -> None:
-        self.params = params
-        if params.temp > 0:
-            self._seed_word = mx.random.split(mx.random.key(params.seed))[0, 0].item()
-
-    def choose(self, logits: mx.array, positions: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Choose one token per row.
-
-        Args:
-            logits: (rows, vocabulary).
-            positions: per row, the absolute position of the token to be chosen, counted from
-                the prompt's first token; the row's own position plus one.
-
-        Returns:
-            the choices, (rows,), and the log-probabilities before filters and temperature,
-            (rows, vocabulary). Both are lazy.
-        """
-        # mlx-lm takes the argmax of log-probabilities, where rounding can tie what the logits
-        # tell apart. Equal output needs the same arithmetic.
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        if self.params.temp == 0:
-            return mx.argmax(logprobs, axis=-1), logprobs
-        return mx.argmax(self.perturb(logprobs, positions), axis=-1), logprobs
-
-    def perturb(self, logprobs: mx.array, positions: Sequence[int]) -> mx.array:
-        """The values whose argmax is the choice: log-probabilities filtered, tempered, noised.
-
-        Shapes as in :meth:`choose`. At temperature 0 these are the log-probabilities.
-        """
-        if self.params.temp == 0:
-            return logprobs
-        filtered = self._filter(logprobs).astype(mx.float32)
-        # Relative to the best token, so that a low temperature has the others overflow, not it.
-        tempered = (filtered - filtered.max(axis=-1, keepdims=True)) * (1 / self.params.temp)
-        return tempered + self._noise(positions, logprobs.shape[-1])
-
-    def _filter(self, logprobs: mx.array) -> mx.array:
-        """Set what the filters drop to minus infinity, in mlx-lm's order."""
-        params = self.params
-        if 0 < params.top_p < 1:
-            logprobs = apply_top_p(logprobs, params.top_p)
-        if params.min_p > 0:
-            logprobs = apply_min_p(logprobs, params.min_p)
-        if 0 < params.top_k < logprobs.shape[-1]:
-            logprobs = apply_top_k(logprobs, params.top_k)
-        return logprobs
-
-    def _noise(self, positions: Sequence[int], vocab_size: int) -> mx.array:
-        """Gumbel noise, (rows, vocabulary); rows of one position share theirs."""
-        distinct = sorted(set(positions))
-        # A key of MLX's counter-based generator is two words: the seed's and the position.
-        keys = mx.array([[self._seed_word, position] for position in distinct], dtype=mx.uint32)
-        noise = mx.vmap(lambda key: mx.random.gumbel((vocab_size,), key=key))(keys)
-        if distinct == list(positions):
-            return noise
-        rank = {position: index for index, position in enumerate(distinct)}
-        return noise[mx.array([rank[position] for position in positions])]
+_REPLACED_BY_SAMPLER = {
+    "temp",
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens_to_keep",
+    "xtc_probability",
+    "xtc_threshold",
+    "xtc_special_tokens",
+}

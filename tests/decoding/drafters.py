@@ -61,3 +61,45 @@ class HostileDrafter:
 
     def end(self) -> None:
         pass
+
+
+class PartlyRightDrafter:
+    """Random trees of short branches that are right up to some token, as real drafts are.
+
+    Args:
+        truth: what plain decoding emits.
+        vocab_size: wrong tokens are drawn from it.
+        seed: of the random choices.
+        chains: propose chains only.
+    """
+
+    pipelined = True
+
+    def __init__(
+        self, truth: Sequence[int], vocab_size: int, seed: int, chains: bool = False
+    ) -> None:
+        self.branching = not chains
+        self._truth = list(truth)
+        self._vocab_size = vocab_size
+        self._random = random.Random(seed)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._emitted = 0
+
+    def propose(self, budget: int) -> DraftTree:
+        count = self._random.choice([0, 1, 2, 3]) if self.branching else 1
+        return DraftTree.from_branches(0, [self._branch() for _ in range(count)])
+
+    def _branch(self) -> list[int]:
+        pick = self._random
+        branch = self._truth[self._emitted : self._emitted + pick.randint(1, 7)]
+        if branch and pick.random() < 0.8:
+            wrong = pick.randrange(len(branch))
+            branch[wrong] = (branch[wrong] + pick.randint(1, 5)) % self._vocab_size
+        return branch
+
+    def observe(self, step: VerifiedStep) -> None:
+        self._emitted += len(step.tokens)
+
+    def end(self) -> None:
+        pass

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mlxspec.bench.equality import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.decoding import Chooser, SamplingParams, decode
 from mlxspec.drafting import Drafter, NoDraft
+from mlxspec.models.cache_options import CacheOptions
 from mlxspec.models.target import Target, vocabulary_size
 from mlxspec.models.tiers import Tier
 
@@ -24,12 +26,20 @@ class Run:
     tokens: list[int]
     steps: int
     accepted: int
+    rejecting: int
+    """Steps of which some draft tokens were rejected."""
+    moved: int
+    """Steps whose accepted rows did not stand in a row."""
     target: Target
+    logprobs: mx.array
+    """(tokens, vocabulary)"""
 
 
-def new_target(model: nn.Module, tier: Tier = Tier.TREE) -> Target:
+def new_target(
+    model: nn.Module, tier: Tier = Tier.TREE, cache: CacheOptions | None = None
+) -> Target:
     """The model with an empty cache."""
-    return Target(model, tier, vocabulary_size(model))
+    return Target(model, tier, vocabulary_size(model), cache)
 
 
 def run(
@@ -41,9 +51,12 @@ def run(
     params: SamplingParams | None = None,
     stop_tokens: Collection[int] = (),
     tier: Tier = Tier.TREE,
+    cache: CacheOptions | None = None,
+    keeps_logprobs: bool = True,
 ) -> Run:
-    target = new_target(model, tier)
-    outcome = Run([], 0, 0, target)
+    target = new_target(model, tier, cache)
+    outcome = Run([], 0, 0, 0, 0, target, mx.zeros((0, target.vocab_size)))
+    logprobs = []
     for step in decode(
         target,
         prompt,
@@ -54,7 +67,14 @@ def run(
     ):
         outcome.tokens += step.verified.tokens
         outcome.accepted += len(step.verified.accepted)
+        accepted = step.verified.accepted
+        outcome.rejecting += len(accepted) < step.verified.drafted
+        outcome.moved += accepted != tuple(range(1, len(accepted) + 1))
         outcome.steps += 1
+        if keeps_logprobs:
+            logprobs.append(step.logprobs)
+    if logprobs:
+        outcome.logprobs = mx.concatenate(logprobs)
     return outcome
 
 

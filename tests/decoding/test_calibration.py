@@ -10,6 +10,7 @@ import pytest
 from mlxspec.decoding import calibration
 from mlxspec.decoding.calibration import ModelSteps, calibrate
 from mlxspec.errors import OptionError
+from mlxspec.models.tier import Tier
 from mlxspec.planning.measurement import CAREFUL, QUICK
 
 from ..models.random_models import MAMBA_2, SLIDING_GEMMA_3, random_model
@@ -81,27 +82,38 @@ def test_a_calibration_gives_every_number_of_rows_its_time(llama: nn.Module):
     assert shares[-1] == 1
 
 
-def test_a_model_that_verifies_no_drafts_has_plain_steps_only():
-    assert [time.rows for time in calibrate(random_model("mamba2", **MAMBA_2), SMALL)] == [1]
-
-
-def test_a_sliding_window_bounds_the_rows():
-    model = random_model("gemma3_text", **{**SLIDING_GEMMA_3, "sliding_window": 40})
-    assert [time.rows for time in calibrate(model, SMALL, context=8)] == [1, 2, 4]
-
-
-@pytest.mark.parametrize(("window", "rows"), [(40, [1, 2, 4, 16]), (25, [1, 2, 4]), (16, [1])])
-def test_the_context_leaves_room_for_the_widest_step_in_a_sliding_window(
-    window: int, rows: list[int]
+def test_where_accepted_tokens_run_again_a_step_is_measured_with_them(
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    model = random_model("gemma3_text", **{**SLIDING_GEMMA_3, "sliding_window": window})
-    assert [time.rows for time in calibrate(model, SMALL)] == rows
+    model = random_model("mamba2", **MAMBA_2)
+    steps = ModelSteps(model, context=8)
+    rows: list[int] = []
+    ordinary = type(model).__call__
+
+    def counting(self, tokens, cache):
+        rows.append(tokens.shape[1])
+        return ordinary(self, tokens, cache)
+
+    monkeypatch.setattr(type(model), "__call__", counting)
+    for wanted in (4, 4, 16, 2):
+        steps.drafted(wanted)
+        assert rows[-1] == wanted
 
 
-def test_a_careful_calibration_fits_into_a_sliding_window_of_512():
-    model = random_model("gemma3_text", **{**SLIDING_GEMMA_3, "sliding_window": 512})
-    times = calibrate(model, replace(CAREFUL, seconds=1e9))
-    assert [time.rows for time in times] == [1, *sorted(CAREFUL.rows)]
+def test_state_that_cannot_be_cut_bounds_the_rows_to_16():
+    effort = replace(SMALL, rows=(2, 16, 24))
+    times = calibrate(random_model("mamba2", **MAMBA_2), effort)
+    assert [time.rows for time in times] == [1, 2, 16]
+
+
+def test_a_model_that_verifies_no_drafts_has_plain_steps_only(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(calibration, "chain_tier", lambda model: Tier.PLAIN)
+    assert [time.rows for time in calibrate(random_model("llama"), SMALL)] == [1]
+
+
+def test_a_sliding_window_bounds_neither_rows_nor_context():
+    model = random_model("gemma3_text", **{**SLIDING_GEMMA_3, "sliding_window": 12})
+    assert [time.rows for time in calibrate(model, SMALL, context=30)] == [1, 2, 4, 16]
 
 
 def test_a_short_context_is_not_outgrown(monkeypatch: pytest.MonkeyPatch):
@@ -117,6 +129,27 @@ def test_a_short_context_is_not_outgrown(monkeypatch: pytest.MonkeyPatch):
     model = random_model("llama", max_position_embeddings=48)
     calibrate(model, replace(SMALL, context=40))
     assert 16 < longest <= 48
+
+
+@pytest.mark.parametrize(
+    ("window", "widest"), [(512, 64), (200, 64), (116, 64), (100, 48), (24, 5)]
+)
+def test_a_careful_calibration_measures_as_wide_as_a_short_context_allows(
+    window: int, widest: int, monkeypatch: pytest.MonkeyPatch
+):
+    longest = 0
+    forward = calibration.Target.forward
+
+    def watching(self, tokens, tree):
+        nonlocal longest
+        longest = max(longest, self.length + len(tree))
+        return forward(self, tokens, tree)
+
+    monkeypatch.setattr(calibration.Target, "forward", watching)
+    model = random_model("llama", max_position_embeddings=window)
+    times = calibrate(model, replace(CAREFUL, seconds=1e9))
+    assert times[-1].rows == widest
+    assert longest <= window
 
 
 @pytest.mark.parametrize("context", [0, -5, 40_000])

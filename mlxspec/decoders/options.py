@@ -1,0 +1,87 @@
+"""The keyword arguments that all decoders take."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypedDict
+
+from mlx_lm.sample_utils import greedy_sampler
+
+from ..decoding import SamplingParams
+from ..decoding.sampling import LogitsProcessor, Sampler
+from ..errors import OptionError
+from ..models.target import Progress
+from .session import Session
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of :class:`mlxspec.SamplingParams`, one by one."""
+
+    temp: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    min_tokens_to_keep: int
+    xtc_probability: float
+    xtc_threshold: float
+    xtc_special_tokens: Sequence[int]
+    logit_bias: Mapping[int, float] | None
+    repetition_penalty: float | None
+    repetition_context_size: int
+    presence_penalty: float | None
+    presence_context_size: int
+    frequency_penalty: float | None
+    frequency_context_size: int
+    logits_processors: Sequence[LogitsProcessor] | None
+    sampler: Sampler | None
+
+
+class EndOptions(TypedDict, total=False):
+    """What ends the output before it is full."""
+
+    stop: str | Sequence[str]
+    stop_tokens: int | str | Collection[int | str]
+
+
+class MemoryOptions(TypedDict, total=False):
+    """The fields of :class:`mlxspec.models.cache_options.CacheOptions`, one by one."""
+
+    kv_bits: int | None
+    kv_group_size: int
+    quantized_kv_start: int
+    max_kv_size: int | None
+    prefill_step_size: int
+
+
+class GenerationOptions(SamplingOptions, EndOptions, MemoryOptions, total=False):
+    """What every decoder's ``stream`` takes; see :meth:`mlxspec.Decoder.decode`."""
+
+    sampling: SamplingParams | None
+    on_progress: Progress | None
+    session: Session | None
+    prompt_cache: list[Any] | None
+
+
+def sampling_from(
+    params: SamplingParams | None, fields: SamplingOptions, vocab_size: int
+) -> SamplingParams:
+    """The settings, with the fields that are given by name put into them.
+
+    Raises:
+        OptionError: as :class:`mlxspec.SamplingParams`, or the model lacks one of the tokens.
+    """
+    if fields.get("sampler") is greedy_sampler:  # what make_sampler gives at temperature 0
+        fields = {**fields, "sampler": None}
+    if params is None and fields.get("sampler") is not None:
+        # Who passes mlx-lm's sampler expects that repeated calls differ.
+        params = SamplingParams(seed=None)
+    params = replace(params or SamplingParams(), **fields)
+    for name in ("logit_bias", "xtc_special_tokens"):
+        for token in getattr(params, name) or ():
+            if not 0 <= token < vocab_size:
+                raise OptionError(
+                    f"{name} holds the id {token}: the model's are 0 to {vocab_size - 1}"
+                )
+    return params

@@ -1,0 +1,75 @@
+"""Random numbers that depend on seed, sequence and position alone, not on what was drawn before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import mlx.core as mx
+
+
+class KeyedRandom:
+    """The random numbers of one generation.
+
+    A key of MLX's counter-based generator is two words. The second is a position; the first
+    stands for seed and sequence, and differs between the purposes that draw at one position.
+
+    Args:
+        seed: None draws one from MLX's random state.
+        sequence: tells apart the sequences that are generated together.
+    """
+
+    def __init__(self, seed: int | None = None, sequence: int = 0) -> None:
+        if seed is None:
+            high, low = cast(list[int], mx.random.randint(0, 2**31 - 1, (2,)).tolist())
+            seed = high << 32 | low
+        seed_word = mx.random.split(mx.random.key(seed))[0, 0].item()
+        words = mx.random.split(mx.array([seed_word, sequence], dtype=mx.uint32)).flatten()
+        self._noise_word, self._coin_word, self._state_word, _ = cast(list[int], words.tolist())
+
+    def gumbel(self, positions: Sequence[int], size: int) -> mx.array:
+        """Standard Gumbel noise, (rows, size); rows of one position share theirs."""
+        return _by_position(
+            self._noise_word, positions, lambda key: mx.random.gumbel((size,), key=key)
+        )
+
+    def uniform(self, positions: Sequence[int]) -> mx.array:
+        """One number between 0 and 1 for each row, (rows, 1), independent of the noise."""
+        return _by_position(
+            self._coin_word, positions, lambda key: mx.random.uniform(0, 1, (1,), key=key)
+        )
+
+    @contextmanager
+    def mlx_state(self, position: int) -> Iterator[None]:
+        """Key MLX's random state for what is drawn inside, and restore it."""
+        with restored_mlx_state():
+            mx.random.seed(self._state_word << 32 | position)
+            yield
+
+
+@contextmanager
+def restored_mlx_state() -> Iterator[None]:
+    """Leave MLX's random state as it is, whatever is drawn inside.
+
+    A compiled function that draws would leave a state that waits for the function's inputs.
+    """
+    (key,) = cast(Sequence[mx.array], mx.random.state)
+    high, low = cast(list[int], key.tolist())
+    try:
+        yield
+    finally:
+        mx.random.seed(high << 32 | low)
+
+
+def _by_position(
+    word: int, positions: Sequence[int], draw: Callable[[mx.array], mx.array]
+) -> mx.array:
+    """Stack ``draw(key)`` for each position, one draw for equal ones."""
+    distinct = sorted(set(positions))
+    keys = mx.array([[word, position] for position in distinct], dtype=mx.uint32)
+    drawn = mx.vmap(draw)(keys)
+    if distinct == list(positions):
+        return drawn
+    rank = {position: index for index, position in enumerate(distinct)}
+    return drawn[mx.array([rank[position] for position in positions])]
