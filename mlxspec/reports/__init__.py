@@ -2,5 +2,15 @@
 
 from .bars import Bar, BarChart, BarGroup
 from .page import check_writable, render, write_page
+from .tree_drawing import TreeDrawing, TreeNode
 
-__all__ = ["Bar", "BarChart", "BarGroup", "check_writable", "render", "write_page"]
+__all__ = [
+    "Bar",
+    "BarChart",
+    "BarGroup",
+    "TreeDrawing",
+    "TreeNode",
+    "check_writable",
+    "render",
+    "write_page",
+]

@@ -17,12 +17,14 @@ class Bar:
         value: the speed, 1 for plain decoding; None where there is none to show.
         ticks: the speeds that it sums up.
         missing: what to write where there is no value.
+        unreachable: what nothing can reach, shown beside what competes.
     """
 
     label: str
     value: float | None
     ticks: Sequence[float] = ()
     missing: str = "–"
+    unreachable: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,9 @@ class BarGroup:
 
     @property
     def best(self) -> float:
-        """The highest speed."""
-        return max((bar.value for bar in self.bars if bar.value is not None), default=0.0)
+        """The highest speed, the unreachable left out."""
+        values = (bar.value for bar in self.bars if not bar.unreachable)
+        return max((value for value in values if value is not None), default=0.0)
 
 
 @dataclass(frozen=True)

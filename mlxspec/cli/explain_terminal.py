@@ -1,0 +1,171 @@
+"""Explained steps for a terminal, whatever its width, and for a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from .explain_outline import BONUS, Line, outline
+from .explain_pieces import NEWLINE, SPACE, TAB, Pieces, shortened, shortened_from_left
+from .explain_walk import Fate, described_counts, fates
+from .explain_window import Cell, WindowLevel, window_levels
+from .explained import Explained, ShownStep
+
+# Each fate has a sign as well as a style, for readers without colours.
+_SIGNS = {
+    Fate.ROOT: "●",
+    Fate.ACCEPTED: "✓",
+    Fate.REJECTED: "✗",
+    Fate.UNREACHED: "○",
+    Fate.BONUS: "★",
+}
+_STYLES = {
+    Fate.ROOT: "",
+    Fate.ACCEPTED: "bold color(32)",  # as in the generated text
+    Fate.REJECTED: "color(166)",
+    Fate.UNREACHED: "dim",
+    Fate.BONUS: "bold",
+}
+_QUIET = "dim"
+_PIECE_WIDTH, _LEAST_PIECE = 24, 8
+_NAME_WIDTH, _CELL_WIDTH = 4, 12
+_RULE_WIDTH = 100
+_ASCII = str.maketrans(  # one for one, so that columns stay below each other
+    {
+        **{"●": "*", "✓": "+", "✗": "x", "○": "o", "★": "=", "→": ">", "…": "~", "−": "-"},
+        **{"├": "|", "└": "`", "│": "|", "─": "-", SPACE: "_", NEWLINE: "$", TAB: "^"},
+    }
+)
+
+
+def print_explained(explained: Explained, console: Console) -> None:
+    """Write the steps, each with its tree and its window, and a key to the signs."""
+    with console.capture() as capture:
+        console.print(Text(explained.summary))
+        for step in explained.shown():
+            console.print()
+            _print_step(step, len(explained.steps), explained.pieces, console)
+        console.print()
+        window = any(step.recorded.window for step in explained.shown())
+        for line in _key(window, console.width):
+            console.print(line)
+    text = capture.get()
+    console.file.write(text.translate(_ASCII) if console.options.ascii_only else text)
+
+
+def _print_step(step: ShownStep, of: int, pieces: Pieces, console: Console) -> None:
+    verified = step.recorded.verified
+    rule = Rule(f"Step {step.number} of {of}", align="left", style=_QUIET)
+    console.print(rule, width=min(console.width, _RULE_WIDTH))
+    console.print(Text(described_counts(verified)))
+    label = "after "
+    before = shortened_from_left(step.before, console.width - len(label))
+    console.print(Text(label + before, style=_QUIET, no_wrap=True, overflow="crop"))
+    for line in outline(verified):
+        for text in _drawn(line, step, pieces, console.width):
+            console.print(text, no_wrap=True, overflow="crop")
+    levels = window_levels(step.recorded)
+    if levels:
+        console.print()
+        console.print(Text("Window: Jacobi iterations", style="bold"))
+        for block in _blocks(levels, pieces, console.width):
+            console.print(_grid(levels, block, pieces))
+
+
+def _drawn(line: Line, step: ShownStep, pieces: Pieces, width: int) -> Iterator[Text]:
+    """A line of the outline, broken between tokens where it is too long."""
+    start = Text().append(line.guides, _QUIET).append(_SIGNS[line.fate], _STYLES[line.fate])
+    room = width - cell_len(line.guides_below)
+    words = _words(line, step, pieces, max(_LEAST_PIECE, min(_PIECE_WIDTH, room)))
+    return _wrapped([start, *words], Text().append(line.guides_below, _QUIET), width)
+
+
+def _wrapped(words: Iterable[Text], margin: Text, width: int, gap: str = " ") -> Iterator[Text]:
+    """Words in lines of at most ``width`` cells, from the second on behind ``margin``."""
+    line, begun = Text(), False
+    for word in words:
+        if begun and line.cell_len + len(gap) + word.cell_len > width:
+            yield line
+            line, begun = margin.copy(), False
+        line.append(gap if begun else "").append_text(word)
+        begun = True
+    yield line
+
+
+def _words(line: Line, step: ShownStep, pieces: Pieces, longest: int) -> Iterator[Text]:
+    """What stands on a line, word by word: tokens, their origins, the target's next choice."""
+    verified, origins = step.recorded.verified, step.recorded.origins
+    if line.nodes == (BONUS,):
+        yield Text(shortened(pieces[verified.tokens[-1]], longest), _STYLES[Fate.BONUS])
+        return
+    became, tokens = fates(verified), verified.tree.tokens
+
+    def word(node: int) -> Text:
+        return Text(shortened(pieces[tokens[node]], longest), _STYLES[became[node]])
+
+    yield from map(word, line.nodes)
+    if line.branch:
+        fate = became[line.branch[0]]
+        yield Text("─", _QUIET).append(_SIGNS[fate] if fate is Fate.REJECTED else "", _STYLES[fate])
+        yield from map(word, line.branch)
+    if line.fate is Fate.ROOT:
+        return
+    nodes = (*line.nodes, *line.branch)
+    if became[nodes[-1]] is not Fate.ACCEPTED:
+        choice = pieces[verified.choices[nodes[-1]]]
+        yield Text(f"→ {shortened(choice, longest - 2)}", _QUIET)
+    told = list(dict.fromkeys(origins[node] for node in nodes))
+    if told != [origins[verified.tree.parents[nodes[0]]]]:
+        yield Text(f"({', '.join(told)})", f"italic {_QUIET}")
+
+
+def _blocks(levels: Sequence[WindowLevel], pieces: Pieces, width: int) -> Iterator[range]:
+    """The columns, cut into blocks that fit beside the levels' names."""
+    used, start = _NAME_WIDTH, 0
+    for column in range(len(levels[0].cells)):
+        cells = [_cell(level.cells[column], pieces).cell_len for level in levels]
+        wide = 1 + max(len(str(column)), *cells)
+        if used + wide > width and column > start:
+            yield range(start, column)
+            used, start = _NAME_WIDTH, column
+        used += wide
+    yield range(start, len(levels[0].cells))
+
+
+def _grid(levels: Sequence[WindowLevel], columns: range, pieces: Pieces) -> Table:
+    grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=_QUIET)
+    grid.add_column("", style=_QUIET, min_width=_NAME_WIDTH, no_wrap=True)
+    for column in columns:
+        grid.add_column(str(column), no_wrap=True)
+    for level in levels:
+        cells = [_cell(level.cells[column], pieces) for column in columns]
+        grid.add_row(level.name, *cells, style="bold" if level.name == "now" else "")
+    return grid
+
+
+def _cell(cell: Cell | None, pieces: Pieces) -> Text:
+    if cell is None:
+        return Text("")
+    piece = shortened(pieces[cell.token], _CELL_WIDTH)
+    if cell.fate is Fate.ACCEPTED:
+        return Text(_SIGNS[cell.fate] + piece, _STYLES[cell.fate])
+    return Text(piece)
+
+
+def _key(window: bool, width: int) -> Iterator[Text]:
+    """What the signs mean."""
+    meanings = [Text(f"{sign} {fate.value}", _STYLES[fate]) for fate, sign in _SIGNS.items()]
+    others = (f"{SPACE} space", f"{NEWLINE} newline", f"{TAB} tab", "→ the target's next choice")
+    meanings += [Text(meaning, _QUIET) for meaning in others]
+    yield from _wrapped(meanings, Text(), width, gap="  ")
+    if window:
+        yield Text(
+            "Column i of the window, read downwards, is what may follow i tokens after the current "
+            "one: an n-gram, which the step gives to the pool once the window has all levels.",
+            _QUIET,
+        )
