@@ -37,6 +37,10 @@ def main(source: str, target: str) -> None:
         bars = axes.bar(places, speeds, WIDTH, label=label, color=color)
         if decoder == "auto":
             axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=1)
+            known = [speed[chip, "hindsight"] for chip in CHIPS]
+            axes.scatter(
+                places, known, 60, "black", marker="_", label="out of reach: drafts in hindsight"
+            )
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(CHIPS)), CHIPS)
     axes.set_ylabel("speed against plain decoding (modelled)")

@@ -15,7 +15,7 @@ import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoders import AutoDecoder, Decoder
+from ..decoders import AutoDecoder, Decoder, LookaheadDecoder
 from ..decoding import SamplingParams
 from ..drafting import Drafter, NoDraft, PromptLookupDrafter
 from ..errors import OptionError
@@ -101,13 +101,23 @@ class Drafting:
         return None
 
 
-class Auto:
-    """The default decoder, without its memory: a repeated prompt's answer would be in it."""
+class Planned:
+    """A decoder whose drafts follow their measured costs.
+
+    Args:
+        make_decoder: gives one that remembers no outputs: a repeated prompt's answer would be
+            among them.
+    """
 
     draws_by_position = True
 
-    def __init__(self, model: nn.Module, tokenizer: TokenizerWrapper) -> None:
-        self._decoder = AutoDecoder(model, tokenizer, memory_tokens=0)
+    def __init__(
+        self,
+        make_decoder: Callable[..., AutoDecoder | LookaheadDecoder],
+        model: nn.Module,
+        tokenizer: TokenizerWrapper,
+    ) -> None:
+        self._decoder = make_decoder(model, tokenizer)
 
     def stream(
         self,
@@ -118,7 +128,7 @@ class Auto:
     ) -> Iterator[Response]:
         self._emitted = 0
         for response in self._decoder.stream(
-            prompt, max_tokens, temp=sampling.temp, seed=sampling.seed, on_progress=on_progress
+            prompt, max_tokens, sampling=sampling, on_progress=on_progress
         ):
             self._emitted = response.stats.emitted
             yield response
@@ -151,7 +161,8 @@ class MlxLm:
             if done < total:  # it reports the whole prompt only behind the first token
                 on_progress(done, total)
 
-        mx.random.seed(sampling.seed)
+        if sampling.seed is not None:
+            mx.random.seed(sampling.seed)
         return mlx_lm.stream_generate(
             self._model,
             self._tokenizer,
@@ -172,7 +183,8 @@ CONTESTANTS: dict[str, Callable[[nn.Module, TokenizerWrapper], Contestant]] = {
     PLAIN: partial(Drafting, NoDraft),
     "mlx-lm": MlxLm,
     "lookup": partial(Drafting, PromptLookupDrafter),
-    "auto": Auto,
+    "auto": partial(Planned, partial(AutoDecoder, memory_tokens=0)),
+    "lookahead": partial(Planned, LookaheadDecoder),
 }
 """By name; each is made from a loaded model and its tokenizer."""
 

@@ -17,6 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..decoding import Chooser, SamplingParams
+from ..drafting import DraftTree
 
 NEAR_TIE_FLOAT32 = 1e-4
 """Gap between the two best perturbed logits below which a difference in float32 is rounding."""
@@ -80,7 +81,9 @@ def first_difference(
     context = [*prompt, *expected[:index]]
     logits = model(mx.array(context)[None], cache=make_prompt_cache(model))[0, -1:]
     chooser = Chooser(params)
-    _, logprobs = chooser.choose(logits, [len(context)])
+    history = chooser.history(context)
+    contexts = history.contexts(DraftTree.chain(context[-1])) if history else None
+    _, logprobs = chooser.choose(logits, [len(context)], contexts)
     values = chooser.perturb(logprobs, [len(context)])[0].astype(mx.float32)
     worse = mx.minimum(values[expected[index]], values[actual[index]])
     margin = cast(float, (mx.max(values) - worse).item())

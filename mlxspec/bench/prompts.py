@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ..chat_log import conversation_of
 from ..errors import PromptError
 from ..json_text import load_json
 
@@ -127,7 +128,7 @@ def _from_record(record: dict[str, Any]) -> BenchPrompt:
     references = _references(record.get("reference"))
     follow_ups: tuple[str, ...] = ()
     if given == ["messages"]:
-        messages, answers = _split_conversation(record["messages"])
+        messages, answers = _split_conversation(record)
         references = references or answers
     else:
         turns = [record["prompt"]] if given == ["prompt"] else record["turns"]
@@ -142,20 +143,18 @@ def _from_record(record: dict[str, Any]) -> BenchPrompt:
     return BenchPrompt(category, messages, follow_ups, raw, references)
 
 
-def _split_conversation(messages: Any) -> tuple[tuple[dict[str, str], ...], tuple[str, ...]]:
+def _split_conversation(
+    record: dict[str, Any],
+) -> tuple[tuple[dict[str, str], ...], tuple[str, ...]]:
     """What comes before the last answer, and that answer where there is one."""
-    if not isinstance(messages, list) or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and _is_text(m.get("content"))
-        for m in messages
-    ):
-        raise ValueError('"messages" are no list of {"role": ..., "content": text}')
-    conversation = [{"role": m["role"], "content": m["content"]} for m in messages]
+    conversation = list(conversation_of(record).messages)
     answers: list[str] = []
-    while conversation and conversation[-1]["role"] == "assistant":
-        answers = [conversation.pop()["content"]]
-    if not conversation:
+    while conversation and conversation[-1].role == "assistant":
+        answers = [conversation.pop().content]
+    if not any(message.content for message in conversation):
         raise ValueError('"messages" hold no question')
-    return tuple(conversation), tuple(answers)
+    messages = ({"role": message.role, "content": message.content} for message in conversation)
+    return tuple(messages), tuple(filter(None, answers))
 
 
 def _references(reference: Any) -> tuple[str, ...]:

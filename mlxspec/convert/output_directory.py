@@ -1,6 +1,8 @@
 """A directory that appears when it is complete, or not at all."""
 
 import contextlib
+import fcntl
+import glob
 import os
 import secrets
 import shutil
@@ -15,7 +17,8 @@ def output_directory(target: Path, *, force: bool) -> Iterator[Path]:
     """Yield a directory beside ``target`` to fill; it takes ``target``'s place at the end.
 
     If the body raises, an interrupt included, it is removed and ``target`` stays as it was.
-    With ``force`` an existing model makes room only then.
+    With ``force`` an existing model makes room only then. What earlier processes that were
+    killed have left of their directories for ``target`` is removed.
 
     Args:
         target: where the model shall be.
@@ -26,16 +29,20 @@ def output_directory(target: Path, *, force: bool) -> Iterator[Path]:
     """
     target = Path(os.path.abspath(target))
     _check_target(target, force=force)
+    _remove_leftovers(target)
     token = secrets.token_hex(4)
     partial = target.parent / f".{target.name}.{token}.partial"
     replaced = target.parent / f".{target.name}.{token}.replaced"
     new_parents = [parent for parent in target.parents if not parent.exists()]
     try:
         partial.mkdir(parents=True)
-        yield partial
-        if force and target.exists():
-            target.rename(replaced)
-        partial.rename(target)
+        with contextlib.ExitStack() as lock:
+            with contextlib.suppress(OSError):  # a file system without locks
+                lock.enter_context(_locked(partial))
+            yield partial
+            if force and target.exists():
+                target.rename(replaced)
+            partial.rename(target)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if replaced.exists() and not target.exists():
@@ -49,6 +56,29 @@ def output_directory(target: Path, *, force: bool) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove the directories that are still partial and whose process is gone."""
+    hexadecimal = "[0-9a-f]" * 8
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}.{hexadecimal}.partial"):
+        with contextlib.suppress(OSError), _locked(leftover):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold a lock that ends with the process, however it ends.
+
+    Raises:
+        OSError: another process holds it, or ``directory`` is none.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def check_outside(source: Path, target: Path) -> None:

@@ -12,12 +12,16 @@ from ..planning.cost_curve import CostCurve
 from ..planning.guard import Guard
 from ..planning.planned_drafter import PlannedDrafter
 from .engine import ReplayedCompletion, replay
+from .hindsight import Hindsight
 from .policies import POLICIES
+from .rendering import Completion
 from .report import ReplayReport, report
 from .workload import Workload
 
 AUTO = "auto"
 _AUTO_MEMORY = "auto-memory"
+HINDSIGHT = "hindsight"
+"""No decoder, since it knows the output; it shows how much is left to gain."""
 
 DECODERS = {
     AUTO: "mlxspec's default decoder, each output by itself",
@@ -29,10 +33,12 @@ DECODERS = {
     "llama.cpp": "its ngram-simple: n-grams of 12, 48 tokens",
     "suffix-path": "suffix decoding, the likeliest path",
     "suffix-tree": "suffix decoding, a tree of up to four times the match's length",
+    HINDSIGHT: "unreachable: auto's candidates, as many as the known output shows to pay best",
 }
 """Who can be replayed, and what each is."""
 
 _Replayed = list[tuple[str, ReplayedCompletion]]
+_Maker = Callable[[Completion], Drafter]
 _ShareDone = Callable[[float], None]
 
 
@@ -72,22 +78,22 @@ def compare(
     total = replays * len(workload.completions)
     done = 0
 
-    def run(make: Callable[[], Drafter]) -> _Replayed:
+    def run(make: _Maker) -> _Replayed:
         nonlocal done
         replayed = []
         for completion in workload.completions:
-            outcome = replay(completion.prompt, completion.output, make())
+            outcome = replay(completion.prompt, completion.output, make(completion))
             replayed.append((completion.category, outcome))
             done += 1
             on_progress(done / total)
         return replayed
 
     # What a step costs is nothing to these, so that they run once for all chips.
-    fixed = {name: run(POLICIES[name]) for name in decoders if name in POLICIES}
+    fixed = {name: run(_fixed(POLICIES[name])) for name in decoders if name in POLICIES}
     return {
         chip: {
             name: report(
-                fixed[name] if name in fixed else run(_planner(name, curve, workload.classes)),
+                fixed[name] if name in fixed else run(_costed(name, curve, workload.classes)),
                 curve,
             )
             for name in decoders
@@ -96,12 +102,18 @@ def compare(
     }
 
 
-def _planner(name: str, curve: CostCurve, classes: bytes) -> Callable[[], Drafter]:
+def _fixed(make: Callable[[], Drafter]) -> _Maker:
+    return lambda completion: make()
+
+
+def _costed(name: str, curve: CostCurve, classes: bytes) -> _Maker:
+    """Makers of the drafters that know what a step costs."""
+    branching = trees_pay(curve)
+    if name == HINDSIGHT:
+        return lambda completion: Hindsight(
+            completion.output, curve, branching=branching, token_classes=classes
+        )
     memory = OutputMemory() if name == _AUTO_MEMORY else None
-    return lambda: PlannedDrafter(
-        curve,
-        branching=trees_pay(curve),
-        guard=Guard(),
-        memory=memory,
-        token_classes=classes,
+    return lambda completion: PlannedDrafter(
+        curve, branching=branching, guard=Guard(), memory=memory, token_classes=classes
     )

@@ -47,7 +47,7 @@ def replay(prompt: Sequence[int], output: Sequence[int], drafter: Drafter) -> Re
             # A plain step that was dispatched ahead runs first, whatever is proposed meanwhile.
             tree = DraftTree.chain(last) if ahead else proposal
             ahead = len(proposal) == 1 and drafter.pipelined
-            step = _verify(tree, output[done : done + len(tree)])
+            step = verify(tree, output[done : done + len(tree)])
             rows.append(len(tree))
             done += len(step.tokens)
             last = step.tokens[-1]
@@ -57,8 +57,8 @@ def replay(prompt: Sequence[int], output: Sequence[int], drafter: Drafter) -> Re
     return ReplayedCompletion(len(output), tuple(rows))
 
 
-def _verify(tree: DraftTree, following: Sequence[int]) -> VerifiedStep:
-    """Walk the tree along the tokens that follow; the last one may end the output."""
+def verify(tree: DraftTree, following: Sequence[int]) -> VerifiedStep:
+    """Walk a tree along the tokens that follow its root; the last one may end the output."""
     choices = [_UNKNOWN] * len(tree)
     accepted: list[int] = []
     tokens: list[int] = []

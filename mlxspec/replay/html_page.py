@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..reports import Bar, BarChart, BarGroup, render
-from .comparison import DECODERS
+from .comparison import DECODERS, HINDSIGHT
 from .report import ReplayReport
 
 Comparison = Mapping[str, Mapping[str, ReplayReport]]
@@ -26,7 +26,11 @@ def replay_page(comparison: Comparison, sources: Mapping[str, str]) -> str:
         table=comparison,
         chips=list(comparison),
         decoders={name: DECODERS[name] for name in next(iter(comparison.values()))},
-        best={chip: max(one.speedup for one in of.values()) for chip, of in comparison.items()},
+        best={
+            chip: max((one.speedup for one in reachable(of).values()), default=None)
+            for chip, of in comparison.items()
+        },
+        hindsight=HINDSIGHT,
         chart=BarChart([_group(chip, of) for chip, of in comparison.items()]),
         sources=sources,
         completions=sum(one.completions for one in first.sets.values()),
@@ -37,7 +41,10 @@ def replay_page(comparison: Comparison, sources: Mapping[str, str]) -> str:
 def verdict(comparison: Comparison) -> list[str]:
     """Which decoder wins where, a line for each winner; plain decoding where nothing gains."""
     won: dict[str, list[str]] = {}
-    for chip, reports in comparison.items():
+    for chip, of in comparison.items():
+        reports = reachable(of)
+        if not reports:
+            continue
         best = max(reports, key=lambda name: reports[name].speedup)
         speed, worst = reports[best].speedup, reports[best].worst
         if speed > 1:
@@ -47,5 +54,16 @@ def verdict(comparison: Comparison) -> list[str]:
     return [f"{winner} wins on {', '.join(chips)}." for winner, chips in won.items()]
 
 
+def reachable(reports: Mapping[str, ReplayReport]) -> dict[str, ReplayReport]:
+    """The reports of decoders that know no output beforehand."""
+    return {name: report for name, report in reports.items() if name != HINDSIGHT}
+
+
 def _group(chip: str, reports: Mapping[str, ReplayReport]) -> BarGroup:
-    return BarGroup(chip, [Bar(name, report.speedup) for name, report in reports.items()])
+    return BarGroup(
+        chip,
+        [
+            Bar(name, report.speedup, unreachable=name == HINDSIGHT)
+            for name, report in reports.items()
+        ],
+    )

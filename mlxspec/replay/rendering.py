@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from .traces import Conversation, Message
+from ..chat_log import Message
+from .traces import Trace
 
 Encode = Callable[[str], list[int]]
 """Encodes a text without adding special tokens."""
@@ -26,21 +27,20 @@ class Completion:
     output: list[int]
 
 
-def render(
-    conversation: Conversation, encode: Encode, bos_id: int, eos_id: int
-) -> Iterator[Completion]:
-    """The completions of a conversation, each after everything that was said before it.
+def render(trace: Trace, encode: Encode, bos_id: int, eos_id: int) -> Iterator[Completion]:
+    """The completions of a trace, each after everything that was said before it.
 
     Vicuna's conversations are rendered in Vicuna's template, others with a header line per
     turn. Each part is stripped and encoded on its own; the end token counts as output.
     """
-    vicuna = conversation.model.startswith("vicuna")
+    conversation = trace.conversation
+    vicuna = trace.model.startswith("vicuna")
     context = [bos_id, *(encode(_VICUNA_SYSTEM) if vicuna else ())]
     for index, message in enumerate(conversation.messages):
         context += encode(_vicuna_header(message) if vicuna else _header(message))
         body = encode(message.content.strip())
         if index in conversation.completions:
-            yield Completion(conversation.category, list(context), [*body, eos_id])
+            yield Completion(trace.category, list(context), [*body, eos_id])
         context += body
         if message.role == "assistant":
             context.append(eos_id)

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..errors import LoadError, OptionError
 from ..planning.token_classes import token_classes
 from .rendering import Completion, Encode, render
-from .traces import Conversation, read_traces
+from .traces import Trace, read_traces
 
 
 @dataclass(frozen=True)
@@ -56,23 +56,23 @@ def read_workload(paths: Iterable[Path], tokenizer: TraceTokenizer, limit: int) 
     """
     if limit < 1:
         raise OptionError(f"--limit is {limit}: take at least 1 conversation of a category")
-    by_category: dict[str, list[Conversation]] = {}
+    by_category: dict[str, list[Trace]] = {}
     for path in paths:
-        for conversation in read_traces(path):
-            by_category.setdefault(conversation.category, []).append(conversation)
+        for trace in read_traces(path):
+            by_category.setdefault(trace.category, []).append(trace)
     completions = [
         completion
-        for conversations in by_category.values()
-        for conversation in _spread(conversations, limit)
-        for completion in render(conversation, tokenizer.encode, tokenizer.bos_id, tokenizer.eos_id)
+        for traces in by_category.values()
+        for trace in _spread(traces, limit)
+        for completion in render(trace, tokenizer.encode, tokenizer.bos_id, tokenizer.eos_id)
     ]
     return Workload(completions, tokenizer.classes)
 
 
-def _spread(conversations: Sequence[Conversation], limit: int) -> list[Conversation]:
+def _spread(traces: Sequence[Trace], limit: int) -> list[Trace]:
     """At most ``limit`` of them, evenly spaced."""
-    taken = min(limit, len(conversations))
-    return [conversations[index * len(conversations) // taken] for index in range(taken)]
+    taken = min(limit, len(traces))
+    return [traces[index * len(traces) // taken] for index in range(taken)]
 
 
 def load_trace_tokenizer(path: Path) -> TraceTokenizer:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..chat_log import conversation_of
 from ..errors import StoreError
 from ..json_text import load_json
-from .chat_log import outputs_of
 
 _TEXT_CHARACTERS = 32_768  # of a longer file, so much at a time, up to the end of a line
 _LONGEST_LINE = 1 << 24  # bytes; of a chat log, whose records are lines
@@ -111,17 +111,25 @@ def _texts_in(path: Path, reading: Reading) -> Iterator[str]:
             reading.binary += 1
             return
     records = _records(path) if path.suffix.lower() == ".jsonl" else iter(())
-    first = outputs_of(next(records, None))
+    first = _outputs(next(records, None))
     if first is None:
         yield from _stretches(path)
         return
     yield from first
     for record in records:
-        outputs = outputs_of(record)
+        outputs = _outputs(record)
         if outputs is None:
             reading.bad_lines += 1
         else:
             yield from outputs
+
+
+def _outputs(record: object) -> list[str] | None:
+    """What a model wrote, of a record of a chat log; None if it is no such record."""
+    try:
+        return [output for output in conversation_of(record).outputs if output]
+    except (ValueError, RecursionError):
+        return None
 
 
 def _stretches(path: Path) -> Iterator[str]:

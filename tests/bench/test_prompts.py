@@ -55,6 +55,23 @@ def test_the_answer_at_the_end_of_a_chat_log_becomes_its_reference(tmp_path: Pat
     assert prompt.references == ("Because.",)
 
 
+def test_messages_may_have_parts_and_calls_of_tools(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "find", "arguments": '{"x": 1}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Which"}, {"type": "image_url"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": ""},
+        {"role": "assistant", "content": [{"type": "text", "text": "That one."}]},
+    ]
+    (prompt,) = read_prompts(write(tmp_path / "p.jsonl", {"messages": messages}))
+    assert prompt.messages == (
+        user("Which"),
+        {"role": "assistant", "content": '{"name": "find", "arguments": {"x": 1}}'},
+        {"role": "tool", "content": ""},
+    )
+    assert prompt.references == ("That one.",)
+
+
 def test_any_other_file_is_one_prompt_with_its_blank_lines(tmp_path: Path) -> None:
     path = tmp_path / "question.txt"
     path.write_text("\ufeffdef f():\n\n    pass\n", encoding="utf-8")
@@ -74,7 +91,8 @@ def test_any_other_file_is_one_prompt_with_its_blank_lines(tmp_path: Path) -> No
         ('{"turns": []}', '"turns" is empty'),
         ('{"prompt": "a", "turns": ["b"]}', "it has prompt and turns"),
         ('{"turns": ["a"], "raw": true}', '"raw"'),
-        ('{"messages": [{"role": "user"}]}', '"messages"'),
+        ('{"messages": [{"role": "user"}]}', '"messages" hold no question'),
+        ('{"messages": [{"role": "user", "content": 3}]}', '"content"'),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "no question"),
     ],
 )

@@ -236,10 +236,17 @@ def test_no_model_is_one_line():
     assert result.stderr == ("Error: name a model to measure, or see what is known with --show\n")
 
 
-def test_a_context_that_the_model_cannot_have_is_one_line(endless: Path):
-    result = calibrate(endless, "--context", 0)
+@pytest.mark.parametrize("arguments", [["no/such/model"], ["--show"]])
+def test_a_context_of_nothing_is_one_line(arguments: list[str]):
+    result = calibrate(*arguments, "--context", -4)
     assert result.exit_code == 1
-    assert "context of 0 tokens: choose 1 to" in result.stderr
+    assert result.stderr == "Error: --context is -4: it is at least 1\n"
+
+
+def test_a_context_that_the_model_cannot_have_is_one_line(endless: Path):
+    result = calibrate(endless, "--context", 10**9)
+    assert result.exit_code == 1
+    assert "context of 1000000000 tokens: choose 1 to" in result.stderr
     assert result.stderr.count("\n") == 1
 
 

@@ -102,6 +102,28 @@ def test_the_table_has_sets_decoders_and_the_worst(traces: Path) -> None:
         assert text in result.stdout
 
 
+def test_hindsight_is_shown_as_unreachable_and_wins_nothing(traces: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    result = replay(
+        *(traces, "--tokenizer", TOKENIZER, "--decoder", "hindsight,auto", "--chip", "M4 Pro"),
+        *("--html", page),
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "hindsight (unreachable)" in result.stdout
+    assert "auto wins on M4 Pro" in result.stdout
+    html = page.read_text(encoding="utf-8")
+    assert "hindsight (unreachable)" in html
+    assert 'class="bar unreachable"' in html
+    assert "auto wins on M4 Pro" in html
+    report = json.loads(
+        replay(
+            *(traces, "--tokenizer", TOKENIZER, "--decoder", "hindsight,auto", "--json"),
+        ).stdout
+    )
+    hindsight, auto = report["comparison"]
+    assert hindsight["speedup"] > auto["speedup"]
+
+
 def test_a_curve_of_calibrate_is_read(traces: Path, tmp_path: Path) -> None:
     times = [{"rows": 1, "cost": 1.0, "seconds": 0.02}, {"rows": 8, "cost": 1.5, "seconds": 0.03}]
     for content in ({"times": times}, {"curves": [{"times": times}]}):

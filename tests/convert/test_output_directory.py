@@ -3,12 +3,17 @@
 import errno
 import resource
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import mlxspec
 from mlxspec.convert.output_directory import check_outside, output_directory
 from mlxspec.errors import ConversionError
+
+ROOT = Path(mlxspec.__file__).parents[1]
 
 
 @pytest.fixture
@@ -52,6 +57,37 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, source: Path, error: ty
     ):
         write_half(partial, error())
     assert names(tmp_path) == {"source"}
+
+
+def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path: Path, source: Path):
+    code = (
+        "import os, signal; from pathlib import Path\n"
+        "from mlxspec.convert.output_directory import output_directory\n"
+        f"with output_directory(Path({str(tmp_path / 'out')!r}), force=False) as partial:\n"
+        "    (partial / 'half').write_text('half')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == -signal.SIGKILL
+    (leftover,) = names(tmp_path) - {"source"}
+    with output_directory(tmp_path / "another", force=False):
+        assert leftover in names(tmp_path)
+    with output_directory(tmp_path / "out", force=False):
+        assert leftover not in names(tmp_path)
+    assert names(tmp_path) == {"another", "out", "source"}
+
+
+def test_a_conversion_that_runs_is_left_alone_and_so_is_what_only_looks_like_one(tmp_path: Path):
+    target = tmp_path / "out"
+    (tmp_path / ".out.mine.partial").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ".out.01234567.partial").symlink_to(tmp_path / "elsewhere")
+    before = names(tmp_path)
+    with output_directory(target, force=False) as first:
+        (first / "file").write_text("first")
+        with pytest.raises(KeyboardInterrupt), output_directory(target, force=False):
+            raise KeyboardInterrupt
+        assert names(first) == {"file"}
+    assert names(tmp_path) == before | {"out"}
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, source: Path):

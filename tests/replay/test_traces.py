@@ -23,8 +23,8 @@ def encode(text: str) -> list[int]:
 def test_reads_the_completions_that_a_trace_names(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
     record = {"id": "x-1", "category": "qa", "model": "m", "messages": messages}
-    (conversation,) = read_traces(written(tmp_path / "t.jsonl", {**record, "completions": [3]}))
-    assert (conversation.category, conversation.completions) == ("qa", (3,))
+    (trace,) = read_traces(written(tmp_path / "t.jsonl", {**record, "completions": [3]}))
+    assert (trace.category, trace.model, trace.conversation.completions) == ("qa", "m", (3,))
 
 
 def test_mt_bench_counts_as_one_set_in_spec_bench_alone(tmp_path: Path) -> None:
@@ -37,25 +37,25 @@ def test_mt_bench_counts_as_one_set_in_spec_bench_alone(tmp_path: Path) -> None:
             ("mine-1", "writing"),
         )
     ]
-    conversations = read_traces(written(tmp_path / "t.jsonl", *records))
-    assert [c.category for c in conversations] == ["mt_bench", "math_reasoning", "writing"]
+    traces = read_traces(written(tmp_path / "t.jsonl", *records))
+    assert [trace.category for trace in traces] == ["mt_bench", "math_reasoning", "writing"]
 
 
-def test_reads_chat_logs_with_parts_and_tool_calls(tmp_path: Path) -> None:
-    call = {"function": {"name": "find", "arguments": "{}"}}
+def test_a_chat_log_is_a_set_of_its_own(tmp_path: Path) -> None:
+    custom = {"type": "custom", "custom": {"name": "shell", "input": "ls"}}
     log = {
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "assistant", "content": None, "tool_calls": [custom]},
             {"role": "tool", "content": "c"},
             {"role": "assistant", "content": "d"},
         ]
     }
-    (conversation,) = read_traces(written(tmp_path / "chats.jsonl", log))
-    assert conversation.category == "chats"
-    assert conversation.completions == (1, 3)
-    contents = [message.content for message in conversation.messages]
-    assert contents == ["a", '{"name": "find", "arguments": "{}"}', "c", "d"]
+    (trace,) = read_traces(written(tmp_path / "chats.jsonl", log))
+    assert trace.category == "chats"
+    assert trace.conversation.completions == (1, 3)
+    contents = [message.content for message in trace.conversation.messages]
+    assert contents == ["a", "shell\nls", "c", "d"]
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,14 @@ def test_lines_end_at_newlines_alone_and_a_bom_is_passed_over(tmp_path: Path) ->
     path = tmp_path / "t.jsonl"
     line = '{"messages": [{"role": "assistant", "content": "a\u2028b\x85c"}]}'
     path.write_bytes(f"\ufeff{line}\r\n{line}\n".encode())
-    contents = [conversation.messages[0].content for conversation in read_traces(path)]
+    contents = [trace.conversation.messages[0].content for trace in read_traces(path)]
     assert contents == ["a\u2028b\x85c"] * 2
 
 
 def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
     message = {"role": "assistant", "content": "a\ud800b \U0001f600"}
-    (conversation,) = read_traces(written(tmp_path / "t.jsonl", {"messages": [message]}))
-    assert conversation.messages[0].content == "a?b \U0001f600"
+    (trace,) = read_traces(written(tmp_path / "t.jsonl", {"messages": [message]}))
+    assert trace.conversation.messages[0].content == "a?b \U0001f600"
 
 
 def test_a_file_without_outputs_or_without_text_is_refused(tmp_path: Path) -> None:

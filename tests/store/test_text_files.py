@@ -5,11 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mlxspec.errors import StoreError
-from mlxspec.store.chat_log import outputs_of
 from mlxspec.store.text_files import Reading, find_files, read_texts
 
 
@@ -135,44 +132,6 @@ def test_nested_json_without_end_is_no_record(tmp_path: Path):
     deep = "[" * 100_000 + "\n"
     log = lines({"messages": [ANSWER]}) + deep
     assert read(write(tmp_path / "log.jsonl", log)) == (["answer"], Reading(files=1, bad_lines=1))
-
-
-def test_completions_say_which_messages_a_model_wrote():
-    messages = [QUESTION, ANSWER, QUESTION, {"role": "assistant", "content": "chosen"}]
-    assert outputs_of({"messages": messages, "completions": [3]}) == ["chosen"]
-    assert outputs_of({"messages": messages, "completions": [-1, 9, "1", True]}) == []
-
-
-def test_parts_and_tool_calls_are_read():
-    parts = [{"type": "text", "text": "one"}, {"type": "image_url"}, {"type": "text", "text": "2"}]
-    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    messages = [
-        {"role": "assistant", "content": parts},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-    ]
-    assert outputs_of({"messages": messages}) == ["one", "2", '{"x": 1}']
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(
-            st.sampled_from(
-                ["messages", "role", "content", "completions", "tool_calls", "function", "text"]
-            ),
-            inner | st.just("assistant"),
-            max_size=4,
-        )
-    ),
-    max_leaves=20,
-)
-
-
-@given(JSON)
-def test_any_json_is_texts_or_no_record(record: object):
-    outputs = outputs_of(record)
-    assert outputs is None or all(isinstance(text, str) and text for text in outputs)
 
 
 def test_the_traces_give_their_completions(shared: Path):

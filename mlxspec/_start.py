@@ -1,0 +1,36 @@
+"""Where the command lines start: before the package is there, since importing it takes a while.
+
+An interrupt in that time would end in a traceback of half an import.
+"""
+
+import os
+import signal
+from importlib import import_module
+
+_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+def main() -> None:
+    """The ``mlxspec`` command."""
+    run("mlxspec.cli.main", "main", "mlxspec")
+
+
+def run(module: str, command: str, name: str) -> None:
+    """Import a click command and run it; Ctrl-C ends the import with one line and status 130.
+
+    Args:
+        module: where the command is.
+        command: its name there.
+        name: what the user calls it.
+    """
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is signal.default_int_handler:  # and not ignored, as behind nohup
+        signal.signal(signal.SIGINT, _quit)
+    start = getattr(import_module(module), command)
+    signal.signal(signal.SIGINT, usual)
+    start(prog_name=name)
+
+
+def _quit(*_: object) -> None:
+    os.write(2, b"\nInterrupted.\n")
+    os._exit(_INTERRUPTED)
