@@ -107,7 +107,7 @@ def test_stream_generate_takes_models_of_mlx_lm(monkeypatch: pytest.MonkeyPatch)
         known = KnownRange.now([KnownTime(r, c / 100, 0.001) for r, c in FLAT.items()], "test")
         return FixedCosts(CostCache(directory), CostKey({}, {}), {1024: known})
 
-    monkeypatch.setattr("mlxspec.decoders.auto.costs_for", costs_for)
+    monkeypatch.setattr("mlxspec.decoders.measured.costs_for", costs_for)
     monkeypatch.setattr(FixedCosts, "save", lambda self: None)
     expected = [r.token for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=40)]
     for _ in range(2):
@@ -124,19 +124,19 @@ def test_stream_generate_takes_models_of_mlx_lm(monkeypatch: pytest.MonkeyPatch)
 def test_plain_steps_are_sought_where_the_text_has_none(decoder_with) -> None:
     drafter = decoder_with(FLAT).drafter()
     drafter.begin([5, 6, 7, 8] * 20)
-    drafter.seeks_plain_steps = True
+    drafter.plain_steps.sought = True
     drafted = []
     for token in [5, 6, 7, 8] * 15:
         drafted.append(len(drafter.propose(100)) > 1)
         assert drafter.pipelined
         drafter.observe(mlxspec.VerifiedStep(mlxspec.DraftTree.chain(8), (), (), (), (token,)))
     drafter.end()
-    assert drafted[24:30] == [False] * 6
+    assert drafted[12:18] == [False] * 6
     assert sum(drafted) > 30
 
 
 def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(decoder_with, monkeypatch) -> None:
     decoder = decoder_with(FLAT)
-    monkeypatch.setattr("mlxspec.decoders.auto.cache_tier", lambda model: Tier.PLAIN)
+    monkeypatch.setattr("mlxspec.decoders.base.chain_tier", lambda model: Tier.PLAIN)
     *_, last = decoder.stream(PROMPT, 30)
     assert (last.stats.steps, last.stats.drafted) == (30, 0)

@@ -14,6 +14,7 @@ from .cost_curve import CostCurve
 from .guard import Guard, expected_shortfall
 from .lookahead_guesses import GuessOdds, GuessTree, LiveGuesses
 from .lookahead_window import WindowGain, WindowSize, best_window
+from .plain_steps import PlainSteps
 from .width import expected_tokens, price_of_time, widths_by_worth
 
 _FIRST_RATE = 1.2
@@ -21,10 +22,6 @@ _RATE_CHANGE = 0.1
 _WORTH_CHANGE = 0.1
 _STEPS_BETWEEN_SIZES = 8
 _SUREST = 0.98  # no guess is surer; where a row costs more, nothing need be looked up
-
-# Of so many steps in which plain ones are sought, the last ones go without a draft.
-_SEEKING_ROUND = 30
-_SEEKING_PATIENCE = 24
 
 
 class LookaheadKnowledge:
@@ -69,9 +66,8 @@ class PlannedLookahead:
     ) -> None:
         self.curve = curve
         self.waiting_cost = waiting_cost
-        self.seeks_plain_steps = False
-        """Whether to run pipelined wherever nothing is drafted, and now and then without drafts,
-        so that T(1) is measured."""
+        self.plain_steps = PlainSteps()
+        """While they are sought, steps are pipelined wherever nothing is drafted."""
         self.branching = branching
         self._ngram_size = ngram_size
         self._guess_set_size = guess_set_size
@@ -88,7 +84,7 @@ class PlannedLookahead:
         self._guard.begin()
         self._size: WindowSize | None = None
         self._window: JacobiWindow | None = None
-        self._steps = self._steps_sought = self._pending = 0
+        self._steps = self._pending = 0
         self._drafting = False
         self._rate, self._worth = _FIRST_RATE, 0.0
 
@@ -120,13 +116,13 @@ class PlannedLookahead:
 
         Not where drafts have lately been worth more than it costs to wait for the token.
         """
-        return self.seeks_plain_steps or self._worth <= self.waiting_cost
+        return self.plain_steps.sought or self._worth <= self.waiting_cost
 
     def observe(self, step: VerifiedStep) -> None:
         tokens, cost = step.tokens, self.curve(self._rows_beside + step.drafted)
         self._pending = step.pending  # rows that the next step begins with
         self._steps += 1
-        self._steps_sought = self._steps_sought + 1 if self.seeks_plain_steps else 0
+        self.plain_steps.count()
         self._drafting = step.drafted > 0
         self._worth += _WORTH_CHANGE * (self._plan.worth - self._worth)
         self._rate += _RATE_CHANGE * (len(tokens) / cost - self._rate)
@@ -156,8 +152,7 @@ class PlannedLookahead:
 
     def _choose(self, budget: int, max_rows: int) -> _Plan:
         """Choose the window, and how many guesses to verify beside it."""
-        seeking = self._steps_sought % _SEEKING_ROUND >= _SEEKING_PATIENCE
-        if seeking or self._hopeless or self._rows_beside > max_rows:
+        if self.plain_steps.due or self._hopeless or self._rows_beside > max_rows:
             self._window = self._size = None
             return _Plan(0, None, 0.0)
         expected = expected_tokens(self._guesses.best_reach())

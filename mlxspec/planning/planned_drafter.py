@@ -15,6 +15,7 @@ from .candidate_tree import CandidateTree
 from .cost_curve import CostCurve
 from .guard import Guard, expected_shortfall
 from .hazard import HazardModel
+from .plain_steps import PlainSteps
 from .width import expected_tokens, price_of_time, replayed_costs, widths_by_worth
 
 CHILDREN = 6
@@ -22,10 +23,6 @@ CHILDREN = 6
 
 _FIRST_RATE = 1.2
 _RATE_CHANGE = 0.1
-
-# Of every 30 steps in which plain ones are sought, these go without a draft.
-_SEEKING_ROUND = 30
-_PLAIN_OF_ROUND = range(12, 18)
 
 # Before the first draft, what one would be worth whose tokens are each right with 60 %.
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
@@ -69,10 +66,8 @@ class PlannedDrafter:
     ) -> None:
         self.curve = curve
         self.waiting_cost = waiting_cost
-        self.seeks_plain_steps = False
-        """Whether to run pipelined wherever nothing is drafted, so that T(1) is measured; and now
-        and then without drafts if there is no such place."""
-        self._steps_sought = 0
+        self.plain_steps = PlainSteps()
+        """While they are sought, steps are pipelined wherever nothing is drafted."""
         self.branching = branching
         self._replays = replays
         self._pending = 0
@@ -111,7 +106,7 @@ class PlannedDrafter:
         for it pays where drafts have lately been worth more than the waiting costs, or where
         they would be if the likeliest token came.
         """
-        if self.seeks_plain_steps:
+        if self.plain_steps.sought:
             return True
         if self._worth > self.waiting_cost:
             return False
@@ -127,7 +122,7 @@ class PlannedDrafter:
         cost = self.curve(self._pending + len(step.tree))
         self._pending = step.pending
         self._drafting = step.drafted > 0
-        self._steps_sought = self._steps_sought + 1 if self.seeks_plain_steps else 0
+        self.plain_steps.count()
         self._plan.tree.learn(tokens)
         self._worth += _WORTH_CHANGE * (self._plan.worth - self._worth)
         self._rate += _RATE_CHANGE * (len(tokens) / cost - self._rate)
@@ -157,7 +152,7 @@ class PlannedDrafter:
             least_reach=self.curve.cheapest_rows,
             store=self._store,
         )
-        if self._steps_sought % _SEEKING_ROUND in _PLAIN_OF_ROUND:
+        if self.plain_steps.due:
             return _Plan(tree, 0, 0.0)
         # After a plain step a draft interrupts the pipeline, and the next plain step waits.
         entry_cost = 0.0 if self._drafting else self.waiting_cost

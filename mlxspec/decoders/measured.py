@@ -1,0 +1,101 @@
+"""Decoders whose drafters follow what steps cost on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..decoding.measured_costs import KeptCosts, costs_for
+from ..drafting import Drafter
+from ..planning.cost_curve import CostCurve
+from ..planning.plain_steps import PlainSteps
+from ..response import GenerationResponse
+from .base import Decoder
+from .options import GenerationOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Planner(Protocol):
+    """What is told the costs between steps: a drafter, or a part of one."""
+
+    curve: CostCurve
+    waiting_cost: float
+    plain_steps: PlainSteps
+
+
+class MeasuredDecoder(Decoder):
+    """Measures the steps of its model, at first use and whenever one runs.
+
+    Args:
+        model, tokenizer: as for :class:`Decoder`.
+        on_measuring: called with the share that is done while step times are first measured.
+
+    Raises:
+        LoadError, OptionError: as :class:`Decoder`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module = "mlx_model",
+        tokenizer: TokenizerWrapper | None = None,
+        *,
+        on_measuring: Callable[[float], None] | None = None,
+    ) -> None:
+        super().__init__(model, tokenizer)
+        self._on_measuring = on_measuring
+        self.foreseen_cost = 0.0
+        """What the steps of the last generation should have taken, in plain tokens' times."""
+
+    @cached_property
+    def costs(self) -> KeptCosts:
+        """What steps cost, from the cache or measured now, which takes a few seconds."""
+        return costs_for(self.model, on_progress=self._on_measuring)
+
+    def _decode_planned(
+        self,
+        prompt: Sequence[int],
+        drafter: Drafter,
+        *planners: Planner,
+        max_tokens: int,
+        **options: Unpack[GenerationOptions],
+    ) -> Generator[GenerationResponse, None, None]:
+        """As :meth:`Decoder.decode`, with planners that are told the costs; these learn too."""
+        costs = self.costs
+        self.foreseen_cost = 0.0
+
+        def tell() -> None:
+            for planner in planners:
+                planner.curve, planner.waiting_cost = costs.curve, costs.waiting_cost
+                planner.plain_steps.sought = costs.wants_plain_steps
+
+        def record(rows: int, seconds: float, pipelined: bool) -> None:
+            waiting = costs.waiting_cost if rows == 1 and not pipelined else 0.0
+            self.foreseen_cost += costs.cost(rows) + waiting
+            costs.record(rows, seconds, pipelined)
+            tell()
+
+        costs.move_to(len(prompt))
+        tell()
+        responses = self.decode(
+            prompt, drafter, max_tokens=max_tokens, record_time=record, **options
+        )
+        return self._kept(responses)
+
+    def _kept(
+        self, responses: Generator[GenerationResponse, None, None]
+    ) -> Generator[GenerationResponse, None, None]:
+        """Tell the costs how long the context has become, and keep them at the end."""
+        try:
+            for response in responses:
+                self.costs.move_to(response.prompt_tokens + response.generation_tokens)
+                yield response
+        finally:
+            responses.close()
+            self.costs.save()
