@@ -1,0 +1,173 @@
+"""Rank 0: does everything, and tells the others each forward before it runs it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+
+from ..drafting import DraftTree
+from ..errors import OptionError
+from ..models.cache_options import CacheOptions
+from ..models.target import Target
+from ..models.tier import Tier
+from .channel import Channel
+from .interrupts import uninterrupted
+from .sharding import load_shard
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+Result = TypeVar("Result")
+
+
+class Leader:
+    """Rank 0's end of the channel, which the models that it loads carry as ``leader``.
+
+    Args:
+        group: the ranks.
+        channel: to all of them.
+    """
+
+    def __init__(self, group: mx.distributed.Group, channel: Channel) -> None:
+        self.group = group
+        self._channel = channel
+        self._numbers = count()
+        self._let_go: list[int] = []
+
+    def load(self, path_or_repo: str | Path) -> tuple[nn.Module, TokenizerWrapper]:
+        """Load a model split over all ranks, each of which loads its own part.
+
+        Raises:
+            LoadError: as :func:`.sharding.load_shard`.
+        """
+        self._channel.send("load", str(path_or_repo))
+        model, tokenizer = load_shard(path_or_repo, self.group)
+        wait_for_all()
+        model.leader = self
+        return model, tokenizer
+
+    def target(
+        self,
+        model: nn.Module,
+        tier: Tier,
+        vocab_size: int,
+        options: CacheOptions | None = None,
+        cache: Sequence[Any] | None = None,
+    ) -> LeadingTarget:
+        """A target that the followers' targets follow; the arguments are those of :class:`Target`.
+
+        Raises:
+            OptionError: caches are lent, which hold a whole model's keys and values.
+        """
+        if cache is not None:
+            raise OptionError(
+                "a prompt cache is not split over several machines as the model is: leave it out, "
+                "or run without mlx.launch"
+            )
+        number = next(self._numbers)
+        options = options or CacheOptions()
+        self.tell("open", number, tier.value, vocab_size, asdict(options))
+        target = LeadingTarget(self, number, model, tier, vocab_size, options)
+        weakref.finalize(target, self._let_go.append, number)
+        return target
+
+    def run(self, function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:
+        """Call a function of :data:`.follower.TOGETHER` with the model, at every rank."""
+        with uninterrupted(), mx.stream(generation_stream):
+            self.tell("run", function.__name__, *args)
+            return function(model, *args)
+
+    def tell(self, *message: Any) -> None:
+        """Tell the followers what to do."""
+        while self._let_go:
+            self._channel.send("close", self._let_go.pop())
+        self._channel.send(*message)
+
+
+class LeadingTarget(Target):
+    """A target whose every forward and every change of the cache the followers repeat.
+
+    Interrupts come between what is repeated, never between telling and doing.
+    """
+
+    def __init__(self, leader: Leader, number: int, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._leader = leader
+        self._number = number
+        self._told = False
+
+    @contextmanager
+    def _telling(self, method: str, *args: Any) -> Iterator[None]:
+        """Tell the followers a call, unless it is part of one that they were told."""
+        if self._told:
+            yield
+            return
+        with uninterrupted(), mx.stream(generation_stream):
+            self._leader.tell(method, self._number, *args)
+            self._told = True
+            try:
+                yield
+            finally:
+                self._told = False
+
+    def prefill(self, tokens: Sequence[int], *args: Any, **options: Any) -> None:
+        """As :meth:`Target.prefill`; the followers are told it chunk by chunk."""
+        super().prefill(tokens, *args, **options)
+        self._leader.tell("prefill", self._number, [])  # caches change for steps at its end
+
+    def _prefill_chunk(self, tokens: Sequence[int]) -> None:
+        with self._telling("_prefill_chunk", list(tokens)):
+            super()._prefill_chunk(tokens)
+
+    def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
+        """As :meth:`Target.forward`, and dispatched, so that no rank waits for this one."""
+        with self._telling("forward", tree.tokens, tree.parents):
+            if not is_known(tree):
+                tokens = share(tokens)
+            logits = super().forward(tokens, tree)
+            mx.async_eval(logits)
+        return logits
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """As :meth:`Target.keep`."""
+        with self._telling("keep", list(rows)):
+            super().keep(rows)
+
+    def truncate(self, length: int) -> None:
+        """As :meth:`Target.truncate`."""
+        with self._telling("truncate", length):
+            super().truncate(length)
+
+    def commit(self) -> None:
+        """As :meth:`Target.commit`."""
+        with self._telling("commit"):
+            super().commit()
+
+
+def is_known(tree: DraftTree) -> bool:
+    """Whether the tokens of the rows are known; otherwise rank 0 has just chosen one."""
+    return tree.tokens[0] >= 0
+
+
+def share(token: mx.array | None) -> mx.array:
+    """Rank 0's choice of a pipelined token, (1,), at every rank; the others pass None.
+
+    It never becomes a number in Python on its way. Ranks could choose for themselves from equal
+    logits, but those of different chips need not be equal.
+    """
+    own = mx.zeros((1,), mx.uint32) if token is None else token.astype(mx.uint32)
+    return mx.distributed.all_sum(own)
+
+
+def wait_for_all() -> None:
+    """Wait until every rank has come here: a GPU would not wait as long for a slow disk."""
+    mx.eval(mx.distributed.all_sum(mx.array(1.0), stream=mx.cpu))

@@ -1,0 +1,74 @@
+"""A small model that two ranks can split, and ``mlx.launch``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.llama import Model, ModelArgs
+
+from mlxspec.models.loading import DEMO_DIRECTORY
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER = "from mlx._distributed_utils.launch import main; main()"
+SECONDS = 120
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of two layers with the bundled model's tokenizer, in float32."""
+    directory = tmp_path_factory.mktemp("distributed") / "small"
+    directory.mkdir()
+    args = {
+        "model_type": "llama",
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 4096,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
+    mx.random.seed(1)
+    weights = dict(tree_flatten(Model(ModelArgs.from_dict(args)).parameters()))
+    # Few tokens win, so that the output repeats itself; those that end it are not among them.
+    weights["lm_head.weight"] *= mx.where(mx.arange(4096)[:, None] % 200 == 7, 3.0, 0.1)
+    mx.save_safetensors(str(directory / "model.safetensors"), weights, {"format": "mlx"})
+    (directory / "config.json").write_text(json.dumps(args))
+    for file in DEMO_DIRECTORY.glob("tokenizer*"):
+        shutil.copy(file, directory)
+    return directory
+
+
+@contextmanager
+def launched(*command: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Two ranks of a Python script under ``mlx.launch``, with the ring back end."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = ["-n", "2", "--backend", "ring", "--starting-port", str(port)]
+    # mlx.launch reads its standard input in a busy loop once that has ended: it stays open.
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, *ranks, "--python", sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MLXSPEC_CACHE_DIR": str(folder)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        try:
+            yield launcher
+        finally:
+            launcher.kill()

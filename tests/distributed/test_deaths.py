@@ -1,0 +1,54 @@
+"""A rank that dies takes the others with it, each with one line of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from .conftest import SECONDS, launched
+
+# Now and then MLX crashes before the thread that watches the other ranks has had its turn.
+SURVIVOR = (
+    "Error: rank 1 is gone, so rank 0 ends, too|"
+    "Error: rank 0 was ended by SIG[A-Z]+, as MLX can be when another rank is gone"
+)
+
+
+@pytest.mark.parametrize(
+    ("process", "death", "lines"),
+    [
+        ("worker 1", signal.SIGKILL, [SURVIVOR, "Error: rank 1 was ended by SIGKILL"]),
+        (
+            "supervisor 0",
+            signal.SIGTERM,
+            [
+                SURVIVOR.replace("rank 1", "rank X").replace("rank 0", "rank 1").replace("X", "0"),
+                r"Error: rank 0 was told to end \(SIGTERM\)",
+            ],
+        ),
+    ],
+)
+def test_each_process_adds_a_line(
+    process: str, death: signal.Signals, lines: list[str], small_model: Path, tmp_path: Path
+) -> None:
+    endless = ("--decoder", "plain", "--max-tokens", "1000000")
+    command = ("generate", "--model", str(small_model), "--prompt", "a", *endless)
+    script = ("-m", "tests.distributed.command", str(tmp_path))
+    with launched(*script, *command, folder=tmp_path) as launcher:
+        assert launcher.stdout
+        assert launcher.stdout.read(1)
+        os.kill(int((tmp_path / process).read_text()), death)
+        killed = time.monotonic()
+        _, errors = launcher.communicate(timeout=SECONDS)
+        assert time.monotonic() - killed < SECONDS / 2
+    said = [line for line in errors.splitlines() if line.startswith("Error")]
+    for expected in lines:
+        assert [line for line in said if re.fullmatch(expected, line)]
+    assert len(said) == len(lines)
+    assert "Traceback" not in errors
+    assert len(re.findall("rank [01] exited with code [1-9]", errors)) == 2  # mlx.launch's words

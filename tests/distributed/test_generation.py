@@ -1,0 +1,92 @@
+"""Two ranks on one host, with the ring back end, generate what one process generates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mlxspec
+from mlxspec.bench.equality import first_difference
+from mlxspec.decoders import Decoder
+from mlxspec.decoding import SamplingParams
+from mlxspec.models.tier import Tier
+
+from ..decoding.harness import NEAR_TIES, assert_same_output, plain
+from ..models.architectures import ARCHITECTURES
+from .conftest import SECONDS, launched
+from .settings import ARCHITECTURE, ARCHITECTURE_PROMPT, PROMPT, SETTINGS
+
+QUANTISED_KV = 1e-2
+"""The gap below which a difference is a near tie when keys and values are quantised."""
+
+
+@pytest.fixture(scope="module")
+def replayed() -> list[int]:
+    """What one process generates with a model that replays."""
+    model = ARCHITECTURES[ARCHITECTURE].model()
+    return plain(model, ARCHITECTURE_PROMPT, max_tokens=12, tier=Tier.REPLAY)
+
+
+@pytest.fixture(scope="module")
+def report(
+    small_model: Path, replayed: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """What rank 0 of :mod:`.rank` printed."""
+    command = ("-m", "tests.distributed.rank", str(small_model), json.dumps(replayed))
+    with launched(*command, folder=tmp_path_factory.mktemp("costs")) as launcher:
+        output, errors = launcher.communicate(timeout=SECONDS)
+    assert errors == ""
+    return json.loads(output)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_output_equals_one_process(name: str, report: dict[str, Any], small_model: Path) -> None:
+    decoder = Decoder(small_model)
+    options = SETTINGS[name].options
+    responses = decoder.decode(PROMPT, SETTINGS["plain"].drafter(), **options)
+    expected = [response.token for response in responses]
+    sampling = {key: options[key] for key in ("temp", "top_p", "seed") if key in options}
+    difference = first_difference(
+        decoder.model, PROMPT, expected, report["outputs"][name], SamplingParams(**sampling)
+    )
+    if difference is not None:
+        print(f"first difference at {difference.index}, margin {difference.margin:.2e}")
+        assert difference.margin < (QUANTISED_KV if "kv_bits" in options else difference.bound)
+        NEAR_TIES.append(difference.margin)
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS.keys() - {"plain"}))
+def test_drafts_are_accepted_and_rejected(name: str, report: dict[str, Any]) -> None:
+    assert 0 < report[name]["accepted"] < report[name]["drafted"]
+
+
+def test_a_model_that_replays_does_so_on_all_ranks(
+    report: dict[str, Any], replayed: list[int]
+) -> None:
+    assert report["replayed"]["tier"] == Tier.REPLAY.value
+    assert 0 < report["replayed"]["accepted"] < len(replayed) - 1
+    model = ARCHITECTURES[ARCHITECTURE].model()
+    assert_same_output(model, ARCHITECTURE_PROMPT, replayed, report["replayed"]["tokens"])
+
+
+def test_ranks_go_on_together_after_an_interrupt(report: dict[str, Any]) -> None:
+    # The outputs above were generated after it.
+    assert report["interrupted"] >= 3
+
+
+def test_heads_that_do_not_divide_are_refused(report: dict[str, Any]) -> None:
+    assert "cannot be split into 2 equal parts" in report["unsplittable"]
+
+
+def test_only_rank_0_prints(small_model: Path, tmp_path: Path) -> None:
+    prompt = ",".join(map(str, PROMPT))
+    options = ("--prompt-ids", prompt, "--max-tokens", "8", "--json")
+    command = ("decoder.py", "--model", str(small_model), *options)
+    with launched(*command, folder=tmp_path) as launcher:
+        output, errors = launcher.communicate(timeout=SECONDS)
+    assert errors == ""
+    plain = mlxspec.Decoder(small_model).decode(PROMPT, SETTINGS["plain"].drafter(), max_tokens=8)
+    assert json.loads(output)["tokens"] == [response.token for response in plain]

@@ -1,0 +1,39 @@
+from pathlib import Path
+
+import pytest
+
+from mlxspec.cli.answer import answer_together
+from mlxspec.distributed.launch import launched_rank
+from mlxspec.errors import PromptError
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rank", "expected"),
+    [
+        ('[["10.0.0.1:5000"], ["10.0.0.2:5000"]]', "1", 1),
+        ('[["10.0.0.1:5000"], ["10.0.0.2:5000"]]', None, None),
+        ("\n", "0", None),  # what mlx.launch writes for one rank
+        (None, "0", 0),  # another back end
+        (None, None, None),
+    ],
+)
+def test_the_rank_is_known_before_mlx_is_imported(
+    hosts: str | None,
+    rank: str | None,
+    expected: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("MLX_RANK", rank), ("MLX_HOSTFILE", hosts and str(tmp_path / "hosts"))):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    if hosts:
+        (tmp_path / "hosts").write_text(hosts)
+    assert launched_rank() == expected
+
+
+def test_a_prompt_that_would_never_end_is_refused() -> None:
+    with pytest.raises(PromptError, match="use --prompt-file"):
+        answer_together(prompt="-")

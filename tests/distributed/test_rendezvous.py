@@ -1,0 +1,23 @@
+import json
+import socket
+
+from mlxspec.distributed.rendezvous import _accept
+
+
+def test_a_stranger_is_turned_away() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        strangers = [greeting(listener, text) for text in (b"GET /\n", b'["guess", 1]\n', b"")]
+        rank_1 = greeting(listener, json.dumps(["secret", 1]).encode() + b"\n")
+        peers = _accept(listener, "secret", 1)
+        assert list(peers) == [1]
+        assert peers[1].getpeername() == rank_1.getsockname()
+        for connection in (*strangers, rank_1, *peers.values()):
+            connection.close()
+
+
+def greeting(listener: socket.socket, text: bytes) -> socket.socket:
+    """A connection that has said something, and nothing more."""
+    connection = socket.create_connection(listener.getsockname())
+    connection.sendall(text)
+    connection.shutdown(socket.SHUT_WR)
+    return connection
