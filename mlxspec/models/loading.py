@@ -9,7 +9,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,30 +28,72 @@ _HALF_PRECISION = (mx.float16, mx.bfloat16)
 _CONTEXT_LENGTH_NAMES = ("max_position_embeddings", "n_ctx", "n_positions", "max_seq_len")
 
 
+@overload
 def load(
-    path_or_repo: str | Path, *, revision: str | None = None, lazy: bool = False
-) -> tuple[nn.Module, TokenizerWrapper]:
-    """Load a model of mlx-lm's classes, and its tokenizer.
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    lazy: bool = False,
+    return_config: Literal[False] = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[nn.Module, TokenizerWrapper]: ...
+
+
+@overload
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    lazy: bool = False,
+    *,
+    return_config: Literal[True],
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]: ...
+
+
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[nn.Module, TokenizerWrapper] | tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    """Load a model of mlx-lm's classes, and its tokenizer; the arguments are mlx-lm's.
 
     No code of a model's repository is ever run. On the CPU back end, where half precision is
     emulated, half-precision weights become float32.
 
     Args:
-        path_or_repo: ``"demo"`` for the bundled model (``"./demo"`` is a directory of that
+        path_or_hf_repo: ``"demo"`` for the bundled model (``"./demo"`` is a directory of that
             name), a local directory with ``config.json`` and ``model*.safetensors`` or
             ``weights.npz``, or a repository on the Hugging Face Hub, which is downloaded once.
-        revision: branch, tag or commit of the repository.
+        tokenizer_config: settings of the tokenizer, in place of those that come with it.
+        model_config: settings of the model, in place of those in ``config.json``.
+        adapter_path: a directory of LoRA adapters that mlx-lm has trained.
         lazy: leave the weights on disk until they are used.
+        return_config: return the model's settings too.
+        revision: branch, tag or commit of the repository.
+        trust_remote_code: there for mlx-lm's callers, here and in ``tokenizer_config``; a model
+            that needs such code is refused all the same.
 
     Returns:
-        The model, and mlx-lm's tokenizer wrapper whose ``detokenizer`` loses no space.
+        The model, mlx-lm's tokenizer wrapper whose ``detokenizer`` loses no space, and the
+        settings if they are asked for.
 
     Raises:
         LoadError: what is missing, damaged or not supported, and what to do about it.
     """
-    directory = _find(path_or_repo, revision)
-    config = _read_config(directory)
-    model = _load_model(directory, config)
+    directory = _find(path_or_hf_repo, revision)
+    model, config = _load_model(directory, _read_config(directory), model_config or {})
+    if adapter_path is not None:
+        model = _with_adapters(model, adapter_path)
     if mx.default_device().type == mx.cpu:
         model.apply(lambda p: p.astype(mx.float32) if p.dtype in _HALF_PRECISION else p)
     if not lazy:
@@ -59,7 +101,8 @@ def load(
 
     from .tokenizer_loading import load_tokenizer
 
-    return model, load_tokenizer(directory, config.get("eos_token_id"))
+    tokenizer = load_tokenizer(directory, config.get("eos_token_id"), tokenizer_config)
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
@@ -106,7 +149,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if config.get("model_file") is not None:
         raise LoadError(
             f"{directory}: the model needs Python code from its repository "
-            f"({config['model_file']}), which is never run"
+            f"({config['model_file']}), which is never run here; if you trust it, load it with "
+            "mlx_lm.load and pass on what that returns"
         )
     generation = directory / "generation_config.json"
     if generation.is_file() and (eos := _read_json_object(generation).get("eos_token_id")):
@@ -133,8 +177,10 @@ def _remedy(directory: Path) -> str:
     return "name a directory that a converter for MLX has written"
 
 
-def _load_model(directory: Path, config: dict[str, Any]) -> nn.Module:
-    """The model with its weights, which are not evaluated yet."""
+def _load_model(
+    directory: Path, config: dict[str, Any], changes: dict[str, Any]
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model with its weights, which are not evaluated yet, and its settings."""
     has_safetensors = any(directory.glob("model*.safetensors"))
     if not has_safetensors and not npz_files(directory):
         raise LoadError(
@@ -144,14 +190,28 @@ def _load_model(directory: Path, config: dict[str, Any]) -> nn.Module:
         _check_shards(directory)
     try:
         if not has_safetensors:
-            return load_npz_model(directory, config)
+            config = config | changes
+            return load_npz_model(directory, config), config
         from mlx_lm.utils import load_model
 
-        return load_model(directory, lazy=True)[0]
+        return load_model(directory, lazy=True, model_config=changes)
     except LoadError:
         raise
     except Exception as error:  # whatever a wrong configuration or file makes mlx-lm raise
         raise LoadError(f"{directory}: {_reason(error)}") from error
+
+
+def _with_adapters(model: nn.Module, path: str | Path) -> nn.Module:
+    """The model with LoRA adapters put in."""
+    from mlx_lm.utils import load_adapters
+
+    try:
+        model = load_adapters(model, os.fspath(path))
+    except Exception as error:  # as above
+        reason = " ".join(str(error).split())[:200]
+        raise LoadError(f"{path}: the adapters cannot be loaded: {reason}") from error
+    model.eval()
+    return model
 
 
 def _check_shards(directory: Path) -> None:

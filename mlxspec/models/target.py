@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from ..drafting import DraftTree
-from .tiers import Tier
-from .tree_attention import RowPositions, TreeKVCache, TreeRows
+from .cache_options import CacheOptions
+from .row_positions import RowPositions
+from .step_caches import (
+    Snapshot,
+    cached_length,
+    can_be_cut,
+    can_be_cut_anywhere,
+    check_cut,
+    cut,
+    for_steps,
+    keep_rows,
+    parts,
+)
+from .tier import Tier
+from .tree_rows import OpenMask, TreeRows
 
 Progress = Callable[[int, int], None]
 """Called with the number of prompt tokens processed so far and the number in all."""
+
+_AFTER_MARK = 16  # tokens of a prompt; a chat template's opening of an answer is shorter
+_MOST_PENDING = 15  # accepted tokens that run again; with the current one a step of 16 rows
 
 
 def vocabulary_size(model: nn.Module) -> int:
@@ -24,49 +44,131 @@ def vocabulary_size(model: nn.Module) -> int:
     return model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
 
 
+class _Moment(NamedTuple):
+    """A state to return to: the target's before a forward, in tier REPLAY."""
+
+    length: int
+    pending: tuple[int, ...]
+    state: Snapshot
+
+
 class Target:
     """Runs forwards over rows and keeps the cache at exactly what was accepted.
 
+    In tier REPLAY state cannot be cut back. After a partial rejection it is restored to what it
+    was before the step, and the accepted tokens become **pending**: they stand in front of the
+    next step's rows. So a rejection costs width, not a forward. A step that keeps all its rows
+    leaves nothing pending.
+
     Args:
         model: an mlx-lm model.
-        tier: what drafts the model can verify, from :func:`mlxspec.models.tiers.find_tier`.
+        tier: what drafts the model can verify, from :mod:`mlxspec.models.tiers`.
         vocab_size: from :func:`vocabulary_size`.
+        options: the memory of the cache.
+        cache: mlx-lm's caches to continue, with what they hold; by default new ones. They are
+            used as they are until the end of the prefill.
+        undoable: how many of the last forwards :meth:`truncate` can undo in tier REPLAY.
+        marks: how many of the last prefills :meth:`rewind` can return to, where the caches cannot
+            be cut to any length. The mark stands 16 tokens before a prefill's end, since the next
+            turn of a conversation may open its answer otherwise.
+
+    Attributes:
+        length: positions of the context that the target has seen, pending ones included.
+        pending: accepted tokens that the cache does not hold (tier REPLAY).
     """
 
-    def __init__(self, model: nn.Module, tier: Tier, vocab_size: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tier: Tier,
+        vocab_size: int,
+        options: CacheOptions | None = None,
+        cache: Sequence[Any] | None = None,
+        undoable: int = 2,
+        marks: int = 0,
+    ) -> None:
         self.model = model
         self.tier = tier
         self.vocab_size = vocab_size
-        self.cache: list[Any] = make_prompt_cache(model)
-        self.length = 0
-        """Positions of the context in the cache."""
-        if tier is Tier.TREE:
-            self.cache = [TreeKVCache() for _ in self.cache]
-            self._positions = RowPositions(model)
+        self.pending: tuple[int, ...] = ()
+        self.options = options or CacheOptions()
+        self._quantizes_later = self.options.kv_bits is not None
+        self._replays = tier in (Tier.REPLAY, Tier.PLAIN)
+        if cache is None:
+            cache = make_prompt_cache(model, self.options.max_kv_size)
+        self.cache: list[Any] = list(cache)
+        self.length = cached_length(self.cache)
+        self._find_parts()
+        self._tree: DraftTree
+        """The rows of the last forward."""
+        self._mask = OpenMask()
+        self._unfinished = False
+        """Whether it is not known yet which of them stay."""
+        # A plain step is dispatched ahead of another: a generation undoes two at most.
+        self._moments: deque[_Moment] = deque(maxlen=undoable)
+        self._marks: deque[_Moment] = deque(maxlen=marks)
 
     @property
     def max_rows(self) -> int:
-        """The most rows that a step may have so that the cache can still be cut after it."""
+        """The most rows that a step may ever have, pending ones included."""
         if self.tier is Tier.PLAIN:
             return 1
-        # A rotating cache overwrites its oldest entries from max_size on.
-        sizes = [c.max_size for c in self.cache if isinstance(c, RotatingKVCache)]
-        return max(1, min(sizes, default=sys.maxsize) - 1 - self.length)
+        return _MOST_PENDING + 1 if self.tier is Tier.REPLAY else sys.maxsize
 
-    def prefill(
-        self, tokens: Sequence[int], on_progress: Progress | None = None, chunk: int = 2048
-    ) -> None:
-        """Put prompt tokens into the cache, ``chunk`` at a time (the size bounds the memory)."""
-        for start in range(0, len(tokens), chunk):
-            if on_progress:
-                on_progress(start, len(tokens))
-            part = mx.array(list(tokens[start : start + chunk]))
-            self.model(part[None], cache=self.cache)
-            mx.eval([cache.state for cache in self.cache])
-            self.length += part.size
-            mx.clear_cache()
+    @property
+    def max_depth(self) -> int:
+        """How many tokens deep the next draft may be."""
+        depth = self.max_rows - 1 - len(self.pending)
+        if self._quantizes_later:
+            # mlx-lm quantises the cache between two tokens, and so must we.
+            depth = min(depth, self.options.quantized_kv_start - 2 - self.length)
+        return max(0, depth)
+
+    def prefill(self, tokens: Sequence[int], on_progress: Progress | None = None) -> None:
+        """Put prompt tokens into the cache, ``prefill_step_size`` of the options at a time.
+
+        The first prefill runs on mlx-lm's own caches, which become cuttable ones at the end.
+        """
+        marks = self._marks.maxlen and not all(
+            map(can_be_cut_anywhere, parts(map(for_steps, self.cache)))
+        )
+        early = max(0, len(tokens) - _AFTER_MARK) if marks else 0
+        chunk = self.options.prefill_step_size
+        starts = [*range(0, early, chunk), *range(early, len(tokens), chunk)]
+        try:
+            for start, end in pairwise((*starts, len(tokens))):
+                if on_progress:
+                    on_progress(start, len(tokens))
+                if marks and start == early:
+                    self._mark()
+                self._prefill_chunk(tokens[start:end])
+        finally:
+            self._change_for_steps()
         if on_progress:
             on_progress(len(tokens), len(tokens))
+
+    def _change_for_steps(self) -> None:
+        self.cache = [for_steps(cache) for cache in self.cache]
+        self._find_parts()
+
+    def _mark(self) -> None:
+        """Keep the state as it is, if the caches cannot be cut back to it."""
+        self._change_for_steps()
+        uncuttable = [cache for cache in parts(self.cache) if not can_be_cut_anywhere(cache)]
+        if self.length:
+            self._marks.append(_Moment(self.length, (), Snapshot(uncuttable)))
+
+    def _prefill_chunk(self, tokens: Sequence[int]) -> None:
+        before = Snapshot(self._uncuttable)
+        try:
+            self.model(mx.array(list(tokens))[None], cache=self.cache)
+        except BaseException:  # an interrupt in the middle of the layers
+            before.restore()
+            raise
+        self.length += len(tokens)
+        self._quantize_if_due()
+        mx.eval([cache.state for cache in self.cache])
+        mx.clear_cache()
 
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
         """Run the rows of a tree, without waiting for the result.
@@ -80,32 +182,126 @@ class Target:
         Returns:
             lazy logits, (rows, vocabulary).
         """
+        if self._replays:
+            return self._forward_replayed(tokens, tree)
+        self._tree, self._unfinished = tree, True
         if tree.is_chain:
             return self.model(tokens[None], cache=self.cache)[0]
-        rows = TreeRows(tree)
+        rows = TreeRows(tree, self._mask)
         try:
-            for cache in self.cache:
+            for cache in self._cuttable:
                 cache.rows = rows
             with self._positions.follow(rows):
                 return self.model(tokens[None], cache=self.cache)[0]
         finally:
-            for cache in self.cache:
+            for cache in self._cuttable:
                 cache.rows = None
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows of the last forward, by node index, and forget the others."""
-        if rows and rows[-1] != len(rows) - 1:
-            for cache in self.cache:
-                cache.keep(self.length, rows)
-        self.truncate(self.length + len(rows))
+        self._unfinished = False
+        if len(rows) == len(self._tree):
+            self.pending = ()
+        elif self._replays:
+            self._return_to(self._moments.pop())
+            self.pending += tuple(self._tree.tokens[row] for row in rows)
+        else:
+            keep_rows(self._cuttable, self.length, rows)
+        self.length += len(rows)
+        if self._quantizes_later:
+            self._quantize_if_due()
 
     def truncate(self, length: int) -> None:
-        """Cut the cache behind the first ``length`` positions.
+        """Return to the first ``length`` positions, from a forward that was not kept as well.
 
-        Each layer is cut by itself: an interrupted forward leaves some longer than others.
-        State that cannot be cut (tier PLAIN) keeps the one token that was dispatched ahead.
+        In tier REPLAY ``undoable`` forwards can be undone, and the length may become shorter
+        than asked for: a forward is undone with all its rows.
+
+        Raises:
+            ValueError: the state from that time is gone.
         """
-        self.length = length
-        for cache in self.cache:
-            if cache.is_trimmable():
-                cache.trim(max(0, cache.offset - length))
+        if self._replays:
+            self._drop_pending(length)
+            while self._unfinished or self.length > length:
+                if not self._moments:
+                    raise ValueError(f"the state at {length} positions has not been kept")
+                self._return_to(self._moments.pop())
+                self._unfinished = False
+                self._drop_pending(length)
+        else:
+            self.length = length
+        cut(self._cuttable, self.length - len(self.pending))
+        self._unfinished = False
+        self._forget_marks_behind()
+
+    def rewind(self, length: int) -> None:
+        """Return to the first ``length`` positions, or to a mark before them.
+
+        Raises:
+            ValueError: no such state has been kept. The target is of no more use.
+        """
+        start = self.options.quantized_kv_start
+        quantized = self.options.kv_bits is not None and not self._quantizes_later
+        if quantized and length < min(start, self.length):
+            raise ValueError(f"the cache was quantised, and is not at {length} positions")
+        try:
+            check_cut(self._cuttable, length)
+            self.truncate(length)
+        except ValueError:
+            self.length = length
+            self._forget_marks_behind()
+            if not self._marks:
+                raise
+            self._return_to(self._marks[-1])
+            self._moments.clear()
+            self._unfinished = False
+
+    def _forget_marks_behind(self) -> None:
+        """Forget the marks in what was cut off: other tokens will stand there."""
+        while self._marks and self._marks[-1].length > self.length:
+            self._marks.pop()
+
+    def _drop_pending(self, length: int) -> None:
+        """Come as close to a length as giving up pending tokens does."""
+        if not self._unfinished and self.pending:
+            dropped = min(max(0, self.length - length), len(self.pending))
+            self.pending = self.pending[: len(self.pending) - dropped]
+            self.length -= dropped
+
+    def commit(self) -> None:
+        """Run pending tokens, so that the cache holds all ``length`` positions."""
+        tokens, self.pending = self.pending, ()
+        self.length -= len(tokens)
+        self._moments.clear()
+        if tokens:
+            self._prefill_chunk(tokens)
+
+    def _forward_replayed(self, tokens: mx.array, tree: DraftTree) -> mx.array:
+        self._moments.append(_Moment(self.length, self.pending, Snapshot(self._uncuttable)))
+        self._tree, self._unfinished = tree, True
+        if not self.pending:
+            return self.model(tokens[None], cache=self.cache)[0]
+        rows = mx.concatenate([mx.array(self.pending, tokens.dtype), tokens])
+        return self.model(rows[None], cache=self.cache)[0, len(self.pending) :]
+
+    def _return_to(self, moment: _Moment) -> None:
+        self.length, self.pending = moment.length, moment.pending
+        moment.state.restore()
+        cut(self._cuttable, self.length - len(self.pending))
+
+    def _quantize_if_due(self) -> None:
+        """Quantise the cache where mlx-lm does: after the first step that reaches the start."""
+        options = self.options
+        if self._quantizes_later and self.length >= options.quantized_kv_start:
+            self._quantizes_later = False
+            maybe_quantize_kv_cache(self.cache, 0, options.kv_group_size, options.kv_bits)
+            self._find_parts()
+
+    @cached_property
+    def _positions(self) -> RowPositions:
+        return RowPositions(self.model)
+
+    def _find_parts(self) -> None:
+        """Sort the caches by whether they can be cut back."""
+        self._cuttable = [cache for cache in parts(self.cache) if can_be_cut(cache)]
+        self._uncuttable = [cache for cache in parts(self.cache) if not can_be_cut(cache)]

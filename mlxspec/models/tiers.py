@@ -2,140 +2,110 @@
 
 from __future__ import annotations
 
-import enum
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, create_attention_mask, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from ..drafting import DraftTree
-from .loading import context_length
-from .tree_attention import RowPositions, TreeRows
+from .lockstep import target_for
+from .step_caches import TREE_CACHES, can_be_cut, for_steps, parts
+from .target import Target, vocabulary_size
+from .tier import Tier
+from .tree_probe import failing_position
+
+_PREFIX = (3, 1, 4)
+_DRAFT, _KEPT = (1, 5, 2, 6), 2  # the step's rows, and how many of them stay
+_AFTER = (7, 2, 1)
+
+# The mean difference that rounding can make, as a share of the logits' spread. In half precision
+# it can send a row to other experts.
+_ROUNDING_FLOAT32, _ROUNDING_HALF = 1e-3, 3e-2
 
 
-class Tier(enum.Enum):
-    """What a target can verify."""
+@dataclass(frozen=True)
+class Finding:
+    """A model's tier, and what keeps it from a richer one."""
 
-    TREE = "tree"
-    """Branching drafts: plain KV caches, and positions that come from RoPE modules alone."""
-
-    CHAIN = "chain"
-    """Drafts in a row: every cache can be cut back."""
-
-    PLAIN = "plain"
-    """No drafts: some state cannot be cut back (state-space and linear attention)."""
+    tier: Tier
+    reason: str
 
 
 def cache_tier(model: nn.Module) -> Tier:
     """What the model's caches allow, without running it; TREE means that trees may work."""
-    caches = make_prompt_cache(model)
-    if not all(cache.is_trimmable() for cache in caches):
-        return Tier.PLAIN
-    return Tier.TREE if all(type(cache) is KVCache for cache in caches) else Tier.CHAIN
+    caches = _caches(model)
+    if not all(map(can_be_cut, caches)):
+        return Tier.REPLAY
+    return Tier.TREE if all(isinstance(cache, TREE_CACHES) for cache in caches) else Tier.CHAIN
 
 
 def chain_tier(model: nn.Module) -> Tier:
-    """What the model can verify of drafts that never branch, which takes no probing."""
-    return Tier.PLAIN if cache_tier(model) is Tier.PLAIN else Tier.CHAIN
+    """What the model verifies of drafts that never branch, found out with a few forwards."""
+    tier = Tier.REPLAY if cache_tier(model) is Tier.REPLAY else Tier.CHAIN
+    return tier if _verifies_chains(model, tier) else Tier.PLAIN
 
 
 def find_tier(model: nn.Module) -> Tier:
-    """The richest drafts that the model verifies rightly.
+    """The richest drafts that the model verifies rightly; see :func:`examine`."""
+    return examine(model).tier
 
-    Runs small branching steps, at offset 0 and across every power of two up to the model's
-    longest context (where positions scaled outside RoPE modules show), and compares them
-    with the same tokens in a row. Costs a few forwards per power of two.
+
+def examine(model: nn.Module) -> Finding:
+    """Find out what drafts the model verifies rightly, and what keeps it from richer ones.
+
+    A step of several rows, of which some are rejected, is compared with its tokens one by one;
+    a branching step with its branches in a row. That takes a few forwards for the first and a
+    few more per power of two up to the model's longest context for the second.
     """
-    tier = cache_tier(model)
-    if tier is Tier.TREE and not _verifies_trees(model):
-        return Tier.CHAIN
-    return tier
+    tier = chain_tier(model)
+    if tier is Tier.PLAIN:
+        return Finding(tier, "several rows in one forward give other logits than one by one")
+    if tier is Tier.REPLAY:
+        names = _names(model, lambda cache: not can_be_cut(cache))
+        return Finding(tier, f"{names} cannot be cut back: restored after a rejection")
+    if cache_tier(model) is Tier.CHAIN:
+        names = _names(model, lambda cache: not isinstance(cache, TREE_CACHES))
+        return Finding(tier, f"{names} can be cut back, but takes no tree's mask")
+    position = failing_position(model)
+    if position is not None:
+        return Finding(
+            tier, f"a branching step differs from its branches in a row at position {position}"
+        )
+    return Finding(Tier.TREE, "branching steps equal their branches in a row")
 
 
-_PREFIX = (3, 1, 4)
-_BRANCHES = ((5, 2, 6), (7, 2, 1))
-_ROOT = 1
+def _caches(model: nn.Module) -> list[Any]:
+    return parts(map(for_steps, make_prompt_cache(model)))
 
 
-def _verifies_trees(model: nn.Module) -> bool:
-    longest = context_length(model) or 2**15
-    # Two below a power of two, so that the step's positions lie on both sides of it.
-    crossings = [2**k - 2 - len(_PREFIX) for k in range(4, longest.bit_length())]
-    noise = _rounding_noise(model)
-    return all(_tree_agrees(model, base, noise) for base in (0, *crossings))
+def _names(model: nn.Module, hinders: Callable[[Any], bool]) -> str:
+    return ", ".join(sorted({type(cache).__name__ for cache in _caches(model) if hinders(cache)}))
 
 
-def _rounding_noise(model: nn.Module) -> float:
-    """How far logits of rows computed together lie from those of the rows one by one."""
-    tokens = (*_PREFIX, _ROOT, *_BRANCHES[0])
-    together, one_by_one = _new_cache(model, 0), _new_cache(model, 0)
-    rows = _forward(model, tokens, together)
-    singles = mx.concatenate([_forward(model, (token,), one_by_one) for token in tokens])
-    return cast(float, mx.max(mx.abs(rows - singles)).item())
+def _verifies_chains(model: nn.Module, tier: Tier) -> bool:
+    """Whether a partly rejected step, and the step after it, give what single tokens give."""
+    target = target_for(model, tier, vocabulary_size(model))
+    target.prefill(_PREFIX)
+    drafted = _step(target, _DRAFT)[:_KEPT]
+    target.keep(range(_KEPT))
+    together = mx.concatenate([drafted, _step(target, _AFTER)])
+
+    single = target_for(model, tier, vocabulary_size(model))
+    single.prefill(_PREFIX)
+    rows = []
+    for token in (*_DRAFT[:_KEPT], *_AFTER):
+        rows.append(_step(single, (token,)))
+        single.keep((0,))
+    one_by_one = mx.concatenate(rows)
+    exact = one_by_one.dtype == mx.float32
+    difference = mx.abs(together - one_by_one).astype(mx.float32)
+    spread = mx.max(one_by_one) - mx.min(one_by_one)
+    bound = (_ROUNDING_FLOAT32 if exact else _ROUNDING_HALF) * spread.astype(mx.float32)
+    return cast(bool, (mx.mean(difference) <= bound).item())
 
 
-def _tree_agrees(model: nn.Module, base: int, noise: float) -> bool:
-    """Whether a branching step at this offset equals its branches, each in a row."""
-    tree = DraftTree.from_branches(_ROOT, _BRANCHES)
-    cache = _new_cache(model, base)
-    _forward(model, _PREFIX, cache)
-    rows = TreeRows(tree)
-    for layer_cache in cache:
-        layer_cache.rows = rows
-    try:
-        with RowPositions(model).follow(rows):
-            logits = _forward(model, tree.tokens, cache)
-    except (TypeError, ValueError):
-        return False  # a RoPE that takes one integer offset only
-    depth = len(_BRANCHES[0])
-    for index, branch in enumerate(_BRANCHES):
-        nodes = mx.array([0, *range(1 + index * depth, 1 + (index + 1) * depth)])
-        tokens = (*_PREFIX, _ROOT, *branch)
-        expected = _forward(model, tokens, _new_cache(model, base))[len(_PREFIX) :]
-        spread = mx.max(expected) - mx.min(expected)
-        error = mx.max(mx.abs(logits[nodes] - expected))
-        if not (error <= 4 * noise + 1e-4 * spread).item():
-            return False
-    return True
-
-
-def _forward(model: nn.Module, tokens: tuple[int, ...], cache: list[Any]) -> mx.array:
-    """Logits in float32, (len(tokens), vocabulary)."""
-    return model(mx.array(tokens)[None], cache=cache)[0].astype(mx.float32)
-
-
-def _new_cache(model: nn.Module, base: int) -> list[_ShiftedCache]:
-    return [_ShiftedCache(base) for _ in make_prompt_cache(model)]
-
-
-class _ShiftedCache:
-    """A cache that claims to stand ``base`` positions further on than what it holds.
-
-    It lets a model be tried at long contexts without the memory of one.
-    """
-
-    def __init__(self, base: int) -> None:
-        self._base = base
-        self._size = 0
-        self._keys: mx.array | None = None
-        self._values: mx.array | None = None
-        self.rows: TreeRows | None = None
-
-    @property
-    def offset(self) -> int:
-        return self._base + self._size
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self._keys is not None and self._values is not None:
-            keys = mx.concatenate([self._keys, keys], axis=2)
-            values = mx.concatenate([self._values, values], axis=2)
-        self._keys, self._values, self._size = keys, values, keys.shape[2]
-        return keys, values
-
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | str | None:
-        if self.rows is not None:
-            return self.rows.mask(self._size, window_size)
-        return create_attention_mask(N, self._size, return_array, window_size)
+def _step(target: Target, tokens: tuple[int, ...]) -> mx.array:
+    return target.forward(mx.array(tokens), DraftTree.chain(tokens[0], tokens[1:]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,11 @@ _OTHER_FILES = {
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
 
 
-def load_tokenizer(directory: Path, eos_token_ids: Collection[int] | int | None) -> Any:
+def load_tokenizer(
+    directory: Path,
+    eos_token_ids: Collection[int] | int | None,
+    settings: Mapping[str, Any] | None = None,
+) -> Any:
     """mlx-lm's ``TokenizerWrapper`` with this package's streaming detokenizer.
 
     ``tokenizer.json`` comes first. A ``tokenizer.model`` without it gives SentencePiece's ids,
@@ -37,28 +41,33 @@ def load_tokenizer(directory: Path, eos_token_ids: Collection[int] | int | None)
         directory: where the tokenizer's files are.
         eos_token_ids: what ends an output according to the model's configuration, besides the
             tokenizer's own EOS.
+        settings: go before those of ``tokenizer_config.json``.
 
     Raises:
         LoadError: no tokenizer, one of a kind that is not read, or one that needs its
             repository's code.
     """
+    settings = {**(settings or {})}
+    settings.pop("trust_remote_code", None)
     if (directory / "tokenizer.json").is_file() or not (directory / "tokenizer.model").is_file():
-        return _load_hugging_face(directory, eos_token_ids)
+        return _load_hugging_face(directory, eos_token_ids, settings)
     if isinstance(eos_token_ids, int):
         eos_token_ids = [eos_token_ids]
     return TokenizerWrapper(
-        _load_sentencepiece(directory), streaming_detokenizer, eos_token_ids=eos_token_ids
+        _load_sentencepiece(directory, settings),
+        streaming_detokenizer,
+        eos_token_ids=eos_token_ids,
     )
 
 
 def _load_hugging_face(
-    directory: Path, eos_token_ids: Collection[int] | int | None
+    directory: Path, eos_token_ids: Collection[int] | int | None, settings: dict[str, Any]
 ) -> TokenizerWrapper:
     if not any((directory / name).is_file() for name in _HUGGING_FACE_FILES):
         raise LoadError(_no_tokenizer(directory))
     try:
         wrapper = load_hugging_face_tokenizer(
-            directory, {"trust_remote_code": False}, eos_token_ids=eos_token_ids
+            directory, settings | {"trust_remote_code": False}, eos_token_ids=eos_token_ids
         )
     except Exception as error:
         if "trust_remote_code" in str(error):
@@ -81,11 +90,11 @@ def _no_tokenizer(directory: Path) -> str:
     return f"{directory}: no tokenizer.json and no tokenizer.model; copy the model's own there"
 
 
-def _load_sentencepiece(directory: Path) -> PreTrainedTokenizerFast:
+def _load_sentencepiece(directory: Path, given: dict[str, Any]) -> PreTrainedTokenizerFast:
     path = directory / "tokenizer.model"
     tokenizer = build_tokenizer(path)
     settings = tokenizer_config(path)
-    own = _read_json(directory / "tokenizer_config.json")
+    own = _read_json(directory / "tokenizer_config.json") | given
     try:
         _add_tokens(tokenizer, own.get("added_tokens_decoder") or {}, path)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -103,11 +112,11 @@ def _load_sentencepiece(directory: Path) -> PreTrainedTokenizerFast:
         if own.get(key) is not None:
             settings[key] = own[key]
     template = directory / "chat_template.jinja"
-    if template.is_file():
+    if template.is_file() and "chat_template" not in given:
         settings["chat_template"] = template.read_text(encoding="utf-8")
     del settings["tokenizer_class"]
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, name_or_path=str(directory), **settings
+        tokenizer_object=tokenizer, name_or_path=str(directory), **(given | settings)
     )
 
 

@@ -12,6 +12,7 @@ from mlxspec.bench.equality import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.decoding import Chooser, SamplingParams, decode
 from mlxspec.drafting import Drafter, NoDraft
 from mlxspec.models.cache_options import CacheOptions
+from mlxspec.models.lockstep import target_for
 from mlxspec.models.target import Target, vocabulary_size
 from mlxspec.models.tiers import Tier
 
@@ -39,7 +40,7 @@ def new_target(
     model: nn.Module, tier: Tier = Tier.TREE, cache: CacheOptions | None = None
 ) -> Target:
     """The model with an empty cache."""
-    return Target(model, tier, vocabulary_size(model), cache)
+    return target_for(model, tier, vocabulary_size(model), cache)
 
 
 def run(

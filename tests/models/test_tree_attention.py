@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.drafting import DraftTree
-from mlxspec.models.tree_attention import TreeRows
+from mlxspec.models.tree_rows import TreeRows
 
 from ..decoding.harness import new_target
 from ..drafting.test_tree import path, trees

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from mlxspec.drafting.context_index import ContextIndex
 from mlxspec.drafting.output_memory import OutputMemory
 from mlxspec.drafting.suffix_index import SEPARATOR, Occurrence
 from mlxspec.planning.chips import chip_curve
@@ -77,6 +78,19 @@ def test_an_earlier_output_is_drafted_from_memory() -> None:
     assert len(first.rows) == 100
     assert len(again.rows) < 30
     assert memory.text().count(SEPARATOR) == 2
+
+
+def test_an_answer_is_drafted_from_the_one_it_takes_the_place_of() -> None:
+    prompt, answer = noise(100, seed=9), noise(80, seed=10)
+    index = ContextIndex()
+    first = replay(prompt, answer, PlannedDrafter(FLAT, index=index))
+    again = replay(prompt, answer, PlannedDrafter(FLAT, index=index))
+    assert len(first.rows) == 80
+    assert len(again.rows) < 30
+    # A drafter without a conversation's index forgets.
+    forgetful = PlannedDrafter(FLAT)
+    for _ in range(2):
+        assert len(replay(prompt, answer, forgetful).rows) == 80
 
 
 def test_a_store_is_drafted_from() -> None:

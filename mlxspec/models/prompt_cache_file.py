@@ -1,0 +1,179 @@
+"""Prompt caches in files, in mlx-lm's format: what either writes, both read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models import cache as mlx_lm_caches
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
+
+from ..errors import PromptCacheError
+from .step_caches import cached_length, parts
+
+_SUFFIX = ".safetensors"
+_TOKENS = "tokens"  # a metadata key that mlx-lm's own files lack
+
+
+def save_prompt_cache(
+    file_name: str | os.PathLike[str],
+    cache: Sequence[Any],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    tokens: Sequence[int] = (),
+) -> None:
+    """Save a prompt cache for :func:`load_prompt_cache` and for mlx-lm.
+
+    A file that is there already is replaced once the new one is complete.
+
+    Args:
+        file_name: ``.safetensors`` is appended where it is missing, as by mlx-lm.
+        cache: mlx-lm's caches, as they stand after a generation with ``prompt_cache``.
+        metadata: for whoever loads it. ``mlx_lm.generate`` wants "model", the model's
+            directory or repository, and "tokenizer_config", a JSON object.
+        tokens: what the cache holds, so that drafts can be taken from it later.
+
+    Raises:
+        PromptCacheError: the file cannot be written; what was there before is as it was.
+    """
+    path = check_writable(file_name)
+    held = {**(metadata or {}), **({_TOKENS: json.dumps(list(tokens))} if tokens else {})}
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}{_SUFFIX}")
+    try:
+        mlx_lm_caches.save_prompt_cache(str(unfinished), list(cache), held)
+        os.replace(unfinished, path)
+    except (OSError, RuntimeError) as error:
+        raise PromptCacheError(
+            f"{path} cannot be written ({_one_line(error)}): name a file in a directory with room"
+        ) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@overload
+def load_prompt_cache(
+    file_name: str | os.PathLike[str], return_metadata: Literal[False] = False
+) -> list[Any]: ...
+@overload
+def load_prompt_cache(
+    file_name: str | os.PathLike[str], return_metadata: Literal[True]
+) -> tuple[list[Any], dict[str, str]]: ...
+def load_prompt_cache(
+    file_name: str | os.PathLike[str], return_metadata: bool = False
+) -> list[Any] | tuple[list[Any], dict[str, str]]:
+    """Load a prompt cache that :func:`save_prompt_cache` or mlx-lm has saved.
+
+    Args:
+        file_name: the file.
+        return_metadata: return its metadata as well.
+
+    Returns:
+        mlx-lm's caches, to be passed as ``prompt_cache``.
+
+    Raises:
+        PromptCacheError: there is no such file, or it is damaged or of another kind.
+    """
+    if not Path(file_name).is_file():
+        raise PromptCacheError(
+            f"{file_name}: there is no such file; make it with 'mlxspec cache-prompt'"
+        )
+    try:
+        cache, metadata = mlx_lm_caches.load_prompt_cache(str(file_name), return_metadata=True)
+        mx.eval([part.state for part in cache])
+    except RuntimeError as error:
+        raise PromptCacheError(
+            f"{file_name} is truncated or damaged: make it again with 'mlxspec cache-prompt'"
+        ) from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise PromptCacheError(
+            f"{file_name} holds no prompt cache that this version of mlx-lm reads: make it with "
+            "'mlxspec cache-prompt'"
+        ) from error
+    # Nothing at all is flattened to an empty list.
+    return (cache, dict(metadata or {})) if return_metadata else cache
+
+
+def check_writable(file_name: str | os.PathLike[str]) -> Path:
+    """The file that :func:`save_prompt_cache` will write, before there is anything to write.
+
+    Raises:
+        PromptCacheError: it is a directory, or in none that can be written.
+    """
+    path = Path(file_name)
+    if path.suffix != _SUFFIX:
+        path = path.with_name(path.name + _SUFFIX)
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise PromptCacheError(f"{path} cannot be written: name a file in a writable directory")
+    return path
+
+
+def tokens_in(cache: Sequence[Any], metadata: Mapping[str, str]) -> list[int]:
+    """What a loaded cache holds; nothing where its file does not say so, as mlx-lm's."""
+    try:
+        tokens = json.loads(metadata.get(_TOKENS, "[]"))
+    except ValueError:
+        return []
+    known = isinstance(tokens, list) and all(isinstance(token, int) for token in tokens)
+    return tokens if known and cached_length(cache) in (0, len(tokens)) else []
+
+
+def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
+    """Refuse a cache that the model could not have made.
+
+    The graph of a small forward is built and never evaluated.
+
+    Args:
+        cache: from :func:`load_prompt_cache`.
+        model: that is to go on with it.
+        source: names the cache in errors.
+
+    Raises:
+        PromptCacheError: layers or shapes are others.
+    """
+    own = make_prompt_cache(model)
+    if len(own) != len(cache):
+        raise PromptCacheError(
+            f"{source} is another model's: it caches {len(cache)} layers, the model has "
+            f"{len(own)}; name the model that made it"
+        )
+    model(mx.array([[0]]), cache=own)
+    try:
+        fits = _layout(_quantized_like(cache, own)) == _layout(parts(cache))
+    except (ValueError, NotImplementedError):  # the model's cannot be quantised like that
+        fits = False
+    if not fits:
+        raise PromptCacheError(
+            f"{source} is another model's: its keys and values have other shapes; name the "
+            "model that made it"
+        )
+
+
+def _quantized_like(cache: Iterable[Any], own: Iterable[Any]) -> list[Any]:
+    return [
+        mine.to_quantized(theirs.group_size, theirs.bits)
+        if isinstance(theirs, QuantizedKVCache) and hasattr(mine, "to_quantized")
+        else mine
+        for theirs, mine in zip(parts(cache), parts(own), strict=True)
+    ]
+
+
+def _layout(caches: Iterable[Any]) -> list[list[tuple[int, ...]]]:
+    """The shapes of what caches hold, without the number of positions."""
+    return [
+        [
+            (*array.shape[:2], *array.shape[3:]) if array.ndim == 4 else array.shape
+            for _, array in tree_flatten(cache.state)
+            if isinstance(array, mx.array)
+        ]
+        for cache in caches
+    ]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(getattr(error, "strerror", None) or error).split())[:150]

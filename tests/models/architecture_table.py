@@ -1,0 +1,46 @@
+"""The table of architectures and their tiers.
+
+python -m tests.models.architecture_table > docs/architectures.md
+"""
+
+from __future__ import annotations
+
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlxspec.models.step_caches import parts
+from mlxspec.models.tiers import Finding, examine
+
+from .architectures import ARCHITECTURES, Architecture
+
+_INTRODUCTION = """\
+# Architectures
+
+What drafts these models verify, found out by running small ones of each, whose output equals
+mlx-lm's token for token (`tests/models/test_architectures.py`). `mlxspec inspect MODEL` finds it
+out for any model. **tree**: branching drafts. **chain**: one continuation. **replay**: one
+continuation, and after a rejection the accepted tokens run once more with the next step.
+
+| Models | mlx-lm's architecture | caches | drafts | why |
+|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """The page as Markdown."""
+    rows = [row(architecture) for architecture in ARCHITECTURES.values()]
+    return _INTRODUCTION + "".join(f"{line}\n" for line in rows)
+
+
+def row(architecture: Architecture, finding: Finding | None = None) -> str:
+    """One architecture's line; it is tried unless what was found is given."""
+    model = architecture.model()
+    finding = finding or examine(model)
+    caches = sorted({type(cache).__name__ for cache in parts(make_prompt_cache(model))})
+    return (
+        f"| {architecture.published} | `{architecture.model_type}` | {', '.join(caches)} "
+        f"| {finding.tier.value} | {finding.reason} |"
+    )
+
+
+if __name__ == "__main__":
+    print(page(), end="")
