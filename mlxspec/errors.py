@@ -17,7 +17,7 @@ class ConversionError(MlxspecError):
     """A checkpoint could not be converted; nothing was written."""
 
 
-class PromptError(MlxspecError):
+class PromptError(MlxspecError, ValueError):
     """A prompt is empty, or longer than the model's context."""
 
 
@@ -27,3 +27,11 @@ class OptionError(MlxspecError, ValueError):
 
 class StoreError(MlxspecError):
     """A store could not be read or written; what was there before is as it was."""
+
+
+class DistributedError(MlxspecError):
+    """The processes that share a model do not find each other."""
+
+
+class PromptCacheError(MlxspecError):
+    """A prompt cache could not be read or written, or is another model's."""

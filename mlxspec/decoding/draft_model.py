@@ -111,15 +111,14 @@ class DraftModelDrafter:
     def end(self) -> None:
         pass
 
-    def give_back(self, context: Sequence[int]) -> None:
-        """Let the lent caches hold prompt and output; to be called when a generation has ended.
+    def give_back(self, context: Sequence[int], complete: bool = True) -> None:
+        """Give lent caches back; to be called when a generation has ended.
 
         Args:
-            context: prompt and as much of the output as the caches should hold.
+            context, complete: as for :meth:`mlxspec.models.prompt_cache.Loan.give_back`.
         """
         if self._loan:
-            self._cut(len(context))
-            self._loan.give_back(context)
+            self._loan.give_back(context, complete)
 
     def _unseen(self) -> list[int]:
         """The context's tokens that the model has not been fed, at least its last one."""

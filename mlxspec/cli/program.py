@@ -1,0 +1,61 @@
+"""Runs another Python program in this process, in place of the command line."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+
+import click
+
+from ..augmentation import augment
+from .outcome import INTERRUPTED
+
+
+def run_script(path: str, arguments: Sequence[str]) -> None:
+    """Run a script, or a directory or an archive with a ``__main__.py``, as ``python`` does.
+
+    Exits with status 1 after one line if there is no such file, otherwise as the program does.
+    """
+    if not os.path.exists(path):
+        raise click.ClickException(f"{path}: no such script; a module is run with -m")
+    sys.argv = [path, *arguments]
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    _run(lambda: runpy.run_path(path, run_name="__main__"))
+
+
+def run_module(name: str, arguments: Sequence[str]) -> None:
+    """Run a module, or a package's ``__main__``, as ``python -m`` does.
+
+    Exits with status 1 after one line if there is no such module, otherwise as the program does.
+    """
+    if name == "mlx_lm.generate":
+        # Run as __main__ it would call its own functions, not those that speculate.
+        name, arguments = "mlx_lm", ["generate", *arguments]
+    sys.path[0] = os.getcwd()
+    if not _is_there(name):
+        raise click.ClickException(f"{name}: no such module; a script is run without -m")
+    sys.argv = [name, *arguments]
+    _run(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it should be in
+        return False
+
+
+def _run(program: Callable[[], object]) -> None:
+    """Run it with speculation; what ends it ends this process as it would end the program's."""
+    with augment():
+        try:
+            program()
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
+        except Exception:
+            # click would take some of them for its own.
+            sys.excepthook(*sys.exc_info())
+            sys.exit(1)

@@ -1,0 +1,130 @@
+"""The loop's steps as users see them: one response per token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream, wired_limit
+
+from ..decoding import Chooser, DecodedStep, RecordTime, decode
+from ..drafting import Drafter, VerifiedStep
+from ..models.prompt_cache import Loan
+from ..models.target import Progress, Target
+from ..output import OutputText
+from ..response import GenerationResponse, SpeculationStats
+
+
+def responses(
+    target: Target,
+    prompt: Sequence[int],
+    drafter: Drafter,
+    chooser: Chooser,
+    output: OutputText,
+    *,
+    max_tokens: int,
+    held: int = 0,
+    loan: Loan | None = None,
+    on_progress: Progress | None,
+    record_time: RecordTime,
+) -> Generator[GenerationResponse, None, None]:
+    """Run the loop and turn its steps into responses; the arguments are the loop's.
+
+    ``loan`` is given back before the last response, or when the generator is closed: with the
+    output up to the last token whose response was taken.
+    """
+    clock = _Clock(len(prompt), held, on_progress)
+    stats = SpeculationStats()
+    taken: list[int] = []
+    steps = decode(
+        target,
+        prompt,
+        drafter,
+        chooser,
+        max_tokens=max_tokens,
+        ends=output.add,
+        held=held,
+        record_time=record_time,
+        on_progress=clock.on_progress,
+    )
+
+    def finish() -> None:
+        steps.close()
+        if loan:
+            loan.give_back((*prompt, *taken), complete=bool(taken))
+
+    try:
+        with wired_limit(target.model, [generation_stream]):
+            for step in steps:
+                stats = _updated(stats, step.verified)
+                segments = output.take()
+                for index, token in enumerate(step.verified.tokens):
+                    taken.append(token)
+                    finish_reason = output.finish_reason if len(taken) == stats.emitted else None
+                    if finish_reason:
+                        finish()
+                    yield _response(
+                        step, index, segments[index], stats, clock, len(taken), finish_reason
+                    )
+    finally:
+        finish()
+
+
+def _response(
+    step: DecodedStep,
+    index: int,
+    text: str,
+    stats: SpeculationStats,
+    clock: _Clock,
+    generated: int,
+    finish_reason: str | None,
+) -> GenerationResponse:
+    return GenerationResponse(
+        text=text,
+        token=step.verified.tokens[index],
+        logprobs=step.logprobs[index],
+        from_draft=index < len(step.verified.accepted),
+        prompt_tokens=clock.prompt_tokens,
+        prompt_tps=clock.prompt_tps,
+        generation_tokens=generated,
+        generation_tps=clock.generation_tps(generated),
+        peak_memory=mx.get_peak_memory() / 1e9,
+        stats=stats,
+        finish_reason=finish_reason,
+        reused_tokens=clock.held,
+    )
+
+
+def _updated(stats: SpeculationStats, step: VerifiedStep) -> SpeculationStats:
+    return SpeculationStats(
+        steps=stats.steps + 1,
+        rows=stats.rows + len(step.tree),
+        drafted=stats.drafted + step.drafted,
+        accepted=stats.accepted + len(step.accepted),
+        emitted=stats.emitted + len(step.tokens),
+    )
+
+
+class _Clock:
+    """Rates of prefill and generation; the prefill ends when the first step begins."""
+
+    def __init__(self, prompt_tokens: int, held: int, on_progress: Progress | None) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.held = held
+        self._report = on_progress
+        self._prefill_started = time.perf_counter()
+
+    def on_progress(self, done: int, total: int) -> None:
+        self._prefill_ended = time.perf_counter()
+        if self._report:
+            self._report(done, total)
+
+    @property
+    def prompt_tps(self) -> float:
+        """Prompt tokens per second that were run; the last one belongs to the first step."""
+        run = self.prompt_tokens - self.held - 1
+        return run / (self._prefill_ended - self._prefill_started)
+
+    def generation_tps(self, tokens: int) -> float:
+        return tokens / (time.perf_counter() - self._prefill_ended)
