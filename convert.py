@@ -1,6 +1,6 @@
 """Convert a checkpoint for MLX: ``python convert.py --help``."""
 
-from mlxspec.cli.convert import convert_command
+from mlxspec._start import run
 
 if __name__ == "__main__":
-    convert_command(prog_name="convert.py")
+    run("mlxspec.cli.convert", "convert_command", "convert.py")

@@ -2,21 +2,22 @@
 
 from typing import TYPE_CHECKING
 
-import mlxspec
-from mlxspec.cli.generate import generate_command
+from mlxspec._start import run
 
 if TYPE_CHECKING:
-    from mlxspec import PromptLookupDecoder
+    from mlxspec import LookaheadDecoder, PromptLookupDecoder
 
-__all__ = ["PromptLookupDecoder"]
+__all__ = ["LookaheadDecoder", "PromptLookupDecoder"]
 
 
 def __getattr__(name: str) -> object:
-    """Import the decoder when it is asked for, so that ``--help`` does not wait for MLX."""
+    """Import a decoder when it is asked for, so that ``--help`` does not wait for MLX."""
     if name in __all__:
+        import mlxspec
+
         return getattr(mlxspec, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 if __name__ == "__main__":
-    generate_command(prog_name="decoder.py")
+    run("mlxspec.cli.generate", "generate_command", "decoder.py")

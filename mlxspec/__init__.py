@@ -7,45 +7,91 @@ prefer_openblas()  # before anything imports mlx.core
 from typing import TYPE_CHECKING  # noqa: E402
 
 if TYPE_CHECKING:
-    from .decoders import AutoDecoder, Decoder, PromptLookupDecoder
+    from .augmentation import Augmentation, augment
+    from .batch import batch_generate
+    from .decoders import (
+        AutoDecoder,
+        CombinedDecoder,
+        Decoder,
+        LookaheadDecoder,
+        PromptLookupDecoder,
+        Session,
+    )
     from .decoding import SamplingParams
-    from .drafting import Drafter, DraftTree, VerifiedStep
+    from .decoding.draft_model import DraftModelDrafter
+    from .drafting import (
+        CombinedDrafter,
+        Drafter,
+        DraftTree,
+        LookaheadDrafter,
+        PromptLookupDrafter,
+        VerifiedStep,
+    )
     from .errors import MlxspecError
-    from .generation import stream_generate
+    from .generation import generate, stream_generate
     from .models.loading import load
-    from .response import GenerationResponse, GenerationResult, SpeculationStats
+    from .models.prompt_cache_file import load_prompt_cache, save_prompt_cache
+    from .response import GenerationResponse, GenerationResult, SpeculationStats, TokenLogprobs
 
 __version__ = "0.1.0"
 __all__ = [
+    "Augmentation",
     "AutoDecoder",
+    "CombinedDecoder",
+    "CombinedDrafter",
     "Decoder",
+    "DraftModelDrafter",
     "DraftTree",
     "Drafter",
     "GenerationResponse",
     "GenerationResult",
+    "LookaheadDecoder",
+    "LookaheadDrafter",
     "MlxspecError",
     "PromptLookupDecoder",
+    "PromptLookupDrafter",
     "SamplingParams",
+    "Session",
     "SpeculationStats",
+    "TokenLogprobs",
     "VerifiedStep",
+    "augment",
+    "batch_generate",
+    "generate",
     "load",
+    "load_prompt_cache",
+    "save_prompt_cache",
     "stream_generate",
 ]
 
 _HOMES = {
     "AutoDecoder": ".decoders",
+    "CombinedDecoder": ".decoders",
     "Decoder": ".decoders",
+    "LookaheadDecoder": ".decoders",
     "PromptLookupDecoder": ".decoders",
+    "Session": ".decoders",
     "SamplingParams": ".decoding",
+    "DraftModelDrafter": ".decoding.draft_model",
     "DraftTree": ".drafting",
+    "CombinedDrafter": ".drafting",
     "Drafter": ".drafting",
+    "LookaheadDrafter": ".drafting",
+    "PromptLookupDrafter": ".drafting",
     "VerifiedStep": ".drafting",
     "MlxspecError": ".errors",
     "load": ".models.loading",
+    "load_prompt_cache": ".models.prompt_cache_file",
+    "save_prompt_cache": ".models.prompt_cache_file",
+    "Augmentation": ".augmentation",
+    "augment": ".augmentation",
+    "batch_generate": ".batch",
+    "generate": ".generation",
     "stream_generate": ".generation",
     "GenerationResponse": ".response",
     "GenerationResult": ".response",
     "SpeculationStats": ".response",
+    "TokenLogprobs": ".response",
 }
 
 

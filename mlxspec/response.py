@@ -123,6 +123,7 @@ class GenerationResult:
         stats: what speculation did.
         step_times: T(rows), measured on this decoder's steps so far.
         logprobs: per token, where they were asked for.
+        reused_tokens: prompt tokens that a session's cache held already.
     """
 
     text: str
@@ -136,6 +137,7 @@ class GenerationResult:
     stats: SpeculationStats
     step_times: list[StepTime]
     logprobs: list[TokenLogprobs] | None = None
+    reused_tokens: int = 0
 
 
 class Transcript:
@@ -178,4 +180,5 @@ class Transcript:
             stats=last.stats if last else SpeculationStats(),
             step_times=step_times.table(),
             logprobs=self._logprobs.copy() if self._top is not None else None,
+            reused_tokens=last.reused_tokens if last else 0,
         )

@@ -8,24 +8,31 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
 from ..decoders import AutoDecoder
-from ..decoding import SamplingParams
-from ..errors import OptionError
+from ..decoders.options import GenerationOptions
+from ..errors import OptionError, PromptError
 from ..response import GenerationResponse, Transcript
 from ..terminal import TokenPrinter
+from .cached_prompt import CachedPrompt
+from .consoles import error_console
 from .decoding_choice import DecoderOptions, DecodingChoice
 from .json_report import json_report
 from .measuring_progress import MeasuringProgress
+from .memory_options import take_memory
 from .outcome import INTERRUPTED, note
-from .panel import error_console, figures_panel, machine_line, step_times_table
+from .panel import figures_panel, machine_line, step_times_table
 from .prefill_progress import PrefillProgress
 from .prompt_source import read_prompt
 from .prompt_tokens import prompt_tokens, uses_template
+from .sampling_options import sparing_line_ends, take_sampling
+
+if TYPE_CHECKING:
+    from ..distributed.leader import Leader
 
 
 def answer(
@@ -34,22 +41,21 @@ def answer(
     prompt: str | None,
     prompt_file: str | None,
     prompt_ids: str | None,
+    prompt_cache_file: str | None,
     chat: bool | None,
     max_tokens: int,
-    stop: tuple[str, ...],
-    temp: float,
-    top_p: float,
-    top_k: int,
-    min_p: float,
-    seed: int,
     color: bool | None,
     stats: bool,
     as_json: bool,
-    **decoder_options: Any,
+    logprobs: int | None,
+    leader: Leader | None = None,
+    **options: Any,
 ) -> None:
     """Answer one prompt; the arguments are the options of the command line.
 
-    ``decoder_options`` are the fields of :class:`DecoderOptions`.
+    ``options`` are those of :func:`.sampling_options.sampling_options` and of
+    :func:`.memory_options.memory_options`, and the fields of :class:`DecoderOptions`. With a
+    ``leader`` the model is split over its ranks.
 
     Exits with status 130 after showing what there is if Ctrl-C ends the generation.
 
@@ -58,25 +64,42 @@ def answer(
     """
     # All that needs no model is checked before one is loaded, or even downloaded.
     source = read_prompt(prompt, prompt_file, prompt_ids)
-    choice = DecodingChoice(DecoderOptions(**decoder_options))
-    sampling = SamplingParams(temp, top_p, top_k, min_p, seed)
+    cached = CachedPrompt(prompt_cache_file) if prompt_cache_file is not None else None
+    if cached:
+        options["stop_tokens"] += cached.end_tokens
+    sampling, ends = take_sampling(options)
+    memory = take_memory(options)
+    choice = DecodingChoice(DecoderOptions(**options))
     if max_tokens < 1:
         raise OptionError(f"--max-tokens is {max_tokens}: generate at least 1 token")
+    if logprobs is not None and not as_json:
+        raise OptionError("--logprobs are written into the JSON object: add --json")
+    if logprobs is not None and logprobs < 0:
+        raise OptionError(f"--logprobs is {logprobs}: choose 0 or more")
+    if cached:
+        cached.check(memory)
+        model = cached.model(model)
+    transcript = Transcript(logprobs)
 
-    model = model or _default_model()
+    model = model or default_model()
     console = error_console(color)
     with MeasuringProgress(console) as measuring:
-        decoder = choice.load(model, measuring)
+        loaded, tokenizer = leader.load(model) if leader else (model, None)
+        decoder = choice.load(loaded, measuring, tokenizer)
     templated = uses_template(source, decoder.tokenizer, chat)
-    tokens = prompt_tokens(source, decoder.tokenizer, templated)
-    start = partial(
-        choice.stream, decoder, tokens, max_tokens=max_tokens, sampling=sampling, stop=stop
-    )
+    begun: GenerationOptions = {}
+    if cached:
+        tokens, begun = cached.continued(source, decoder, templated)
+    else:
+        tokens = prompt_tokens(source, decoder.tokenizer, templated)
+    sampling = sparing_line_ends(sampling, decoder.tokenizer)
+    how: GenerationOptions = {"sampling": sampling, **ends, **memory, **begun}
+    start = partial(choice.stream, decoder, tokens, max_tokens, **how)
     printer = None if as_json else TokenPrinter(color)
     # In a chat the answer is a text of its own, whose first space the tokenizer has put there.
     trims = templated and decoder.tokenizer.detokenizer.prefix_space
     with choice.learner(decoder) as learner:
-        transcript = _transcribe(start, printer, console, trims)
+        _transcribe(start, transcript, printer, console, trims)
         if learner:
             learner.add(transcript.tokens)
     result = replace(transcript.result(decoder.step_times), prompt_tokens=len(tokens))
@@ -95,7 +118,23 @@ def answer(
         sys.exit(INTERRUPTED)
 
 
-def _default_model() -> str:
+def answer_together(**options: Any) -> None:
+    """As :func:`answer`, with a model that is split over the ranks that were launched.
+
+    Raises:
+        MlxspecError: as :func:`answer`, or the ranks do not find each other.
+    """
+    from ..distributed.group import taking_part
+
+    if options["prompt"] == "-":
+        raise PromptError(
+            "--prompt -: mlx.launch does not pass on where standard input ends; use --prompt-file"
+        )
+    with taking_part() as leader:
+        answer(leader=leader, **options)
+
+
+def default_model() -> str:
     if Path("mlx_model").is_dir():
         return "mlx_model"
     note("no mlx_model directory here, so the bundled demo model answers (choose with --model)")
@@ -104,12 +143,12 @@ def _default_model() -> str:
 
 def _transcribe(
     start: Callable[..., Iterator[GenerationResponse]],
+    transcript: Transcript,
     printer: TokenPrinter | None,
     console: Console,
     trims_first_space: bool,
-) -> Transcript:
+) -> None:
     """Run a generation to its end or to Ctrl-C, writing its text as it comes."""
-    transcript = Transcript()
     with suppress(KeyboardInterrupt), PrefillProgress(console) as progress:
         for response in start(on_progress=progress):
             if trims_first_space and response.text:
@@ -118,4 +157,3 @@ def _transcribe(
             transcript.add(response)
             if printer:
                 printer.write(response.text, response.from_draft)
-    return transcript

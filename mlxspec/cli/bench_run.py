@@ -21,9 +21,9 @@ from ..errors import OptionError, PromptError
 from ..models.loading import load
 from ..reports import check_writable, write_page
 from .bench_table import bench_tables
+from .consoles import error_console
 from .measuring_progress import MeasuringProgress
 from .outcome import INTERRUPTED, note
-from .panel import error_console
 from .report_output import print_tables, shown
 
 

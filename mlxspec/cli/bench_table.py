@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ..bench.html_page import ratio_name, verdict
 from ..bench.report import Report
-from .report_output import ratio, shown, table
+from .folding_table import FoldingTable
+from .report_output import ratio, shown
 
 
 def bench_tables(report: Report) -> Iterator[RenderableType]:
@@ -34,16 +34,17 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
     yield Text(shown(verdict(report)), style="bold")
 
 
-def _by_category(report: Report) -> Table:
+def _by_category(report: Report) -> RenderableType:
     """Tokens per second, and against the baseline."""
     names, which = list(report["decoders"]), ratio_name(report)
-    result = table("category", "prompts", *names)
+    result = FoldingTable(
+        *("category", "prompts", *names),
+        caption=f"tokens/s, prefill not counted, and the ratio to {report['baseline']}, turn by "
+        "turn",
+    )
     for category, entry in report["categories"].items():
         cells = [_speed(entry["decoders"][name], which, name, report) for name in names]
         result.add_row(shown(category), str(entry["prompts"]), *cells)
-    result.caption = (
-        f"tokens/s, prefill not counted, and the ratio to {report['baseline']}, turn by turn"
-    )
     return result
 
 
@@ -54,11 +55,12 @@ def _speed(figures: dict[str, Any], which: str, name: str, report: Report) -> st
     return f"{rate}  {'differs' if figures['outputs']['different'] else ratio(figures[which])}"
 
 
-def _over_all(report: Report) -> Table:
-    result = table(
+def _over_all(report: Report) -> RenderableType:
+    result = FoldingTable(
         "all",
         *("vs plain", "vs mlx-lm", "worst vs plain", "predicted", "error"),
         *("tokens/step", "rows/step", "accepted", "outputs"),
+        caption="geometric means of the categories; outputs compared with plain's",
     )
     for name, figures in report["decoders"].items():
         worst = "–"
@@ -76,7 +78,6 @@ def _over_all(report: Report) -> Table:
             _share(figures["acceptance_rate"], ".0%"),
             _outputs(figures["outputs"]),
         )
-    result.caption = "geometric means of the categories; outputs compared with plain's"
     return result
 
 
@@ -91,8 +92,8 @@ def _outputs(outputs: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _rouge(report: Report) -> Table:
-    result = table("references", "decoder", "ROUGE-1", "ROUGE-2", "ROUGE-L")
+def _rouge(report: Report) -> RenderableType:
+    result = FoldingTable("references", "decoder", "ROUGE-1", "ROUGE-2", "ROUGE-L")
     for category, entry in report["categories"].items():
         for name, scores in (entry["rouge"] or {}).items():
             values = [f"{scores[kind]:.4f}" for kind in ("rouge1", "rouge2", "rougeL")]

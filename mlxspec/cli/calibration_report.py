@@ -20,12 +20,12 @@ from ..planning.cost_cache import CostCache, CostKey, KnownRange
 from ..planning.live_costs import context_range
 from ..planning.measurement import CAREFUL
 from ..terminal import visible
+from .consoles import error_console, output_console
 from .cost_picture import check_picture, write_picture
 from .cost_points import CostPoint, kept_points, measured_points
-from .cost_terminal import cost_plot, cost_table, output_console
+from .cost_terminal import cost_plot, cost_table
 from .measuring_progress import MeasuringProgress
 from .outcome import note
-from .panel import error_console
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,8 @@ def run(
     pictures = {kind: path for kind, path in (("png", png), ("svg", svg)) if path}
     for kind, path in pictures.items():
         check_picture(f"--{kind}", path)
+    if context is not None and context < 1:
+        raise OptionError(f"--context is {context}: it is at least 1")
     cache = CostCache()
     if show:
         curves = _kept(cache, model, context)

@@ -1,7 +1,6 @@
 """``mlxspec convert``: a checkpoint becomes a directory that MLX loads."""
 
 import shlex
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,14 +62,11 @@ def convert_command(**options: Any) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import DownloadColumn, TimeRemainingColumn
 
-    columns = (TextColumn("Converting"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    from .consoles import error_console
+    from .progress_bar import progress_bar
+
+    with progress_bar(error_console(None), DownloadColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task("Converting", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

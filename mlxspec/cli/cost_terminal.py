@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 
 from rich.box import SIMPLE
@@ -11,18 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..terminal import wants_color
 from .cost_points import CostPoint
 
 _WIDEST_PLOT = 100
 _HEIGHT = 16
 _ASCII = str.maketrans("┌┐└┘├┤┬┴┼─│·", "+++++++++-|.")
-
-
-def output_console() -> Console:
-    """Standard output as a rich console: 80 columns wide where it is no terminal."""
-    in_color = wants_color(sys.stdout)
-    return Console(no_color=not in_color, color_system="256" if in_color else None, highlight=False)
 
 
 def cost_table(points: Sequence[CostPoint]) -> Table:

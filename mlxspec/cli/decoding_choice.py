@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict
 
-from ..decoders import AutoDecoder, Decoder, Prompt
-from ..decoding import SamplingParams
+from ..decoders import AutoDecoder, CombinedDecoder, Decoder, LookaheadDecoder, Prompt
+from ..decoders.measured import MeasuredDecoder
+from ..decoders.options import GenerationOptions
 from ..drafting import Drafter, NoDraft
+from ..drafting.lookahead import check_sizes
 from ..drafting.lookup_names import lookup_drafter
 from ..errors import OptionError
-from ..models.target import Progress
 from ..response import GenerationResponse
 from ..store import Learner
+from .lookahead_options import parse_window_size
 from .outcome import note
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,10 @@ class DecoderOptions:
     ngram_max: int | None
     ngram_min: int | None
     prompt_lookup_config: str | None
+    window_size: str | None
+    ngram_size: int | None
+    guess_set_size: int | None
+    pool_from_prompt: bool | None
     store: str | None
     learn: bool
 
@@ -45,25 +57,46 @@ class DecodingChoice:
             "--ngram-min": options.ngram_min,
             "--prompt-lookup-config": options.prompt_lookup_config,
         }
-        given = [name for name, value in lookup.items() if value is not None]
-        self._kind = options.decoder or ("prompt-lookup" if given else "auto")
+        lookahead = {
+            "--window-size": options.window_size,
+            "--ngram-size": options.ngram_size,
+            "--guess-set-size": options.guess_set_size,
+            "--pool-from-prompt": options.pool_from_prompt,
+        }
+        self.kind = options.decoder or _kind_of(_given(lookup), _given(lookahead))
         self._options = options
-        if given and self._kind != "prompt-lookup":
-            raise OptionError(f"{given[0]} is for --decoder prompt-lookup, not {self._kind}")
-        if options.store is not None and self._kind != "auto":
-            raise OptionError(f"--store is for --decoder auto, not {self._kind}")
+        for given, kind in ((_given(lookup), "prompt-lookup"), (_given(lookahead), "lookahead")):
+            if given and self.kind not in (kind, "combined"):
+                raise OptionError(f"{given[0]} is for --decoder {kind}, not {self.kind}")
+        if options.store is not None and self.kind not in ("auto", "combined"):
+            raise OptionError(f"--store is for --decoder auto, not {self.kind}")
         if options.learn and options.store is None:
             raise OptionError("--learn adds to a store: name it with --store FILE")
-        self._drafter = self._fixed_drafter()
+        self._lookup = self._lookup_drafter() if _given(lookup) else None
+        self._sizes = _sizes(options)
 
-    def load(self, model: str, on_measuring: Callable[[float], None]) -> Decoder:
-        """Load the model, and measure what its steps cost if that matters and is not known."""
-        if self._kind != "auto":
-            return Decoder(model)
+    def load(
+        self,
+        model: str | nn.Module,
+        on_measuring: Callable[[float], None],
+        tokenizer: TokenizerWrapper | None = None,
+    ) -> Decoder:
+        """Load the model, and measure what its steps cost if that matters and is not known.
+
+        A model that is loaded already comes with its tokenizer.
+        """
+        if self.kind == "lookahead":
+            decoder: MeasuredDecoder = LookaheadDecoder(model, tokenizer, on_measuring=on_measuring)
+            if self._sizes["window_size"] == "auto":
+                _ = decoder.costs
+            return decoder
+        if self.kind not in ("auto", "combined"):
+            return Decoder(model, tokenizer)
         store = self._options.store
         if self._options.learn and store is not None and _is_empty(Path(store)):
             store = None  # it begins with this output
-        decoder = AutoDecoder(model, store=store, on_measuring=on_measuring)
+        made_by = CombinedDecoder if self.kind == "combined" else AutoDecoder
+        decoder = made_by(model, tokenizer, store=store, on_measuring=on_measuring)
         _ = decoder.costs
         return decoder
 
@@ -77,29 +110,22 @@ class DecodingChoice:
         self,
         decoder: Decoder,
         prompt: Prompt,
-        *,
         max_tokens: int,
-        sampling: SamplingParams,
-        stop: tuple[str, ...],
-        on_progress: Progress,
+        **options: Unpack[GenerationOptions],
     ) -> Generator[GenerationResponse, None, None]:
         """Generate with the decoder from :meth:`load`."""
-        if isinstance(decoder, AutoDecoder):
+        if isinstance(decoder, CombinedDecoder):
             return decoder.stream(
-                prompt, max_tokens, stop=stop, on_progress=on_progress, **asdict(sampling)
+                prompt, max_tokens, drafter=self._lookup, **self._sizes, **options
             )
-        return decoder.decode(
-            prompt,
-            self._drafter,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            stop=stop,
-            on_progress=on_progress,
-        )
+        if isinstance(decoder, LookaheadDecoder):
+            return decoder.stream(prompt, max_tokens, **self._sizes, **options)
+        if isinstance(decoder, AutoDecoder):
+            return decoder.stream(prompt, max_tokens, **options)
+        drafter = NoDraft() if self.kind == "plain" else self._lookup or self._lookup_drafter()
+        return decoder.decode(prompt, drafter, max_tokens=max_tokens, **options)
 
-    def _fixed_drafter(self) -> Drafter:
-        if self._kind != "prompt-lookup":
-            return NoDraft()
+    def _lookup_drafter(self) -> Drafter:
         options = self._options
         drafter, ignored = lookup_drafter(
             _or(options.n_draft, 10),
@@ -110,6 +136,38 @@ class DecodingChoice:
         if ignored:
             note(ignored)
         return drafter
+
+
+def _given(options: Mapping[str, object]) -> list[str]:
+    """The names of those that were given."""
+    return [name for name, value in options.items() if value is not None]
+
+
+def _kind_of(lookup: list[str], lookahead: list[str]) -> str:
+    """The decoder that options ask for where none is named."""
+    if lookup:
+        return "combined" if lookahead else "prompt-lookup"
+    return "lookahead" if lookahead else "auto"
+
+
+class _Sizes(TypedDict):
+    window_size: int | Literal["auto"]
+    ngram_size: int
+    guess_set_size: int | None
+    pool_from_prompt: bool
+
+
+def _sizes(options: DecoderOptions) -> _Sizes:
+    """Lookahead's parameters, which are checked before a model is loaded."""
+    window_size = parse_window_size(options.window_size or "auto")
+    ngram_size, guess_set_size = _or(options.ngram_size, 5), options.guess_set_size
+    check_sizes(0 if window_size == "auto" else window_size, ngram_size, _or(guess_set_size, -1))
+    return {
+        "window_size": window_size,
+        "ngram_size": ngram_size,
+        "guess_set_size": guess_set_size,
+        "pool_from_prompt": options.pool_from_prompt is not False,
+    }
 
 
 def _is_empty(store: Path) -> bool:

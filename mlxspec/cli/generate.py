@@ -9,8 +9,12 @@ import click
 
 import mlxspec
 
+from ..distributed.launch import launched_rank, let_rank_0_speak
+from .lookahead_options import lookahead_options
+from .memory_options import memory_options
 from .option_groups import GroupedCommand, GroupedOption
 from .outcome import reported
+from .sampling_options import sampling_options
 
 EPILOG = """\b
 Examples:
@@ -19,6 +23,7 @@ Examples:
       --prompt-file question.txt
   mlxspec generate --raw --prompt - < draft.txt > continuation.txt
   mlxspec generate --prompt "..." --json | jq .stats
+  mlx.launch --hostfile macs.json mlxspec generate --model ... --prompt "..."
 
 "python decoder.py" is the same command.
 
@@ -28,13 +33,20 @@ with control characters made visible. Figures, notes and errors go to standard e
 
 _prompt_option = partial(click.option, cls=GroupedOption, group="Model and prompt")
 _draft_option = partial(click.option, cls=GroupedOption, group="Drafting")
-_sampling_option = partial(click.option, cls=GroupedOption, group="Sampling")
 _output_option = partial(click.option, cls=GroupedOption, group="Output")
+
+
+class _GenerateCommand(GroupedCommand):
+    """Lets rank 0 alone complain of wrong options, where several are launched."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        let_rank_0_speak()
+        return super().make_context(*args, **kwargs)
 
 
 @click.command(
     "generate",
-    cls=GroupedCommand,
+    cls=_GenerateCommand,
     epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
@@ -48,21 +60,28 @@ _output_option = partial(click.option, cls=GroupedOption, group="Output")
 @_prompt_option("--prompt-file", metavar="FILE", help="Read the prompt from a UTF-8 file.")
 @_prompt_option("--prompt-ids", metavar="IDS", help="The prompt as token ids: 1,415,2936.")
 @_prompt_option(
+    "--prompt-cache-file",
+    metavar="FILE",
+    help="Go on where a file of 'mlxspec cache-prompt' or mlx_lm.cache_prompt ends.",
+)
+@_prompt_option(
     "--chat/--raw",
     default=None,
     help="Put the prompt into the model's chat template, or take it as it is.  [default: chat "
     "if the model has a template]",
 )
 @_prompt_option("--max-tokens", type=int, default=250, metavar="N", help="Generate at most N.")
-@_prompt_option("--stop", multiple=True, metavar="TEXT", help="End before TEXT; repeatable.")
 @_draft_option(
     "--decoder",
-    type=click.Choice(["auto", "prompt-lookup", "plain"]),
-    help="auto chooses each draft by its measured cost; prompt-lookup has fixed parameters.  "
-    "[default: auto, or prompt-lookup where one of its options is given]",
+    type=click.Choice(["auto", "prompt-lookup", "lookahead", "combined", "plain"]),
+    help="auto chooses each draft by its measured cost; prompt-lookup has fixed parameters; "
+    "lookahead drafts from the model's own guesses; combined is auto with lookahead.  "
+    "[default: auto, or the one whose option is given]",
 )
 @_draft_option(
-    "--store", metavar="FILE", help="With auto: draft from a file of 'mlxspec store' too."
+    "--store",
+    metavar="FILE",
+    help="With auto and combined: draft from a file of 'mlxspec store' too.",
 )
 @_draft_option("--learn", is_flag=True, help="Add the output to the --store file.")
 @_draft_option(
@@ -87,13 +106,9 @@ _output_option = partial(click.option, cls=GroupedOption, group="Output")
     metavar="[N,N,[0]]",
     help="TensorRT-LLM's form of --n-draft and --ngram-max, in their place.",
 )
-@_sampling_option("--temp", type=float, default=0.0, metavar="T", help="Temperature; 0 is greedy.")
-@_sampling_option("--top-p", type=float, default=1.0, metavar="P", help="Nucleus; 1 keeps all.")
-@_sampling_option("--top-k", type=int, default=0, metavar="K", help="Keep K tokens; 0 keeps all.")
-@_sampling_option(
-    "--min-p", type=float, default=0.0, metavar="P", help="Least share of the best probability."
-)
-@_sampling_option("--seed", type=int, default=0, metavar="N", help="Same seed, same output.")
+@lookahead_options
+@sampling_options
+@memory_options
 @_output_option(
     "--color/--no-color",
     default=None,
@@ -101,6 +116,12 @@ _output_option = partial(click.option, cls=GroupedOption, group="Output")
 )
 @_output_option("--stats", is_flag=True, help="Show the measured time of a step by its rows.")
 @_output_option("--json", "as_json", is_flag=True, help="Write one JSON object and no text.")
+@_output_option(
+    "--logprobs",
+    type=int,
+    metavar="K",
+    help="With --json: log-probabilities of each token and of the K likeliest in its place.",
+)
 @click.version_option(mlxspec.__version__, prog_name="mlxspec")
 def generate_command(**options: Any) -> None:
     """Generate text with speculative decoding.
@@ -110,7 +131,12 @@ def generate_command(**options: Any) -> None:
     the speed changes.
     """
     with reported():
-        # Here, so that --help does not wait for MLX.
-        from .answer import answer
+        if launched_rank() is not None:
+            from ..distributed.supervisor import supervise
 
-        answer(**options)
+            supervise()
+        # Here, so that --help does not wait for MLX.
+        from .answer import answer, answer_together
+
+        run = answer if launched_rank() is None else answer_together
+        run(**options)

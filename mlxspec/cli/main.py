@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 
 import click
 
 import mlxspec
 
+from .outcome import INTERRUPTED
+
 _COMMANDS = {
     "bench": ("mlxspec.cli.bench", "bench_command"),
+    "cache-prompt": ("mlxspec.cli.cache_prompt", "cache_prompt_command"),
     "calibrate": ("mlxspec.cli.calibrate", "calibrate_command"),
+    "chat": ("mlxspec.cli.chat", "chat_command"),
     "convert": ("mlxspec.cli.convert", "convert_command"),
+    "explain": ("mlxspec.cli.explain", "explain_command"),
     "generate": ("mlxspec.cli.generate", "generate_command"),
+    "inspect": ("mlxspec.cli.inspect", "inspect_command"),
     "replay": ("mlxspec.cli.replay", "replay_command"),
+    "run": ("mlxspec.cli.run", "run_command"),
     "store": ("mlxspec.cli.store", "store_command"),
 }
 
@@ -28,7 +36,11 @@ class LazyGroup(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         module, command = _COMMANDS[cmd_name]
-        return getattr(import_module(module), command)
+        try:
+            return getattr(import_module(module), command)
+        except KeyboardInterrupt:
+            click.echo("\nInterrupted.", err=True)
+            sys.exit(INTERRUPTED)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

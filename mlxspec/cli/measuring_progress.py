@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.progress import TaskProgressColumn
+
+from .progress_bar import progress_bar
 
 
 class MeasuringProgress:
@@ -20,16 +22,7 @@ class MeasuringProgress:
     """
 
     def __init__(self, console: Console, what: str = "Measuring step times") -> None:
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=10),  # as a whole narrow enough for 40 columns
-            TaskProgressColumn(),
-            console=console,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            disable=not console.is_interactive,
-        )
+        self._bar = progress_bar(console, TaskProgressColumn())
         self._task = self._bar.add_task(what, total=1.0)
 
     def __enter__(self) -> MeasuringProgress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -28,3 +29,22 @@ class GroupedCommand(click.Command):
         for heading, records in sections.items():
             with formatter.section(heading):
                 formatter.write_dl(records)
+
+
+def options_of(
+    command: click.Command, *groups: str, but: tuple[str, ...] = ()
+) -> Callable[[click.Command], click.Command]:
+    """Put options of another command in front of this one's.
+
+    Args:
+        command: whose options.
+        groups: the headings under which they stand there.
+        but: names of parameters to leave out.
+    """
+
+    def with_options(other: click.Command) -> click.Command:
+        shared = [param for param in command.params if getattr(param, "group", None) in groups]
+        other.params[:0] = [param for param in shared if param.name not in but]
+        return other
+
+    return with_options

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-
 from rich.box import SIMPLE
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from ..planning import StepTime
 from ..response import GenerationResult
-from ..terminal import colored, wants_color
+from ..terminal import colored
 
 _NOTICEABLY_SLOW = 1.3
-
-
-def error_console(color: bool | None) -> Console:
-    """Standard error as a rich console; ``color`` as in :func:`mlxspec.terminal.wants_color`."""
-    in_color = wants_color(sys.stderr, color)
-    return Console(
-        stderr=True,
-        no_color=not in_color,
-        color_system="256" if in_color else None,
-        force_terminal=sys.stderr.isatty() or in_color,
-        highlight=False,
-    )
 
 
 def figures_panel(result: GenerationResult, legend: bool) -> Panel:
@@ -42,6 +28,8 @@ def figures_panel(result: GenerationResult, legend: bool) -> Panel:
     figures.add_column(justify="right")
     figures.add_column()
     figures.add_row("prompt tokens", str(result.prompt_tokens), _rate(result.prompt_tps))
+    if result.reused_tokens:
+        figures.add_row("of them cached", str(result.reused_tokens))
     figures.add_row("generated tokens", str(len(result.tokens)), _rate(result.generation_tps))
     figures.add_row("steps", str(stats.steps))
     figures.add_row("tokens per step", f"{stats.tokens_per_step:.2f}")

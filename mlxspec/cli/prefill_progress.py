@@ -6,7 +6,9 @@ from threading import Lock, Timer
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, TimeElapsedColumn
+
+from .progress_bar import progress_bar
 
 
 class PrefillProgress:
@@ -21,17 +23,7 @@ class PrefillProgress:
     """
 
     def __init__(self, console: Console, delay: float = 1.0) -> None:
-        self._bar = Progress(
-            TextColumn("prefill"),
-            BarColumn(bar_width=10),  # as a whole narrow enough for 40 columns with an echoed ^C
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            disable=not console.is_interactive,
-        )
+        self._bar = progress_bar(console, MofNCompleteColumn(), TimeElapsedColumn())
         self._task = self._bar.add_task("prefill", total=None)
         self._timer = Timer(delay, self._show)
         self._timer.daemon = True

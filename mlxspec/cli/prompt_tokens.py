@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import OptionError
 from ..models.loading import encode_prompt
+
+Messages = list[dict[str, str]]
+"""Turns of a conversation, as chat templates take them: "role" and "content"."""
 
 
 def uses_template(prompt: str | list[int], tokenizer: TokenizerWrapper, chat: bool | None) -> bool:
@@ -38,8 +43,45 @@ def prompt_tokens(
         return prompt
     if not templated:
         return encode_prompt(tokenizer, prompt)
+    return conversation_tokens([{"role": "user", "content": prompt}], tokenizer)
+
+
+def opening_tokens(
+    prompt: str | list[int], tokenizer: TokenizerWrapper, templated: bool
+) -> list[int]:
+    """As :func:`prompt_tokens`, but a templated prompt is a message that has not ended.
+
+    Raises:
+        OptionError: the chat template does not apply.
+    """
+    if not templated or not isinstance(prompt, str):
+        return prompt_tokens(prompt, tokenizer, templated=False)
     messages = [{"role": "user", "content": prompt}]
+    how = {"add_generation_prompt": False, "continue_final_message": True}
+    return _applied(messages, tokenizer, **how)
+
+
+def templated_text(prompt: str, tokenizer: TokenizerWrapper) -> str:
+    """A prompt in the chat template, as text.
+
+    Raises:
+        OptionError: the chat template does not apply.
+    """
+    messages = [{"role": "user", "content": prompt}]
+    return _applied(messages, tokenizer, add_generation_prompt=True, tokenize=False)
+
+
+def conversation_tokens(messages: Messages, tokenizer: TokenizerWrapper) -> list[int]:
+    """The tokens of a conversation whose next turn is the model's.
+
+    Raises:
+        OptionError: the chat template does not apply.
+    """
+    return _applied(messages, tokenizer, add_generation_prompt=True)
+
+
+def _applied(messages: Messages, tokenizer: TokenizerWrapper, **how: bool) -> Any:
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(messages, **how)
     except Exception as error:  # a template is a program of the repository's, and may do anything
         raise OptionError(f"the chat template does not apply ({error!r}): use --raw") from error

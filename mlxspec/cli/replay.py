@@ -18,6 +18,7 @@ Examples:
   mlxspec calibrate my_model --json > curve.json
   mlxspec replay chats.jsonl --tokenizer my_model --curve curve.json
   mlxspec replay *.jsonl --tokenizer my_model --html replay.html
+  mlxspec replay chats.jsonl --tokenizer my_model --decoder auto,hindsight
 
 A line of TRACES is an object with "messages", as in OpenAI-style chat logs, and optionally
 "category", "model" and "completions", the indices of the messages to replay.
@@ -64,7 +65,8 @@ _FILE = click.Path(path_type=Path)
     "--decoder",
     "decoders",
     metavar="A,B",
-    help="Whom to replay, or 'all'.  [default: auto; with --html all]",
+    help="Whom to replay, or 'all'; 'hindsight' shows what is left to gain.  [default: auto; "
+    "with --html all]",
 )
 @_output_option("--json", "as_json", is_flag=True, help="Write one JSON object and no table.")
 @_output_option("--html", type=_FILE, metavar="FILE", help="Write a page with plots as well.")

@@ -13,15 +13,16 @@ from rich.console import RenderableType
 from ..errors import OptionError
 from ..planning.chips import chip_curve, chip_names, chip_source
 from ..planning.cost_curve import CostCurve
-from ..replay.comparison import AUTO, DECODERS, chosen_decoders, compare
+from ..replay.comparison import AUTO, DECODERS, HINDSIGHT, chosen_decoders, compare
 from ..replay.curves import read_curve
 from ..replay.html_page import Comparison, replay_page, verdict
 from ..replay.report import ReplayReport
 from ..replay.workload import load_trace_tokenizer, read_workload
 from ..reports import check_writable, write_page
+from .consoles import error_console
+from .folding_table import FoldingTable
 from .measuring_progress import MeasuringProgress
-from .panel import error_console
-from .report_output import print_tables, ratio, shown, table
+from .report_output import print_tables, ratio, shown
 
 _ALL = "all"
 _DEFAULT_CHIP = "M4 Pro"
@@ -97,27 +98,34 @@ def _tables(comparison: Comparison) -> Iterator[RenderableType]:
 
 def _sets(reports: Mapping[str, ReplayReport]) -> RenderableType:
     """Speed by set and decoder."""
-    result = table("set", "outputs", "tokens", *reports)
+    result = FoldingTable(
+        *("set", "outputs", "tokens", *map(_label, reports)),
+        caption="speed against plain decoding",
+    )
     for name, first in next(iter(reports.values())).sets.items():
         speeds = [ratio(report.sets[name].speedup) for report in reports.values()]
         result.add_row(shown(name), str(first.completions), f"{first.tokens:,}", *speeds)
-    result.caption = "speed against plain decoding"
     return result
 
 
 def _decoders(reports: Mapping[str, ReplayReport]) -> RenderableType:
-    result = table(
-        "decoder", "speed", "worst set", "outputs below 0.98", "tokens per step", "rows per step"
+    result = FoldingTable(
+        *("decoder", "speed", "worst set", "outputs below 0.98"),
+        *("tokens per step", "rows per step"),
+        caption="speed: geometric mean over the sets; share: mean over the sets",
     )
     for name, report in reports.items():
         worst = min(report.sets, key=lambda one: report.sets[one].speedup)
         result.add_row(
-            name,
+            _label(name),
             ratio(report.speedup),
             f"{shown(worst)} {ratio(report.worst)}",
             f"{report.share_below_098:.1%}",
             f"{report.tokens_per_step:.2f}",
             f"{report.rows_per_step:.2f}",
         )
-    result.caption = "speed: geometric mean over the sets; share: mean over the sets"
     return result
+
+
+def _label(decoder: str) -> str:
+    return f"{decoder} (unreachable)" if decoder == HINDSIGHT else decoder

@@ -1,28 +1,18 @@
-"""Tables on standard output: as wide as a terminal, and whole in a file or pipe."""
+"""What reports on standard output are made of."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 
-from rich.box import SIMPLE
-from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.console import RenderableType
 
-from ..terminal import visible, wants_color
-
-_WIDTH_WITHOUT_TERMINAL = 160
+from ..terminal import visible
+from .consoles import output_console
 
 
 def print_tables(parts: Iterable[RenderableType]) -> None:
     """Write tables and lines of text to standard output."""
-    in_color = wants_color(sys.stdout)
-    console = Console(
-        width=None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL,
-        no_color=not in_color,
-        highlight=False,
-        markup=False,
-    )
+    console = output_console()
     for part in parts:
         console.print(part)
 
@@ -35,12 +25,3 @@ def shown(name: str) -> str:
 def ratio(value: float | None) -> str:
     """A speed against another one."""
     return "–" if value is None else f"{value:.2f}×"
-
-
-def table(first: str, *others: str) -> Table:
-    """A table with its first column to the left and figures to the right."""
-    result = Table(box=SIMPLE, caption_justify="left", caption_style="dim", pad_edge=False)
-    result.add_column(first)
-    for heading in others:
-        result.add_column(heading, justify="right")
-    return result

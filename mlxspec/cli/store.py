@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -160,26 +159,18 @@ def _counted(number: int, thing: str) -> str:
 
 @contextmanager
 def _progress(files: list[TextFile]) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing elsewhere. Yields what to call with the bytes of each file."""
-    if not sys.stderr.isatty():
-        yield lambda size: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+    """Yields what to call with the bytes of each file."""
+    from rich.progress import DownloadColumn, TimeElapsedColumn
 
-    total = sum(file.size for file in files)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        DownloadColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("reading", total=total)
+    from .consoles import error_console
+    from .progress_bar import progress_bar
+
+    with progress_bar(error_console(None), DownloadColumn(), TimeElapsedColumn()) as bar:
+        task = bar.add_task("Reading", total=sum(file.size for file in files))
 
         def on_bytes(size: int) -> None:
-            progress.advance(task, size)
-            if progress.finished:
-                progress.update(task, description="sorting")
+            bar.advance(task, size)
+            if bar.finished:
+                bar.update(task, description="Sorting")
 
         yield on_bytes

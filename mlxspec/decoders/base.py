@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator, Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding import Chooser, RecordTime, SamplingParams, decode
-from ..drafting import Drafter, VerifiedStep
-from ..errors import OptionError, PromptError
-from ..models.loading import context_length, encode_prompt, load
+from ..decoding import Chooser, RecordTime, SamplingParams
+from ..drafting import Drafter
+from ..errors import OptionError
+from ..models.cache_options import CacheOptions, check_quantization
+from ..models.loading import context_length, load
+from ..models.lockstep import target_for
+from ..models.prompt_cache import Loan, lent_caches, tier_with
 from ..models.target import Progress, Target, vocabulary_size
-from ..models.tiers import Tier, chain_tier, find_tier
+from ..models.tier import Tier
+from ..models.tiers import chain_tier, find_tier
 from ..output import OutputText
 from ..planning import StepTimes
-from ..response import GenerationResponse, GenerationResult, SpeculationStats, Transcript
+from ..response import GenerationResponse, GenerationResult, Transcript
 from ..terminal import TokenPrinter
+from .options import SamplingOptions, sampling_from
+from .prompt import Prompt, prompt_ids
+from .responses import responses
+from .session import Session
+from .stop_tokens import stop_token_ids
 
-Prompt = str | Sequence[int] | mx.array
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Decoder:
@@ -52,11 +61,18 @@ class Decoder:
         self.tokenizer = tokenizer
         self.step_times = StepTimes()
         """Wall time of this decoder's steps by their number of rows."""
+        self.wrap_drafter: Callable[[Drafter], Drafter] | None = None
+        """Put around the drafter of each generation, to watch what it does; None leaves it bare."""
 
     @cached_property
     def tier(self) -> Tier:
         """What drafts the model can verify; found out on first use, with a few forwards."""
         return find_tier(self.model)
+
+    @cached_property
+    def chain_tier(self) -> Tier:
+        """What drafts in a row the model can verify, found out with fewer forwards."""
+        return chain_tier(self.model)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -71,8 +87,17 @@ class Decoder:
         max_tokens: int = 250,
         sampling: SamplingParams | None = None,
         stop: str | Sequence[str] = (),
+        stop_tokens: int | str | Collection[int | str] = (),
         on_progress: Progress | None = None,
         record_time: RecordTime | None = None,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+        quantized_kv_start: int = 5000,
+        max_kv_size: int | None = None,
+        prefill_step_size: int = 2048,
+        session: Session | None = None,
+        prompt_cache: list[Any] | None = None,
+        **sampling_fields: Unpack[SamplingOptions],
     ) -> Generator[GenerationResponse, None, None]:
         """Generate with a drafter of your own, or with one of mlxspec's.
 
@@ -82,8 +107,21 @@ class Decoder:
             max_tokens: how many tokens to generate at most, at least 1.
             sampling: how the model picks a token; greedy by default.
             stop: texts that end the output before them.
+            stop_tokens: tokens that end the output, beside the tokenizer's own: ids, or texts
+                of one token.
             on_progress: called with prompt tokens done and prompt tokens in all.
             record_time: called after each step; see :func:`mlxspec.decoding.decode`.
+            kv_bits, kv_group_size, quantized_kv_start, max_kv_size, prefill_step_size: the
+                memory of KV cache and prefill, as for mlx-lm; see
+                :class:`mlxspec.models.cache_options.CacheOptions`.
+            session: keeps the KV cache for the conversation's next turn. The prompt is the whole
+                conversation; what the session's cache holds of it is not run again.
+            prompt_cache: mlx-lm's caches of what precedes the prompt, from its
+                ``make_prompt_cache``. With the last response, or when the generator is closed,
+                they hold prompt and output too, as mlx-lm leaves them.
+            sampling_fields: fields of :class:`mlxspec.SamplingParams`, in place of those of
+                ``sampling``. A ``sampler`` without ``sampling`` or a ``seed`` draws a seed from
+                MLX's random state, so that repeated calls differ as with mlx-lm.
 
         Returns:
             a generator of one response per token. Closing it ends the generation.
@@ -91,7 +129,10 @@ class Decoder:
         Raises:
             PromptError: the prompt is empty, longer than the model's context, or holds an id
                 that is no token of the model.
-            OptionError: ``max_tokens`` is below 1, or a stop string is empty.
+            OptionError: ``max_tokens`` is below 1, a stop string is empty, a value or a
+                token of the sampling or the stop tokens makes no sense, the model's cache
+                cannot be quantised as asked, or ``prompt_cache`` is another model's. With
+                the first response: the session is in the middle of another generation.
         """
         tokens = self._prompt_tokens(prompt)
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -99,83 +140,51 @@ class Decoder:
             raise OptionError(f"max_tokens is {max_tokens}: generate at least 1 token")
         if not all(stop):
             raise OptionError("stop holds an empty string: it would end every output at once")
-        chooser = Chooser(sampling or SamplingParams())
-        output = OutputText(
-            self.tokenizer.detokenizer, self.tokenizer.eos_token_ids, stop, max_tokens
+        cache = CacheOptions(
+            kv_bits, kv_group_size, quantized_kv_start, max_kv_size, prefill_step_size
         )
+        check_quantization(self.model, cache)
+        if self.wrap_drafter:
+            drafter = self.wrap_drafter(drafter)
+        chooser = Chooser(sampling_from(sampling, sampling_fields, self.vocab_size))
+        ends = stop_token_ids(self.tokenizer, stop_tokens, self.vocab_size)
+        output = OutputText(self.tokenizer.detokenizer, ends, stop, max_tokens)
 
         def record(rows: int, seconds: float, pipelined: bool) -> None:
             self.step_times.record(rows, seconds, pipelined)
             if record_time:
                 record_time(rows, seconds, pipelined)
 
-        return self._responses(tokens, drafter, chooser, output, max_tokens, on_progress, record)
+        generation = partial(
+            responses,
+            prompt=tokens,
+            drafter=drafter,
+            chooser=chooser,
+            output=output,
+            max_tokens=max_tokens,
+            on_progress=on_progress,
+            record_time=record,
+        )
+        # What the model can verify of this drafter's drafts.
+        tier = self.tier if drafter.branching else self.chain_tier
+        if session is not None:
+            if prompt_cache is not None:
+                raise OptionError("session and prompt_cache are given together: choose one")
+            return session.run(generation, tokens, self.model, tier, self.vocab_size, cache)
+        target = self._target(tier, cache, prompt_cache)
+        loan = None if prompt_cache is None else Loan(prompt_cache, target)
+        return generation(target, loan=loan)
+
+    def _target(self, tier: Tier, options: CacheOptions, prompt_cache: list[Any] | None) -> Target:
+        """The model with a cache of its own, or with a lent one."""
+        lent = None
+        if prompt_cache is not None:
+            lent = lent_caches(prompt_cache, make_prompt_cache(self.model))
+            tier = tier_with(lent, tier)
+        return target_for(self.model, tier, self.vocab_size, options, lent)
 
     def _prompt_tokens(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if not prompt:
-                raise PromptError("the prompt is empty: write a text, or pass the BOS id alone")
-            tokens = encode_prompt(self.tokenizer, prompt)
-        else:
-            tokens = [int(token) for token in prompt]
-        if not tokens:
-            raise PromptError("the prompt holds no token: pass at least the BOS id")
-        if not all(0 <= token < self.vocab_size for token in tokens):
-            unknown = next(token for token in tokens if not 0 <= token < self.vocab_size)
-            raise PromptError(
-                f"the prompt holds the id {unknown}: the model's are 0 to {self.vocab_size - 1}"
-            )
-        longest = context_length(self.model)
-        if longest is not None and len(tokens) > longest:
-            raise PromptError(
-                f"the prompt has {len(tokens)} tokens and the model's context {longest}: "
-                "shorten the prompt"
-            )
-        return tokens
-
-    def _responses(
-        self,
-        prompt: list[int],
-        drafter: Drafter,
-        chooser: Chooser,
-        output: OutputText,
-        max_tokens: int,
-        on_progress: Progress | None,
-        record_time: RecordTime,
-    ) -> Generator[GenerationResponse, None, None]:
-        """Turn the loop's steps into one response per token."""
-        target = Target(self.model, self._tier_for(drafter), self.vocab_size)
-        clock = _Clock(len(prompt), on_progress)
-        stats = SpeculationStats()
-        with wired_limit(self.model, [generation_stream]):
-            for step in decode(
-                target,
-                prompt,
-                drafter,
-                chooser,
-                max_tokens=max_tokens,
-                ends=output.add,
-                record_time=record_time,
-                on_progress=clock.on_progress,
-            ):
-                generated = stats.emitted
-                stats = _updated(stats, step.verified)
-                for index, segment in enumerate(output.take()):
-                    generated += 1
-                    last = generated == stats.emitted
-                    yield GenerationResponse(
-                        text=segment,
-                        token=step.verified.tokens[index],
-                        logprobs=step.logprobs[index],
-                        from_draft=index < len(step.verified.accepted),
-                        prompt_tokens=len(prompt),
-                        prompt_tps=clock.prompt_tps,
-                        generation_tokens=generated,
-                        generation_tps=clock.generation_tps(generated),
-                        peak_memory=mx.get_peak_memory() / 1e9,
-                        stats=stats,
-                        finish_reason=output.finish_reason if last else None,
-                    )
+        return prompt_ids(prompt, self.tokenizer, self.vocab_size, context_length(self.model))
 
     def written(
         self, responses: Iterable[GenerationResponse], color: bool = True
@@ -193,41 +202,3 @@ class Decoder:
             transcript.add(response)
         printer.finish()
         return transcript.result(self.step_times)
-
-    def _tier_for(self, drafter: Drafter) -> Tier:
-        """What the model can verify of this drafter's drafts; chains need no probing."""
-        if drafter.branching:
-            return self.tier
-        return chain_tier(self.model)
-
-
-def _updated(stats: SpeculationStats, step: VerifiedStep) -> SpeculationStats:
-    return SpeculationStats(
-        steps=stats.steps + 1,
-        rows=stats.rows + len(step.tree),
-        drafted=stats.drafted + step.drafted,
-        accepted=stats.accepted + len(step.accepted),
-        emitted=stats.emitted + len(step.tokens),
-    )
-
-
-class _Clock:
-    """Rates of prefill and generation; the prefill ends when the first step begins."""
-
-    def __init__(self, prompt_tokens: int, on_progress: Progress | None) -> None:
-        self._prompt_tokens = prompt_tokens
-        self._report = on_progress
-        self._prefill_started = time.perf_counter()
-
-    def on_progress(self, done: int, total: int) -> None:
-        self._prefill_ended = time.perf_counter()
-        if self._report:
-            self._report(done, total)
-
-    @property
-    def prompt_tps(self) -> float:
-        """Prompt tokens per second; the last one belongs to the first step."""
-        return (self._prompt_tokens - 1) / (self._prefill_ended - self._prefill_started)
-
-    def generation_tps(self, tokens: int) -> float:
-        return tokens / (time.perf_counter() - self._prefill_ended)

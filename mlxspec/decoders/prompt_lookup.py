@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..decoding import SamplingParams
 from ..drafting.lookup_names import lookup_drafter
-from ..models.target import Progress
 from ..response import GenerationResponse, GenerationResult
 from .base import Decoder, Prompt
+from .options import GenerationOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class PromptLookupDecoder(Decoder):
@@ -28,16 +30,10 @@ class PromptLookupDecoder(Decoder):
         ngram_max: int = 3,
         ngram_min: int = 1,
         *,
-        temp: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        seed: int = 0,
-        stop: str | Sequence[str] = (),
-        on_progress: Progress | None = None,
         prompt_lookup_num_tokens: int | None = None,
         max_matching_ngram_size: int | None = None,
         prompt_lookup_config: str | Sequence[object] | None = None,
+        **options: Unpack[GenerationOptions],
     ) -> Generator[GenerationResponse, None, None]:
         """Generate one response per token.
 
@@ -47,14 +43,13 @@ class PromptLookupDecoder(Decoder):
             n_draft: draft tokens per step at most; 0 is plain decoding.
             ngram_max: the longest n-gram looked up.
             ngram_min: the shortest.
-            temp, top_p, top_k, min_p, seed: see :class:`mlxspec.SamplingParams`.
-            stop: texts that end the output before them.
-            on_progress: called with prompt tokens done and prompt tokens in all.
             prompt_lookup_num_tokens: transformers' and TensorRT-LLM's name for ``n_draft``
                 (TensorRT-LLM's default is 4).
             max_matching_ngram_size: their name for ``ngram_max`` (TensorRT-LLM's default is 2).
             prompt_lookup_config: TensorRT-LLM's form for both, ``"[10,2,[0]]"``; a device list
                 is ignored with a warning.
+            options: how to sample and where to end, as in :meth:`Decoder.decode`: ``temp``,
+                ``top_p``, ``seed``, ``stop`` and so on.
 
         Raises:
             PromptError, OptionError: as :meth:`Decoder.decode`.
@@ -66,14 +61,7 @@ class PromptLookupDecoder(Decoder):
         drafter, note = lookup_drafter(n_draft, ngram_max, ngram_min, prompt_lookup_config)
         if note:
             warnings.warn(note, stacklevel=2)
-        return self.decode(
-            prompt,
-            drafter,
-            max_tokens=max_tokens,
-            sampling=SamplingParams(temp, top_p, top_k, min_p, seed),
-            stop=stop,
-            on_progress=on_progress,
-        )
+        return self.decode(prompt, drafter, max_tokens=max_tokens, **options)
 
     def prompt_lookup(
         self,

@@ -75,10 +75,11 @@ class PlannedDrafter:
         self._memory = memory
         self._store = store
         self._hazards = HazardModel(token_classes)
-        self._context = index or ContextIndex()
+        self._kept_context = index
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation; the index is built beside the prefill, in a thread."""
+        self._context = self._kept_context or ContextIndex()
         self._context.begin(prompt, self._memory.text() if self._memory else [])
         self._index: SuffixIndex | None = None
         self._hazards.begin(memory_end=self._context.memory_end)

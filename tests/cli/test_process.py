@@ -83,7 +83,7 @@ def test_a_terminal_gets_two_colours_and_a_panel_that_fits_its_width(endless: Pa
 
 def test_a_terminal_gets_no_control_sequence_of_the_model(hostile: Path):
     with Window(columns=80) as window:
-        process = window.run(hostile, "--prompt", "a", "--no-color")
+        process = window.run(hostile, "--prompt", "a", "--no-color", "--decoder", "plain")
         shown = window.read()
         assert process.wait() == 0
     assert shown.startswith("safe␛[2J␛]0;owned␇\ufffd31m\ufffd␡end\n")

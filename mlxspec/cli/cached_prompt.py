@@ -1,0 +1,110 @@
+"""A prompt whose beginning stands in a file of ``cache-prompt``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..decoders import Decoder, Session
+from ..decoders.options import GenerationOptions
+from ..errors import PromptCacheError
+from ..models.prompt_cache_file import check_fits, load_prompt_cache, tokens_in
+from ..models.step_caches import parts
+from .prompt_tokens import templated_text
+
+if TYPE_CHECKING:
+    from ..decoders.options import MemoryOptions
+
+_QUERY = "<query>"  # mlx-lm's word, for which no template has a use
+
+
+class CachedPrompt:
+    """What a prompt cache file holds, for prompts that follow it.
+
+    Args:
+        file: made by ``mlxspec cache-prompt`` or ``mlx_lm.cache_prompt``.
+
+    Raises:
+        PromptCacheError: there is no such file, or it is damaged or of another kind.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self._cache, self._metadata = load_prompt_cache(file, return_metadata=True)
+        self._tokens = tokens_in(self._cache, self._metadata)
+
+    def model(self, asked: str | None) -> str | None:
+        """The model that made the file, which is the one that was asked for, if any was.
+
+        Raises:
+            PromptCacheError: another model was asked for.
+        """
+        own = self._metadata.get("model")
+        if asked is None or own is None or asked == own or _same_directory(asked, own):
+            return asked or own
+        raise PromptCacheError(
+            f"{self.file} was made by the model {own}, not {asked}: leave out --model, or make "
+            "the file again"
+        )
+
+    def check(self, memory: MemoryOptions) -> None:
+        """Refuse options that would quantise the cache otherwise than it is.
+
+        Raises:
+            PromptCacheError: it is quantised already, with other options.
+        """
+        bits, size = memory["kv_bits"], memory["kv_group_size"]
+        for cache in parts(self._cache):
+            quantized = isinstance(cache, QuantizedKVCache) and bits is not None
+            if quantized and (cache.bits, cache.group_size) != (bits, size):
+                raise PromptCacheError(
+                    f"{self.file} is quantised to {cache.bits} bits in groups of "
+                    f"{cache.group_size}: leave out --kv-bits and --kv-group-size"
+                )
+
+    def continued(
+        self, prompt: str | list[int], decoder: Decoder, templated: bool
+    ) -> tuple[list[int], GenerationOptions]:
+        """The tokens to generate from, and where their cache is.
+
+        Where the file says what it holds, drafts can be taken from it, too.
+
+        Raises:
+            PromptCacheError: the file is another model's.
+            OptionError: the chat template does not apply.
+        """
+        check_fits(self._cache, decoder.model, self.file)
+        following = _following(prompt, decoder.tokenizer, templated)
+        if self._tokens:
+            session = Session(self._cache, self._tokens)
+            return [*self._tokens, *following], {"session": session}
+        return following, {"prompt_cache": self._cache}
+
+    @property
+    def end_tokens(self) -> tuple[str, ...]:
+        """The end token that mlx-lm was told when it made the file, if it was told one."""
+        try:
+            config = json.loads(self._metadata.get("tokenizer_config", "{}"))
+        except ValueError:
+            return ()
+        told = config.get("eos_token") if isinstance(config, dict) else None
+        return (str(told),) if told else ()
+
+
+def _following(prompt: str | list[int], tokenizer: TokenizerWrapper, templated: bool) -> list[int]:
+    """The ids of a text that goes on with the user's message in the cache."""
+    if not isinstance(prompt, str):
+        return prompt
+    if templated:
+        opening = templated_text(_QUERY, tokenizer).partition(_QUERY)[0]
+        prompt = templated_text(prompt, tokenizer)[len(opening) :]
+    return tokenizer.encode(prompt, add_special_tokens=False)
+
+
+def _same_directory(first: str, second: str) -> bool:
+    paths = [Path(name).expanduser() for name in (first, second)]
+    return all(path.is_dir() for path in paths) and paths[0].samefile(paths[1])

@@ -1,0 +1,134 @@
+"""A conversation with a model: its messages, and the session that answers them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import replace
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..decoders import Session
+from ..errors import OptionError
+from ..models.target import Progress
+from ..response import GenerationResponse
+from .prompt_tokens import Messages, conversation_tokens
+
+_ANSWERS_SHARE = 4  # of the context a quarter is left for an answer, unless it may have less
+
+Answering = Callable[..., Generator[GenerationResponse, None, None]]
+
+
+class Conversation:
+    """Keeps the messages within the model's context.
+
+    Once they no longer leave room for an answer, the oldest turns are left out until half of the
+    context is free: so the next turns can go on where this one ends, without processing all anew
+    each time.
+
+    Args:
+        tokenizer: the model's.
+        stream: called with the prompt's tokens, ``max_tokens`` and ``session``.
+        context_length: the model's, in tokens, where it is known.
+        max_tokens: per answer.
+        system_prompt: comes before all turns.
+
+    Raises:
+        OptionError: the model has no chat template, or one that takes no system prompt.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenizerWrapper,
+        stream: Answering,
+        context_length: int | None,
+        max_tokens: int,
+        system_prompt: str | None = None,
+    ) -> None:
+        if not tokenizer.has_chat_template:
+            raise OptionError(
+                "this model's tokenizer has no chat template: choose a model that was trained to "
+                "chat, or 'mlxspec generate --raw'"
+            )
+        self._tokenizer = tokenizer
+        self._stream = stream
+        self.context_length = context_length
+        self._max_tokens = max_tokens
+        self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        # The answer is a text of its own, whose first space the tokenizer has put there.
+        self._trims = tokenizer.detokenizer.prefix_space
+        self._check_template()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self.messages: Messages = []
+        self.session = Session()
+        self.dropped = 0
+        """How many turns had to be left out for the last answer."""
+
+    def answer(
+        self, message: str, on_progress: Progress | None = None
+    ) -> Generator[GenerationResponse, None, None]:
+        """Answer a message; what has been said is kept when the generator is closed early.
+
+        A message that nothing was said to is forgotten.
+
+        Raises:
+            PromptError: the message alone is longer than the model's context.
+        """
+        self.messages.append({"role": "user", "content": message})
+        said = ""
+        try:
+            tokens = self._fitting_prompt()
+            responses = self._stream(
+                tokens, self._room(len(tokens)), session=self.session, on_progress=on_progress
+            )
+            try:
+                for response in responses:
+                    if not said and self._trims:
+                        response = replace(response, text=response.text.removeprefix(" "))
+                    said += response.text
+                    yield response
+            finally:
+                responses.close()
+        finally:
+            if said:
+                self.messages.append({"role": "assistant", "content": said})
+            else:
+                self.messages.pop()
+
+    def _fitting_prompt(self) -> list[int]:
+        """The conversation's tokens, without the oldest turns once they leave no room."""
+        tokens, length = self._tokens(), self.context_length
+        self.dropped = 0
+        if (
+            length is None
+            or len(tokens) + min(self._max_tokens, length // _ANSWERS_SHARE) <= length
+        ):
+            return tokens
+        while len(tokens) > length // 2 and len(self.messages) > 1:
+            del self.messages[:2]  # a turn of the user and the answer
+            self.dropped += 1
+            tokens = self._tokens()
+        return tokens
+
+    def _room(self, prompt_tokens: int) -> int:
+        """How many tokens the answer may have."""
+        if self.context_length is None:
+            return self._max_tokens
+        return max(1, min(self._max_tokens, self.context_length - prompt_tokens))
+
+    def _tokens(self) -> list[int]:
+        return conversation_tokens([*self._system, *self.messages], self._tokenizer)
+
+    def _check_template(self) -> None:
+        """Find out before the first turn that the template does not know system prompts."""
+        if self._system:
+            messages = [*self._system, {"role": "user", "content": "?"}]
+            try:
+                conversation_tokens(messages, self._tokenizer)
+            except OptionError as error:
+                raise OptionError(
+                    "--system-prompt: this model's chat template takes none; write it into the "
+                    "first message"
+                ) from error

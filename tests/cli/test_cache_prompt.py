@@ -1,0 +1,127 @@
+"""``mlxspec cache-prompt``, and generating from its files and from mlx-lm's."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from mlx_lm.cache_prompt import main as mlx_lm_cache_prompt
+from mlx_lm.generate import main as mlx_lm_generate
+
+from mlxspec.cli.cache_prompt import cache_prompt_command
+from mlxspec.cli.generate import generate_command
+from mlxspec.models.loading import DEMO_DIRECTORY
+
+BEGINNING = 'Repeat the following phrase 4 times: "The red fox sees'
+END = ' the river.".'
+
+
+def run(command: object, *arguments: object) -> Result:
+    return CliRunner().invoke(command, list(map(str, arguments)))
+
+
+def cached(file: Path, *arguments: object) -> None:
+    options = ("--model", DEMO_DIRECTORY, "--prompt", BEGINNING, "--prompt-cache-file", file)
+    result = run(cache_prompt_command, *options, *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == ""
+
+
+def generated(file: Path, *arguments: object) -> dict:
+    options = ("--prompt-cache-file", file, "--max-tokens", 30, "--decoder", "prompt-lookup")
+    result = run(generate_command, *options, "--prompt", END, "--json", *arguments)
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def of_mlx_lm(
+    main: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *arguments: object
+) -> str:
+    """What a command of mlx-lm's prints."""
+    monkeypatch.setattr(sys, "argv", ["mlx_lm", *map(str, arguments)])
+    capsys.readouterr()
+    main()
+    return capsys.readouterr().out
+
+
+def test_files_go_both_ways_between_the_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
+    cached(ours)
+    options = ("--model", DEMO_DIRECTORY, "--prompt", BEGINNING, "--prompt-cache-file", theirs)
+    of_mlx_lm(mlx_lm_cache_prompt, monkeypatch, capsys, *options)
+    options = ("--prompt", END, "--max-tokens", 30, "--verbose", "False")
+    texts = [
+        of_mlx_lm(
+            mlx_lm_generate, monkeypatch, capsys, *options, "--prompt-cache-file", file
+        ).removesuffix("\n")
+        for file in (ours, theirs)
+    ]
+    assert texts[0] == texts[1] != ""
+    own, foreign = generated(ours), generated(theirs)
+    assert own["text"] == foreign["text"] == texts[0].removeprefix(" ")
+    # Ours says what it holds, so that drafts are taken from the cached text as well.
+    assert own["prompt_tokens"] > foreign["prompt_tokens"]
+    assert own["stats"]["steps"] <= foreign["stats"]["steps"]
+
+
+def test_raw_text_and_token_ids_go_on_without_a_second_bos(tmp_path: Path) -> None:
+    whole = "The red fox sees the river. The red fox sees"
+    file = tmp_path / "raw.safetensors"
+    options = ("--model", "demo", "--raw", "--prompt-cache-file", file)
+    result = run(cache_prompt_command, *options, "--prompt", "The red fox sees the river.")
+    assert result.exit_code == 0
+    after = generated(file, "--raw", "--prompt", "The red fox sees", "--model", "demo")
+    options = ("--model", "demo", "--raw", "--prompt", whole, "--json", "--max-tokens", 30)
+    fresh = json.loads(run(generate_command, *options).stdout)
+    assert after["prompt_tokens"] == fresh["prompt_tokens"]
+    assert after["text"] == fresh["text"]
+
+
+def test_a_quantised_file_goes_on_quantised_and_refuses_other_bits(tmp_path: Path) -> None:
+    file = tmp_path / "q.safetensors"
+    cached(file, "--kv-bits", 8, "--quantized-kv-start", 0)
+    assert generated(file)["generation_tokens"] > 0
+    assert generated(file, "--kv-bits", 8)["generation_tokens"] > 0
+    options = ("--prompt-cache-file", file, "--prompt", END, "--kv-bits", 4)
+    result = run(generate_command, *options)
+    assert result.exit_code == 1
+    assert "is quantised to 8 bits in groups of 64: leave out --kv-bits" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("--model", "owner/other"), "was made by the model .*, not owner/other: leave out"),
+        (("--prompt-cache-file", "nowhere.safetensors"), "there is no such file"),
+    ],
+)
+def test_wrong_files_and_models_are_one_line(
+    tmp_path: Path, arguments: tuple[str, ...], error: str
+) -> None:
+    file = tmp_path / "c.safetensors"
+    cached(file)
+    result = run(generate_command, "--prompt-cache-file", file, "--prompt", END, *arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: ")
+    assert result.stderr.count("\n") == 1
+    assert re.search(error, result.stderr)
+
+
+def test_a_place_that_cannot_be_written_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+    options = (
+        "--model",
+        "owner/none",
+        "--prompt",
+        "a",
+        "--prompt-cache-file",
+        tmp_path / "a" / "b",
+    )
+    result = run(cache_prompt_command, *options)
+    assert result.exit_code == 1
+    assert "b.safetensors cannot be written" in result.stderr

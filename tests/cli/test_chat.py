@@ -1,0 +1,131 @@
+"""``mlxspec chat`` through a pipe and at a terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mlxspec.cli.chat import chat_command
+from mlxspec.cli.chat_input import ChatInput
+
+from .test_process import ROOT, Window
+
+LINE = "one two three four\n"
+
+
+def chat(*arguments: object, stdin: str) -> Result:
+    options = ("--decoder", "prompt-lookup", *arguments)
+    return CliRunner().invoke(chat_command, list(map(str, options)), input=stdin)
+
+
+def test_each_line_of_a_pipe_is_a_turn_and_the_output_its_answers(endless: Path) -> None:
+    result = chat("--model", endless, "--max-tokens", 5, stdin="a\n\nb\r\n  \nc")
+    assert result.exit_code == 0
+    assert result.stdout == LINE * 3
+    assert result.stderr == ""
+
+
+def test_commands(endless: Path) -> None:
+    said = "a\n/stats\n/reset\n/wave\nb\n/stats\n/help\n/exit\nc\n"
+    result = chat("--model", endless, "--max-tokens", 5, stdin=said)
+    assert result.exit_code == 0
+    assert result.stdout == LINE * 2
+    assert "there is no command /wave" in result.stderr
+    assert re.findall(r"answers +(\d+)", result.stderr) == ["1", "1"]
+    assert "/reset   begin" in result.stderr
+
+
+def test_a_path_at_the_start_of_a_message_is_no_command(endless: Path) -> None:
+    result = chat("--model", endless, "--max-tokens", 5, stdin="/etc/hosts is what?\n")
+    assert result.stdout == LINE
+
+
+def test_a_model_without_a_chat_template_is_refused_in_a_line(finite: Path) -> None:
+    result = chat("--model", finite, stdin="a\n")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: this model's tokenizer has no chat template")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_turn_of_a_pipe_that_cannot_be_answered_ends_the_chat() -> None:
+    result = chat("--model", "demo", "--max-tokens", 5, stdin="word " * 2000)
+    assert result.exit_code == 1
+    assert "shorten the prompt" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("one\ntwo", ["one", "two"]),
+        ('"""one\n\ntwo"""\nthree\n', ["one\n\ntwo", "three"]),
+        ('"""\none\n  two\n"""\n', ["one\n  two"]),
+        ('"""one"""\n', ["one"]),
+        ('"""one\ntwo', ["one\ntwo"]),
+        ("one\\\ntwo\\\nthree\nfour", ["one\ntwo\nthree", "four"]),
+        ("", []),
+    ],
+)
+def test_messages_of_several_lines(
+    text: str, messages: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    turns = ChatInput()
+    assert list(iter(turns.message, None)) == messages
+
+
+class Terminal(Window):
+    """A terminal with a keyboard."""
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+
+def start(model: Path, terminal: int, **environment: str) -> subprocess.Popen[str]:
+    program = "from mlxspec.cli.main import main; main()"
+    options = ["--model", str(model), "--decoder", "prompt-lookup", "--max-tokens", "1000000"]
+    return subprocess.Popen(
+        [sys.executable, "-c", program, "chat", *options],
+        cwd=ROOT,
+        env={**os.environ, "TERM": "xterm-256color", **environment},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        text=True,
+    )
+
+
+def test_at_a_terminal_ctrl_c_stops_an_answer_and_twice_leaves(endless: Path) -> None:
+    with Terminal(columns=60) as window:
+        process = start(endless, window.terminal, NO_COLOR="1")
+        assert "/help says what can be typed" in window.read(until="> ")
+        for _ in range(2):
+            window.type("go on\n")
+            window.read(until=LINE.strip())
+            process.send_signal(signal.SIGINT)
+            figures = window.read(until="> ")
+            assert "per step" in figures
+            assert "stopped" in figures
+            assert "\x1b[1" not in figures
+        for _ in range(2):
+            time.sleep(0.5)  # readline notices what comes once it waits
+            process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 0
+        assert "Ctrl-C again or Ctrl-D leaves." in window.read(until="leaves.")
+
+
+def test_ctrl_d_leaves(endless: Path) -> None:
+    with Terminal(columns=30) as window:
+        process = start(endless, window.terminal)
+        window.read(until="> ")
+        window.type("\x04")
+        assert process.wait(timeout=20) == 0
