@@ -15,6 +15,7 @@ _RANGE_FACTOR = 4
 _WAITING_STEPS = 11
 _USUAL_WAITING_COST = 0.02  # until some steps have waited
 _MOST_WAITING_COST = 0.5
+_PLAIN_STEPS_PER_LESSON = 8  # they come in hundreds, and to learn from each would slow them down
 _MOST_DOUBT = 0.05  # of all costs of drafted steps together, before plain steps are sought
 _OTHER_CONTEXT = 0.15  # relative uncertainty of a cost that was measured in another range
 
@@ -51,6 +52,7 @@ class LiveCosts:
         self._touched: set[int] = set()
         self._last_pipelined: float | None = None  # seconds
         self._last_waiting: float | None = None
+        self._plain_steps = 0
         self._waiting: deque[float] = deque(maxlen=_WAITING_STEPS)
 
     def move_to(self, context: int) -> None:
@@ -113,6 +115,9 @@ class LiveCosts:
             if not pipelined or before is None:
                 return
             seconds = before  # which was not the last one, as is known only now
+            self._plain_steps += 1
+            if self._plain_steps % _PLAIN_STEPS_PER_LESSON and not self.wants_plain_steps:
+                return
         self._live.record(rows, seconds)
         self.unsaved_steps += 1
         self._touched.add(self._end)

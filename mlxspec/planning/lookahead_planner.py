@@ -116,10 +116,14 @@ class PlannedLookahead:
 
         Not where drafts have lately been worth more than it costs to wait for the token.
         """
-        return self.plain_steps.sought or self._worth <= self.waiting_cost
+        if self.plain_steps.sought or not self._guard.allows(self.waiting_cost):
+            return True
+        return self._worth <= self.waiting_cost
 
     def observe(self, step: VerifiedStep) -> None:
         tokens, cost = step.tokens, self.curve(self._rows_beside + step.drafted)
+        if step.waited:
+            cost += self.waiting_cost
         self._pending = step.pending  # rows that the next step begins with
         self._steps += 1
         self.plain_steps.count()

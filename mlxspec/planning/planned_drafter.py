@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..drafting.context_index import ContextIndex
@@ -23,6 +23,12 @@ CHILDREN = 6
 
 _FIRST_RATE = 1.2
 _RATE_CHANGE = 0.1
+
+# Where a row costs nearly a plain step, drafts seldom pay and looking for them is dear: after so
+# many steps without one, only every fourth is planned.
+_STEEP = 0.85
+_PATIENCE = 8
+_STEPS_PER_PLAN = 4
 
 # Before the first draft, what one would be worth whose tokens are each right with 60 %.
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
@@ -84,6 +90,7 @@ class PlannedDrafter:
         self._index: SuffixIndex | None = None
         self._hazards.begin(memory_end=self._context.memory_end)
         self._drafting = False
+        self._steps_without = 0
         self._pending = 0
         self._rate = _FIRST_RATE
         worths = self._worths(expected_tokens(_FIRST_DRAFT[: self.curve.widest - 1]))
@@ -92,7 +99,9 @@ class PlannedDrafter:
             self._guard.begin()
 
     def propose(self, budget: int) -> DraftTree:
-        self._plan = self._choose(budget)
+        self._plan = _NO_PLAN if self._rests() else self._choose(budget)
+        if self._plan.tree is None:
+            return DraftTree.chain(self._text().tokens[-1])
         return self._plan.tree.draft(self._plan.width)
 
     def origins(self) -> tuple[str, ...]:
@@ -107,24 +116,29 @@ class PlannedDrafter:
         for it pays where drafts have lately been worth more than the waiting costs, or where
         they would be if the likeliest token came.
         """
-        if self.plain_steps.sought:
+        tree = self._plan.tree
+        if self.plain_steps.sought or tree is None or not self._allows(self.waiting_cost):
             return True
         if self._worth > self.waiting_cost:
             return False
-        reach = self._plan.tree.first_branch()
+        reach = tree.first_branch()
         if len(reach) < 2:
             return True
-        expected = expected_tokens([probability / reach[0] for probability in reach[1:]])
-        worths = self._worths(expected)
-        return not worths or reach[0] * worths[0][0] <= self.waiting_cost
+        then = [probability / reach[0] for probability in reach[1:]]
+        worth, _ = self._best(then, lambda width: then[:width])
+        return reach[0] * worth <= self.waiting_cost
 
     def observe(self, step: VerifiedStep) -> None:
         tokens = step.tokens
         cost = self.curve(self._pending + len(step.tree))
+        if step.waited:
+            cost += self.waiting_cost
         self._pending = step.pending
         self._drafting = step.drafted > 0
+        self._steps_without = 0 if self._plan.width else self._steps_without + 1
         self.plain_steps.count()
-        self._plan.tree.learn(tokens)
+        if self._plan.tree:
+            self._plan.tree.learn(tokens)
         self._worth += _WORTH_CHANGE * (self._plan.worth - self._worth)
         self._rate += _RATE_CHANGE * (len(tokens) / cost - self._rate)
         if self._guard:
@@ -140,6 +154,14 @@ class PlannedDrafter:
         if self._index is None:
             self._index = self._context.index
         return self._index
+
+    def _rests(self) -> bool:
+        """Whether to spare the search for a draft in this step."""
+        return (
+            self._steps_without >= _PATIENCE
+            and self._steps_without % _STEPS_PER_PLAN != 0
+            and self.curve.cheapest_rows[0] > _STEEP
+        )
 
     def _choose(self, max_depth: int) -> _Plan:
         """Grow the candidates after the current token and choose how many to verify."""
@@ -157,11 +179,28 @@ class PlannedDrafter:
             return _Plan(tree, 0, 0.0)
         # After a plain step a draft interrupts the pipeline, and the next plain step waits.
         entry_cost = 0.0 if self._drafting else self.waiting_cost
-        expected = expected_tokens(tree.reach)
+        worth, width = self._best(tree.reach, tree.reach_by_depth, entry_cost)
+        return _Plan(tree, width, worth)
+
+    def _best(
+        self,
+        reach: Sequence[float],
+        reach_by_depth: Callable[[int], list[float]],
+        entry_cost: float = 0.0,
+    ) -> tuple[float, int]:
+        """The greatest worth that the guard allows, and the width that has it; 0 and 0 for none.
+
+        Args:
+            reach: per draft node, best first, the probability that it is accepted.
+            reach_by_depth: of so many first nodes, the probability that 1, 2, … are accepted.
+            entry_cost: what any draft costs besides, in plain tokens' time.
+        """
+        expected = expected_tokens(reach)
+        costs = self._costs(expected)
         for worth, width in self._worths(expected, entry_cost):
-            if self._allowed(tree, self._costs(expected)[width + 1], width):
-                return _Plan(tree, width, worth)
-        return _Plan(tree, 0, 0.0)
+            if self._allows(expected_shortfall(costs[width + 1], reach_by_depth(width))):
+                return worth, width
+        return 0.0, 0
 
     def _worths(
         self, expected: Sequence[float], entry_cost: float = 0.0
@@ -175,15 +214,16 @@ class PlannedDrafter:
             return self.curve.table
         return replayed_costs(expected, self.curve.table, self._pending)
 
-    def _allowed(self, tree: CandidateTree, cost: float, width: int) -> bool:
-        if self._guard is None:
-            return True
-        return self._guard.allows(expected_shortfall(cost, tree.reach_by_depth(width)))
+    def _allows(self, shortfall: float) -> bool:
+        return self._guard is None or self._guard.allows(shortfall)
 
 
 class _Plan(NamedTuple):
     """What was found for the current token: the candidates, how many to verify, their worth."""
 
-    tree: CandidateTree
+    tree: CandidateTree | None
     width: int
     worth: float
+
+
+_NO_PLAN = _Plan(None, 0, 0.0)

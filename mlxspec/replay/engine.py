@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..drafting import Drafter, DraftTree, VerifiedStep
 
@@ -46,8 +46,10 @@ def replay(prompt: Sequence[int], output: Sequence[int], drafter: Drafter) -> Re
             proposal = drafter.propose(_BUDGET)
             # A plain step that was dispatched ahead runs first, whatever is proposed meanwhile.
             tree = DraftTree.chain(last) if ahead else proposal
-            ahead = len(proposal) == 1 and drafter.pipelined
             step = verify(tree, output[done : done + len(tree)])
+            if done and len(tree) == 1 and not ahead:
+                step = replace(step, waited=True)
+            ahead = len(proposal) == 1 and drafter.pipelined
             rows.append(len(tree))
             done += len(step.tokens)
             last = step.tokens[-1]

@@ -53,7 +53,15 @@ def test_version_is_the_package_s(command):
 def test_help_has_the_options_in_groups_and_fits_40_columns():
     result = CliRunner().invoke(generate_command, ["--help"], terminal_width=40)
     headings = [line for line in result.stdout.splitlines() if re.fullmatch(r"\S.*:", line)]
-    assert headings == ["Model and prompt:", "Drafting:", "Sampling:", "Output:", "Other:"]
+    assert headings == [
+        "Model and prompt:",
+        "Drafting:",
+        "End of the output:",
+        "Sampling:",
+        "Memory:",
+        "Output:",
+        "Other:",
+    ]
     for option in generate_command.params:
         assert option.opts[0] in result.stdout
 
