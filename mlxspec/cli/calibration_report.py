@@ -15,7 +15,7 @@ from ..decoding.calibration import calibrate
 from ..decoding.measured_costs import cost_key, known_range
 from ..errors import OptionError
 from ..models.loading import load
-from ..models.tiers import Tier, cache_tier
+from ..models.tiers import Tier, chain_tier
 from ..planning.cost_cache import CostCache, CostKey, KnownRange
 from ..planning.live_costs import context_range
 from ..planning.measurement import CAREFUL
@@ -136,7 +136,7 @@ def _measured(cache: CostCache, name: str, context: int | None) -> _Curve:
             f"the step times of {len(kept.times)} numbers of rows that were known are kept, since "
             f"this measurement has {len(known.times)}"
         )
-    points, tier = measured_points(times), cache_tier(model)
+    points, tier = measured_points(times), chain_tier(model)
     return _Curve(key, range_end, known.source, known.updated, points, "spread", tier)
 
 
@@ -147,7 +147,7 @@ def _kept(cache: CostCache, name: str | None, context: int | None) -> list[_Curv
         entries = list(cache.entries())
     else:
         model = load(name, lazy=True)[0]
-        tier = cache_tier(model)
+        tier = chain_tier(model)
         key = cost_key(model)
         entries = [(key, cache.read(key))]
     return [

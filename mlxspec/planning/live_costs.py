@@ -10,10 +10,12 @@ from statistics import median
 from .cost_curve import CostCurve
 from .live_curve import KnownTime, LiveCurve
 
+USUAL_WAITING_COST = 0.02
+"""What a plain step is taken to cost more that is not pipelined, until some have waited."""
+
 _SHORTEST_RANGE = 1024
 _RANGE_FACTOR = 4
 _WAITING_STEPS = 11
-_USUAL_WAITING_COST = 0.02  # until some steps have waited
 _MOST_WAITING_COST = 0.5
 _PLAIN_STEPS_PER_LESSON = 8  # they come in hundreds, and to learn from each would slow them down
 _MOST_DOUBT = 0.05  # of all costs of drafted steps together, before plain steps are sought
@@ -82,7 +84,7 @@ class LiveCosts:
     def waiting_cost(self) -> float:
         """What a plain step costs more that is not pipelined, as a share of one that is."""
         if len(self._waiting) < _WAITING_STEPS // 2:
-            return _USUAL_WAITING_COST
+            return USUAL_WAITING_COST
         return min(max(median(self._waiting) - 1, 0.0), _MOST_WAITING_COST)
 
     @property

@@ -12,6 +12,7 @@ from ..drafting.ngram_pool import NgramPool
 from ..drafting.tree import DraftTree
 from .cost_curve import CostCurve
 from .guard import Guard, expected_shortfall
+from .live_costs import USUAL_WAITING_COST
 from .lookahead_guesses import GuessOdds, GuessTree, LiveGuesses
 from .lookahead_window import WindowGain, WindowSize, best_window
 from .plain_steps import PlainSteps
@@ -60,7 +61,7 @@ class PlannedLookahead:
         ngram_size: int = 5,
         guess_set_size: int = 16,
         pool_from_prompt: bool = True,
-        waiting_cost: float = 0.02,
+        waiting_cost: float = USUAL_WAITING_COST,
         branching: bool = True,
         knowledge: LookaheadKnowledge | None = None,
     ) -> None:
@@ -116,14 +117,15 @@ class PlannedLookahead:
 
         Not where drafts have lately been worth more than it costs to wait for the token.
         """
-        if self.plain_steps.sought or not self._guard.allows(self.waiting_cost):
+        excess = self._excess_wait()
+        if self.plain_steps.sought or (excess and not self._guard.allows(excess)):
             return True
         return self._worth <= self.waiting_cost
 
     def observe(self, step: VerifiedStep) -> None:
         tokens, cost = step.tokens, self.curve(self._rows_beside + step.drafted)
         if step.waited:
-            cost += self.waiting_cost
+            cost += self._excess_wait()
         self._pending = step.pending  # rows that the next step begins with
         self._steps += 1
         self.plain_steps.count()
@@ -153,6 +155,10 @@ class PlannedLookahead:
     def window_rows(self) -> dict[tuple[int, int], int]:
         """The node of each window row (level, column) in the tree proposed last."""
         return self._tree.window_rows()
+
+    def _excess_wait(self) -> float:
+        """What waiting for a token costs beyond the usual, which no step's noise would show."""
+        return max(0.0, self.waiting_cost - USUAL_WAITING_COST)
 
     def _choose(self, budget: int, max_rows: int) -> _Plan:
         """Choose the window, and how many guesses to verify beside it."""

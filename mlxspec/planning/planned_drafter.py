@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..drafting.context_index import ContextIndex
@@ -15,6 +15,7 @@ from .candidate_tree import CandidateTree
 from .cost_curve import CostCurve
 from .guard import Guard, expected_shortfall
 from .hazard import HazardModel
+from .live_costs import USUAL_WAITING_COST
 from .plain_steps import PlainSteps
 from .width import expected_tokens, price_of_time, replayed_costs, widths_by_worth
 
@@ -61,7 +62,7 @@ class PlannedDrafter:
         self,
         curve: CostCurve,
         *,
-        waiting_cost: float = 0.02,
+        waiting_cost: float = USUAL_WAITING_COST,
         branching: bool = True,
         replays: bool = False,
         guard: Guard | None = None,
@@ -117,7 +118,8 @@ class PlannedDrafter:
         they would be if the likeliest token came.
         """
         tree = self._plan.tree
-        if self.plain_steps.sought or tree is None or not self._allows(self.waiting_cost):
+        excess = self._excess_wait()
+        if self.plain_steps.sought or tree is None or (excess and not self._allows(excess)):
             return True
         if self._worth > self.waiting_cost:
             return False
@@ -125,14 +127,14 @@ class PlannedDrafter:
         if len(reach) < 2:
             return True
         then = [probability / reach[0] for probability in reach[1:]]
-        worth, _ = self._best(then, lambda width: then[:width])
-        return reach[0] * worth <= self.waiting_cost
+        worths = self._worths(expected_tokens(then))
+        return not worths or reach[0] * worths[0][0] <= self.waiting_cost
 
     def observe(self, step: VerifiedStep) -> None:
         tokens = step.tokens
         cost = self.curve(self._pending + len(step.tree))
         if step.waited:
-            cost += self.waiting_cost
+            cost += self._excess_wait()
         self._pending = step.pending
         self._drafting = step.drafted > 0
         self._steps_without = 0 if self._plan.width else self._steps_without + 1
@@ -179,28 +181,16 @@ class PlannedDrafter:
             return _Plan(tree, 0, 0.0)
         # After a plain step a draft interrupts the pipeline, and the next plain step waits.
         entry_cost = 0.0 if self._drafting else self.waiting_cost
-        worth, width = self._best(tree.reach, tree.reach_by_depth, entry_cost)
-        return _Plan(tree, width, worth)
-
-    def _best(
-        self,
-        reach: Sequence[float],
-        reach_by_depth: Callable[[int], list[float]],
-        entry_cost: float = 0.0,
-    ) -> tuple[float, int]:
-        """The greatest worth that the guard allows, and the width that has it; 0 and 0 for none.
-
-        Args:
-            reach: per draft node, best first, the probability that it is accepted.
-            reach_by_depth: of so many first nodes, the probability that 1, 2, … are accepted.
-            entry_cost: what any draft costs besides, in plain tokens' time.
-        """
-        expected = expected_tokens(reach)
+        expected = expected_tokens(tree.reach)
         costs = self._costs(expected)
         for worth, width in self._worths(expected, entry_cost):
-            if self._allows(expected_shortfall(costs[width + 1], reach_by_depth(width))):
-                return worth, width
-        return 0.0, 0
+            if self._allows(expected_shortfall(costs[width + 1], tree.reach_by_depth(width))):
+                return _Plan(tree, width, worth)
+        return _Plan(tree, 0, 0.0)
+
+    def _excess_wait(self) -> float:
+        """What waiting for a token costs beyond the usual, which no step's noise would show."""
+        return max(0.0, self.waiting_cost - USUAL_WAITING_COST)
 
     def _worths(
         self, expected: Sequence[float], entry_cost: float = 0.0
