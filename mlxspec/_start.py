@@ -1,4 +1,4 @@
-"""Where the command lines start: before the package is there, since importing it takes a while.
+"""Where the command lines start: before a command is there, since importing it takes a while.
 
 An interrupt in that time would end in a traceback of half an import.
 """

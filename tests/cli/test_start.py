@@ -1,4 +1,4 @@
-"""Ctrl-C before the package is imported."""
+"""Ctrl-C while a command is imported."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ MAIN = ("-c", "from mlxspec._start import main; main()")
 @pytest.mark.parametrize(
     ("arguments", "during"),
     [
-        (["decoder.py"], "mlxspec"),
-        (["convert.py"], "mlxspec"),
-        ([*MAIN, "--version"], "mlxspec"),
+        (["decoder.py"], "mlxspec.cli.generate"),
+        (["convert.py"], "mlxspec.cli.convert"),
+        ([*MAIN, "--version"], "mlxspec.cli.main"),
         ([*MAIN, "generate"], "mlxspec.cli.generate"),
     ],
 )

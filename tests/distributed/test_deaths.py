@@ -46,9 +46,8 @@ def test_each_process_adds_a_line(
         killed = time.monotonic()
         _, errors = launcher.communicate(timeout=SECONDS)
         assert time.monotonic() - killed < SECONDS / 2
-    said = [line for line in errors.splitlines() if line.startswith("Error")]
-    for expected in lines:
-        assert [line for line in said if re.fullmatch(expected, line)]
-    assert len(said) == len(lines)
+    # mlx.launch writes its own words between, and not always whole lines of them.
+    assert all(re.search(line, errors) for line in lines), errors
+    assert len(re.findall("Error: rank", errors)) == len(lines)
     assert "Traceback" not in errors
     assert len(re.findall("rank [01] exited with code [1-9]", errors)) == 2  # mlx.launch's words

@@ -4,9 +4,10 @@ import random
 
 import pytest
 
+from mlxspec.drafting import DraftTree, VerifiedStep
 from mlxspec.drafting.context_index import ContextIndex
 from mlxspec.drafting.output_memory import OutputMemory
-from mlxspec.drafting.suffix_index import SEPARATOR, Occurrence
+from mlxspec.drafting.suffix_index import SEPARATOR, Occurrence, SuffixIndex
 from mlxspec.planning.chips import chip_curve
 from mlxspec.planning.cost_curve import CostCurve
 from mlxspec.planning.guard import Guard
@@ -122,3 +123,41 @@ def test_the_guard_bounds_what_misleading_text_costs() -> None:
     guarded = PlannedDrafter(curve, branching=True, guard=Guard())
     done = replay([7, 8, 9, 10], [*output, *noise(100, seed=11)], guarded)
     assert done.tokens / done.cost(curve) > 0.98
+
+
+def test_where_waiting_is_dear_the_pipeline_is_left_for_drafts_only() -> None:
+    """Even one wait may cost more than the guard allows at first."""
+    text = noise(60, seed=11)
+    prompt = [token for token in text for _ in range(2)]  # each is followed by one of two
+    for waiting_cost, pipelined in ((0.02, False), (0.4, True)):
+        drafter = PlannedDrafter(FLAT, waiting_cost=waiting_cost, guard=Guard())
+        drafter.begin(prompt)
+        drafter.propose(0)  # nothing can be drafted now
+        assert drafter.pipelined is pipelined
+        drafter.end()
+
+
+def test_waits_beyond_the_usual_are_paid_from_the_bank() -> None:
+    for waiting_cost, spent in ((0.02, 0.0), (0.4, 0.38)):
+        guard = Guard()
+        drafter = PlannedDrafter(FLAT, waiting_cost=waiting_cost, guard=guard)
+        drafter.begin(noise(50, seed=12))
+        drafter.propose(100)
+        bank = guard.bank
+        drafter.observe(VerifiedStep(DraftTree.chain(1), (2,), (2,), (), (2,), waited=True))
+        assert guard.bank == pytest.approx(bank + 1.02 - 1 - spent)
+        drafter.end()
+
+
+def test_where_a_row_costs_a_step_three_of_four_steps_look_for_no_draft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searches: list[int] = []
+    find = SuffixIndex.occurrences
+    monkeypatch.setattr(SuffixIndex, "occurrences", lambda index: searches.append(1) or find(index))
+    text = noise(400, seed=13)
+    replay(text[:100], text[100:], PlannedDrafter(LINEAR, guard=Guard()))
+    assert 70 < len(searches) < 90
+    searches.clear()
+    replay(text[:100], text[100:], PlannedDrafter(chip_curve("M2 Pro"), guard=Guard()))
+    assert len(searches) == 300
