@@ -101,8 +101,6 @@ def decode(
                 target.keep((0, *verified.accepted[: len(verified.tokens) - 1]))
                 if target.pending:
                     verified = replace(verified, pending=len(target.pending))
-            elif steps and not pipelined:
-                verified = replace(verified, waited=True)
             context_length += len(verified.tokens)
             last = verified.tokens[-1]
             if history:

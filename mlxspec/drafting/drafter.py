@@ -22,8 +22,6 @@ class VerifiedStep:
             the output was among them.
         pending: accepted tokens that the next step has to run again in front of its own rows,
             which makes it wider (models whose state cannot be cut back).
-        waited: whether this was a plain step that could have been dispatched a step earlier,
-            had the loop not waited for its token (see :attr:`Drafter.pipelined`).
     """
 
     tree: DraftTree
@@ -32,7 +30,6 @@ class VerifiedStep:
     accepted: tuple[int, ...]
     tokens: tuple[int, ...]
     pending: int = 0
-    waited: bool = False
 
     @property
     def drafted(self) -> int:

@@ -117,15 +117,10 @@ class PlannedLookahead:
 
         Not where drafts have lately been worth more than it costs to wait for the token.
         """
-        excess = self._excess_wait()
-        if self.plain_steps.sought or (excess and not self._guard.allows(excess)):
-            return True
-        return self._worth <= self.waiting_cost
+        return self.plain_steps.sought or self._worth <= self.waiting_cost
 
     def observe(self, step: VerifiedStep) -> None:
         tokens, cost = step.tokens, self.curve(self._rows_beside + step.drafted)
-        if step.waited:
-            cost += self._excess_wait()
         self._pending = step.pending  # rows that the next step begins with
         self._steps += 1
         self.plain_steps.count()
@@ -155,10 +150,6 @@ class PlannedLookahead:
     def window_rows(self) -> dict[tuple[int, int], int]:
         """The node of each window row (level, column) in the tree proposed last."""
         return self._tree.window_rows()
-
-    def _excess_wait(self) -> float:
-        """What waiting for a token costs beyond the usual, which no step's noise would show."""
-        return max(0.0, self.waiting_cost - USUAL_WAITING_COST)
 
     def _choose(self, budget: int, max_rows: int) -> _Plan:
         """Choose the window, and how many guesses to verify beside it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..drafting.context_index import ContextIndex
@@ -115,11 +115,11 @@ class PlannedDrafter:
 
         Asked when nothing is drafted now. The token may open a passage worth drafting; to wait
         for it pays where drafts have lately been worth more than the waiting costs, or where
-        they would be if the likeliest token came.
+        they would be if the likeliest token came. Where waiting is dear, the guard must allow
+        what is waited for.
         """
         tree = self._plan.tree
-        excess = self._excess_wait()
-        if self.plain_steps.sought or tree is None or (excess and not self._allows(excess)):
+        if self.plain_steps.sought or tree is None:
             return True
         if self._worth > self.waiting_cost:
             return False
@@ -127,14 +127,13 @@ class PlannedDrafter:
         if len(reach) < 2:
             return True
         then = [probability / reach[0] for probability in reach[1:]]
-        worths = self._worths(expected_tokens(then))
-        return not worths or reach[0] * worths[0][0] <= self.waiting_cost
+        dear = self.waiting_cost > USUAL_WAITING_COST
+        worth, _ = self._best(then, lambda width: then[:width], guarded=dear)
+        return reach[0] * worth <= self.waiting_cost
 
     def observe(self, step: VerifiedStep) -> None:
         tokens = step.tokens
         cost = self.curve(self._pending + len(step.tree))
-        if step.waited:
-            cost += self._excess_wait()
         self._pending = step.pending
         self._drafting = step.drafted > 0
         self._steps_without = 0 if self._plan.width else self._steps_without + 1
@@ -181,16 +180,31 @@ class PlannedDrafter:
             return _Plan(tree, 0, 0.0)
         # After a plain step a draft interrupts the pipeline, and the next plain step waits.
         entry_cost = 0.0 if self._drafting else self.waiting_cost
-        expected = expected_tokens(tree.reach)
+        worth, width = self._best(tree.reach, tree.reach_by_depth, entry_cost)
+        return _Plan(tree, width, worth)
+
+    def _best(
+        self,
+        reach: Sequence[float],
+        reach_by_depth: Callable[[int], list[float]],
+        entry_cost: float = 0.0,
+        guarded: bool = True,
+    ) -> tuple[float, int]:
+        """The greatest worth that the guard allows, and the width that has it; 0 and 0 for none.
+
+        Args:
+            reach: per draft node, best first, the probability that it is accepted.
+            reach_by_depth: of so many first nodes, the probability that 1, 2, … are accepted.
+            entry_cost: what any draft costs besides, in plain tokens' time.
+            guarded: False asks no guard.
+        """
+        expected = expected_tokens(reach)
         costs = self._costs(expected)
         for worth, width in self._worths(expected, entry_cost):
-            if self._allows(expected_shortfall(costs[width + 1], tree.reach_by_depth(width))):
-                return _Plan(tree, width, worth)
-        return _Plan(tree, 0, 0.0)
-
-    def _excess_wait(self) -> float:
-        """What waiting for a token costs beyond the usual, which no step's noise would show."""
-        return max(0.0, self.waiting_cost - USUAL_WAITING_COST)
+            shortfall = expected_shortfall(costs[width + 1], reach_by_depth(width))
+            if not guarded or self._allows(shortfall):
+                return worth, width
+        return 0.0, 0
 
     def _worths(
         self, expected: Sequence[float], entry_cost: float = 0.0

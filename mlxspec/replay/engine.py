@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..drafting import Drafter, DraftTree, VerifiedStep
 
@@ -47,8 +47,6 @@ def replay(prompt: Sequence[int], output: Sequence[int], drafter: Drafter) -> Re
             # A plain step that was dispatched ahead runs first, whatever is proposed meanwhile.
             tree = DraftTree.chain(last) if ahead else proposal
             step = verify(tree, output[done : done + len(tree)])
-            if done and len(tree) == 1 and not ahead:
-                step = replace(step, waited=True)
             ahead = len(proposal) == 1 and drafter.pipelined
             rows.append(len(tree))
             done += len(step.tokens)

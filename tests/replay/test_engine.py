@@ -70,13 +70,3 @@ def test_prompt_lookup_copies_ten_tokens_a_step() -> None:
     replayed = replay([*text, 1, 2, text[0]], text[1:34], PromptLookupDrafter())
     assert replayed.rows == (11, 11, 11)
     assert replayed.cost(CostCurve([(1, 1), (11, 2)])) == 6
-
-
-def test_plain_steps_that_could_have_been_dispatched_earlier_are_marked() -> None:
-    drafter = Scripted(DraftTree.chain(1), DraftTree.chain(2, [3]), DraftTree.chain(4))
-    replay([1], [2, 3, 4, 5], drafter)
-    assert [step.waited for step in drafter.steps] == [False, False, True]
-    drafter = Scripted()
-    drafter.pipelined = True
-    replay([1], [2, 3, 4], drafter)
-    assert not any(step.waited for step in drafter.steps)
