@@ -16,6 +16,7 @@ from .live_costs import USUAL_WAITING_COST
 from .lookahead_guesses import GuessOdds, GuessTree, LiveGuesses
 from .lookahead_window import WindowGain, WindowSize, best_window
 from .plain_steps import PlainSteps
+from .rest import Rest
 from .width import expected_tokens, price_of_time, widths_by_worth
 
 _FIRST_RATE = 1.2
@@ -87,6 +88,7 @@ class PlannedLookahead:
         self._window: JacobiWindow | None = None
         self._steps = self._pending = 0
         self._drafting = False
+        self._rest = Rest()
         self._rate, self._worth = _FIRST_RATE, 0.0
 
     def propose(self, budget: int) -> DraftTree:
@@ -95,7 +97,7 @@ class PlannedLookahead:
     def propose_beside(self, rows: int, budget: int, max_rows: int) -> DraftTree:
         """Draft for a step that has ``rows`` rows already and may have ``max_rows``."""
         self._rows_beside = rows + self._pending
-        self._hopeless = self.curve.cheapest_rows[0] >= _SUREST
+        self._hopeless = self.curve.cheapest_rows[0] >= _SUREST or self._rest.due(self.curve)
         self._guesses = GuessTree(
             () if self._hopeless else self._live.at(self._text[-1]),
             self._knowledge.odds,
@@ -123,6 +125,7 @@ class PlannedLookahead:
         tokens, cost = step.tokens, self.curve(self._rows_beside + step.drafted)
         self._pending = step.pending  # rows that the next step begins with
         self._steps += 1
+        self._rest.count(drafted=self._plan.width > 0 or self._plan.window is not None)
         self.plain_steps.count()
         self._drafting = step.drafted > 0
         self._worth += _WORTH_CHANGE * (self._plan.worth - self._worth)

@@ -17,6 +17,7 @@ from .guard import Guard, expected_shortfall
 from .hazard import HazardModel
 from .live_costs import USUAL_WAITING_COST
 from .plain_steps import PlainSteps
+from .rest import Rest
 from .width import expected_tokens, price_of_time, replayed_costs, widths_by_worth
 
 CHILDREN = 6
@@ -24,12 +25,6 @@ CHILDREN = 6
 
 _FIRST_RATE = 1.2
 _RATE_CHANGE = 0.1
-
-# Where a row costs nearly a plain step, drafts seldom pay and looking for them is dear: after so
-# many steps without one, only every fourth is planned.
-_STEEP = 0.85
-_PATIENCE = 8
-_STEPS_PER_PLAN = 4
 
 # Before the first draft, what one would be worth whose tokens are each right with 60 %.
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
@@ -91,7 +86,7 @@ class PlannedDrafter:
         self._index: SuffixIndex | None = None
         self._hazards.begin(memory_end=self._context.memory_end)
         self._drafting = False
-        self._steps_without = 0
+        self._rest = Rest()
         self._pending = 0
         self._rate = _FIRST_RATE
         worths = self._worths(expected_tokens(_FIRST_DRAFT[: self.curve.widest - 1]))
@@ -100,7 +95,7 @@ class PlannedDrafter:
             self._guard.begin()
 
     def propose(self, budget: int) -> DraftTree:
-        self._plan = _NO_PLAN if self._rests() else self._choose(budget)
+        self._plan = _NO_PLAN if self._rest.due(self.curve) else self._choose(budget)
         if self._plan.tree is None:
             return DraftTree.chain(self._text().tokens[-1])
         return self._plan.tree.draft(self._plan.width)
@@ -136,7 +131,7 @@ class PlannedDrafter:
         cost = self.curve(self._pending + len(step.tree))
         self._pending = step.pending
         self._drafting = step.drafted > 0
-        self._steps_without = 0 if self._plan.width else self._steps_without + 1
+        self._rest.count(drafted=self._plan.width > 0)
         self.plain_steps.count()
         if self._plan.tree:
             self._plan.tree.learn(tokens)
@@ -155,14 +150,6 @@ class PlannedDrafter:
         if self._index is None:
             self._index = self._context.index
         return self._index
-
-    def _rests(self) -> bool:
-        """Whether to spare the search for a draft in this step."""
-        return (
-            self._steps_without >= _PATIENCE
-            and self._steps_without % _STEPS_PER_PLAN != 0
-            and self.curve.cheapest_rows[0] > _STEEP
-        )
 
     def _choose(self, max_depth: int) -> _Plan:
         """Grow the candidates after the current token and choose how many to verify."""
