@@ -177,7 +177,7 @@ def test_a_model_without_drafts_has_a_table_and_no_plot(
 ):
     monkeypatch.setattr(calibration_report, "calibrate", lambda *_, **__: TIMES[:1])
     assert "verifies no drafts" not in calibrate(endless).stdout  # a window without room for them
-    monkeypatch.setattr(calibration_report, "cache_tier", lambda model: Tier.PLAIN)
+    monkeypatch.setattr(calibration_report, "chain_tier", lambda model: Tier.PLAIN)
     result = calibrate(endless)
     assert "verifies no drafts" in result.stdout
     assert "over M rows" not in result.stdout
