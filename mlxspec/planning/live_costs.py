@@ -17,7 +17,7 @@ _SHORTEST_RANGE = 1024
 _RANGE_FACTOR = 4
 _WAITING_STEPS = 11
 _MOST_WAITING_COST = 0.5
-_PLAIN_STEPS_PER_LESSON = 8  # they come in hundreds, and to learn from each would slow them down
+_PLAIN_STEPS_PER_LESSON = 8  # in a row; to learn from each would slow them down
 _MOST_DOUBT = 0.05  # of all costs of drafted steps together, before plain steps are sought
 _OTHER_CONTEXT = 0.15  # relative uncertainty of a cost that was measured in another range
 
@@ -54,7 +54,6 @@ class LiveCosts:
         self._touched: set[int] = set()
         self._last_pipelined: float | None = None  # seconds
         self._last_waiting: float | None = None
-        self._plain_steps = 0
         self._waiting: deque[float] = deque(maxlen=_WAITING_STEPS)
 
     def move_to(self, context: int) -> None:
@@ -118,8 +117,11 @@ class LiveCosts:
                 return
             seconds = before  # which was not the last one, as is known only now
             self._plain_steps += 1
-            if self._plain_steps % _PLAIN_STEPS_PER_LESSON and not self.wants_plain_steps:
+            surplus = self._plain_steps - _PLAIN_STEPS_PER_LESSON
+            if surplus > 0 and surplus % _PLAIN_STEPS_PER_LESSON:
                 return
+        else:
+            self._plain_steps = 0
         self._live.record(rows, seconds)
         self.unsaved_steps += 1
         self._touched.add(self._end)
@@ -137,5 +139,6 @@ class LiveCosts:
             self._curves[end] = LiveCurve(self._curves[nearest].known(doubt=_OTHER_CONTEXT))
         self._live = self._curves[end]
         self._live.reopen()
-        self._end = end
+        self._plain_steps: int = 0  # in a row
+        self._end: int = end
         self._start = end // _RANGE_FACTOR if end > _SHORTEST_RANGE else 0
