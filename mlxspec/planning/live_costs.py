@@ -48,6 +48,7 @@ class LiveCosts:
 
     def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
         self._curves = {end: LiveCurve(times) for end, times in known.items()}
+        self._plain_steps = 0  # in a row
         self._enter(min(self._curves))
         self.unsaved_steps = 0
         """Steps recorded since the last :meth:`changes`."""
@@ -139,6 +140,6 @@ class LiveCosts:
             self._curves[end] = LiveCurve(self._curves[nearest].known(doubt=_OTHER_CONTEXT))
         self._live = self._curves[end]
         self._live.reopen()
-        self._plain_steps: int = 0  # in a row
-        self._end: int = end
+        self._plain_steps = 0
+        self._end = end
         self._start = end // _RANGE_FACTOR if end > _SHORTEST_RANGE else 0
