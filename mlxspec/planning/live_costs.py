@@ -56,6 +56,8 @@ class LiveCosts:
         self._last_pipelined: float | None = None  # seconds
         self._last_waiting: float | None = None
         self._waiting: deque[float] = deque(maxlen=_WAITING_STEPS)
+        self.waiting_cost = USUAL_WAITING_COST
+        """What a plain step costs more that is not pipelined, as a share of one that is."""
 
     def move_to(self, context: int) -> None:
         """Say how long the context is by now; cheap enough for every step."""
@@ -81,13 +83,6 @@ class LiveCosts:
         return self._live.slowdown
 
     @property
-    def waiting_cost(self) -> float:
-        """What a plain step costs more that is not pipelined, as a share of one that is."""
-        if len(self._waiting) < _WAITING_STEPS // 2:
-            return USUAL_WAITING_COST
-        return min(max(median(self._waiting) - 1, 0.0), _MOST_WAITING_COST)
-
-    @property
     def wants_plain_steps(self) -> bool:
         """Whether plain steps should run between drafted ones, to tell what drafts cost.
 
@@ -110,7 +105,7 @@ class LiveCosts:
         before, self._last_pipelined = self._last_pipelined, seconds if pipelined else None
         waited, self._last_waiting = self._last_waiting, None
         if waited is not None and not pipelined:  # else it was the first of a pipeline
-            self._waiting.append(waited / self.seconds(1))
+            self._learn_waiting(waited / self.seconds(1))
         if rows == 1:
             if not pipelined:
                 self._last_waiting = seconds
@@ -133,6 +128,12 @@ class LiveCosts:
         self._touched.clear()
         self.unsaved_steps = 0
         return changed
+
+    def _learn_waiting(self, cost: float) -> None:
+        """Learn from a plain step that waited, by its time as a share of a pipelined one's."""
+        self._waiting.append(cost)
+        if len(self._waiting) >= _WAITING_STEPS // 2:
+            self.waiting_cost = min(max(median(self._waiting) - 1, 0.0), _MOST_WAITING_COST)
 
     def _enter(self, end: int) -> None:
         if end not in self._curves:

@@ -89,7 +89,8 @@ class PlannedDrafter:
         self._rest = Rest()
         self._pending = 0
         self._rate = _FIRST_RATE
-        worths = self._worths(expected_tokens(_FIRST_DRAFT[: self.curve.widest - 1]))
+        expected = expected_tokens(_FIRST_DRAFT[: self.curve.widest - 1])
+        worths = self._worths(expected, self._costs(expected))
         self._worth = worths[0][0] if worths else 0.0
         if self._guard:
             self._guard.begin()
@@ -187,16 +188,15 @@ class PlannedDrafter:
         """
         expected = expected_tokens(reach)
         costs = self._costs(expected)
-        for worth, width in self._worths(expected, entry_cost):
+        for worth, width in self._worths(expected, costs, entry_cost):
             shortfall = expected_shortfall(costs[width + 1], reach_by_depth(width))
             if not guarded or self._allows(shortfall):
                 return worth, width
         return 0.0, 0
 
     def _worths(
-        self, expected: Sequence[float], entry_cost: float = 0.0
+        self, expected: Sequence[float], costs: Sequence[float], entry_cost: float = 0.0
     ) -> list[tuple[float, int]]:
-        costs = self._costs(expected)
         price = price_of_time(expected, costs, self._rate)
         return widths_by_worth(expected, costs, price, entry_cost)
 
