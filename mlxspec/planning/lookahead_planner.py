@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..drafting.context_index import common_length
 from ..drafting.drafter import VerifiedStep
 from ..drafting.jacobi_window import JacobiWindow
 from ..drafting.lookahead_tree import LookaheadTree
@@ -215,7 +216,7 @@ class PlannedLookahead:
         """How many tokens of a step no guess from the text would have given."""
         accepted = step.tokens[: len(step.accepted)]
         guessed = (
-            _common(guess, accepted) for guess in self._pool.text_guesses(step.tree.tokens[0])
+            common_length(guess, accepted) for guess in self._pool.text_guesses(step.tree.tokens[0])
         )
         return len(accepted) - max(guessed, default=0)
 
@@ -226,13 +227,3 @@ class _Plan(NamedTuple):
     width: int
     window: JacobiWindow | None
     worth: float
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """The length of the common prefix."""
-    length = 0
-    for left, right in zip(one, other, strict=False):
-        if left != right:
-            break
-        length += 1
-    return length
