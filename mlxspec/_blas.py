@@ -14,6 +14,12 @@ from importlib.metadata import PackageNotFoundError, version
 ENVIRONMENT_VARIABLE = "MLXSPEC_OPENBLAS"
 _LIBRARIES = ("libopenblas.so.0", "libopenblasp.so.0")
 
+# Cycles, as a power of two, that OpenBLAS's threads spin for more work before they sleep: about
+# what waking one takes. By default it is 2^26, many steps long, and through all of them they
+# take cores from the thread that builds the next forward.
+_SPINNING = "OPENBLAS_THREAD_TIMEOUT"
+_SPINNING_CYCLES = "16"
+
 
 def prefer_openblas() -> None:
     """Load OpenBLAS for MLX's CPU back end on Linux, where it is installed.
@@ -30,6 +36,7 @@ def prefer_openblas() -> None:
     if _load(os.RTLD_NOLOAD):
         return  # preloaded by the user, or by an earlier call
     if "mlx.core" not in sys.modules:
+        os.environ.setdefault(_SPINNING, _SPINNING_CYCLES)  # read once, while it is loaded
         _load(ctypes.RTLD_GLOBAL)
     elif _load(ctypes.RTLD_LOCAL):
         warnings.warn(

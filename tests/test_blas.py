@@ -20,7 +20,8 @@ print(os.path.exists(maps) and "openblas" in open(maps).read())
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {k: v for k, v in os.environ.items() if k != "MLXSPEC_OPENBLAS"}
+    set_here = {"MLXSPEC_OPENBLAS", "OPENBLAS_THREAD_TIMEOUT"}
+    variables = {k: v for k, v in os.environ.items() if k not in set_here}
     return subprocess.run(
         [sys.executable, "-c", code],
         env={**variables, **environment},
@@ -55,6 +56,14 @@ def test_mlx_calls_its_products() -> None:
 @needs_openblas
 def test_the_environment_variable_turns_it_off() -> None:
     assert run_python(f"import mlxspec\n{LOADED}", MLXSPEC_OPENBLAS="0").stdout == "False\n"
+
+
+@needs_openblas
+def test_its_idle_threads_sleep_unless_the_user_says_otherwise() -> None:
+    spinning = "import os, mlxspec; print(os.environ.get('OPENBLAS_THREAD_TIMEOUT'))"
+    assert run_python(spinning).stdout == "16\n"
+    assert run_python(spinning, OPENBLAS_THREAD_TIMEOUT="26").stdout == "26\n"
+    assert run_python(spinning, MLXSPEC_OPENBLAS="0").stdout == "None\n"
 
 
 @needs_openblas

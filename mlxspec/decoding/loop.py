@@ -68,7 +68,8 @@ def decode(
         ends: called with each emitted token in order; True ends the output behind it.
         held: how many of the prompt's first tokens the target's cache holds, not its last.
         record_time: called after each step; it was pipelined if its forward had been dispatched
-            during the step before. The time that the consumer takes between steps does not count.
+            during the step before. What the call itself takes counts for the step after it, and
+            what the consumer takes between steps does not.
         on_progress: reports the prefill.
     """
     prompt = tuple(prompt)  # a drafter that keeps and extends what it is given changes nothing
@@ -80,9 +81,9 @@ def decode(
     try:
         with mx.stream(generation_stream):
             target.prefill(prompt[held:-1], on_progress)
-        finished, steps = False, 0
+        finished, steps, recording = False, 0, 0.0
         while not finished:
-            started = time.perf_counter()
+            started = time.perf_counter() - recording
             remaining = max_tokens - (context_length - start)
             budget = min(remaining - 1, target.max_depth)
             proposal = _fit(drafter.propose(budget), last, target, budget)
@@ -109,8 +110,10 @@ def decode(
             steps += 1
             if steps % _STEPS_BETWEEN_CLEARING == 0:
                 mx.clear_cache()
+            ended = time.perf_counter()
             if record_time:
-                record_time(pending + len(tree), time.perf_counter() - started, pipelined)
+                record_time(pending + len(tree), ended - started, pipelined)
+            recording = time.perf_counter() - ended
             yield DecodedStep(verified, flight.logprobs_of(verified))
     finally:
         target.truncate(min(target.length, context_length - 1))

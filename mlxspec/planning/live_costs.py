@@ -53,11 +53,12 @@ class LiveCosts:
         self.unsaved_steps = 0
         """Steps recorded since the last :meth:`changes`."""
         self._touched: set[int] = set()
-        self._last_pipelined: float | None = None  # seconds
+        # Seconds of the last run of plain steps: the one that waited, and the last pipelined one.
         self._last_waiting: float | None = None
+        self._last_pipelined: float | None = None
         self._waiting: deque[float] = deque(maxlen=_WAITING_STEPS)
         self.waiting_cost = USUAL_WAITING_COST
-        """What a plain step costs more that is not pipelined, as a share of one that is."""
+        """What plain steps cost more if the first of them waits, as a share of a pipelined one."""
 
     def move_to(self, context: int) -> None:
         """Say how long the context is by now; cheap enough for every step."""
@@ -95,7 +96,8 @@ class LiveCosts:
         """Learn from a step.
 
         Plain steps teach T(1) only in the middle of a pipeline. The first one of it also waits
-        for a part of the second's forward, and the last one finds its own nearly done.
+        for a part of the second's forward, and the last one finds its own nearly done; what
+        both take beyond 2 T(1) is what waiting costs.
 
         Args:
             rows: its rows.
@@ -103,12 +105,11 @@ class LiveCosts:
             pipelined: whether its forward had been dispatched during the step before.
         """
         before, self._last_pipelined = self._last_pipelined, seconds if pipelined else None
-        waited, self._last_waiting = self._last_waiting, None
-        if waited is not None and not pipelined:  # else it was the first of a pipeline
-            self._learn_waiting(waited / self.seconds(1))
+        if not pipelined:
+            if self._last_waiting is not None:
+                self._learn_waiting(self._last_waiting, before)
+            self._last_waiting = seconds if rows == 1 else None
         if rows == 1:
-            if not pipelined:
-                self._last_waiting = seconds
             if not pipelined or before is None:
                 return
             seconds = before  # which was not the last one, as is known only now
@@ -129,11 +130,12 @@ class LiveCosts:
         self.unsaved_steps = 0
         return changed
 
-    def _learn_waiting(self, cost: float) -> None:
-        """Learn from a plain step that waited, by its time as a share of a pipelined one's."""
-        self._waiting.append(cost)
+    def _learn_waiting(self, first: float, last: float | None) -> None:
+        """Learn from a run of plain steps: the one that waited, and the last pipelined one."""
+        steps, seconds = (1, first) if last is None else (2, first + last)
+        self._waiting.append(seconds / self.seconds(1) - steps)
         if len(self._waiting) >= _WAITING_STEPS // 2:
-            self.waiting_cost = min(max(median(self._waiting) - 1, 0.0), _MOST_WAITING_COST)
+            self.waiting_cost = min(max(median(self._waiting), 0.0), _MOST_WAITING_COST)
 
     def _enter(self, end: int) -> None:
         if end not in self._curves:

@@ -20,7 +20,7 @@ _MACHINE_DOUBT = 0.3**2  # what a machine may have become while nobody measured
 _DRAFTED_DOUBT = 0.08**2  # real drafts also take a proposal, and their tokens are other ones
 _UNSEEN_DOUBT = 0.1**2  # of a number of rows between two that were measured
 # Of a part's change from step to step:
-_MACHINE_CHANGE = 0.015**2
+_MACHINE_CHANGE = 0.025**2
 _DRAFTED_CHANGE = 0.002**2
 _ROWS_CHANGE = 0.002**2
 # Of the noise of one step:
@@ -76,6 +76,10 @@ class LiveCurve:
         # Few numbers of rows ever run, and a small matrix stays in the processor's cache.
         self._parts = np.array([math.log(plain.seconds), 0.0])
         self._covariance = np.diag([_MACHINE_DOUBT, shared_doubt])
+        # Kept, and filled by a product (multiplying by broadcasting takes memory too): a kilobyte
+        # asked of the C library between two steps can make it tidy up what the forward has freed,
+        # which takes longer than the whole lesson.
+        self._correction = np.empty_like(self._covariance)
         self._part_of_rows: dict[int, int] = {}
         for rows, time in sorted(times.items()):
             self._add_part(rows, math.log(time.seconds / plain.seconds), time.uncertainty**2)
@@ -162,6 +166,7 @@ class LiveCurve:
         self._parts = np.append(self._parts, value)
         self._covariance = np.pad(self._covariance, (0, 1))
         self._covariance[-1, -1] = variance
+        self._correction = np.empty_like(self._covariance)
 
     def _add_doubt(self, part: int, variance: float) -> None:
         self._covariance[part, part] += max(variance, 0.0)
@@ -209,7 +214,8 @@ class LiveCurve:
             variance: of the logarithm, the step's noise included.
         """
         self._parts += shared * (error / variance)
-        self._covariance -= shared[:, None] * (shared / variance)
+        np.dot(shared[:, None], shared[None, :] / variance, out=self._correction)
+        self._covariance -= self._correction
         if np.abs(self._parts - self._in_curve)[1:].max() > _NOTICEABLE:
             self._stale = True
 

@@ -63,7 +63,7 @@ class Effort:
 # there to 32 (see chips.json). So both sides of the bend come before what lies between.
 QUICK = Effort(
     rows=(2, 4, 8, 16, 3, 6, 12, 32),
-    rounds=5,
+    rounds=12,
     plain_tokens=5,
     seconds=2.5,
     context=64,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -320,3 +321,28 @@ def test_steps_are_timed_by_their_rows(stories: nn.Module) -> None:
         rows: widths.count(rows) for rows in set(widths)
     }
     assert all(row.seconds > 0 for row in times.table())
+
+
+def test_recording_a_step_counts_for_the_next_one_and_the_consumer_for_none(
+    stories: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    recorded: list[float] = []
+
+    def record(rows: int, seconds: float, pipelined: bool) -> None:
+        nonlocal now
+        recorded.append(seconds)
+        now += 3.0
+
+    monkeypatch.setattr("mlxspec.decoding.loop.time", SimpleNamespace(perf_counter=lambda: now))
+    for _ in decode(
+        new_target(stories),
+        PROMPT,
+        NoDraft(),
+        Chooser(SamplingParams()),
+        max_tokens=3,
+        ends=lambda _: False,
+        record_time=record,
+    ):
+        now += 50.0
+    assert recorded == [0.0, 3.0, 3.0]

@@ -88,14 +88,20 @@ def test_the_cost_of_waiting_is_that_of_plain_steps_outside_the_pipeline() -> No
     costs = LiveCosts({1024: [KnownTime(1, 0.010, 0.01), KnownTime(8, 0.020, 0.01)]})
     usual = costs.waiting_cost
     for _ in range(4):
-        costs.record(1, 0.030, False)  # the first of a pipeline dispatches two forwards
-        costs.record(1, 0.010, True)
-        costs.record(1, 0.010, True)
+        costs.record(1, 0.012, False)
+        costs.record(8, 0.020, False)
     assert costs.waiting_cost == usual
     for _ in range(8):
         costs.record(1, 0.012, False)
         costs.record(8, 0.020, False)
     assert costs.waiting_cost == pytest.approx(0.2, abs=0.02)
+    for _ in range(20):
+        costs.record(1, 0.018, False)  # the first of a pipeline dispatches two forwards
+        costs.record(1, 0.010, True)
+        costs.record(1, 0.010, True)
+        costs.record(1, 0.003, True)  # and the last one finds its own nearly done
+        costs.record(8, 0.020, False)
+    assert costs.waiting_cost == pytest.approx(0.1, abs=0.02)
 
 
 def test_plain_steps_are_wanted_until_they_have_run_among_drafted_ones_and_again_later() -> None:
