@@ -186,7 +186,8 @@ def _settle(
 ) -> tuple[VerifiedStep, bool]:
     """Wait for the target's choices and walk the tree; whether the output ends here."""
     choices = cast(list[int], flight.choices.tolist())
-    argmaxes = cast(list[int], flight.argmaxes.tolist())
+    greedy = flight.argmaxes is flight.choices
+    argmaxes = choices if greedy else cast(list[int], flight.argmaxes.tolist())
     accepted, tokens = accept(tree, choices)
     finished = len(tokens) >= remaining
     for count, token in enumerate(tokens, start=1):
