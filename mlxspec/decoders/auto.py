@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..drafting import NoDraft
 from ..drafting.output_memory import OutputMemory
 from ..models.tier import Tier
 from ..planning.branching import trees_pay
@@ -100,10 +99,8 @@ class AutoDecoder(MeasuredDecoder):
         Raises:
             PromptError, OptionError: as :meth:`Decoder.decode`.
         """
-        if self.chain_tier is Tier.PLAIN:
-            return self.decode(prompt, NoDraft(), max_tokens=max_tokens, **options)
-        tokens, drafter = self._prompt_tokens(prompt), self.drafter(options.get("session"))
-        return self._decode_planned(tokens, drafter, drafter, max_tokens=max_tokens, **options)
+        make_drafter = partial(self.drafter, options.get("session"))
+        return self._decode_with(make_drafter, prompt, max_tokens, **options)
 
     def generate(
         self, prompt: Prompt, max_tokens: int = 250, color: bool = True, **options: Any

@@ -6,10 +6,8 @@ from collections.abc import Generator
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from ..drafting import CombinedDrafter, Drafter, NoDraft
-from ..models.tier import Tier
-from ..planning.lookahead_planner import LookaheadKnowledge, PlannedLookahead
-from ..planning.planned_drafter import PlannedDrafter
+from ..drafting import CombinedDrafter, Drafter
+from ..planning.lookahead_planner import LookaheadKnowledge
 from ..response import GenerationResponse
 from .auto import AutoDecoder
 from .base import Prompt
@@ -57,14 +55,10 @@ class CombinedDecoder(AutoDecoder):
         Raises:
             PromptError, OptionError: as :meth:`Decoder.decode`.
         """
-        if self.chain_tier is Tier.PLAIN:
-            return self.decode(prompt, NoDraft(), max_tokens=max_tokens, **options)
-        tokens = self._prompt_tokens(prompt)
-        sizes = window_size, ngram_size, guess_set_size
-        second = lookahead_drafter(self, self._knowledge, *sizes, pool_from_prompt)
-        first = drafter or self.drafter(options.get("session"))
-        planners = [
-            part for part in (first, second) if isinstance(part, PlannedDrafter | PlannedLookahead)
-        ]
-        both = CombinedDrafter(first, second)
-        return self._decode_planned(tokens, both, *planners, max_tokens=max_tokens, **options)
+
+        def make_drafter() -> CombinedDrafter:
+            sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
+            second = lookahead_drafter(self, self._knowledge, *sizes)
+            return CombinedDrafter(drafter or self.drafter(options.get("session")), second)
+
+        return self._decode_with(make_drafter, prompt, max_tokens, **options)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from pathlib import Path
+from collections.abc import Generator
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
-import mlx.nn as nn
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-from ..drafting import LookaheadDrafter, NoDraft
+from ..drafting import LookaheadDrafter
 from ..drafting.lookahead import check_sizes
 from ..models.tier import Tier
 from ..planning.lookahead_planner import LookaheadKnowledge, PlannedLookahead
@@ -54,15 +51,9 @@ class LookaheadDecoder(MeasuredDecoder):
         LoadError, OptionError: as :class:`Decoder`.
     """
 
-    def __init__(
-        self,
-        model: str | Path | nn.Module = "mlx_model",
-        tokenizer: TokenizerWrapper | None = None,
-        *,
-        on_measuring: Callable[[float], None] | None = None,
-    ) -> None:
-        super().__init__(model, tokenizer, on_measuring=on_measuring)
-        self._knowledge = LookaheadKnowledge()
+    @cached_property
+    def _knowledge(self) -> LookaheadKnowledge:
+        return LookaheadKnowledge()
 
     def stream(
         self,
@@ -90,14 +81,9 @@ class LookaheadDecoder(MeasuredDecoder):
         Raises:
             PromptError, OptionError: as :meth:`Decoder.decode`.
         """
-        if self.chain_tier is Tier.PLAIN:
-            return self.decode(prompt, NoDraft(), max_tokens=max_tokens, **options)
-        tokens = self._prompt_tokens(prompt)
-        sizes = window_size, ngram_size, guess_set_size
-        drafter = lookahead_drafter(self, self._knowledge, *sizes, pool_from_prompt)
-        if isinstance(drafter, PlannedLookahead):
-            return self._decode_planned(tokens, drafter, drafter, max_tokens=max_tokens, **options)
-        return self.decode(tokens, drafter, max_tokens=max_tokens, **options)
+        sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
+        make_drafter = partial(lookahead_drafter, self, self._knowledge, *sizes)
+        return self._decode_with(make_drafter, prompt, max_tokens, **options)
 
     def lookahead(
         self,

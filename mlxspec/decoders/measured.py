@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.measured_costs import KeptCosts, costs_for
-from ..drafting import Drafter
+from ..drafting import CombinedDrafter, Drafter, LookaheadDrafter, NoDraft
+from ..models.tier import Tier
 from ..planning.cost_curve import CostCurve
 from ..planning.plain_steps import PlainSteps
 from ..response import GenerationResponse
-from .base import Decoder
-from .options import GenerationOptions
+from .base import Decoder, Prompt
+from .options import GenerationOptions, check_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+@runtime_checkable
 class Planner(Protocol):
     """What is told the costs between steps: a drafter, or a part of one."""
 
@@ -58,16 +60,39 @@ class MeasuredDecoder(Decoder):
         """What steps cost, from the cache or measured now, which takes a few seconds."""
         return costs_for(self.model, on_progress=self._on_measuring)
 
+    def _decode_with(
+        self,
+        make_drafter: Callable[[], Drafter],
+        prompt: Prompt,
+        max_tokens: int,
+        **options: Unpack[GenerationOptions],
+    ) -> Generator[GenerationResponse, None, None]:
+        """As :meth:`Decoder.decode`, with a drafter that may need the costs.
+
+        Args:
+            make_drafter: called once the options are known to be good, since it may measure. A
+                model that can only be decoded plainly gets no drafter.
+        """
+        if self.chain_tier is Tier.PLAIN:
+            return self.decode(prompt, NoDraft(), max_tokens=max_tokens, **options)
+        tokens = self._prompt_tokens(prompt)
+        if "costs" not in vars(self):  # else nothing is measured, and `decode` refuses in time
+            check_options(self.model, self.tokenizer, self.vocab_size, max_tokens, options)
+        drafter = make_drafter()
+        if isinstance(drafter, LookaheadDrafter):  # its sizes are fixed, whatever steps cost
+            return self.decode(tokens, drafter, max_tokens=max_tokens, **options)
+        return self._decode_planned(tokens, drafter, max_tokens, **options)
+
     def _decode_planned(
         self,
         prompt: Sequence[int],
         drafter: Drafter,
-        *planners: Planner,
         max_tokens: int,
         **options: Unpack[GenerationOptions],
     ) -> Generator[GenerationResponse, None, None]:
         """As :meth:`Decoder.decode`, with planners that are told the costs; these learn too."""
         costs = self.costs
+        planners = _planners(drafter)
         self.foreseen_cost = 0.0
 
         def tell() -> None:
@@ -99,3 +124,11 @@ class MeasuredDecoder(Decoder):
         finally:
             responses.close()
             self.costs.save()
+
+
+def _planners(drafter: Drafter) -> list[Planner]:
+    """The parts of a drafter that follow the costs."""
+    parts = [drafter]
+    if isinstance(drafter, CombinedDrafter):
+        parts = [drafter.first, drafter.second]
+    return [part for part in parts if isinstance(part, Planner)]

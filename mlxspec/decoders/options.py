@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding import SamplingParams
 from ..decoding.sampling import LogitsProcessor, Sampler
 from ..errors import OptionError
+from ..models.cache_options import CacheOptions, check_quantization
+from ..models.prompt_cache import lent_caches
 from ..models.target import Progress
 from .session import Session
+from .stop_tokens import stop_token_ids
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -85,3 +91,34 @@ def sampling_from(
                     f"{name} holds the id {token}: the model's are 0 to {vocab_size - 1}"
                 )
     return params
+
+
+def check_options(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    vocab_size: int,
+    max_tokens: int,
+    options: GenerationOptions,
+) -> None:
+    """Refuse what :meth:`mlxspec.Decoder.decode` would refuse, before time is spent on it.
+
+    Raises:
+        OptionError: as there.
+        TypeError: there is no such option.
+    """
+    left: dict[str, Any] = {**options}
+    stop, stop_tokens = left.pop("stop", ()), left.pop("stop_tokens", ())
+    session, prompt_cache = left.pop("session", None), left.pop("prompt_cache", None)
+    sampling, _ = left.pop("sampling", None), left.pop("on_progress", None)
+    memory = {name: left.pop(name) for name in MemoryOptions.__annotations__ if name in left}
+    if max_tokens < 1:
+        raise OptionError(f"max_tokens is {max_tokens}: generate at least 1 token")
+    if not all([stop] if isinstance(stop, str) else stop):
+        raise OptionError("stop holds an empty string: it would end every output at once")
+    check_quantization(model, CacheOptions(**memory))
+    sampling_from(sampling, cast(SamplingOptions, left), vocab_size)
+    stop_token_ids(tokenizer, stop_tokens, vocab_size)
+    if prompt_cache is not None:
+        if session is not None:
+            raise OptionError("session and prompt_cache are given together: choose one")
+        lent_caches(prompt_cache, make_prompt_cache(model))

@@ -44,17 +44,17 @@ class ContextIndex:
             prompt: what it begins with.
             earlier: other outputs, for an index that is built anew.
         """
-        added = array("i", prompt)
-        kept = self._continued(added) if self._building else None
-        self._prompt = array("i", prompt)
+        tokens = array("i", prompt)
+        kept = self._continued(tokens) if self._building else None
+        self._prompt = tokens
         if kept is not None:
             index, added = kept
             self._prompt_end = len(index) + len(added)
             self._run(lambda: _extended(index, added))
         else:
             self.memory_end = len(earlier)
-            self._prompt_end = len(earlier) + len(added)
-            self._run(lambda: SuffixIndex([*earlier, *added]))
+            self._prompt_end = len(earlier) + len(tokens)
+            self._run(lambda: SuffixIndex([*earlier, *tokens]))
 
     def _continued(self, prompt: array[int]) -> tuple[SuffixIndex, array[int]] | None:
         """The index so far and what to add to it; None if a new one has less to index."""

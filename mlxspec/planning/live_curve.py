@@ -90,13 +90,13 @@ class LiveCurve:
         self._recent: dict[int, deque[float]] = {}
         self._fitted: dict[int, int] = {}
         self._off_since: dict[int, int] = {}
-        self._curve, self._in_curve, self._stale = self._rebuilt(), self._parts.copy(), False
+        self._rebuild()
 
     @property
     def curve(self) -> CostCurve:
         """T(rows)/T(1) up to ``WIDEST`` rows, never falling; a new one when it has changed."""
         if self._stale:
-            self._curve, self._in_curve, self._stale = self._rebuilt(), self._parts.copy(), False
+            self._rebuild()
         return self._curve
 
     @property
@@ -161,6 +161,22 @@ class LiveCurve:
             times.append(KnownTime(rows, self._usual.seconds * cost, uncertainty))
         return times
 
+    def _rebuild(self) -> None:
+        """Make the curve of the parts as they are now."""
+        points = [(1, 1.0)]
+        for rows, part in sorted(self._part_of_rows.items()):
+            # A costlier narrow step could be padded to a cheaper wide one, so costs never fall.
+            cost = math.exp(self._parts[_DRAFTED] + self._parts[part])
+            points.append((rows, max(points[-1][1], cost)))
+        rows, cost = points[-1]
+        if rows < WIDEST:
+            # As if each further block of rows cost what the measured ones do: too much where
+            # the curve is flat, and on average right where it has stairs.
+            points.append((WIDEST, cost * WIDEST / rows))
+        self._curve = CostCurve(points)
+        self._in_curve = self._parts.copy()
+        self._stale = False
+
     def _add_part(self, rows: int, value: float, variance: float) -> None:
         self._part_of_rows[rows] = len(self._parts)
         self._parts = np.append(self._parts, value)
@@ -218,19 +234,6 @@ class LiveCurve:
         self._covariance -= self._correction
         if np.abs(self._parts - self._in_curve)[1:].max() > _NOTICEABLE:
             self._stale = True
-
-    def _rebuilt(self) -> CostCurve:
-        points = [(1, 1.0)]
-        for rows, part in sorted(self._part_of_rows.items()):
-            # A costlier narrow step could be padded to a cheaper wide one, so costs never fall.
-            cost = math.exp(self._parts[_DRAFTED] + self._parts[part])
-            points.append((rows, max(points[-1][1], cost)))
-        rows, cost = points[-1]
-        if rows < WIDEST:
-            # As if each further block of rows cost what the measured ones do: too much where
-            # the curve is flat, and on average right where it has stairs.
-            points.append((WIDEST, cost * WIDEST / rows))
-        return CostCurve(points)
 
 
 def _change(part: int) -> float:

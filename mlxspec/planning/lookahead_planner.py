@@ -17,12 +17,10 @@ from .live_costs import USUAL_WAITING_COST
 from .lookahead_guesses import GuessOdds, GuessTree, LiveGuesses
 from .lookahead_window import WindowGain, WindowSize, best_window
 from .plain_steps import PlainSteps
+from .recent_steps import RecentSteps
 from .rest import Rest
 from .width import expected_tokens, price_of_time, widths_by_worth
 
-_FIRST_RATE = 1.2
-_RATE_CHANGE = 0.1
-_WORTH_CHANGE = 0.1
 _STEPS_BETWEEN_SIZES = 8
 _SUREST = 0.98  # no guess is surer; where a row costs more, nothing need be looked up
 
@@ -88,9 +86,8 @@ class PlannedLookahead:
         self._size: WindowSize | None = None
         self._window: JacobiWindow | None = None
         self._steps = self._pending = 0
-        self._drafting = False
         self._rest = Rest()
-        self._rate, self._worth = _FIRST_RATE, 0.0
+        self._recent = RecentSteps()
 
     def propose(self, budget: int) -> DraftTree:
         return self.propose_beside(1, budget, self.curve.widest)
@@ -120,7 +117,7 @@ class PlannedLookahead:
 
         Not where drafts have lately been worth more than it costs to wait for the token.
         """
-        return self.plain_steps.sought or self._worth <= self.waiting_cost
+        return self.plain_steps.sought or self._recent.worth <= self.waiting_cost
 
     def observe(self, step: VerifiedStep) -> None:
         tokens, cost = step.tokens, self.curve(self._rows_beside + step.drafted)
@@ -128,9 +125,7 @@ class PlannedLookahead:
         self._steps += 1
         self._rest.count(drafted=self._plan.width > 0 or self._plan.window is not None)
         self.plain_steps.count()
-        self._drafting = step.drafted > 0
-        self._worth += _WORTH_CHANGE * (self._plan.worth - self._worth)
-        self._rate += _RATE_CHANGE * (len(tokens) / cost - self._rate)
+        self._recent.add(step, cost, self._plan.worth)
         self._guard.settle(len(tokens), cost)
         if self._hopeless:
             self._live.forget()
@@ -171,10 +166,9 @@ class PlannedLookahead:
             window = None
         costs = [0.0, *self.curve.table[rows : max_rows + 1]]
         expected = [tokens + gain for tokens in expected[: len(costs) - 1]]
-        price = price_of_time(expected, costs, self._rate)
+        price = price_of_time(expected, costs, self._recent.rate)
         worth_of_window = gain - price * (costs[1] - self.curve.table[self._rows_beside])
-        # After a plain step a draft interrupts the pipeline, and the next plain step waits.
-        entry_cost = 0.0 if self._drafting else self.waiting_cost
+        entry_cost = self._recent.entry_cost(self.waiting_cost)
         widths = [*widths_by_worth(expected, costs, price, entry_cost), (0.0, 0)]
         for worth, width in widths:
             if not width and not window:
@@ -187,7 +181,7 @@ class PlannedLookahead:
     def _resize(self, expected: Sequence[float], max_rows: int) -> None:
         """Begin, end or exchange the window, where another size is worth more."""
         costs = self.curve.table[self._rows_beside - 1 : max_rows + 1]
-        price = price_of_time(expected[: len(costs) - 1], costs, self._rate)
+        price = price_of_time(expected[: len(costs) - 1], costs, self._recent.rate)
         size = best_window(
             self._knowledge.gain,
             expected,

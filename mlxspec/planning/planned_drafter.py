@@ -17,18 +17,15 @@ from .guard import Guard, expected_shortfall
 from .hazard import HazardModel
 from .live_costs import USUAL_WAITING_COST
 from .plain_steps import PlainSteps
+from .recent_steps import RecentSteps
 from .rest import Rest
 from .width import expected_tokens, price_of_time, replayed_costs, widths_by_worth
 
 CHILDREN = 6
 """Per node of a tree; more are never likely enough."""
 
-_FIRST_RATE = 1.2
-_RATE_CHANGE = 0.1
-
 # Before the first draft, what one would be worth whose tokens are each right with 60 %.
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
-_WORTH_CHANGE = 0.1
 
 
 class PlannedDrafter:
@@ -85,13 +82,11 @@ class PlannedDrafter:
         self._context.begin(prompt, self._memory.text() if self._memory else [])
         self._index: SuffixIndex | None = None
         self._hazards.begin(memory_end=self._context.memory_end)
-        self._drafting = False
         self._rest = Rest()
         self._pending = 0
-        self._rate = _FIRST_RATE
-        expected = expected_tokens(_FIRST_DRAFT[: self.curve.widest - 1])
-        worths = self._worths(expected, self._costs(expected))
-        self._worth = worths[0][0] if worths else 0.0
+        self._recent = RecentSteps()
+        first = _FIRST_DRAFT[: self.curve.widest - 1]
+        self._recent.worth = self._worth_of_chain(first, guarded=False)
         if self._guard:
             self._guard.begin()
 
@@ -117,27 +112,24 @@ class PlannedDrafter:
         tree = self._plan.tree
         if self.plain_steps.sought or tree is None:
             return True
-        if self._worth > self.waiting_cost:
+        if self._recent.worth > self.waiting_cost:
             return False
         reach = tree.first_branch()
         if len(reach) < 2:
             return True
         then = [probability / reach[0] for probability in reach[1:]]
         dear = self.waiting_cost > USUAL_WAITING_COST
-        worth, _ = self._best(then, lambda width: then[:width], guarded=dear)
-        return reach[0] * worth <= self.waiting_cost
+        return reach[0] * self._worth_of_chain(then, guarded=dear) <= self.waiting_cost
 
     def observe(self, step: VerifiedStep) -> None:
         tokens = step.tokens
         cost = self.curve(self._pending + len(step.tree))
         self._pending = step.pending
-        self._drafting = step.drafted > 0
         self._rest.count(drafted=self._plan.width > 0)
         self.plain_steps.count()
         if self._plan.tree:
             self._plan.tree.learn(tokens)
-        self._worth += _WORTH_CHANGE * (self._plan.worth - self._worth)
-        self._rate += _RATE_CHANGE * (len(tokens) / cost - self._rate)
+        self._recent.add(step, cost, self._plan.worth)
         if self._guard:
             self._guard.settle(len(tokens), cost)
         self._text().extend(tokens)
@@ -166,15 +158,19 @@ class PlannedDrafter:
         )
         if self.plain_steps.due:
             return _Plan(tree, 0, 0.0)
-        # After a plain step a draft interrupts the pipeline, and the next plain step waits.
-        entry_cost = 0.0 if self._drafting else self.waiting_cost
+        entry_cost = self._recent.entry_cost(self.waiting_cost)
         worth, width = self._best(tree.reach, tree.reach_by_depth, entry_cost)
         return _Plan(tree, width, worth)
+
+    def _worth_of_chain(self, reach: Sequence[float], guarded: bool) -> float:
+        """The worth of a chain whose first 1, 2, … tokens are accepted with these probabilities."""
+        worth, _ = self._best(reach, lambda width: reach[:width], guarded=guarded)
+        return worth
 
     def _best(
         self,
         reach: Sequence[float],
-        reach_by_depth: Callable[[int], list[float]],
+        reach_by_depth: Callable[[int], Sequence[float]],
         entry_cost: float = 0.0,
         guarded: bool = True,
     ) -> tuple[float, int]:
@@ -187,26 +183,16 @@ class PlannedDrafter:
             guarded: False asks no guard.
         """
         expected = expected_tokens(reach)
-        costs = self._costs(expected)
-        for worth, width in self._worths(expected, costs, entry_cost):
+        costs: Sequence[float] = self.curve.table
+        if self._replays:
+            costs = replayed_costs(expected, costs, self._pending)
+        guard = self._guard if guarded else None
+        price = price_of_time(expected, costs, self._recent.rate)
+        for worth, width in widths_by_worth(expected, costs, price, entry_cost):
             shortfall = expected_shortfall(costs[width + 1], reach_by_depth(width))
-            if not guarded or self._allows(shortfall):
+            if guard is None or guard.allows(shortfall):
                 return worth, width
         return 0.0, 0
-
-    def _worths(
-        self, expected: Sequence[float], costs: Sequence[float], entry_cost: float = 0.0
-    ) -> list[tuple[float, int]]:
-        price = price_of_time(expected, costs, self._rate)
-        return widths_by_worth(expected, costs, price, entry_cost)
-
-    def _costs(self, expected: Sequence[float]) -> Sequence[float]:
-        if not self._replays:
-            return self.curve.table
-        return replayed_costs(expected, self.curve.table, self._pending)
-
-    def _allows(self, shortfall: float) -> bool:
-        return self._guard is None or self._guard.allows(shortfall)
 
 
 class _Plan(NamedTuple):
