@@ -6,15 +6,32 @@ import os
 # single-row forwards bit for bit. tests/decoding/test_openblas.py repeats some with OpenBLAS.
 os.environ.setdefault("MLXSPEC_OPENBLAS", "0")
 
+import shutil
+import signal
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
 # Nor do tests touch the step times that the user's machine has learned.
 os.environ["MLXSPEC_CACHE_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import mlxspec  # noqa: F401  (before mlx.core)
+
+STEP_TIMES = Path(os.environ["MLXSPEC_CACHE_DIR"])
+
+# A shell starts what runs in the background with Ctrl-C ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# That a busy machine takes long over an example is no failure. Otherwise as Hypothesis has it,
+# which tries the same examples each time where it sees that it runs in CI.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
+
+LIMIT = 180
+"""Seconds after which a test, its fixtures included, has failed: the slowest takes some 20."""
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -25,6 +42,25 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("needs the third-party data in ../shared/data")
     return SHARED
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let no test wait forever, for a process that never ends or a terminal that stays empty."""
+
+    def fail(*_: object) -> None:
+        pytest.fail(f"took longer than {LIMIT} seconds")
+
+    signal.signal(signal.SIGALRM, fail)
+    signal.alarm(LIMIT)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(STEP_TIMES, ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -21,8 +21,10 @@ from mlxspec.planning.cost_cache import CostCache, CostKey, KnownRange
 from mlxspec.planning.live_curve import KnownTime
 from mlxspec.store import Learner
 
+from .demo import demo_decoder
+
 PROMPT = '[INST] Repeat the following phrase 8 times: "The red fox sees the river.". [/INST]'
-FLAT = {1: 1.0, 16: 1.05, 64: 1.2}
+FLAT = {1: 1.0, 16: 1.05, 64: 16.0}  # wider steps would take their time here, too
 LINEAR = {1: 1.0, 64: 64.0}
 
 
@@ -35,10 +37,8 @@ class FixedCosts(KeptCosts):
 
 @pytest.fixture
 def decoder_with(tmp_path: Path) -> Iterator:
-    model, tokenizer = mlxspec.load("demo")
-
     def make(curve: dict[int, float], **options: object) -> AutoDecoder:
-        decoder = AutoDecoder(model, tokenizer, **options)
+        decoder = demo_decoder(AutoDecoder, **options)
         times = [KnownTime(rows, 0.01 * cost, 0.001) for rows, cost in curve.items()]
         key = CostKey({"chip": "none"}, {"type": "none"})
         decoder.costs = FixedCosts(CostCache(tmp_path), key, {1024: KnownRange.now(times, "test")})
@@ -48,7 +48,7 @@ def decoder_with(tmp_path: Path) -> Iterator:
 
 
 def tokens(decoder: AutoDecoder, prompt: str = PROMPT, **options: object) -> list[int]:
-    return [response.token for response in decoder.stream(prompt, 90, **options)]
+    return [response.token for response in decoder.stream(prompt, 60, **options)]
 
 
 @pytest.mark.parametrize("curve", [FLAT, LINEAR], ids=["flat", "linear"])
@@ -57,7 +57,7 @@ def test_output_is_that_of_plain_decoding(decoder_with, curve: dict, temp: float
     decoder = decoder_with(curve)
     sampling = mlxspec.SamplingParams(temp=temp, seed=5)
     plain = mlxspec.PromptLookupDecoder(decoder.model, decoder.tokenizer)
-    expected = [r.token for r in plain.stream(PROMPT, 90, n_draft=0, temp=temp, seed=5)]
+    expected = [r.token for r in plain.stream(PROMPT, 60, n_draft=0, temp=temp, seed=5)]
     for _ in range(2):  # the second time it remembers the first output
         actual = tokens(decoder, temp=temp, seed=5)
         difference = first_difference(
@@ -80,19 +80,19 @@ def test_earlier_outputs_are_drafted_from(decoder_with) -> None:
     prompt = "The history of the"
     with_memory, without = decoder_with(FLAT), decoder_with(FLAT, memory_tokens=0)
     for decoder in (with_memory, without):
-        tokens(decoder, prompt)
-    *_, second = with_memory.stream(prompt, 90)
-    *_, forgetful = without.stream(prompt, 90)
+        list(decoder.stream(prompt, 50))
+    *_, second = with_memory.stream(prompt, 50)
+    *_, forgetful = without.stream(prompt, 50)
     assert second.stats.steps < forgetful.stats.steps
 
 
 def test_a_store_is_drafted_from(decoder_with, tmp_path: Path) -> None:
     prompt, store = "The history of the", tmp_path / "outputs.store"
     decoder = decoder_with(FLAT)
-    *_, without = decoder.stream(prompt, 90)
+    *first, without = decoder.stream(prompt, 50)
     with Learner(store, decoder.tokenizer) as learner:
-        learner.add(tokens(decoder, prompt))
-    *_, last = decoder_with(FLAT, store=store).stream(prompt, 90)
+        learner.add([response.token for response in (*first, without)])
+    *_, last = decoder_with(FLAT, store=store).stream(prompt, 50)
     assert last.stats.steps < without.stats.steps
 
 
@@ -109,9 +109,9 @@ def test_stream_generate_takes_models_of_mlx_lm(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("mlxspec.decoders.measured.costs_for", costs_for)
     monkeypatch.setattr(FixedCosts, "save", lambda self: None)
-    expected = [r.token for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=40)]
+    expected = [r.token for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=24)]
     for _ in range(2):
-        responses = list(mlxspec.stream_generate(model, tokenizer, PROMPT, max_tokens=40))
+        responses = list(mlxspec.stream_generate(model, tokenizer, PROMPT, max_tokens=24))
         assert [response.token for response in responses] == expected
     assert len(measured) == 1  # the second call goes on with what the first has found out
 
@@ -135,8 +135,8 @@ def test_plain_steps_are_sought_where_the_text_has_none(decoder_with) -> None:
     assert sum(drafted) > 30
 
 
-def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(decoder_with, monkeypatch) -> None:
+def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(decoder_with) -> None:
     decoder = decoder_with(FLAT)
-    monkeypatch.setattr("mlxspec.decoders.base.chain_tier", lambda model: Tier.PLAIN)
+    decoder.chain_tier = Tier.PLAIN
     *_, last = decoder.stream(PROMPT, 30)
     assert (last.stats.steps, last.stats.drafted) == (30, 0)

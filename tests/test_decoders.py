@@ -15,12 +15,14 @@ from mlxspec import PromptLookupDecoder
 from mlxspec.bench.equality import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.errors import OptionError, PromptError
 
+from .demo import demo_decoder
+
 PROMPT = '[INST] Repeat the following phrase 4 times: "The red fox sees the river.". [/INST]'
 
 
 @pytest.fixture(scope="module")
 def decoder() -> PromptLookupDecoder:
-    return PromptLookupDecoder("demo")
+    return demo_decoder(PromptLookupDecoder)
 
 
 def test_responses_equal_mlx_lm_token_by_token(decoder: PromptLookupDecoder) -> None:
@@ -84,14 +86,14 @@ def test_token_ids_are_taken_as_they_are(decoder: PromptLookupDecoder) -> None:
 
 
 def test_the_other_engines_names_mean_the_same(decoder: PromptLookupDecoder) -> None:
-    expected = list(decoder.stream(PROMPT, max_tokens=40, n_draft=4, ngram_max=2))[-1].stats
+    expected = list(decoder.stream(PROMPT, max_tokens=24, n_draft=4, ngram_max=2))[-1].stats
     for names in (
         {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 2},
         {"prompt_lookup_config": "[4,2]"},
     ):
-        assert list(decoder.stream(PROMPT, max_tokens=40, **names))[-1].stats == expected
+        assert list(decoder.stream(PROMPT, max_tokens=24, **names))[-1].stats == expected
     with pytest.warns(UserWarning, match=r"device list \[0\] is ignored"):
-        stream = decoder.stream(PROMPT, max_tokens=40, prompt_lookup_config="[4,2,[0]]")
+        stream = decoder.stream(PROMPT, max_tokens=24, prompt_lookup_config="[4,2,[0]]")
     assert list(stream)[-1].stats == expected
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ import mlxspec
 from mlxspec import (
     CombinedDecoder,
     CombinedDrafter,
-    Decoder,
     LookaheadDecoder,
     LookaheadDrafter,
     PromptLookupDrafter,
@@ -23,20 +23,16 @@ from mlxspec.models.tiers import Tier
 from mlxspec.planning.cost_cache import CostCache, CostKey, KnownRange
 from mlxspec.planning.live_curve import KnownTime
 
+from .demo import demo, demo_decoder
 from .test_auto import FLAT, LINEAR, FixedCosts
 
 PROMPT = '[INST] Repeat the following phrase 8 times: "The red fox sees the river.". [/INST]'
 
 
-@pytest.fixture(scope="module")
-def loaded() -> tuple:
-    return mlxspec.load("demo")
-
-
 @pytest.fixture
-def make(loaded: tuple, tmp_path: Path) -> Iterator:
+def make(tmp_path: Path) -> Iterator:
     def make(kind: type = LookaheadDecoder, curve: dict[int, float] = FLAT) -> LookaheadDecoder:
-        decoder = kind(*loaded)
+        decoder = demo_decoder(kind)
         times = [KnownTime(rows, 0.01 * cost, 0.001) for rows, cost in curve.items()]
         key = CostKey({"chip": "none"}, {"type": "none"})
         decoder.costs = FixedCosts(CostCache(tmp_path), key, {1024: KnownRange.now(times, "test")})
@@ -48,33 +44,32 @@ def make(loaded: tuple, tmp_path: Path) -> Iterator:
 FREE = "The history of the"
 
 
-def plain(loaded: tuple, prompt: str, **sampling: object) -> list[int]:
-    stream = Decoder(*loaded).decode(prompt, NoDraft(), max_tokens=24, **sampling)
+@cache
+def plain(prompt: str, **sampling: float) -> list[int]:
+    stream = demo().decode(prompt, NoDraft(), max_tokens=24, **sampling)
     return [response.token for response in stream]
 
 
 @pytest.mark.parametrize("window_size", ["auto", 3, 0])
 @pytest.mark.parametrize("kind", [LookaheadDecoder, CombinedDecoder])
-def test_output_is_plain_decodings_sampling_included(
-    make, loaded: tuple, kind: type, window_size: object
-) -> None:
-    expected = plain(loaded, FREE, temp=0.9, seed=5)
-    assert expected != plain(loaded, FREE)
+def test_output_is_plain_decodings_sampling_included(make, kind: type, window_size: object) -> None:
+    expected = plain(FREE, temp=0.9, seed=5)
+    assert expected != plain(FREE)
     stream = make(kind).stream(FREE, 24, window_size, 4, temp=0.9, seed=5)
     actual = [response.token for response in stream]
     sampling = mlxspec.SamplingParams(temp=0.9, seed=5)
-    prompt = loaded[1].encode(FREE)
-    difference = first_difference(loaded[0], prompt, expected, actual, sampling)
+    prompt = demo().tokenizer.encode(FREE)
+    difference = first_difference(demo().model, prompt, expected, actual, sampling)
     assert difference is None or difference.margin < NEAR_TIE_FLOAT32
 
 
 def test_lookahead_writes_the_text_and_returns_the_result(make, capsys) -> None:
     options = {"window_size": 3, "ngram_size": 3, "guess_set_size": 4, "pool_from_prompt": False}
-    responses = list(make().stream(PROMPT, 40, **options))
-    result = make().lookahead(prompt=PROMPT, max_tokens=40, temp=0.0, seed=0, color=True, **options)
+    responses = list(make().stream(PROMPT, 30, **options))
+    result = make().lookahead(prompt=PROMPT, max_tokens=30, temp=0.0, seed=0, color=True, **options)
     assert result.tokens == [response.token for response in responses]
     assert result.stats == responses[-1].stats
-    assert result.stats.tokens_per_step > 1.5
+    assert result.stats.tokens_per_step > 1.2
     assert capsys.readouterr().out.strip() == result.text.strip()
 
 
@@ -101,15 +96,15 @@ def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(make, monkeypatch)
         assert (last.stats.steps, last.stats.drafted) == (20, 0)
 
 
-def test_ones_own_drafter_comes_first_with_lookahead_as_its_fallback(make, loaded: tuple) -> None:
-    expected = plain(loaded, PROMPT)
+def test_ones_own_drafter_comes_first_with_lookahead_as_its_fallback(make) -> None:
+    expected = plain(PROMPT)
     shy = CombinedDrafter(NoDraft(), LookaheadDrafter(3, 4, 3))
-    *_, last = make().decode(PROMPT, shy, max_tokens=40)
+    *_, last = make().decode(PROMPT, shy, max_tokens=24)
     assert last.stats.tokens_per_step > 1.5
     for fallback in (LookaheadDrafter(3, 4, 3), NoDraft()):
         own = CombinedDrafter(PromptLookupDrafter(), fallback)
         assert [r.token for r in make().decode(PROMPT, own, max_tokens=24)] == expected
-    *_, last = make(CombinedDecoder).stream(PROMPT, 40, drafter=PromptLookupDrafter(4, 2, 2))
+    *_, last = make(CombinedDecoder).stream(PROMPT, 24, drafter=PromptLookupDrafter(4, 2, 2))
     assert last.stats.tokens_per_step > 1.5
 
 

@@ -8,8 +8,8 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from select import select
 
 import pytest
 from click.testing import CliRunner, Result
@@ -88,6 +88,14 @@ class Terminal(Window):
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 
+    def interrupt(self, process: subprocess.Popen[str], until: str) -> str:
+        """Press Ctrl-C at a prompt, and again where it came before readline waited for keys."""
+        shown = False
+        while not shown:
+            process.send_signal(signal.SIGINT)
+            shown = bool(select([self._master], [], [], 5)[0])
+        return self.read(until=until)
+
 
 def start(model: Path, terminal: int, **environment: str) -> subprocess.Popen[str]:
     program = "from mlxspec.cli.main import main; main()"
@@ -116,11 +124,9 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_and_twice_leaves(endless: Path) ->
             assert "per step" in figures
             assert "stopped" in figures
             assert "\x1b[1" not in figures
-        for _ in range(2):
-            time.sleep(0.5)  # readline notices what comes once it waits
-            process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 0
-        assert "Ctrl-C again or Ctrl-D leaves." in window.read(until="leaves.")
+        assert "Ctrl-C again or Ctrl-D leaves." in window.interrupt(process, until="> ")
+        window.interrupt(process, until="\n")
+        assert process.wait() == 0
 
 
 def test_ctrl_d_leaves(endless: Path) -> None:
@@ -128,4 +134,4 @@ def test_ctrl_d_leaves(endless: Path) -> None:
         process = start(endless, window.terminal)
         window.read(until="> ")
         window.type("\x04")
-        assert process.wait(timeout=20) == 0
+        assert process.wait() == 0

@@ -13,6 +13,7 @@ from mlxspec.decoders import Decoder
 from mlxspec.drafting import LookaheadDrafter
 from mlxspec.drafting.recording import RecordedStep, RecordingDrafter
 
+from ..demo import demo_decoder
 from .explained_steps import lookahead_step
 
 PROMPT = "def sub("
@@ -21,7 +22,7 @@ COLUMNS, LEVELS = 4, 3
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return Decoder("demo")
+    return demo_decoder(Decoder)
 
 
 @pytest.fixture(scope="module")

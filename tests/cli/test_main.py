@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,6 @@ def test_help_waits_for_no_heavy_import():
     assert heavy.isdisjoint(loaded)
 
 
-def test_decoder_py_exports_the_decoder():
-    code = "from decoder import PromptLookupDecoder as decoder; print(decoder.__module__)"
-    assert python(code) == "mlxspec.decoders.prompt_lookup"
+def test_decoder_py_exports_the_decoder(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ROOT)
+    assert import_module("decoder").PromptLookupDecoder is mlxspec.PromptLookupDecoder

@@ -133,7 +133,7 @@ def test_a_full_disk_is_one_line(endless: Path):
 
 
 def test_closed_standard_streams_are_no_traceback(finite: Path):
-    command = f"{sys.executable} decoder.py --model {finite} --prompt a >&-"
+    command = f"{sys.executable} decoder.py --model {finite} --prompt a --decoder plain >&-"
     run = subprocess.run(command, shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert run.returncode == 0
     assert "Traceback" not in run.stderr

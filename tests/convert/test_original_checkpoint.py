@@ -79,6 +79,18 @@ def test_an_output_layer_that_repeats_the_embedding_is_noticed(
         assert open_original(directory).tied
 
 
+def test_an_output_layer_that_differs_in_its_last_row_repeats_nothing(
+    tmp_path: Path, tokenizer_model: Path
+):
+    params = original.PARAMS | {"vocab_size": 2500}
+    weights = original.random_weights(params)
+    output = weights["tok_embeddings.weight"].copy()
+    output[-1] += 1
+    weights["output.weight"] = output
+    directory = original.write_checkpoint(tmp_path / "x", tokenizer_model, weights, params=params)
+    assert not open_original(directory).tied
+
+
 def changed(**arrays: np.ndarray | None) -> dict[str, np.ndarray]:
     """The weights with some replaced or, where None, left out."""
     names = {name.replace("__", "."): array for name, array in arrays.items()}

@@ -19,7 +19,7 @@ REPEAT = (
     "Don't say anything else. [/INST]"
 )
 CODE = "import os\nimport sys\n\nclass Queue:\n    def __init__(self, size):\n"
-PROMPTS = 30
+PROMPTS = 15  # every size with and without the prompt in its pool
 SIZES = [(2, 2, 2), (3, 3, 2), (5, 4, -1), (3, 5, 3), (10, 5, 8)]
 
 
@@ -52,14 +52,14 @@ def demo() -> tuple:
 def test_the_demo_model_writes_the_same(demo: tuple, temp: float) -> None:
     model, tokenizer = demo
     params = SamplingParams(temp=temp, seed=3)
-    options = {"max_tokens": 30, "params": params, "stop_tokens": tokenizer.eos_token_ids}
+    options = {"max_tokens": 20, "params": params, "stop_tokens": tokenizer.eos_token_ids}
     for text in (REPEAT, CODE):
         prompt = tokenizer.encode(text)
         expected = plain(model, prompt, **options)
         for drafter in (
-            LookaheadDrafter(4, 4, 4),
-            CombinedDrafter(PromptLookupDrafter(), LookaheadDrafter(4, 3, 4), max_rows=16),
-            CombinedDrafter(LookaheadDrafter(4, 3, 4), PromptLookupDrafter()),
+            LookaheadDrafter(3, 4, 3),
+            CombinedDrafter(PromptLookupDrafter(), LookaheadDrafter(3, 3, 3), max_rows=10),
+            CombinedDrafter(LookaheadDrafter(3, 3, 3), PromptLookupDrafter(4)),
         ):
             outcome = run(model, prompt, drafter, **options)
             assert outcome.accepted > 0
@@ -80,7 +80,7 @@ def decode_demo(demo: tuple, text: str, pool_from_prompt: bool) -> Run:
         model,
         tokenizer.encode(text),
         LookaheadDrafter(10, 5, 8, pool_from_prompt=pool_from_prompt),
-        max_tokens=60,
+        max_tokens=30,
         stop_tokens=tokenizer.eos_token_ids,
     )
 
@@ -92,4 +92,4 @@ def test_a_text_that_repeats_the_prompt_takes_few_steps(demo: tuple) -> None:
 
 def test_code_takes_few_steps_without_anything_to_copy(demo: tuple) -> None:
     outcome = decode_demo(demo, CODE, pool_from_prompt=False)
-    assert len(outcome.tokens) / outcome.steps > 1.6
+    assert len(outcome.tokens) / outcome.steps > 2.2

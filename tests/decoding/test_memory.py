@@ -16,7 +16,7 @@ from mlxspec.models.tier import Tier
 from ..models.random_models import MAMBA_2, random_model
 from .harness import run
 
-TOKENS = 2000
+TOKENS = 1500
 WRONG = (60, 61, 62)  # no token that the models emit
 SLIDING_MISTRAL = {
     "sliding_window": 16,

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.sample_utils import make_sampler
 
 from mlxspec.decoding import Chooser, SamplingParams
 from mlxspec.errors import OptionError
@@ -152,6 +153,15 @@ def test_xtcs_coin_says_nothing_about_the_noise_of_any_token(best: int) -> None:
     counts = np.bincount(np.array(choices), minlength=4)
     statistic, degrees = chi_square(counts, exact(logits, params))
     assert statistic < chi_square_limit(degrees)
+
+
+def test_of_tokens_that_rounding_makes_equal_mlx_lm_s_choice_is_taken() -> None:
+    # Once their log-sum is taken off, the two best are equal, and the first of them wins.
+    logits = mx.concatenate([mx.array([1.0, 1.0 + 2**-23]), mx.zeros(5000)])[None]
+    assert mx.argmax(logits).item() == 1
+    theirs = make_sampler(temp=0.0)(logits - mx.logsumexp(logits, keepdims=True))
+    choices, _ = Chooser(SamplingParams()).choose(logits, [7])
+    assert choices.item() == theirs.item() == 0
 
 
 def test_seeds_and_positions_give_independent_noise() -> None:

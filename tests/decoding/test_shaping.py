@@ -48,6 +48,7 @@ SHAPES: dict[str, dict] = {
         "repetition_penalty": 1.1,
         "presence_penalty": 0.3,
         "frequency_penalty": 0.2,
+        "frequency_context_size": 50,
     },
     "callables": {"logits_processors": [no_token_twice_in_a_row, by_parity_of_the_length]},
     "everything": {

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import mlx.core as mx
@@ -52,12 +52,19 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def two_free_ports() -> int:
+    """The first of two ports in a row that nobody listens on."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first, suppress(OSError, OverflowError):
+            port = first.getsockname()[1]
+            with socket.create_server(("127.0.0.1", port + 1)):
+                return port
+
+
 @contextmanager
 def launched(*command: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Two ranks of a Python script under ``mlx.launch``, with the ring back end."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ranks = ["-n", "2", "--backend", "ring", "--starting-port", str(port)]
+    ranks = ["-n", "2", "--backend", "ring", "--starting-port", str(two_free_ports())]
     # mlx.launch reads its standard input in a busy loop once that has ended: it stays open.
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, *ranks, "--python", sys.executable, *command],

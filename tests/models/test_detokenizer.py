@@ -2,6 +2,7 @@
 
 import copy
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,17 @@ def test_a_class_with_a_decoding_of_its_own_is_asked_for_it() -> None:
     tokenizer = newline_tokenizer()
     assert isinstance(streaming_detokenizer(tokenizer), WindowDetokenizer)
     assert "".join(stream(tokenizer, [0, 1, 2, 1, 1])) == "a\nb\n\n"
+
+
+def test_a_token_whose_text_depends_on_the_one_before_it_is_decoded_with_it() -> None:
+    def decode(ids: list[int]) -> str:
+        return "".join("?ab"[token] for token, _ in groupby(ids))  # as CTC reads its tokens
+
+    detokenizer = WindowDetokenizer(decode, vocabulary_size=3, first=0)
+    for token in (1, 1, 2, 2, 2, 1):
+        detokenizer.add_token(token)
+    detokenizer.finalize()
+    assert detokenizer.text == "aba"
 
 
 def test_the_wrapper_of_mlx_lm_gives_independent_detokenizers() -> None:

@@ -11,8 +11,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.decoding import Chooser, SamplingParams, decode
-from mlxspec.decoding.loop import DecodedStep
+from mlxspec.decoding.loop import DecodedStep, RecordTime
 from mlxspec.drafting import Drafter, DraftTree, NoDraft
+from mlxspec.models.cache_options import CacheOptions
 from mlxspec.models.target import Target
 from mlxspec.models.tier import Tier
 
@@ -35,9 +36,18 @@ def truth(model: nn.Module) -> list[int]:
     return plain(model, PROMPT, max_tokens=LENGTH, tier=Tier.REPLAY)
 
 
-def generation(target: Target, drafter: Drafter) -> Iterator[DecodedStep]:
-    chooser = Chooser(SamplingParams())
-    return decode(target, PROMPT, drafter, chooser, max_tokens=LENGTH, ends=lambda _: False)
+def generation(
+    target: Target, drafter: Drafter, record_time: RecordTime | None = None
+) -> Iterator[DecodedStep]:
+    return decode(
+        target,
+        PROMPT,
+        drafter,
+        Chooser(SamplingParams()),
+        max_tokens=LENGTH,
+        ends=lambda _: False,
+        record_time=record_time,
+    )
 
 
 def assert_goes_on_rightly(target: Target, context: list[int]) -> None:
@@ -67,9 +77,11 @@ def test_pending_tokens_stay_below_16_and_a_step_without_a_draft_runs_them(
 ) -> None:
     target, before = new_target(model, Tier.REPLAY), 0
     seen, committed = set(), 0
-    for step in generation(target, HostileDrafter(truth, 64, 5, seed=2)):
+    timed: list[int] = []
+    drafter = HostileDrafter(truth, 64, 5, seed=2)
+    for step in generation(target, drafter, lambda rows, *_: timed.append(rows)):
         rows = before + len(step.verified.tree)
-        assert rows <= 16
+        assert rows == timed[-1] <= 16
         if len(step.verified.accepted) == step.verified.drafted:
             assert step.verified.pending == 0
             committed += before > 0
@@ -92,6 +104,31 @@ def test_a_commit_runs_pending_tokens_so_that_the_cache_holds_the_context(
     target.commit()
     assert target.pending == ()
     assert_goes_on_rightly(target, context)
+
+
+def test_an_interrupt_inside_a_prefill_leaves_the_state_of_the_chunks_before(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = [*PROMPT, 5, 8, 2, 6, 1]
+    target = new_target(model, Tier.REPLAY, CacheOptions(prefill_step_size=4))
+    last_layer = model.layers[-1]
+    block = type(last_layer)
+    ordinary = block.__call__
+    chunks = 0
+
+    def interrupt(self: nn.Module, *args: object, **kwargs: object) -> object:
+        nonlocal chunks
+        chunks += self is last_layer
+        if chunks == 2:
+            raise KeyboardInterrupt
+        return ordinary(self, *args, **kwargs)
+
+    monkeypatch.setattr(block, "__call__", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        target.prefill(prompt[:-1])
+    monkeypatch.undo()
+    target.truncate(target.length)
+    assert_goes_on_rightly(target, prompt[:5])
 
 
 @pytest.mark.parametrize("draft", [True, False])

@@ -10,43 +10,41 @@ from sentencepiece import SentencePieceProcessor
 
 from mlxspec.errors import LoadError
 from mlxspec.models.detokenizer import ByteDetokenizer
+from mlxspec.models.loading import DEMO_DIRECTORY
 from mlxspec.models.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
 from mlxspec.models.tokenizer_loading import load_tokenizer
 
+MODEL = DEMO_DIRECTORY / "tokenizer.model"
+SIZE = 4096
 TEXT = "  two  spaces\n\t[x]"
 
 
 @pytest.fixture
-def llama2(shared: Path) -> Path:
-    return shared / "tokenizers/llama2/tokenizer.model"
-
-
-@pytest.fixture
-def directory(tmp_path: Path, llama2: Path) -> Path:
+def directory(tmp_path: Path) -> Path:
     """A directory with only SentencePiece's model."""
-    shutil.copyfile(llama2, tmp_path / "tokenizer.model")
+    shutil.copyfile(MODEL, tmp_path / "tokenizer.model")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     return tmp_path
 
 
-def sentencepiece_ids(path: Path, text: str) -> list[int]:
-    return [1, *SentencePieceProcessor(model_file=str(path)).encode(text)]
+def sentencepiece_ids(text: str) -> list[int]:
+    return [1, *SentencePieceProcessor(model_file=str(MODEL)).encode(text)]
 
 
 def write_json(path: Path, **content: object) -> None:
     path.write_text(json.dumps(content))
 
 
-def test_a_sentencepiece_model_alone_gives_its_own_ids(directory: Path, llama2: Path) -> None:
+def test_a_sentencepiece_model_alone_gives_its_own_ids(directory: Path) -> None:
     tokenizer = load_tokenizer(directory, eos_token_ids=[2, 5])
-    assert tokenizer.encode(TEXT) == sentencepiece_ids(llama2, TEXT)
+    assert tokenizer.encode(TEXT) == sentencepiece_ids(TEXT)
     assert tokenizer.bos_token == "<s>"
     assert tokenizer.eos_token_ids == {2, 5}
-    assert not tokenizer.has_chat_template
+    assert tokenizer.has_chat_template  # the one of its [INST]
     assert isinstance(tokenizer.detokenizer, ByteDetokenizer)
 
 
-def test_settings_beside_a_sentencepiece_model_are_kept(directory: Path, llama2: Path) -> None:
+def test_settings_beside_a_sentencepiece_model_are_kept(directory: Path) -> None:
     write_json(
         directory / "tokenizer_config.json",
         tokenizer_class="LlamaTokenizer",
@@ -56,35 +54,35 @@ def test_settings_beside_a_sentencepiece_model_are_kept(directory: Path, llama2:
         chat_template="{{ bos_token }}{{ messages[0]['content'] }}<|end|>",
         added_tokens_decoder={
             "1": {"content": "<s>", "special": True},
-            "32000": {"content": "<|end|>", "special": True},
-            "32001": {"content": "<|tool|>", "special": False},
+            str(SIZE): {"content": "<|end|>", "special": True},
+            str(SIZE + 1): {"content": "<|tool|>", "special": False},
         },
     )
     tokenizer = load_tokenizer(directory, eos_token_ids=2)
-    assert tokenizer.encode(TEXT) == sentencepiece_ids(llama2, TEXT)
-    assert tokenizer.eos_token_ids == {2, 32000}
+    assert tokenizer.encode(TEXT) == sentencepiece_ids(TEXT)
+    assert tokenizer.eos_token_ids == {2, SIZE}
     message = {"role": "user", "content": "two  spaces"}
-    expected = [*sentencepiece_ids(llama2, "two  spaces"), 32000]
+    expected = [*sentencepiece_ids("two  spaces"), SIZE]
     assert tokenizer.apply_chat_template([message]) == expected
     (directory / "chat_template.jinja").write_text("{{ bos_token }}hello")
     tokenizer = load_tokenizer(directory, None)
-    assert tokenizer.apply_chat_template([message]) == sentencepiece_ids(llama2, "hello")
+    assert tokenizer.apply_chat_template([message]) == sentencepiece_ids("hello")
 
 
-def test_a_setting_against_bos_is_respected(directory: Path, llama2: Path) -> None:
+def test_a_setting_against_bos_is_respected(directory: Path) -> None:
     write_json(directory / "tokenizer_config.json", add_bos_token=False)
-    assert load_tokenizer(directory, None).encode("a") == sentencepiece_ids(llama2, "a")[1:]
+    assert load_tokenizer(directory, None).encode("a") == sentencepiece_ids("a")[1:]
 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"added_tokens_decoder": {"32005": {"content": "<x>"}}}, "'<x>'"),
+        ({"added_tokens_decoder": {str(SIZE + 5): {"content": "<x>"}}}, "'<x>'"),
         ({"added_tokens_decoder": {"5": {"content": "<x>"}}}, "'<x>'"),
         ({"eos_token": "<|nothing|>"}, r"eos_token '<\|nothing\|>'"),
         ({"eos_token": 5}, "eos_token 5"),
         ({"added_tokens_decoder": {"x": {}}}, "added_tokens_decoder"),
-        ({"added_tokens_decoder": {"32000": {}}}, "added_tokens_decoder"),
+        ({"added_tokens_decoder": {str(SIZE): {}}}, "added_tokens_decoder"),
         ({"added_tokens_decoder": [1]}, "added_tokens_decoder"),
     ],
 )
@@ -118,7 +116,7 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def hostile(tmp_path: Path, llama2: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory whose every file asks for ``evil.py``, which would leave a mark."""
 
     def ask(*_: object) -> str:
@@ -132,9 +130,9 @@ def hostile(tmp_path: Path, llama2: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     write_json(tmp_path / "config.json", model_type="evil", auto_map=names)
     write_json(
         tmp_path / "tokenizer_config.json",
-        **{**tokenizer_config(llama2), "tokenizer_class": "Evil", "auto_map": names},
+        **{**tokenizer_config(MODEL), "tokenizer_class": "Evil", "auto_map": names},
     )
-    build_tokenizer(llama2).save(str(tmp_path / "tokenizer.json"))
+    build_tokenizer(MODEL).save(str(tmp_path / "tokenizer.json"))
     return tmp_path
 
 
@@ -144,10 +142,10 @@ def test_a_tokenizer_that_needs_code_is_refused_without_a_question(hostile: Path
     assert not (hostile / "marker").exists()
 
 
-def test_code_beside_a_known_tokenizer_is_not_run(hostile: Path, llama2: Path) -> None:
+def test_code_beside_a_known_tokenizer_is_not_run(hostile: Path) -> None:
     names = {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoConfig": "evil.Evil"}
-    write_json(hostile / "tokenizer_config.json", **{**tokenizer_config(llama2), "auto_map": names})
+    write_json(hostile / "tokenizer_config.json", **{**tokenizer_config(MODEL), "auto_map": names})
     write_json(hostile / "config.json", model_type="llama", auto_map=names)
     tokenizer = load_tokenizer(hostile, None)
-    assert tokenizer.encode(TEXT) == sentencepiece_ids(llama2, TEXT)
+    assert tokenizer.encode(TEXT) == sentencepiece_ids(TEXT)
     assert not (hostile / "marker").exists()

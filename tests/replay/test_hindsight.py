@@ -38,6 +38,13 @@ def test_of_a_tree_it_verifies_up_to_the_right_node() -> None:
     assert tree[0] > 2
 
 
+def test_a_node_costs_all_rows_up_to_it_and_not_those_of_its_depth_alone() -> None:
+    prompt = [5, 1, 2, 2, 5, 1, 3, 3, 5, 1]  # the draft 2 2 stands before 3 3
+    curve = CostCurve([(1, 1), (3, 1.2), (4, 4), (64, 64)])
+    assert replay(prompt, [2, 2], Hindsight([2, 2], curve, branching=True)).rows == (3,)
+    assert replay(prompt, [3, 3], Hindsight([3, 3], curve, branching=True)).rows[0] == 1
+
+
 def test_emits_no_less_per_time_than_the_planner_in_any_step() -> None:
     """While both stand at the same place with the same candidates, the known output decides."""
     source = random.Random(3)

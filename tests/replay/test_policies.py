@@ -112,7 +112,8 @@ def test_suffix_decoding_drafts_a_tree_by_probability() -> None:
 
 
 def test_suffix_decoding_stops_at_improbable_tokens() -> None:
-    text = [t for token in range(10, 30) for t in (1, token)] + [1]
+    # The end counted, each of ten continuations has 1/11, less than the least of 0.1.
+    text = [t for token in range(10, 20) for t in (1, token)] + [1]
     assert proposal(SuffixDecoding(), text) == []
     assert len(proposal(SuffixDecoding(min_token_prob=0.01), text)) == 1
 

@@ -32,6 +32,14 @@ def test_a_loop_is_ordered_over_its_last_64_tokens(loop: list[int], repetitions:
     assert keys == sorted(keys)
 
 
+@given(st.integers(0, 62), st.permutations(range(4)))
+def test_one_token_that_differs_far_back_decides(distance: int, firsts: list[int]):
+    tokens = [token for first in firsts for token in (first, *[9] * (distance + 1), -1)]
+    order = sorted_places(np.array(tokens, dtype=np.int32)).tolist()
+    keys = [before(tokens, place) for place in order]
+    assert keys == sorted(keys)
+
+
 def test_equal_places_keep_the_texts_order():
     order = sorted_places(np.full(500, 7, dtype=np.int32)).tolist()
     assert order[-400:] == sorted(order[-400:])

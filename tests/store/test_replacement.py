@@ -1,6 +1,7 @@
 """Files change whole or not at all, one writer at a time."""
 
 import errno
+import fcntl
 import os
 import resource
 import signal
@@ -110,6 +111,28 @@ def test_who_waits_for_the_old_file_then_waits_for_the_new_one(tmp_path: Path):
         thread.join()
     assert sorted(path.read_text()) == ["a"] * 10 + ["b"] * 10 + ["c"] * 10
     assert names(tmp_path) == {"file"}
+
+
+def test_a_file_that_is_replaced_before_its_lock_is_taken_is_left_for_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, newer = tmp_path / "file", tmp_path / "newer"
+    path.write_text("old")
+    newer.write_text("new")
+    flock = fcntl.flock
+
+    def late_flock(descriptor: int, flags: int) -> None:
+        if newer.exists():
+            newer.replace(path)
+        flock(descriptor, flags)
+
+    monkeypatch.setattr(replacement.fcntl, "flock", late_flock)
+    with (
+        sole_writer(path, create=False),
+        path.open() as current,
+        pytest.raises(BlockingIOError),
+    ):
+        flock(current, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path):
