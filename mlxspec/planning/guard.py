@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_FIRST_BANK = 0.4
+_FIRST_BANK = 0.35
 _GAIN = 1.02
 _RISKED_SHARE = 0.15
 

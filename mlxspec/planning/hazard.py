@@ -16,6 +16,9 @@ _MAX_LENGTH = 512  # beyond, a match is as good as one of this length
 _LOWEST, _HIGHEST = 1e-4, 0.998
 
 _BIAS_RATE, _BIAS_LIMIT = 0.1, 2.0
+# The biases of match lengths 12–19 and 20–31 at first, which the fitted weights trust too much
+# where a copy may be about to begin (docs/planner-notes.md).
+_FIRST_LENGTH_BIASES = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -0.4, -0.4, 0.0)
 _RECENT_RATE = 0.1
 _AVERAGE_RATE = 0.03
 _FIRST_AVERAGE = 0.3
@@ -61,7 +64,7 @@ class HazardModel:
         self._memory_end = memory_end
         self._recent = self._average = _FIRST_AVERAGE
         self._kind_biases = [0.0] * 4
-        self._length_biases = [0.0] * (_LENGTH_CLASSES[-1] + 1)
+        self._length_biases = [*_FIRST_LENGTH_BIASES]
 
     def refresh(self) -> None:
         """Take what was learned since into account; to be called once a step."""
