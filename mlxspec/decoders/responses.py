@@ -60,13 +60,15 @@ def responses(
                 stats = _updated(stats, step.verified)
                 segments = output.take()
                 for index, token in enumerate(step.verified.tokens):
+                    generated = len(taken) + 1
+                    finish_reason = output.finish_reason if generated == stats.emitted else None
+                    response = _response(
+                        step, index, segments[index], stats, clock, generated, finish_reason
+                    )
                     taken.append(token)
-                    finish_reason = output.finish_reason if len(taken) == stats.emitted else None
                     if finish_reason:
                         finish()
-                    yield _response(
-                        step, index, segments[index], stats, clock, len(taken), finish_reason
-                    )
+                    yield response
     finally:
         finish()
 

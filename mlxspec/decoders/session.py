@@ -102,7 +102,10 @@ class Session:
         if self._generating or self._target is None:
             raise OptionError("session has no cache to save: finish a generation with it before")
         with mx.stream(generation_stream):
-            self._target.commit()
+            try:
+                self._target.commit()
+            finally:  # an interrupted one leaves a shorter context
+                del self._tokens[self._target.length :]
             cache = [as_mlx_lms(layer) for layer in self._target.cache]
             save_prompt_cache(file_name, cache, metadata, tokens=self._tokens)
 

@@ -8,6 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from .suffix_index import MAX_LENGTH, SEPARATOR, SuffixIndex
 
+_MOST_TEXT = 4  # times what an index built anew would hold; the rest are abandoned turns
+
 
 class ContextIndex:
     """Indexes earlier outputs and a prompt beside the prefill, in a thread.
@@ -57,13 +59,19 @@ class ContextIndex:
             self._run(lambda: SuffixIndex([*earlier, *tokens]))
 
     def _continued(self, prompt: array[int]) -> tuple[SuffixIndex, array[int]] | None:
-        """The index so far and what to add to it; None if a new one has less to index."""
+        """The index so far and what to add to it; None where a new one is better.
+
+        That is so if there is less to index anew, or if too much has been abandoned.
+        """
         context = self._prompt + array("i", self.output)
         common = common_length(context, prompt)
         added = prompt[common:]
         if common < len(context):
             added = array("i", [SEPARATOR]) + prompt[max(0, common - MAX_LENGTH) :]
-        return (self.index, added) if len(added) < common else None
+        needed = self.memory_end + max(len(context), len(prompt))
+        if len(added) >= common or len(self.index) + len(added) > _MOST_TEXT * needed:
+            return None
+        return self.index, added
 
     def _run(self, build: Callable[[], SuffixIndex]) -> None:
         executor = ThreadPoolExecutor(max_workers=1)

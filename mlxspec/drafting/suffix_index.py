@@ -52,6 +52,8 @@ class SuffixIndex:
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens = array("i", tokens)
+        self._whole = False
+        """Whether all of the text is filed; not so behind an interrupt."""
         self._file_all()
 
     def __len__(self) -> int:
@@ -60,8 +62,9 @@ class SuffixIndex:
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the text."""
         text, shift, start = self.tokens, self._shift, len(self.tokens)
+        whole, self._whole = self._whole, False
         text.extend(tokens)
-        if start < _SIZES[0] or len(text) > 1 << _HASH_BITS - shift:
+        if not whole or start < _SIZES[0] or len(text) > 1 << _HASH_BITS - shift:
             self._file_all()
             return
         added = text[start:]
@@ -74,6 +77,7 @@ class SuffixIndex:
                 end += 1
                 heads[bucket] = end
             self._hashes[size] = value
+        self._whole = True
 
     def occurrences(self) -> list[Occurrence]:
         """Where the text's last tokens stood before, the longest matches first, then the newest.
@@ -112,6 +116,7 @@ class SuffixIndex:
             heads, links = _hash_chains(hashes >> self._shift, bits)
             self._tables.append((size, pow(_BASE, size + 1, 1 << _HASH_BITS), heads, links))
             self._hashes[size] = int(hashes[-1]) if len(hashes) else 0
+        self._whole = True
 
 
 def _match_length(text: array[int], position: int, end: int) -> int:

@@ -18,24 +18,38 @@ import mlx.nn as nn
 from .tree_rows import TreeRows
 
 
+class _TreeStep:
+    """The tree step that all stand-ins of a model are there for.
+
+    Attributes:
+        depths: of its rows, (rows,); None when it is over.
+        thread: runs it.
+    """
+
+    def __init__(self, depths: mx.array) -> None:
+        self.depths: mx.array | None = depths
+        self.thread = threading.get_ident()
+
+
 class _RowRoPE(nn.Module):
     """Stands in for a RoPE module during a tree step: row i gets the position offset + depth_i.
 
     ``mx.fast.rope`` takes one offset per batch entry, so the rows move onto the batch axis.
-    Other threads that run the model meanwhile get what they ask of the module itself.
+    Other threads that run the model meanwhile get what they ask of the module itself, and so
+    does everybody when the step is over.
     """
 
-    def __init__(self, rope: nn.Module, depths: mx.array) -> None:
+    def __init__(self, rope: nn.Module, step: _TreeStep) -> None:
         super().__init__()
         self._rope = rope
-        self._depths = depths
-        self._thread = threading.get_ident()
+        self._step = step
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0, **kwargs: Any) -> mx.array:
-        if threading.get_ident() != self._thread:
+        depths = self._step.depths
+        if depths is None or threading.get_ident() != self._step.thread:
             return self._rope(x, offset=offset, **kwargs)
         # x: (1, heads, rows, head_dim) -> (rows, heads, 1, head_dim) and back
-        rotated = self._rope(x.transpose(2, 1, 0, 3), offset=offset + self._depths, **kwargs)
+        rotated = self._rope(x.transpose(2, 1, 0, 3), offset=offset + depths, **kwargs)
         return rotated.transpose(2, 1, 0, 3)
 
 
@@ -61,13 +75,16 @@ class RowPositions:
     def follow(self, rows: TreeRows) -> Iterator[None]:
         """While entered, the model's RoPE modules position each row by its depth.
 
-        The model is as before afterwards, whatever happens in between.
+        The model computes as before afterwards, whatever happens in between.
         """
+        step = _TreeStep(rows.depths)
         with self._exchange:
             try:
                 for parent, name, rope in self._ropes:
-                    setattr(parent, name, _RowRoPE(rope, rows.depths))
+                    setattr(parent, name, _RowRoPE(rope, step))
                 yield
             finally:
+                # First of all: an interrupt of what follows leaves stand-ins in the model.
+                step.depths = None
                 for parent, name, rope in self._ropes:
                     setattr(parent, name, rope)

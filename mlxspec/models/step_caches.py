@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -17,6 +18,7 @@ from mlx_lm.models.cache import (
 )
 
 from .kv_caches import TreeKVCache, TreeQuantizedKVCache
+from .tree_rows import TreeRows
 from .window_cache import WindowKVCache
 
 TREE_CACHES = (TreeKVCache, TreeQuantizedKVCache, WindowKVCache)
@@ -77,6 +79,18 @@ def keep_rows(caches: Sequence[Any], start: int, rows: Sequence[int]) -> None:
     cut(caches, start + len(rows))
 
 
+@contextmanager
+def masked_for(rows: TreeRows, caches: Sequence[Any]) -> Iterator[None]:
+    """While entered, caches answer with the mask of a tree step's rows."""
+    try:
+        for cache in caches:
+            cache.rows = rows
+        yield
+    finally:
+        for cache in caches:
+            cache.rows = None
+
+
 def can_be_cut_anywhere(cache: Any) -> bool:
     """Whether a cache still holds all its positions, and can forget the last of them."""
     return can_be_cut(cache) and not isinstance(cache, WindowKVCache | ChunkedKVCache)
@@ -102,6 +116,7 @@ def cut(caches: Iterable[Any], length: int) -> None:
     """
     for cache in caches:
         if isinstance(cache, TREE_CACHES):
+            cache.rows = None  # which an interrupted tree step may have left there
             cache.cut(length)
         else:
             cache.trim(max(0, cache.offset - length))
@@ -132,3 +147,16 @@ class Snapshot:
                 cache.cache = list(held)
             else:
                 vars(cache).update(copy.deepcopy(held))
+
+
+class Moment(NamedTuple):
+    """A state that a target can return to.
+
+    Attributes:
+        length, pending: the target's.
+        state: what its caches held that cannot be cut back.
+    """
+
+    length: int
+    pending: tuple[int, ...]
+    state: Snapshot

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +18,7 @@ from ..drafting import DraftTree
 from .cache_options import CacheOptions
 from .row_positions import RowPositions
 from .step_caches import (
+    Moment,
     Snapshot,
     cached_length,
     can_be_cut,
@@ -26,6 +27,7 @@ from .step_caches import (
     cut,
     for_steps,
     keep_rows,
+    masked_for,
     parts,
 )
 from .tier import Tier
@@ -42,14 +44,6 @@ def vocabulary_size(model: nn.Module) -> int:
     """The number of token ids that a model knows, tokens that pad its output layer included."""
     # The graph is built for its shape and never evaluated.
     return model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
-
-
-class _Moment(NamedTuple):
-    """A state to return to: the target's before a forward, in tier REPLAY."""
-
-    length: int
-    pending: tuple[int, ...]
-    state: Snapshot
 
 
 class Target:
@@ -96,17 +90,16 @@ class Target:
         self._replays = tier in (Tier.REPLAY, Tier.PLAIN)
         if cache is None:
             cache = make_prompt_cache(model, self.options.max_kv_size)
-        self.cache: list[Any] = list(cache)
+        self._use(list(cache))
         self.length = cached_length(self.cache)
-        self._find_parts()
         self._tree: DraftTree
         """The rows of the last forward."""
         self._mask = OpenMask()
         self._unfinished = False
-        """Whether it is not known yet which of them stay."""
+        """Tier REPLAY: whether the state is not that of ``length`` and ``pending``."""
         # A plain step is dispatched ahead of another: a generation undoes two at most.
-        self._moments: deque[_Moment] = deque(maxlen=undoable)
-        self._marks: deque[_Moment] = deque(maxlen=marks)
+        self._moments: deque[Moment] = deque(maxlen=undoable)
+        self._marks: deque[Moment] = deque(maxlen=marks)
 
     @property
     def max_rows(self) -> int:
@@ -148,24 +141,23 @@ class Target:
             on_progress(len(tokens), len(tokens))
 
     def _change_for_steps(self) -> None:
-        self.cache = [for_steps(cache) for cache in self.cache]
-        self._find_parts()
+        self._use([for_steps(cache) for cache in self.cache])
 
     def _mark(self) -> None:
         """Keep the state as it is, if the caches cannot be cut back to it."""
         self._change_for_steps()
         uncuttable = [cache for cache in parts(self.cache) if not can_be_cut_anywhere(cache)]
         if self.length:
-            self._marks.append(_Moment(self.length, (), Snapshot(uncuttable)))
+            self._marks.append(Moment(self.length, (), Snapshot(uncuttable)))
 
     def _prefill_chunk(self, tokens: Sequence[int]) -> None:
-        before = Snapshot(self._uncuttable)
+        before, length = Snapshot(self._uncuttable), self.length + len(tokens)
         try:
             self.model(mx.array(list(tokens))[None], cache=self.cache)
+            self.length = length
         except BaseException:  # an interrupt in the middle of the layers
             before.restore()
             raise
-        self.length += len(tokens)
         self._quantize_if_due()
         mx.eval([cache.state for cache in self.cache])
         mx.clear_cache()
@@ -184,30 +176,25 @@ class Target:
         """
         if self._replays:
             return self._forward_replayed(tokens, tree)
-        self._tree, self._unfinished = tree, True
+        self._tree = tree
         if tree.is_chain:
             return self.model(tokens[None], cache=self.cache)[0]
         rows = TreeRows(tree, self._mask)
-        try:
-            for cache in self._cuttable:
-                cache.rows = rows
-            with self._positions.follow(rows):
-                return self.model(tokens[None], cache=self.cache)[0]
-        finally:
-            for cache in self._cuttable:
-                cache.rows = None
+        with masked_for(rows, self._cuttable), self._positions.follow(rows):
+            return self.model(tokens[None], cache=self.cache)[0]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows of the last forward, by node index, and forget the others."""
-        self._unfinished = False
-        if len(rows) == len(self._tree):
-            self.pending = ()
-        elif self._replays:
-            self._return_to(self._moments.pop())
-            self.pending += tuple(self._tree.tokens[row] for row in rows)
-        else:
-            keep_rows(self._cuttable, self.length, rows)
-        self.length += len(rows)
+        pending: tuple[int, ...] = ()
+        if len(rows) < len(self._tree):
+            if self._replays:
+                self._undo_forward()
+                pending = (*self.pending, *(self._tree.tokens[row] for row in rows))
+            else:
+                keep_rows(self._cuttable, self.length, rows)
+        # All at once and last: whatever is interrupted before, the length tells what is committed.
+        length = self.length + len(rows)
+        self.pending, self.length, self._unfinished = pending, length, False
         if self._quantizes_later:
             self._quantize_if_due()
 
@@ -225,13 +212,11 @@ class Target:
             while self._unfinished or self.length > length:
                 if not self._moments:
                     raise ValueError(f"the state at {length} positions has not been kept")
-                self._return_to(self._moments.pop())
-                self._unfinished = False
+                self._undo_forward()
                 self._drop_pending(length)
         else:
             self.length = length
         cut(self._cuttable, self.length - len(self.pending))
-        self._unfinished = False
         self._forget_marks_behind()
 
     def rewind(self, length: int) -> None:
@@ -240,6 +225,7 @@ class Target:
         Raises:
             ValueError: no such state has been kept. The target is of no more use.
         """
+        self._change_for_steps()  # should an interrupt have kept the prefill from it
         start = self.options.quantized_kv_start
         quantized = self.options.kv_bits is not None and not self._quantizes_later
         if quantized and length < min(start, self.length):
@@ -252,9 +238,8 @@ class Target:
             self._forget_marks_behind()
             if not self._marks:
                 raise
-            self._return_to(self._marks[-1])
             self._moments.clear()
-            self._unfinished = False
+            self._return_to(self._marks[-1])
 
     def _forget_marks_behind(self) -> None:
         """Forget the marks in what was cut off: other tokens will stand there."""
@@ -265,43 +250,51 @@ class Target:
         """Come as close to a length as giving up pending tokens does."""
         if not self._unfinished and self.pending:
             dropped = min(max(0, self.length - length), len(self.pending))
-            self.pending = self.pending[: len(self.pending) - dropped]
-            self.length -= dropped
+            left, length = self.pending[: len(self.pending) - dropped], self.length - dropped
+            self.pending, self.length = left, length
 
     def commit(self) -> None:
         """Run pending tokens, so that the cache holds all ``length`` positions."""
-        tokens, self.pending = self.pending, ()
-        self.length -= len(tokens)
+        tokens = self.pending
+        self.pending, self.length = (), self.length - len(tokens)
         self._moments.clear()
         if tokens:
             self._prefill_chunk(tokens)
 
     def _forward_replayed(self, tokens: mx.array, tree: DraftTree) -> mx.array:
-        self._moments.append(_Moment(self.length, self.pending, Snapshot(self._uncuttable)))
+        self._moments.append(Moment(self.length, self.pending, Snapshot(self._uncuttable)))
         self._tree, self._unfinished = tree, True
         if not self.pending:
             return self.model(tokens[None], cache=self.cache)[0]
         rows = mx.concatenate([mx.array(self.pending, tokens.dtype), tokens])
         return self.model(rows[None], cache=self.cache)[0, len(self.pending) :]
 
-    def _return_to(self, moment: _Moment) -> None:
-        self.length, self.pending = moment.length, moment.pending
+    def _undo_forward(self) -> None:
+        """Tier REPLAY: return to the state before the last forward."""
+        self._return_to(self._moments[-1])
+        self._moments.pop()
+
+    def _return_to(self, moment: Moment) -> None:
+        self._unfinished = True
         moment.state.restore()
-        cut(self._cuttable, self.length - len(self.pending))
+        cut(self._cuttable, moment.length - len(moment.pending))
+        self.length, self.pending, self._unfinished = moment.length, moment.pending, False
 
     def _quantize_if_due(self) -> None:
         """Quantise the cache where mlx-lm does: after the first step that reaches the start."""
         options = self.options
         if self._quantizes_later and self.length >= options.quantized_kv_start:
+            quantized = self.cache.copy()
+            maybe_quantize_kv_cache(quantized, 0, options.kv_group_size, options.kv_bits)
+            self._use(quantized)
             self._quantizes_later = False
-            maybe_quantize_kv_cache(self.cache, 0, options.kv_group_size, options.kv_bits)
-            self._find_parts()
 
     @cached_property
     def _positions(self) -> RowPositions:
         return RowPositions(self.model)
 
-    def _find_parts(self) -> None:
-        """Sort the caches by whether they can be cut back."""
-        self._cuttable = [cache for cache in parts(self.cache) if can_be_cut(cache)]
-        self._uncuttable = [cache for cache in parts(self.cache) if not can_be_cut(cache)]
+    def _use(self, caches: list[Any]) -> None:
+        """Run on these caches from now on, sorted by whether they can be cut back."""
+        cuttable = [cache for cache in parts(caches) if can_be_cut(cache)]
+        uncuttable = [cache for cache in parts(caches) if not can_be_cut(cache)]
+        self.cache, self._cuttable, self._uncuttable = caches, cuttable, uncuttable

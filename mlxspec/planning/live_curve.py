@@ -74,7 +74,7 @@ class LiveCurve:
         self._usual = plain = times.pop(1)
         shared_doubt = _DRAFTED_DOUBT + plain.uncertainty**2
         # Few numbers of rows ever run, and a small matrix stays in the processor's cache.
-        self._parts = np.array([math.log(plain.seconds), 0.0])
+        self._parts = self._in_curve = np.array([math.log(plain.seconds), 0.0])
         self._covariance = np.diag([_MACHINE_DOUBT, shared_doubt])
         # Kept, and filled by a product (multiplying by broadcasting takes memory too): a kilobyte
         # asked of the C library between two steps can make it tidy up what the forward has freed,
@@ -178,11 +178,14 @@ class LiveCurve:
         self._stale = False
 
     def _add_part(self, rows: int, value: float, variance: float) -> None:
-        self._part_of_rows[rows] = len(self._parts)
-        self._parts = np.append(self._parts, value)
-        self._covariance = np.pad(self._covariance, (0, 1))
-        self._covariance[-1, -1] = variance
-        self._correction = np.empty_like(self._covariance)
+        parts, in_curve = np.append(self._parts, value), np.append(self._in_curve, value)
+        covariance = np.pad(self._covariance, (0, 1))
+        covariance[-1, -1] = variance
+        correction = np.empty_like(covariance)
+        # All at once, since an interrupt in between would leave arrays of unequal sizes.
+        arrays = parts, in_curve, covariance, correction
+        self._parts, self._in_curve, self._covariance, self._correction = arrays
+        self._part_of_rows[rows] = len(parts) - 1
 
     def _add_doubt(self, part: int, variance: float) -> None:
         self._covariance[part, part] += max(variance, 0.0)
@@ -197,7 +200,6 @@ class LiveCurve:
             value = math.log(self.curve(rows)) - self._parts[_DRAFTED]
             doubt = max(self._covariance.diagonal()[_DRAFTED + 1 :], default=0.0)
             self._add_part(rows, value, doubt + _UNSEEN_DOUBT)
-            self._in_curve = np.append(self._in_curve, value)
         return [_MACHINE, _DRAFTED, self._part_of_rows[rows]]
 
     def _learn_noise(self, difference: float) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import islice
+from pathlib import Path
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,8 +22,9 @@ import mlxspec
 from mlxspec import Decoder, PromptLookupDecoder, Session
 from mlxspec.drafting import PromptLookupDrafter
 from mlxspec.errors import OptionError
+from mlxspec.models.target import Target
 
-from ..decoding.drafters import HostileDrafter
+from ..decoding.drafters import HostileDrafter, PartlyRightDrafter
 from ..decoding.harness import assert_same_output
 from ..models.architectures import ARCHITECTURES
 
@@ -225,6 +228,31 @@ def test_after_an_interrupt_the_next_turn_is_right(monkeypatch: pytest.MonkeyPat
         said(decoder, prompt, 3, session=session, prefill_step_size=8, on_progress=interrupt)
     output = [response.token for response in said(decoder, prompt, 9, session=session)]
     assert output == fresh_output(decoder.model, prompt, 9)
+
+
+def test_what_an_interrupted_save_leaves_can_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, session, file = decoder_of("state"), Session(), tmp_path / "cache.safetensors"
+    prompt = list(range(3, 30))
+    truth = fresh_output(decoder.model, prompt, 30)
+    for seed in range(9):
+        drafter = PartlyRightDrafter(truth, VOCABULARY, seed, chains=True)
+        stream = decoder.decode(prompt, drafter, max_tokens=30, session=session)
+        for _ in islice(stream, 12):
+            pass
+        stream.close()
+        if session._target.pending:
+            break
+    monkeypatch.setattr(Target, "_prefill_chunk", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        session.save(file)
+    monkeypatch.undo()
+    session.save(file)
+    context = [*Session.load(file).tokens, 8, 9]
+    assert len(prompt) < len(context) < len(prompt) + 13
+    output = [r.token for r in said(decoder, context, 9, session=Session.load(file))]
+    assert output == fresh_output(decoder.model, context, 9)
 
 
 def test_a_second_generation_at_the_same_time_is_refused() -> None:

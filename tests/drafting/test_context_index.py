@@ -72,6 +72,21 @@ def test_a_next_turn_is_added_and_not_indexed_anew(monkeypatch: pytest.MonkeyPat
     assert built == [103, 51]
 
 
+def test_abandoned_turns_take_no_more_than_three_times_what_a_conversation_needs() -> None:
+    pick = random.Random(3)
+    kept, memory = ContextIndex(), [1] * 50
+    beginning = [pick.randrange(500) for _ in range(300)]
+    sizes = []
+    for _ in range(40):
+        prompt = beginning + [pick.randrange(500) for _ in range(100)]
+        kept.begin(prompt, earlier=memory)
+        kept.index.extend([2] * 20)
+        assert kept.index.tokens.tolist()[-120:] == [*prompt[-100:], *[2] * 20]
+        sizes.append(len(kept.index))
+    assert 3 * 470 < max(sizes) <= 4 * 470 + 20
+    assert sizes.count(470) > 2  # built anew now and then
+
+
 def test_common_length_is_that_of_a_comparison_token_by_token() -> None:
     pick = random.Random(1)
     for _ in range(300):

@@ -1,5 +1,6 @@
 """The suffix index against a search of the whole text."""
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -8,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.drafting.suffix_index import MAX_LENGTH, SEPARATOR, SuffixIndex
+
+from ..interrupts import interrupted
 
 
 def match_lengths(text: Sequence[int]) -> dict[int, int]:
@@ -56,6 +59,20 @@ def test_growing_past_its_tables_loses_nothing() -> None:
         assert grown.occurrences() == whole.occurrences() != []
         grown.extend([token])
         whole.extend([token])
+
+
+def test_an_index_whose_extension_was_interrupted_is_made_whole_by_the_next() -> None:
+    source = random.Random(2)
+    text = [source.randrange(4) for _ in range(80)]
+    for lines in itertools.count():
+        index = SuffixIndex(text[:70])
+        hit = interrupted(lines, [SuffixIndex.extend], lambda: index.extend(text[70:]))  # noqa: B023
+        index.extend([3])
+        assert index.tokens.tolist() in ([*text[:70], 3], [*text, 3])
+        assert index.occurrences() == newest_eight_per_size(index.tokens)
+        if not hit:
+            break
+    assert lines > 200
 
 
 def test_the_largest_token_ids_and_separators_are_kept() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -53,6 +56,46 @@ def test_the_model_is_as_before_after_a_tree_step() -> None:
     target.forward(mx.array(tree.tokens), tree)
     assert dict(model.named_modules()).keys() == modules.keys()
     assert all(new is modules[name] for name, new in model.named_modules())
+
+
+@pytest.mark.parametrize("changes", range(5))
+def test_the_model_computes_as_before_if_ctrl_c_hits_its_modules_exchange(
+    changes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model("llama")
+    target = new_target(model)
+    target.prefill(PROMPT)
+    before = model(mx.array(PROMPT)[None], cache=make_prompt_cache(model))
+    tree = DraftTree.from_branches(1, [[2, 3], [4]])
+    ordinary, left = nn.Module.__setattr__, changes
+
+    def interrupt(self: nn.Module, name: str, value: object) -> None:
+        nonlocal left
+        if name == "rope":
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+        ordinary(self, name, value)
+
+    monkeypatch.setattr(nn.Module, "__setattr__", interrupt)
+    # Both layers' modules are exchanged, and exchanged back.
+    with pytest.raises(KeyboardInterrupt) if changes < 4 else nullcontext():
+        target.forward(mx.array(tree.tokens), tree)
+    monkeypatch.undo()
+    after = model(mx.array(PROMPT)[None], cache=make_prompt_cache(model))
+    assert mx.array_equal(before, after).item()
+
+
+def test_a_truncated_cache_has_no_tree_left_that_an_interrupt_left_there() -> None:
+    model = random_model("llama")
+    target = new_target(model)
+    target.prefill(PROMPT)
+    for cache in target.cache:
+        cache.rows = TreeRows(DraftTree.from_branches(1, [[2, 3], [4]]))
+    target.truncate(4)
+    goes_on = target.forward(mx.array([1, 8]), DraftTree.chain(1, [8]))
+    expected = model(mx.array([[*PROMPT[:4], 1, 8]]), cache=make_prompt_cache(model))[0, -2:]
+    assert mx.max(mx.abs(goes_on - expected)).item() < 1e-5
 
 
 @given(trees(), st.integers(0, 9), st.integers(1, 6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from mlxspec.planning.chips import chip_curve
 from mlxspec.planning.cost_curve import CostCurve
 from mlxspec.planning.live_curve import WIDEST, KnownTime, LiveCurve
+
+from ..interrupts import functions_of, interrupted
 
 M4 = chip_curve("M4 Pro")
 FLAT = chip_curve("CPU fp32 OpenBLAS")
@@ -167,6 +170,24 @@ def test_what_is_known_is_in_times_of_the_cool_machine_and_starts_the_next_run()
     again = LiveCurve(known)
     assert again.curve(8) == pytest.approx(M4(8), rel=0.05)
     assert again.slowdown == pytest.approx(1)
+
+
+def test_an_interrupt_anywhere_in_a_lesson_leaves_a_curve_that_goes_on_learning():
+    for lines in itertools.count():
+        live = measured(LINEAR, rows=(1, 4))
+        run(live, LINEAR, 10, rows=(1, 4))
+
+        def learn():
+            for rows in (4, 7, 1, 3, 7):
+                live.record(rows, PLAIN_SECONDS * M4(rows))  # noqa: B023
+                live.curve  # noqa: B018, B023
+
+        hit = interrupted(lines, functions_of(LiveCurve), learn)
+        errors = run(live, M4, 300, rows=(1, 3, 4, 5, 7))
+        assert errors[-1] < 0.1
+        if not hit:
+            break
+    assert lines > 100
 
 
 step = st.tuples(
