@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -105,10 +106,12 @@ def _generate(
 
 @functools.wraps(_mlx_lm.batch_generate)
 def _batch_generate(*args: Any, **options: Any) -> Any:
+    run: Callable[[], Any] = functools.partial(batch.generate_in_batch, *args, **options)
     if options.keys() <= _BATCH_ARGUMENTS:
         with _told_if_it_fails():
-            return batch.batch_generate(*args, **options)
-    return batch.generate_in_batch(*args, **options)
+            signature(batch.batch_generate).bind(*args, **options)
+            run = batch.prepared(*args, **options)
+    return run()
 
 
 _STAND_INS = {
@@ -120,13 +123,18 @@ _STAND_INS = {
 
 @contextmanager
 def _told_if_it_fails() -> Iterator[None]:
-    """Turn what mlxspec cannot serve into a warning, the first time."""
+    """Turn what mlxspec cannot serve into a warning, the first time.
+
+    For what comes before a generation: what is raised in one goes to the caller, whose own
+    processor may have raised it.
+    """
     try:
         if mx.distributed.init().size() > 1:
             raise OptionError("several machines share the model; use mlxspec generate there")
         yield
     except Exception as error:  # a model or an argument that only mlx-lm may know what to do with
         reason = " ".join(str(error).split()) or type(error).__name__
-        if reason not in _told:
-            _told.add(reason)
+        kind = re.sub(r"\d+", "#", reason)
+        if kind not in _told:
+            _told.add(kind)
             warnings.warn(f"mlx-lm generates without speculation: {reason}", stacklevel=2)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.nn as nn
 from mlx_lm.generate import BatchResponse
@@ -15,9 +16,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .decoders import AutoDecoder
+from .decoders.options import GenerationOptions, check_options
+from .decoders.prompt import prompt_ids
 from .decoding.sampling import LogitsProcessor, Sampler
 from .errors import OptionError
 from .generation import decoder_of
+from .models.loading import context_length
+from .models.step_caches import parts
 from .models.tier import Tier
 from .response import GenerationResponse
 
@@ -26,13 +31,15 @@ if TYPE_CHECKING:
 
 _WORTH_BATCHING = 2.0
 _LABEL = "[batch_generate]"
+_CHECKED = ("sampler", "logits_processors", "prefill_step_size", "max_kv_size")
+_OF_BATCHES = ("completion_batch_size", "prefill_batch_size", "stream")
 
 
 def batch_generate(
     model: nn.Module,
     tokenizer: TokenizerWrapper | PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
-    prompt_caches: Sequence[list[Any]] | None = None,
+    prompt_caches: Sequence[list[Any] | None] | None = None,
     max_tokens: int | Sequence[int] = 128,
     verbose: bool = False,
     return_prompt_caches: bool = False,
@@ -68,54 +75,96 @@ def batch_generate(
         return_logprobs: return the log-probability of each of these tokens.
         sampler, logits_processors: as for :func:`mlxspec.stream_generate`.
         completion_batch_size, prefill_batch_size: of mlx-lm's batches.
-        prefill_step_size, max_kv_size: the memory of prefill and cache.
+        prefill_step_size, max_kv_size: the memory of prefill and cache. Where the model heeds
+            ``max_kv_size`` it is mlx-lm's batches, whatever steps cost: they drop the first
+            positions, too, which one prompt alone keeps.
         stream: where mlx-lm's batches run.
 
     Raises:
-        PromptError, OptionError: as :func:`mlxspec.stream_generate`.
+        PromptError, PromptCacheError, OptionError: as :func:`mlxspec.stream_generate`, of any
+            prompt, before the first one is answered.
         TypeError: there is no such option.
+    """
+    run = prepared(
+        model,
+        tokenizer,
+        prompts,
+        prompt_caches,
+        max_tokens,
+        verbose,
+        return_prompt_caches,
+        return_token_ids,
+        return_logprobs,
+        sampler=sampler,
+        logits_processors=logits_processors,
+        completion_batch_size=completion_batch_size,
+        prefill_batch_size=prefill_batch_size,
+        prefill_step_size=prefill_step_size,
+        max_kv_size=max_kv_size,
+        stream=stream,
+    )
+    return run()
+
+
+def prepared(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper | PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    prompt_caches: Sequence[list[Any] | None] | None = None,
+    max_tokens: int | Sequence[int] = 128,
+    *wanted: bool,
+    **options: Any,
+) -> Callable[[], BatchResponse]:
+    """What :func:`batch_generate` runs, once all its arguments are known to be good.
+
+    Args:
+        model, tokenizer, prompts, prompt_caches, max_tokens: as there.
+        wanted, options: its other arguments.
     """
     decoder = decoder_of(model, tokenizer)
     budgets = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
-    if len(budgets) != len(prompts):
-        raise OptionError(f"max_tokens are {len(budgets)} for {len(prompts)} prompts: give as many")
-    if _batch_pays(decoder, min(len(prompts), completion_batch_size)):
-        return generate_in_batch(
-            model,
-            decoder.tokenizer,
-            [list(prompt) for prompt in prompts],
-            prompt_caches,
-            budgets,
-            verbose,
-            return_prompt_caches,
-            return_token_ids,
-            return_logprobs,
-            sampler=sampler,
-            logits_processors=logits_processors,
-            completion_batch_size=completion_batch_size,
-            prefill_batch_size=prefill_batch_size,
-            prefill_step_size=prefill_step_size,
-            max_kv_size=max_kv_size,
-            stream=stream,
-        )
+    caches = [None] * len(prompts) if prompt_caches is None else list(prompt_caches)
+    for name, given in (("max_tokens", budgets), ("prompt_caches", caches)):
+        if len(given) != len(prompts):
+            raise OptionError(f"{name} are {len(given)} for {len(prompts)} prompts: give one each")
+    longest = context_length(model)
+    tokens = [prompt_ids(p, decoder.tokenizer, decoder.vocab_size, longest) for p in prompts]
+    checked = {name: options[name] for name in _CHECKED if name in options}
+    for budget, cache in zip(budgets, caches, strict=True):
+        each = cast(GenerationOptions, {**checked, "prompt_cache": cache})
+        check_options(model, decoder.tokenizer, decoder.vocab_size, budget, each)
+    own = make_prompt_cache(model, options.get("max_kv_size"))
+    held = [own if cache is None else cache for cache in caches]
+    size = min(len(prompts), options.get("completion_batch_size", 32))
+    if _can_be_batched(model, held) and (_keeps_start(held) or _batch_pays(decoder, size)):
+        args = model, decoder.tokenizer, tokens, prompt_caches, budgets, *wanted
+        return partial(generate_in_batch, *args, **options)
+    for name in _OF_BATCHES:
+        options.pop(name, None)
+    return partial(_one_by_one, decoder, tokens, caches, budgets, *wanted, **options)
+
+
+def _one_by_one(
+    decoder: AutoDecoder,
+    prompts: Sequence[list[int]],
+    prompt_caches: Sequence[list[Any] | None],
+    budgets: Sequence[int],
+    verbose: bool = False,
+    return_prompt_caches: bool = False,
+    return_token_ids: bool = False,
+    return_logprobs: bool = False,
+    **options: Any,
+) -> BatchResponse:
     answers = _Answers(len(prompts), verbose)
     caches: list[list[Any]] = []
-    for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
-        cache = copy.deepcopy(prompt_caches[index]) if prompt_caches else None
+    for prompt, lent, budget in zip(prompts, prompt_caches, budgets, strict=True):
+        cache = copy.deepcopy(lent)
         if cache is None and return_prompt_caches:
-            cache = make_prompt_cache(model, max_kv_size)
+            cache = make_prompt_cache(decoder.model, options.get("max_kv_size"))
         if cache is not None:
             caches.append(cache)
         answers.take(
-            decoder.stream(
-                prompt,
-                budget,
-                sampler=sampler,
-                logits_processors=logits_processors,
-                prefill_step_size=prefill_step_size,
-                max_kv_size=max_kv_size,
-                prompt_cache=cache,
-            ),
+            decoder.stream(prompt, budget, prompt_cache=cache, **options),
             decoder.tokenizer.eos_token_ids,
             return_logprobs,
         )
@@ -129,11 +178,23 @@ def batch_generate(
     )
 
 
+def _can_be_batched(model: nn.Module, caches: Sequence[list[Any]]) -> bool:
+    """Whether mlx-lm's batches take a model and the caches of its prompts."""
+    split = hasattr(model, "leader")
+    return not split and all(hasattr(layer, "merge") for cache in caches for layer in cache)
+
+
+def _keeps_start(caches: Sequence[list[Any]]) -> bool:
+    """Whether a cache of bounded size keeps the first positions.
+
+    In a batch mlx-lm drops these as well, so that its answers are others than one by one.
+    """
+    return any(getattr(part, "keep", 0) for cache in caches for part in parts(cache))
+
+
 def _batch_pays(decoder: AutoDecoder, size: int) -> bool:
     """Whether a batch of this size is the better way to give the model rows."""
-    if size < 2 or hasattr(decoder.model, "leader"):  # split models run no batches
-        return False
-    if not all(hasattr(cache, "merge") for cache in make_prompt_cache(decoder.model)):
+    if size < 2:
         return False
     if decoder.chain_tier is Tier.PLAIN:
         return True

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Generator, Iterable
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.generate import generate_step
 from mlx_lm.generate import stream_generate as stream_generate_plainly
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .decoders import AutoDecoder, Prompt
 from .decoders.draft_model import stream_with_draft_model
 from .decoders.options import GenerationOptions
+from .errors import OptionError
 from .models.target import Progress
 from .response import GenerationResponse, SpeculationStats
 
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
 
 
 _ATTRIBUTE = "_mlxspec_decoder"
+_PLAIN_OPTIONS = signature(generate_step).parameters
 
 
 def generate(
@@ -88,16 +93,23 @@ def stream_generate(
         stream: where mlx-lm would run; everything runs on its ``generation_stream`` here.
         num_draft_tokens: how many tokens ``draft_model`` drafts at most.
         prompt_progress_callback: called with prompt tokens done and prompt tokens in all.
-        input_embeddings: stand in for the prompt's embeddings; then mlx-lm generates, plainly.
+        input_embeddings: stand in for the prompt's embeddings; then mlx-lm generates, plainly,
+            and takes its own options only.
         options: how to sample and where to end, the memory of the cache and ``prompt_cache``,
-            as in :meth:`mlxspec.Decoder.decode`.
+            as in :meth:`mlxspec.Decoder.decode`. With a draft model ``max_kv_size`` is ignored,
+            as by mlx-lm.
 
     Raises:
-        PromptError, OptionError: as :meth:`mlxspec.Decoder.decode`, or the draft model has
-            another vocabulary.
+        PromptError, PromptCacheError, OptionError: as :meth:`mlxspec.Decoder.decode`, or the
+            draft model has another vocabulary.
         TypeError: there is no such option.
     """
     if input_embeddings is not None:
+        for name in options.keys() - _PLAIN_OPTIONS:
+            raise OptionError(
+                f"{name} is given with input_embeddings, where mlx-lm generates and does not "
+                "know it: leave it out"
+            )
         return plainly(
             model,
             tokenizer,
@@ -116,12 +128,27 @@ def stream_generate(
     if draft_model is None:
         responses = decoder.stream(prompt, max_tokens, **options)
     else:
+        options.pop("max_kv_size", None)
         responses = stream_with_draft_model(
             decoder, draft_model, prompt, max_tokens, num_draft_tokens, **options
         )
     if prompt_progress_callback is None:
         return responses
     return _telling_the_end(responses, prompt_progress_callback)
+
+
+class _KeptDecoder(AutoDecoder):
+    """Is kept on its model, so it holds it weakly: a cycle would hold the weights in memory."""
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        assert model is not None  # it would have taken this decoder with it
+        return model
+
+    @model.setter
+    def model(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
 
 
 def decoder_of(
@@ -134,7 +161,7 @@ def decoder_of(
         wrapped = tokenizer
         if not isinstance(wrapped, TokenizerWrapper):
             wrapped = TokenizerWrapper(wrapped)
-        kept = tokenizer, AutoDecoder(model, wrapped)
+        kept = tokenizer, _KeptDecoder(model, wrapped)
         object.__setattr__(model, _ATTRIBUTE, kept)
     return kept[1]
 
@@ -158,7 +185,8 @@ def _telling_the_end(
     try:
         for response in responses:
             if response.generation_tokens == 1:
-                callback(response.prompt_tokens, response.prompt_tokens)
+                run = response.prompt_tokens - response.reused_tokens
+                callback(run, run)
             yield response
     finally:
         responses.close()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import mlx.core as mx
+from mlx_lm.generate import GenerationResponse as MlxLmResponse
 
 from .errors import OptionError
 from .planning import StepTime, StepTimes
@@ -56,9 +57,9 @@ class TokenLogprobs:
     top: list[tuple[int, float]]
 
 
-@dataclass(frozen=True)
-class GenerationResponse:
-    """One generated token: the fields of mlx-lm's response, and the speculative figures.
+@dataclass
+class GenerationResponse(MlxLmResponse):
+    """One generated token: mlx-lm's response with the speculative figures.
 
     Attributes:
         text: the next segment of text; empty while a character or a possible stop string is
@@ -72,8 +73,8 @@ class GenerationResponse:
         generation_tokens: tokens generated so far.
         generation_tps: generated tokens per second so far.
         peak_memory: peak memory used so far, in GB.
-        stats: figures of the generation so far, the step of this token included.
         finish_reason: "stop" or "length" with the last token, None before.
+        stats: figures of the generation so far, the step of this token included.
         reused_tokens: prompt tokens that a session's cache held already.
     """
 
@@ -86,8 +87,8 @@ class GenerationResponse:
     generation_tokens: int
     generation_tps: float
     peak_memory: float
-    stats: SpeculationStats
     finish_reason: str | None = None
+    stats: SpeculationStats = SpeculationStats()
     reused_tokens: int = 0
 
     def token_logprobs(self, count: int = 0) -> TokenLogprobs:

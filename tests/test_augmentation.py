@@ -99,6 +99,49 @@ def test_what_cannot_be_served_goes_to_mlx_lm_with_one_warning(
             assert fields(mlx_lm.stream_generate(*demo, prompt, **options)) == expected
 
 
+def test_the_same_reason_with_other_numbers_is_told_once(
+    demo: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo[0].args, "max_position_embeddings", 8)
+    with mlxspec.augment(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for length in (9, 10, 11):
+            list(mlx_lm.stream_generate(*demo, [5] * length, max_tokens=1))
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_what_a_program_s_own_processor_raises_comes_through_at_once(
+    demo: tuple, batched: bool
+) -> None:
+    calls = 0
+
+    def fails_later(tokens: mx.array, logits: mx.array) -> mx.array:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise ZeroDivisionError
+        return logits
+
+    with mlxspec.augment(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate = mlx_lm.batch_generate if batched else mlx_lm.generate
+        given = [[5, 6, 7]] if batched else [5, 6, 7]
+        with pytest.raises(ZeroDivisionError):
+            generate(*demo, given, max_tokens=8, logits_processors=[fails_later])
+    assert calls == 3
+
+
+def test_a_batch_that_cannot_be_served_goes_to_mlx_lm(
+    demo: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo[0].args, "max_position_embeddings", 8)
+    prompts, options = [[5, 6, 7], [5] * 9], {"max_tokens": 3}
+    expected = mlx_lm.batch_generate(*demo, prompts, **options).texts
+    with mlxspec.augment(), pytest.warns(UserWarning, match="the prompt has 9 tokens"):
+        assert mlx_lm.batch_generate(*demo, prompts, **options).texts == expected
+
+
 def test_a_model_that_cannot_be_examined_goes_to_mlx_lm(demo: tuple) -> None:
     class Wrapped(type(demo[0])):  # type: ignore[misc]
         """Takes several rows in the prefill only."""

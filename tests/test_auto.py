@@ -116,9 +116,12 @@ def test_stream_generate_takes_models_of_mlx_lm(monkeypatch: pytest.MonkeyPatch)
     assert len(measured) == 1  # the second call goes on with what the first has found out
 
     alive = weakref.ref(model)
-    del model, measured[:]
-    gc.collect()
-    assert alive() is None
+    gc.disable()  # which could take minutes to come to the weights
+    try:
+        del model, measured[:]
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_plain_steps_are_sought_where_the_text_has_none(decoder_with) -> None:

@@ -11,9 +11,11 @@ from mlx_lm.generate import BatchResponse
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
-from mlxspec.errors import OptionError
+from mlxspec.errors import MlxspecError, OptionError
+from mlxspec.generation import decoder_of
 
 from .drop_in import FREE, REPEAT, batch_generate, demo_with_costs, give_costs, stream_generate
+from .models.architectures import ARCHITECTURES
 from .test_auto import FLAT, LINEAR
 
 LIMITS = [12, 6, 14]
@@ -104,14 +106,64 @@ def test_limits_for_other_prompts_are_refused(demo: tuple, prompts: list) -> Non
         mlxspec.batch_generate(*demo, prompts, max_tokens=[1])
 
 
-def test_limited_caches_and_processors_are_passed_on(demo: tuple, prompts: list, way: str) -> None:
+@pytest.mark.parametrize(
+    ("prompt_caches", "message"),
+    [
+        ([None], "prompt_caches are 1 for 3 prompts"),
+        ([[], None, None], "prompt_cache has 0 caches"),
+    ],
+)
+def test_caches_that_do_not_fit_are_refused_before_any_answer(
+    demo: tuple, prompts: list, way: str, prompt_caches: list, message: str
+) -> None:
+    def untouched(tokens: Any, logits: Any) -> Any:
+        raise AssertionError
+
+    with pytest.raises(OptionError, match=message):
+        mlxspec.batch_generate(*demo, prompts, prompt_caches, logits_processors=[untouched])
+
+
+def test_bad_arguments_are_refused_before_anything_is_measured(
+    demo: tuple, prompts: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(decoder_of(*demo), "costs")
+    monkeypatch.setattr(
+        "mlxspec.decoders.measured.costs_for", lambda *_, **__: pytest.fail("measured")
+    )
+    for bad in ({"max_tokens": [12, 6, 0]}, {"prompts": [prompts[0], []]}, {"max_kv_size": 3}):
+        with pytest.raises(MlxspecError):
+            mlxspec.batch_generate(*demo, **{"prompts": prompts, **bad})
+
+
+def test_processors_are_passed_on(demo: tuple, prompts: list, way: str) -> None:
+    options: dict[str, Any] = {"max_tokens": 12, "return_token_ids": True}
+    freely = batch_generate(*demo, prompts, **options).token_ids
+    forbidden = sorted({tokens[2] for tokens in freely})
+
     def forbid(tokens: Any, logits: Any) -> Any:
-        logits[:, 5:9] = -1e9
+        logits[:, forbidden] = -1e9
         return logits
 
-    options = {"max_tokens": 12, "logits_processors": [forbid], "return_token_ids": True}
-    expected = batch_generate(*demo, prompts, **options)
-    assert mlxspec.batch_generate(*demo, prompts, **options).token_ids == expected.token_ids
+    options["logits_processors"] = [forbid]
+    expected = batch_generate(*demo, prompts, **options).token_ids
+    assert not {*forbidden} & {token for tokens in expected for token in tokens}
+    assert mlxspec.batch_generate(*demo, prompts, **options).token_ids == expected
+
+
+@pytest.mark.parametrize("curve", [LINEAR, FLAT], ids=["linear", "flat"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_bounded_caches_are_mlx_lm_s(demo: tuple, curve: dict, count: int) -> None:
+    model = ARCHITECTURES["mixtral"].model()
+    give_costs(model, demo[1], curve)
+    prompts = [[(i * 7 + row * i * i) % 60 for i in range(40)] for row in range(count)]
+    options = {"max_tokens": 12, "return_token_ids": True}
+    expected = batch_generate(model, demo[1], prompts, max_kv_size=16, **options).token_ids
+    assert expected != batch_generate(model, demo[1], prompts, **options).token_ids
+    actual = mlxspec.batch_generate(model, demo[1], prompts, max_kv_size=16, **options)
+    assert actual.token_ids == expected
+    caches = [make_prompt_cache(model, 16) for _ in prompts]
+    actual = mlxspec.batch_generate(model, demo[1], prompts, caches, **options)
+    assert actual.token_ids == expected
 
 
 def test_no_prompts_give_no_answers(demo: tuple) -> None:

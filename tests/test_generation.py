@@ -19,6 +19,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlxspec
 from mlxspec.decoders.options import GenerationOptions
+from mlxspec.errors import OptionError
 
 from .drop_in import (
     FREE,
@@ -29,6 +30,7 @@ from .drop_in import (
     stream_generate,
     write_float32_demo,
 )
+from .models.architectures import ARCHITECTURES
 from .models.random_models import random_model
 
 
@@ -43,7 +45,7 @@ def demo() -> tuple:
         {"max_tokens": 24, "sampler": make_sampler(0.0)},
         {"max_tokens": 20, "logits_processors": make_logits_processors({5: 3.0}, 1.3)},
         {"max_tokens": 20, "kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 30},
-        {"max_tokens": 20, "max_kv_size": 16, "prefill_step_size": 8},
+        {"max_tokens": 20, "prefill_step_size": 8},
         {"max_tokens": 1},
         {"num_draft_tokens": 3, "max_tokens": 5},
         {"max_tokens": 5, "logits_processors": None, "sampler": None, "prompt_cache": None},
@@ -63,6 +65,33 @@ def test_responses_have_all_fields_of_mlx_lm_s(demo: tuple) -> None:
     (response,) = mlxspec.stream_generate(*demo, FREE, max_tokens=1)
     for field in dataclass_fields(GenerationResponse):
         assert hasattr(response, field.name)
+    assert isinstance(response, GenerationResponse)
+
+
+@pytest.mark.parametrize("with_draft_model", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+def test_a_bounded_cache_is_mlx_lm_s_which_has_none_beside_a_draft_model(
+    demo: tuple, kind: str, with_draft_model: bool
+) -> None:
+    model = ARCHITECTURES[kind].model()
+    give_costs(model, demo[1])
+    drafts = {"draft_model": model} if with_draft_model else {}
+
+    def tokens(function: Callable, **options: Any) -> list[int]:
+        prompt = [i * 7 % 60 for i in range(80)]
+        return [r.token for r in function(model, demo[1], prompt, max_tokens=24, **options)]
+
+    expected = tokens(stream_generate, max_kv_size=16, **drafts)
+    assert (expected == tokens(stream_generate)) is with_draft_model
+    assert tokens(mlxspec.stream_generate, max_kv_size=16, **drafts) == expected
+
+
+def test_a_tuple_of_caches_will_do(demo: tuple) -> None:
+    caches = tuple(make_prompt_cache(demo[0]))
+    expected = fields(stream_generate(*demo, FREE, max_tokens=4))
+    actual = mlxspec.stream_generate(*demo, FREE, max_tokens=4, prompt_cache=caches)
+    assert fields(actual) == expected
+    assert {cache.offset for cache in caches} == {len(demo[1].encode(FREE)) + 4}
 
 
 def test_all_arguments_of_mlx_lm_are_taken() -> None:
@@ -141,6 +170,32 @@ def test_progress_is_told_as_mlx_lm_tells_it(demo: tuple, length: int) -> None:
         return calls
 
     assert told(mlxspec.stream_generate) == told(stream_generate)
+
+
+def test_progress_with_a_session_is_that_of_what_is_run(demo: tuple) -> None:
+    session = mlxspec.Session()
+    prompt = demo[1].encode(FREE)
+    list(mlxspec.stream_generate(*demo, prompt, max_tokens=4, session=session))
+    prompt = [*session.tokens, 11, 12, 13]
+    told: list[tuple[int, int]] = []
+    *_, last = mlxspec.stream_generate(
+        *demo,
+        prompt,
+        max_tokens=2,
+        session=session,
+        prompt_progress_callback=lambda *call: told.append(call),
+    )
+    assert last.reused_tokens == len(prompt) - 3
+    assert told == [(0, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    "option", [{"stop": "x"}, {"temp": 0.5}, {"session": mlxspec.Session()}], ids=str
+)
+def test_what_mlx_lm_does_not_know_is_refused_beside_embeddings(demo: tuple, option: dict) -> None:
+    (name,) = option
+    with pytest.raises(OptionError, match=f"^{name} is given with input_embeddings.*leave it out$"):
+        mlxspec.stream_generate(*demo, [5], input_embeddings=mx.zeros((1, 8)), **option)
 
 
 def test_embeddings_are_generated_from_plainly(demo: tuple) -> None:

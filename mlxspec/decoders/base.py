@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding import Chooser, RecordTime, SamplingParams
+from ..decoding import Chooser, RecordTime
 from ..drafting import Drafter
 from ..errors import OptionError
-from ..models.cache_options import CacheOptions, check_quantization
 from ..models.loading import context_length, load
 from ..models.lockstep import target_for
-from ..models.prompt_cache import Loan, lent_caches, tier_with
-from ..models.target import Progress, Target, vocabulary_size
+from ..models.prompt_cache import Loan, tier_with
+from ..models.target import vocabulary_size
 from ..models.tier import Tier
 from ..models.tiers import chain_tier, find_tier
 from ..output import OutputText
 from ..planning import StepTimes
 from ..response import GenerationResponse, GenerationResult, Transcript
 from ..terminal import TokenPrinter
-from .options import SamplingOptions, sampling_from
+from .options import GenerationOptions, check_options
 from .prompt import Prompt, prompt_ids
 from .responses import responses
-from .session import Session
-from .stop_tokens import stop_token_ids
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -85,19 +81,8 @@ class Decoder:
         drafter: Drafter,
         *,
         max_tokens: int = 250,
-        sampling: SamplingParams | None = None,
-        stop: str | Sequence[str] = (),
-        stop_tokens: int | str | Collection[int | str] = (),
-        on_progress: Progress | None = None,
         record_time: RecordTime | None = None,
-        kv_bits: int | None = None,
-        kv_group_size: int = 64,
-        quantized_kv_start: int = 5000,
-        max_kv_size: int | None = None,
-        prefill_step_size: int = 2048,
-        session: Session | None = None,
-        prompt_cache: list[Any] | None = None,
-        **sampling_fields: Unpack[SamplingOptions],
+        **options: Unpack[GenerationOptions],
     ) -> Generator[GenerationResponse, None, None]:
         """Generate with a drafter of your own, or with one of mlxspec's.
 
@@ -105,12 +90,16 @@ class Decoder:
             prompt: text, or token ids that are taken as they are.
             drafter: proposes what the model verifies; it changes the speed, not the output.
             max_tokens: how many tokens to generate at most, at least 1.
+            record_time: called after each step; see :func:`mlxspec.decoding.decode`.
+            options: any of these.
+
+        Options:
             sampling: how the model picks a token; greedy by default.
             stop: texts that end the output before them.
             stop_tokens: tokens that end the output, beside the tokenizer's own: ids, or texts
                 of one token.
-            on_progress: called with prompt tokens done and prompt tokens in all.
-            record_time: called after each step; see :func:`mlxspec.decoding.decode`.
+            on_progress: called with prompt tokens done and prompt tokens in all, of those that
+                are run before the first step.
             kv_bits, kv_group_size, quantized_kv_start, max_kv_size, prefill_step_size: the
                 memory of KV cache and prefill, as for mlx-lm; see
                 :class:`mlxspec.models.cache_options.CacheOptions`.
@@ -119,36 +108,31 @@ class Decoder:
             prompt_cache: mlx-lm's caches of what precedes the prompt, from its
                 ``make_prompt_cache``. With the last response, or when the generator is closed,
                 they hold prompt and output too, as mlx-lm leaves them.
-            sampling_fields: fields of :class:`mlxspec.SamplingParams`, in place of those of
-                ``sampling``. A ``sampler`` without ``sampling`` or a ``seed`` draws a seed from
-                MLX's random state, so that repeated calls differ as with mlx-lm.
+            temp, top_p, seed, and all other fields of :class:`mlxspec.SamplingParams`: in place
+                of those of ``sampling``. A ``sampler`` without ``sampling`` or a ``seed`` draws
+                a seed from MLX's random state, so that repeated calls differ as with mlx-lm.
 
         Returns:
             a generator of one response per token. Closing it ends the generation.
 
         Raises:
-            PromptError: the prompt is empty, longer than the model's context, or holds an id
-                that is no token of the model.
+            PromptError: the prompt is neither text nor token ids, is empty, longer than the
+                model's context, or holds an id that is no token of the model.
             OptionError: ``max_tokens`` is below 1, a stop string is empty, a value or a
                 token of the sampling or the stop tokens makes no sense, the model's cache
-                cannot be quantised as asked, or ``prompt_cache`` is another model's. With
-                the first response: the session is in the middle of another generation.
+                cannot be quantised as asked, or ``prompt_cache`` has too few layers. With the
+                first response: the session is in the middle of another generation.
+            PromptCacheError: ``prompt_cache`` holds keys and values of another model, as far as
+                shapes tell. With the first response: the session's first cache does.
+            TypeError: there is no such option.
         """
         tokens = self._prompt_tokens(prompt)
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if max_tokens < 1:
-            raise OptionError(f"max_tokens is {max_tokens}: generate at least 1 token")
-        if not all(stop):
-            raise OptionError("stop holds an empty string: it would end every output at once")
-        cache = CacheOptions(
-            kv_bits, kv_group_size, quantized_kv_start, max_kv_size, prefill_step_size
-        )
-        check_quantization(self.model, cache)
+        checked = check_options(self.model, self.tokenizer, self.vocab_size, max_tokens, options)
         if self.wrap_drafter:
             drafter = self.wrap_drafter(drafter)
-        chooser = Chooser(sampling_from(sampling, sampling_fields, self.vocab_size))
-        ends = stop_token_ids(self.tokenizer, stop_tokens, self.vocab_size)
-        output = OutputText(self.tokenizer.detokenizer, ends, stop, max_tokens)
+        output = OutputText(
+            self.tokenizer.detokenizer, checked.stop_tokens, checked.stop, max_tokens
+        )
 
         def record(rows: int, seconds: float, pipelined: bool) -> None:
             self.step_times.record(rows, seconds, pipelined)
@@ -159,29 +143,21 @@ class Decoder:
             responses,
             prompt=tokens,
             drafter=drafter,
-            chooser=chooser,
+            chooser=Chooser(checked.sampling),
             output=output,
             max_tokens=max_tokens,
-            on_progress=on_progress,
+            on_progress=options.get("on_progress"),
             record_time=record,
         )
         # What the model can verify of this drafter's drafts.
         tier = self.tier if drafter.branching else self.chain_tier
+        session, prompt_cache = options.get("session"), options.get("prompt_cache")
         if session is not None:
-            if prompt_cache is not None:
-                raise OptionError("session and prompt_cache are given together: choose one")
-            return session.run(generation, tokens, self.model, tier, self.vocab_size, cache)
-        target = self._target(tier, cache, prompt_cache)
-        loan = None if prompt_cache is None else Loan(prompt_cache, target)
-        return generation(target, loan=loan)
-
-    def _target(self, tier: Tier, options: CacheOptions, prompt_cache: list[Any] | None) -> Target:
-        """The model with a cache of its own, or with a lent one."""
-        lent = None
-        if prompt_cache is not None:
-            lent = lent_caches(prompt_cache, make_prompt_cache(self.model))
-            tier = tier_with(lent, tier)
-        return target_for(self.model, tier, self.vocab_size, options, lent)
+            return session.run(generation, tokens, self.model, tier, self.vocab_size, checked.cache)
+        if checked.lent is not None:
+            tier = tier_with(checked.lent, tier)
+        target = target_for(self.model, tier, self.vocab_size, checked.cache, checked.lent)
+        return generation(target, loan=None if prompt_cache is None else Loan(prompt_cache, target))
 
     def _prompt_tokens(self, prompt: Prompt) -> list[int]:
         return prompt_ids(prompt, self.tokenizer, self.vocab_size, context_length(self.model))

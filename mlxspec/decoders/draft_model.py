@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..decoding.draft_model import DraftModelDrafter, check_vocabularies
 from ..drafting import CombinedDrafter
 from ..models.loading import context_length
-from ..models.tier import Tier
+from ..models.prompt_cache import fitting_caches
 from ..response import GenerationResponse
 from .auto import AutoDecoder
 from .options import GenerationOptions
@@ -48,14 +48,17 @@ def stream_with_draft_model(
     """
     check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
     both = options.get("prompt_cache") or []
-    drafts_cache = both[len(make_prompt_cache(decoder.model)) :]
-    drafter = DraftModelDrafter(draft_model, num_draft_tokens, drafts_cache or None)
-    if decoder.chain_tier is Tier.PLAIN:
-        return decoder.stream(prompt, max_tokens, **options)
+    drafts_cache = both[len(make_prompt_cache(decoder.model)) :] or None
+    if drafts_cache is not None:
+        fitting_caches(drafts_cache, draft_model)
+    drafter = DraftModelDrafter(draft_model, num_draft_tokens, drafts_cache)
+
+    def make_drafter() -> CombinedDrafter:
+        return CombinedDrafter(decoder.drafter(options.get("session")), drafter)
+
     longest = context_length(decoder.model)
     tokens = prompt_ids(prompt, decoder.tokenizer, decoder.vocab_size, longest)
-    combined = CombinedDrafter(decoder.drafter(options.get("session")), drafter)
-    responses = decoder.decode(tokens, combined, max_tokens=max_tokens, **options)
+    responses = decoder._decode_with(make_drafter, tokens, max_tokens, **options)
     return _giving_back(responses, drafter, tokens)
 
 

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..decoding.draft_model import DraftModelDrafter
 from ..decoding.measured_costs import KeptCosts, costs_for
 from ..drafting import CombinedDrafter, Drafter, LookaheadDrafter, NoDraft
+from ..models.step_caches import cached_length
 from ..models.tier import Tier
 from ..planning.cost_curve import CostCurve
 from ..planning.plain_steps import PlainSteps
@@ -79,7 +81,7 @@ class MeasuredDecoder(Decoder):
         if "costs" not in vars(self):  # else nothing is measured, and `decode` refuses in time
             check_options(self.model, self.tokenizer, self.vocab_size, max_tokens, options)
         drafter = make_drafter()
-        if isinstance(drafter, LookaheadDrafter):  # its sizes are fixed, whatever steps cost
+        if not _follows_costs(drafter):
             return self.decode(tokens, drafter, max_tokens=max_tokens, **options)
         return self._decode_planned(tokens, drafter, max_tokens, **options)
 
@@ -106,29 +108,44 @@ class MeasuredDecoder(Decoder):
             costs.record(rows, seconds, pipelined)
             tell()
 
-        costs.move_to(len(prompt))
+        held = cached_length(options.get("prompt_cache") or ())
+        costs.move_to(held + len(prompt))
         tell()
         responses = self.decode(
             prompt, drafter, max_tokens=max_tokens, record_time=record, **options
         )
-        return self._kept(responses)
+        return self._kept(responses, held)
 
     def _kept(
-        self, responses: Generator[GenerationResponse, None, None]
+        self, responses: Generator[GenerationResponse, None, None], held: int
     ) -> Generator[GenerationResponse, None, None]:
-        """Tell the costs how long the context has become, and keep them at the end."""
+        """Tell the costs how long the context has become, and keep them at the end.
+
+        Args:
+            responses: of a generation.
+            held: what a lent cache held before the prompt.
+        """
         try:
             for response in responses:
-                self.costs.move_to(response.prompt_tokens + response.generation_tokens)
+                self.costs.move_to(held + response.prompt_tokens + response.generation_tokens)
                 yield response
         finally:
             responses.close()
             self.costs.save()
 
 
+def _follows_costs(drafter: Drafter) -> bool:
+    """Whether its drafts depend on what steps cost, and its steps show what rows cost."""
+    # The sizes of lookahead's are fixed, and a draft model's forwards are in the steps' times.
+    return not isinstance(drafter, LookaheadDrafter) and not any(
+        isinstance(part, DraftModelDrafter) for part in _parts(drafter)
+    )
+
+
 def _planners(drafter: Drafter) -> list[Planner]:
     """The parts of a drafter that follow the costs."""
-    parts = [drafter]
-    if isinstance(drafter, CombinedDrafter):
-        parts = [drafter.first, drafter.second]
-    return [part for part in parts if isinstance(part, Planner)]
+    return [part for part in _parts(drafter) if isinstance(part, Planner)]
+
+
+def _parts(drafter: Drafter) -> list[Drafter]:
+    return [drafter.first, drafter.second] if isinstance(drafter, CombinedDrafter) else [drafter]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -15,7 +14,7 @@ from ..decoding import SamplingParams
 from ..decoding.sampling import LogitsProcessor, Sampler
 from ..errors import OptionError
 from ..models.cache_options import CacheOptions, check_quantization
-from ..models.prompt_cache import lent_caches
+from ..models.prompt_cache import fitting_caches
 from ..models.target import Progress
 from .session import Session
 from .stop_tokens import stop_token_ids
@@ -70,6 +69,24 @@ class GenerationOptions(SamplingOptions, EndOptions, MemoryOptions, total=False)
     prompt_cache: list[Any] | None
 
 
+class CheckedOptions(NamedTuple):
+    """What the options of a generation amount to.
+
+    Attributes:
+        sampling: how to pick a token.
+        stop: the texts that end the output.
+        stop_tokens: the tokens that end it, the tokenizer's own included.
+        cache: the memory of the cache.
+        lent: the caches in ``prompt_cache`` that are the model's, if one is given.
+    """
+
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    stop_tokens: set[int]
+    cache: CacheOptions
+    lent: list[Any] | None
+
+
 def sampling_from(
     params: SamplingParams | None, fields: SamplingOptions, vocab_size: int
 ) -> SamplingParams:
@@ -99,11 +116,11 @@ def check_options(
     vocab_size: int,
     max_tokens: int,
     options: GenerationOptions,
-) -> None:
-    """Refuse what :meth:`mlxspec.Decoder.decode` would refuse, before time is spent on it.
+) -> CheckedOptions:
+    """What :meth:`mlxspec.Decoder.decode` makes of its options; nothing runs.
 
     Raises:
-        OptionError: as there.
+        OptionError, PromptCacheError: as there.
         TypeError: there is no such option.
     """
     left: dict[str, Any] = {**options}
@@ -113,12 +130,17 @@ def check_options(
     memory = {name: left.pop(name) for name in MemoryOptions.__annotations__ if name in left}
     if max_tokens < 1:
         raise OptionError(f"max_tokens is {max_tokens}: generate at least 1 token")
-    if not all([stop] if isinstance(stop, str) else stop):
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(stop):
         raise OptionError("stop holds an empty string: it would end every output at once")
-    check_quantization(model, CacheOptions(**memory))
-    sampling_from(sampling, cast(SamplingOptions, left), vocab_size)
-    stop_token_ids(tokenizer, stop_tokens, vocab_size)
-    if prompt_cache is not None:
-        if session is not None:
-            raise OptionError("session and prompt_cache are given together: choose one")
-        lent_caches(prompt_cache, make_prompt_cache(model))
+    if session is not None and prompt_cache is not None:
+        raise OptionError("session and prompt_cache are given together: choose one")
+    cache = CacheOptions(**memory)
+    check_quantization(model, cache)
+    return CheckedOptions(
+        sampling_from(sampling, cast(SamplingOptions, left), vocab_size),
+        stop,
+        stop_token_ids(tokenizer, stop_tokens, vocab_size),
+        cache,
+        None if prompt_cache is None else fitting_caches(prompt_cache, model),
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import cast
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -27,15 +28,21 @@ def prompt_ids(
         longest: the model's context in tokens, where it is known.
 
     Raises:
-        PromptError: it is empty, longer than the context, or holds an id that is no token.
+        PromptError: it is neither text nor token ids, is empty, longer than the context, or
+            holds an id that is no token.
     """
     if isinstance(prompt, str):
         if not prompt:
             raise PromptError("the prompt is empty: write a text, or pass the BOS id alone")
         tokens = encode_prompt(tokenizer, prompt)
     else:
-        ids = prompt.tolist() if isinstance(prompt, mx.array) else prompt
-        tokens = [int(token) for token in cast(Sequence[int], ids)]
+        ids: Any = prompt.tolist() if isinstance(prompt, mx.array) else prompt
+        try:
+            tokens = [operator.index(token) for token in ids]
+        except TypeError as error:
+            raise PromptError(
+                f"the prompt is no row of token ids ({error}): pass a text, or a list of integers"
+            ) from error
     if not tokens:
         raise PromptError("the prompt holds no token: pass at least the BOS id")
     if not all(0 <= token < vocab_size for token in tokens):

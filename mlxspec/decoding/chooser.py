@@ -22,16 +22,15 @@ class Chooser:
 
     Args:
         params: how to pick.
-        sequence: tells apart the sequences that are generated together.
     """
 
-    def __init__(self, params: SamplingParams, sequence: int = 0) -> None:
+    def __init__(self, params: SamplingParams) -> None:
         self.params = params
         self._processors = processors_of(params)
         self.greedy = params.temp == 0 and params.sampler is None
         """Whether the choice is the most likely token."""
         if not self.greedy:
-            self._random = KeyedRandom(params.seed, sequence)
+            self._random = KeyedRandom(params.seed)
 
     def history(self, prompt: Sequence[int]) -> History | None:
         """What gives :meth:`choose` the contexts in a generation; None without processors."""

@@ -1,4 +1,4 @@
-"""Random numbers that depend on seed, sequence and position alone, not on what was drawn before."""
+"""Random numbers that depend on seed and position alone, not on what was drawn before."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ class KeyedRandom:
     """The random numbers of one generation.
 
     A key of MLX's counter-based generator is two words. The second is a position; the first
-    stands for seed and sequence, and differs between the purposes that draw at one position.
+    stands for the seed, and differs between the purposes that draw at one position.
 
     Args:
         seed: None draws one from MLX's random state.
-        sequence: tells apart the sequences that are generated together.
     """
 
-    def __init__(self, seed: int | None = None, sequence: int = 0) -> None:
+    def __init__(self, seed: int | None = None) -> None:
         if seed is None:
             high, low = cast(list[int], mx.random.randint(0, 2**31 - 1, (2,)).tolist())
             seed = high << 32 | low
         seed_word = mx.random.split(mx.random.key(seed))[0, 0].item()
-        words = mx.random.split(mx.array([seed_word, sequence], dtype=mx.uint32)).flatten()
+        words = mx.random.split(mx.array([seed_word, 0], dtype=mx.uint32)).flatten()
         self._noise_word, self._coin_word, self._state_word, _ = cast(list[int], words.tolist())
 
     def gumbel(self, positions: Sequence[int], size: int) -> mx.array:

@@ -106,8 +106,8 @@ class SamplingParams:
     def _check_penalties(self) -> None:
         if self.repetition_penalty is not None and not 0 <= self.repetition_penalty < math.inf:
             raise OptionError(
-                f"repetition_penalty is {self.repetition_penalty}: choose a positive number, "
-                "above 1 to discourage repetition"
+                f"repetition_penalty is {self.repetition_penalty}: choose a number above 1 to "
+                "discourage repetition, below 1 to encourage it, or 0 for none"
             )
         for name in ("presence_penalty", "frequency_penalty"):
             if not math.isfinite(getattr(self, name) or 0):

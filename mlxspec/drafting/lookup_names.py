@@ -29,6 +29,8 @@ def lookup_drafter(
     note = None
     if config is not None:
         n_draft, ngram_max, note = parse_lookup_config(config)
+    if n_draft < 0:
+        raise OptionError(f"n_draft is {n_draft}: draft 1 token or more, or 0 for none")
     if n_draft == 0:
         return NoDraft(), note
     return PromptLookupDrafter(n_draft, ngram_max, ngram_min), note

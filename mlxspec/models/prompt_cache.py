@@ -6,11 +6,20 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from ..errors import OptionError
 from .kv_caches import TreeKVCache, TreeQuantizedKVCache
+from .prompt_cache_file import check_fits
 from .step_caches import TREE_CACHES, can_be_cut, for_steps, parts
 from .target import Target
 from .tier import Tier
@@ -21,6 +30,7 @@ _MLX_LM_CLASSES = {
     TreeQuantizedKVCache: QuantizedKVCache,
     WindowKVCache: RotatingKVCache,
 }
+_JUDGED = {*_MLX_LM_CLASSES.values(), ArraysCache}
 
 
 def lent_caches(prompt_cache: Sequence[Any], own: Sequence[Any]) -> list[Any]:
@@ -39,6 +49,20 @@ def lent_caches(prompt_cache: Sequence[Any], own: Sequence[Any]) -> list[Any]:
             "with make_prompt_cache(model)"
         )
     return list(prompt_cache[: len(own)])
+
+
+def fitting_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
+    """As :func:`lent_caches`, of caches that the model could have made.
+
+    Raises:
+        OptionError: the cache was made for a model with more layers.
+        PromptCacheError: it holds keys and values of another model.
+    """
+    lent = lent_caches(prompt_cache, make_prompt_cache(model))
+    # What a model's own kind of cache holds, its first token does not tell.
+    if all(type(part) in _JUDGED and not part.empty() for part in parts(lent)):
+        check_fits(lent, model, "prompt_cache")
+    return lent
 
 
 def tier_with(caches: Iterable[Any], tier: Tier) -> Tier:
@@ -101,7 +125,9 @@ class Loan:
             if complete:
                 target.prefill(context[target.length - self._start :])
         for place, cache in enumerate(target.cache):
-            lent[place] = _returned(cache, lent[place])
+            returned = _returned(cache, lent[place])
+            if returned is not lent[place]:  # a tuple will do, too, as long as nothing is replaced
+                lent[place] = returned
 
 
 def _returned(cache: Any, lent: Any) -> Any:

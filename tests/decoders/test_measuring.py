@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
+from mlxspec.decoders.draft_model import stream_with_draft_model
 from mlxspec.decoders.measured import MeasuredDecoder
+from mlxspec.decoding.measured_costs import KeptCosts
 from mlxspec.errors import MlxspecError
 from mlxspec.models.tier import Tier
+from mlxspec.planning.cost_cache import CostCache, CostKey, KnownRange
+from mlxspec.planning.live_curve import KnownTime
 
 KINDS = [mlxspec.AutoDecoder, mlxspec.LookaheadDecoder, mlxspec.CombinedDecoder]
 
@@ -72,6 +78,29 @@ def test_bad_options_are_refused_before_anything_is_measured(
     with pytest.raises(MlxspecError, match=message) as raised:
         unmeasured.stream(**{"prompt": "The river", **options})
     assert "\n" not in str(raised.value)
+
+
+def test_a_draft_model_s_generation_is_refused_before_anything_is_measured(
+    loaded: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "mlxspec.decoders.measured.costs_for", lambda *_, **__: pytest.fail("measured")
+    )
+    decoder = mlxspec.AutoDecoder(*loaded)
+    with pytest.raises(MlxspecError, match="temp is -1"):
+        stream_with_draft_model(decoder, decoder.model, "The river", 5, temp=-1)
+
+
+def test_what_a_lent_cache_holds_counts_for_the_costs(loaded: tuple) -> None:
+    decoder = mlxspec.AutoDecoder(*loaded)
+    times = [KnownTime(1, 0.01, 0.001), KnownTime(16, 0.02, 0.001)]
+    decoder.costs = KeptCosts(CostCache(), CostKey({}, {}), {1024: KnownRange.now(times, "test")})
+    moves: list[int] = []
+    decoder.costs.move_to = moves.append
+    cache = make_prompt_cache(decoder.model)
+    decoder.model(mx.array([[5] * 30]), cache=cache)
+    list(decoder.stream([6, 7], 3, prompt_cache=cache))
+    assert moves == [32, 33, 34, 35]
 
 
 def test_an_unknown_option_is_refused_before_anything_is_measured(

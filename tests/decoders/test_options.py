@@ -9,12 +9,17 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlxspec
-from mlxspec import PromptLookupDecoder, SamplingParams
+from mlxspec import AutoDecoder, PromptLookupDecoder, SamplingParams
+from mlxspec.decoders.draft_model import stream_with_draft_model
 from mlxspec.decoders.options import SamplingOptions
-from mlxspec.errors import OptionError
+from mlxspec.errors import OptionError, PromptCacheError
+
+from ..models.architectures import ARCHITECTURES
+from ..models.random_models import random_model
 
 PROMPT = '[INST] Repeat the following phrase 4 times: "The red fox sees the river.". [/INST]'
 
@@ -122,6 +127,34 @@ def test_tokens_that_the_model_lacks_are_refused_before_anything_runs(
     with pytest.raises(OptionError, match=message) as raised:
         decoder.stream(PROMPT, **options)
     assert "\n" not in str(raised.value)
+
+
+def test_a_lent_cache_of_another_model_is_refused_and_stays_as_it_is(
+    decoder: PromptLookupDecoder,
+) -> None:
+    model, other = random_model("llama"), random_model("llama", head_dim=16)
+    cache = make_prompt_cache(model)
+    model(mx.array([[1, 2, 3]]), cache=cache)
+    with pytest.raises(PromptCacheError, match=r"^prompt_cache is another model's: .* made it$"):
+        PromptLookupDecoder(other, decoder.tokenizer).stream([4], prompt_cache=cache)
+    mine = PromptLookupDecoder(model, decoder.tokenizer)
+    auto, both = AutoDecoder(model, decoder.tokenizer), make_prompt_cache(model) + cache
+    with pytest.raises(PromptCacheError, match="prompt_cache is another model's"):
+        stream_with_draft_model(auto, other, [4], 3, prompt_cache=both)
+    assert len(list(mine.stream([4], 3, prompt_cache=cache))) == 3
+    assert [layer.offset for layer in cache] == [7, 7]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "deepseek_v41", "mamba2", "gemma3", "falcon_h1"])
+def test_a_model_s_own_cache_is_taken_whatever_it_holds(
+    decoder: PromptLookupDecoder, kind: str
+) -> None:
+    other = PromptLookupDecoder(ARCHITECTURES[kind].model(), decoder.tokenizer)
+    for length in (0, 1, 40):
+        cache = make_prompt_cache(other.model)
+        if length:
+            other.model(mx.array([[i % 60 for i in range(length)]]), cache=cache)
+        assert list(other.stream([4, 5], 1, prompt_cache=cache))
 
 
 @pytest.mark.parametrize(

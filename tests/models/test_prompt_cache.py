@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlxspec
 from mlxspec import Decoder
+from mlxspec.decoders import responses
 from mlxspec.drafting import NoDraft
 from mlxspec.errors import OptionError
 
 from ..decoding.drafters import HostileDrafter
+from ..interrupts import interrupted
 from .architectures import ARCHITECTURES
 from .random_models import random_model
 
@@ -122,6 +125,29 @@ def test_a_generation_that_is_closed_gives_back_what_was_taken(name: str, taken:
         whole = make_prompt_cache(decoder.model)
         rest = [*TURNS[0], *expected[:taken], *TURNS[1]]
         assert by_mlx_lm(decoder.model, TURNS[1], lent) == by_mlx_lm(decoder.model, rest, whole)
+
+
+def test_an_interrupt_inside_a_response_gives_back_what_was_taken_before() -> None:
+    decoder = decoder_of("llama3")
+    expected = by_mlx_lm(decoder.model, TURNS[0], make_prompt_cache(decoder.model))
+    for lines in itertools.count():
+        lent = make_prompt_cache(decoder.model)
+        stream = decoder.decode(TURNS[0], NoDraft(), max_tokens=TOKENS, prompt_cache=lent)
+        taken = [response.token for response in itertools.islice(stream, 3)]
+        hit = interrupted(
+            lines,
+            [responses._response],
+            lambda: taken.append(next(stream).token),  # noqa: B023
+        )
+        stream.close()
+        rest = [*TURNS[0], *taken, *TURNS[1]]
+        whole = by_mlx_lm(decoder.model, rest, make_prompt_cache(decoder.model))
+        assert taken == expected[: len(taken)]
+        assert lent[0].offset == len(TURNS[0]) + len(taken)
+        assert by_mlx_lm(decoder.model, TURNS[1], lent) == whole
+        if not hit:
+            break
+    assert len(taken) == 4
 
 
 def test_an_interrupted_prefill_gives_back_whole_chunks() -> None:
