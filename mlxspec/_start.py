@@ -27,8 +27,9 @@ def run(module: str, command: str, name: str) -> None:
     if usual is signal.default_int_handler:  # and not ignored, as behind nohup
         signal.signal(signal.SIGINT, _quit)
     start = getattr(import_module(module), command)
+    run_command = import_module("mlxspec.cli.outcome").run_command
     signal.signal(signal.SIGINT, usual)
-    start(prog_name=name)
+    run_command(start, name)
 
 
 def _quit(*_: object) -> None:

@@ -63,12 +63,7 @@ def read_prompts(path: str | Path) -> list[BenchPrompt]:
         PromptError: the file cannot be read, or a line of it is no prompt.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise PromptError(f"{path} cannot be read ({error.strerror}): name a file") from error
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{path} is not UTF-8 text: convert it to UTF-8") from error
+    text = _read_text(path)
     if path.suffix.lower() in _JSON_LINES:
         return _parse_json_lines(text, str(path))
     if not text.strip():
@@ -80,11 +75,11 @@ def read_spec_bench(path: str | Path) -> list[BenchPrompt]:
     """Read Spec-Bench's ``question.jsonl``; the questions of MT-bench become one category.
 
     Raises:
-        PromptError: as :func:`read_prompts`.
+        PromptError: the file cannot be read, or a line of it is no prompt.
     """
     return [
         replace(prompt, category="mt_bench") if prompt.category in _SPEC_BENCH_MT else prompt
-        for prompt in read_prompts(path)
+        for prompt in _parse_json_lines(_read_text(Path(path)), str(path))
     ]
 
 
@@ -96,6 +91,15 @@ def limited(prompts: Sequence[BenchPrompt], per_category: int) -> list[BenchProm
         count = min(per_category, len(members))
         chosen += [members[index * len(members) // count] for index in range(count)]
     return chosen
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read ({error.strerror}): name a file") from error
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{path} is not UTF-8 text: convert it to UTF-8") from error
 
 
 def _parse_json_lines(text: str, source: str) -> list[BenchPrompt]:

@@ -11,6 +11,7 @@ from .contestants import PLAIN
 from .figures import MLX_LM, Figures, figures, trusted_names
 from .measurement import MeasuredPrompt
 from .rouge import rouge
+from .roughness import roughness
 
 Report = dict[str, Any]
 
@@ -34,7 +35,7 @@ def bench_report(
         ``decoders``, ``categories`` and ``prompts`` hold the figures: of each contestant over
         all, over each category, and on each prompt. A speed-up over all is the geometric mean
         of the categories'. Without the same output there is no speed-up, but an entry in
-        ``differences``.
+        ``differences``. ``rough`` is a sentence that says why the figures are rough, or None.
     """
     names = list(prompts[0].turns)
     trusted = trusted_names(prompts)
@@ -47,6 +48,7 @@ def bench_report(
     }
     report = {
         **facts,
+        "rough": roughness(prompts),
         "baseline": MLX_LM if MLX_LM in trusted and PLAIN in trusted else PLAIN,
         "decoders": {
             name: _over_all(

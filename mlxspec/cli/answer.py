@@ -16,10 +16,12 @@ from rich.console import Console
 from ..decoders import AutoDecoder
 from ..decoders.options import GenerationOptions
 from ..errors import OptionError, PromptError
+from ..models.step_caches import cached_length
 from ..response import GenerationResponse, Transcript
 from ..terminal import TokenPrinter
 from .cached_prompt import CachedPrompt
 from .consoles import error_console
+from .context_room import room_behind, tell_of_full_context
 from .decoding_choice import DecoderOptions, DecodingChoice
 from .json_report import json_report
 from .measuring_progress import MeasuringProgress
@@ -72,6 +74,7 @@ def answer(
     choice = DecodingChoice(DecoderOptions(**options))
     if max_tokens < 1:
         raise OptionError(f"--max-tokens is {max_tokens}: generate at least 1 token")
+    choice.check_room(max_tokens)
     if logprobs is not None and not as_json:
         raise OptionError("--logprobs are written into the JSON object: add --json")
     if logprobs is not None and logprobs < 0:
@@ -81,10 +84,10 @@ def answer(
         model = cached.model(model)
     transcript = Transcript(logprobs)
 
-    model = model or default_model()
+    name = model or default_model()
     console = error_console(color)
     with MeasuringProgress(console) as measuring:
-        loaded, tokenizer = leader.load(model) if leader else (model, None)
+        loaded, tokenizer = leader.load(name) if leader else (name, None)
         decoder = choice.load(loaded, measuring, tokenizer)
     templated = uses_template(source, decoder.tokenizer, chat)
     begun: GenerationOptions = {}
@@ -92,14 +95,17 @@ def answer(
         tokens, begun = cached.continued(source, decoder, templated)
     else:
         tokens = prompt_tokens(source, decoder.tokenizer, templated)
+    held = cached_length(begun.get("prompt_cache") or ()) + len(tokens)
+    room = room_behind(held, decoder.model, max_tokens)
     sampling = sparing_line_ends(sampling, decoder.tokenizer)
     how: GenerationOptions = {"sampling": sampling, **ends, **memory, **begun}
-    start = partial(choice.stream, decoder, tokens, max_tokens, **how)
+    start = partial(choice.stream, decoder, tokens, room, **how)
     printer = None if as_json else TokenPrinter(color)
     # In a chat the answer is a text of its own, whose first space the tokenizer has put there.
     trims = templated and decoder.tokenizer.detokenizer.prefix_space
+    tell = partial(tell_of_default, model)
     with choice.learner(decoder) as learner:
-        _transcribe(start, transcript, printer, console, trims)
+        _transcribe(start, transcript, printer, console, trims, tell)
         if learner:
             learner.add(transcript.tokens)
     result = replace(transcript.result(decoder.step_times), prompt_tokens=len(tokens))
@@ -109,7 +115,9 @@ def answer(
         console.print()
         console.print(figures_panel(result, legend=printer.color))
     else:
-        click.echo(json_report(result, model))
+        click.echo(json_report(result, name))
+    if result.finish_reason == "length" and room < max_tokens:
+        tell_of_full_context(decoder.model)
     if stats:
         console.print(step_times_table(result.step_times))
         if isinstance(decoder, AutoDecoder):
@@ -135,10 +143,14 @@ def answer_together(**options: Any) -> None:
 
 
 def default_model() -> str:
-    if Path("mlx_model").is_dir():
-        return "mlx_model"
-    note("no mlx_model directory here, so the bundled demo model answers (choose with --model)")
-    return "demo"
+    """The model that answers where none is asked for."""
+    return "mlx_model" if Path("mlx_model").is_dir() else "demo"
+
+
+def tell_of_default(asked: str | None) -> None:
+    """Say that the demo model answers, once there is no error left to come before the answer."""
+    if asked is None and default_model() == "demo":
+        note("no mlx_model directory here, so the bundled demo model answers (choose with --model)")
 
 
 def _transcribe(
@@ -147,10 +159,13 @@ def _transcribe(
     printer: TokenPrinter | None,
     console: Console,
     trims_first_space: bool,
+    on_first: Callable[[], None],
 ) -> None:
     """Run a generation to its end or to Ctrl-C, writing its text as it comes."""
     with suppress(KeyboardInterrupt), PrefillProgress(console) as progress:
         for response in start(on_progress=progress):
+            if response.generation_tokens == 1:
+                on_first()
             if trims_first_space and response.text:
                 response = replace(response, text=response.text.removeprefix(" "))
                 trims_first_space = False

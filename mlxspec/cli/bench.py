@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
 
+from .names import FILE, NAME
 from .option_groups import GroupedCommand, GroupedOption
 from .outcome import reported
 
@@ -25,25 +25,25 @@ no outputs and no paths unless you ask for them.
 _prompt_option = partial(click.option, cls=GroupedOption, group="Prompts")
 _run_option = partial(click.option, cls=GroupedOption, group="Measurement")
 _output_option = partial(click.option, cls=GroupedOption, group="Output")
-_FILE = click.Path(path_type=Path)
 
 
 @click.command(
     "bench",
+    short_help="Compare decoders on MODEL: speed and outputs.",
     cls=GroupedCommand,
     epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
-@click.argument("model", metavar="MODEL")
+@click.argument("model", type=NAME, metavar="MODEL")
 @_prompt_option(
     "--prompts",
-    type=_FILE,
+    type=FILE,
     multiple=True,
     metavar="FILE",
     help="Prompts to answer; repeatable.  [default: a small set that comes with mlxspec]",
 )
 @_prompt_option(
-    "--spec-bench", type=_FILE, metavar="FILE", help="Spec-Bench's question.jsonl as prompts."
+    "--spec-bench", type=FILE, metavar="FILE", help="Spec-Bench's question.jsonl as prompts."
 )
 @_prompt_option("--limit", type=int, metavar="N", help="At most N prompts of each category.")
 @_prompt_option(
@@ -59,7 +59,7 @@ _FILE = click.Path(path_type=Path)
 @_run_option("--temp", type=float, default=0.0, metavar="T", help="Temperature; 0 is greedy.")
 @_run_option("--seed", type=int, default=0, metavar="N", help="Same seed, same outputs.")
 @_output_option("--json", "as_json", is_flag=True, help="Write one JSON object and no table.")
-@_output_option("--html", type=_FILE, metavar="FILE", help="Write a page with plots as well.")
+@_output_option("--html", type=FILE, metavar="FILE", help="Write a page with plots as well.")
 @_output_option(
     "--include-text", is_flag=True, help="Put prompts and outputs into the JSON and the page."
 )

@@ -87,13 +87,21 @@ def run_bench(
         with_references=references,
         include_text=include_text,
     )
-    if html:
-        write_page(html, bench_page(report))
-    if as_json:
-        click.echo(json.dumps(report))
-    else:
-        print_tables(bench_tables(report))
-    _exit(list(what_differs(report)), interrupted)
+    wrong = list(what_differs(report))
+    try:
+        if html:
+            write_page(html, bench_page(report))
+    finally:  # what was measured is not lost with the page
+        if as_json:
+            click.echo(json.dumps(report))
+        else:
+            print_tables(bench_tables(report))
+        for line in wrong:
+            click.echo(f"Error: {shown(line)}", err=True)
+    if wrong:
+        sys.exit(1)
+    if interrupted:
+        sys.exit(INTERRUPTED)
 
 
 def _read(files: tuple[Path, ...], spec_bench: Path | None, limit: int | None) -> list[BenchPrompt]:
@@ -134,13 +142,3 @@ def _measure(
     if not measured:
         raise PromptError("every prompt is longer than the model's context: use shorter ones")
     return measured, interrupted
-
-
-def _exit(wrong: list[str], interrupted: bool) -> None:
-    """Say which outputs are wrong, and end with the status of what went worst."""
-    for line in wrong:
-        click.echo(f"Error: {shown(line)}", err=True)
-    if wrong:
-        sys.exit(1)
-    if interrupted:
-        sys.exit(INTERRUPTED)

@@ -19,7 +19,7 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
     model, machine = report["model"], report["machine"]
     yield shown(
         f"{model['name']}: {model['parameters']:,} parameters, {model['bits_per_weight']} bits "
-        f"each, {model['dtype']}"
+        f"each in memory, {model['dtype']}"
     )
     blas = f", BLAS: {machine['blas']}" if "blas" in machine else ""
     yield shown(f"{machine['chip']} ({machine['device']}{blas}), {machine['system']}")
@@ -31,6 +31,8 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
     yield _over_all(report)
     if any("rouge" in entry for entry in report["categories"].values()):
         yield _rouge(report)
+    if report["rough"]:
+        yield report["rough"]
     yield Text(shown(verdict(report)), style="bold")
 
 

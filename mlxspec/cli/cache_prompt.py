@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from .generate import generate_command
+from .names import NAME
 from .option_groups import GroupedCommand, GroupedOption, options_of
 from .outcome import reported
 
@@ -32,10 +33,12 @@ message, which the later prompt goes on with.
     "--prompt-cache-file",
     cls=GroupedOption,
     group="Model and prompt",
+    type=NAME,
     metavar="FILE",
     required=True,
     help="Write the cache to this file, *.safetensors.",
 )
+@click.option("--force", is_flag=True, help="Replace a prompt cache that is there.")
 def cache_prompt_command(**options: Any) -> None:
     """Process a prompt and keep its KV cache in a file.
 

@@ -9,11 +9,12 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..decoders.prompt import prompt_ids as checked_ids
+from ..errors import OptionError
 from ..models.cache_options import CacheOptions, check_quantization
 from ..models.loading import context_length, load
-from ..models.prompt_cache_file import check_writable, save_prompt_cache
+from ..models.prompt_cache_file import check_replaceable, check_writable, save_prompt_cache
 from ..models.target import vocabulary_size
-from .answer import default_model
+from .answer import default_model, tell_of_default
 from .consoles import error_console
 from .memory_options import take_memory
 from .outcome import note
@@ -30,6 +31,7 @@ def cache_prompt(
     prompt_ids: str | None,
     chat: bool | None,
     prompt_cache_file: str,
+    force: bool,
     **options: Any,
 ) -> None:
     """Process a prompt; the arguments are the options of the command line.
@@ -42,14 +44,18 @@ def cache_prompt(
     # All that needs no model is checked before one is loaded, or even downloaded.
     source = read_prompt(prompt, prompt_file, prompt_ids)
     memory = take_memory(options)
+    if not prompt_cache_file.endswith(".safetensors"):
+        raise OptionError(f"--prompt-cache-file {prompt_cache_file}: name a file *.safetensors")
     path = check_writable(prompt_cache_file)
-    model = model or default_model()
-    loaded, tokenizer = load(model)
+    check_replaceable(path, force)
+    name = model or default_model()
+    loaded, tokenizer = load(name)
     check_quantization(loaded, CacheOptions(**memory))
     templated = uses_template(source, tokenizer, chat)
     ids = opening_tokens(source, tokenizer, templated)
     tokens = checked_ids(ids, tokenizer, vocabulary_size(loaded), context_length(loaded))
 
+    tell_of_default(model)
     cache = make_prompt_cache(loaded, memory.pop("max_kv_size"))
     with PrefillProgress(error_console(None)) as progress:
         processing = generate_step(
@@ -62,6 +68,6 @@ def cache_prompt(
         )
         for _ in processing:
             pass
-    metadata = {"model": model, "tokenizer_config": "{}"}
+    metadata = {"model": name, "tokenizer_config": "{}"}
     save_prompt_cache(path, cache, metadata, tokens=tokens)
     note(f"{path} holds {len(tokens):,} tokens, {path.stat().st_size / 1e6:,.1f} MB")

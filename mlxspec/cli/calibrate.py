@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 
+from .names import FILE, NAME
 from .outcome import reported
 
 EPILOG = """\b
@@ -22,14 +22,19 @@ user's cache directory, or in the one that MLXSPEC_CACHE_DIR names.
 """
 
 
-@click.command("calibrate", epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("model", required=False)
+@click.command(
+    "calibrate",
+    short_help="Measure what steps of MODEL cost by their rows.",
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.argument("model", required=False, type=NAME)
 @click.option(
     "--context", type=int, metavar="N", help="Measure behind N tokens of context.  [default: 256]"
 )
 @click.option("--show", is_flag=True, help="Show what is known and measure nothing.")
-@click.option("--png", type=click.Path(path_type=Path), metavar="FILE", help="Draw the curve.")
-@click.option("--svg", type=click.Path(path_type=Path), metavar="FILE", help="Draw the curve.")
+@click.option("--png", type=FILE, metavar="FILE", help="Draw the curve.")
+@click.option("--svg", type=FILE, metavar="FILE", help="Draw the curve.")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object and no table.")
 def calibrate_command(**options: Any) -> None:
     """Measure what steps of MODEL cost by their number of rows, and keep it.

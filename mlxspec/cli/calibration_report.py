@@ -47,7 +47,8 @@ class _Curve:
         millions = float(model.get("parameters") or 0) / 1e6
         size = f"{millions / 1000:.1f} B" if millions >= 1000 else f"{millions:.1f} M"
         return visible(
-            f"{model.get('type')}, {size} parameters, {model.get('bits_per_weight')} bits a weight"
+            f"{model.get('type')}, {size} parameters, {model.get('bits_per_weight')} bits each "
+            "in memory"
         )
 
     @property

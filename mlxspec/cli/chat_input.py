@@ -25,9 +25,12 @@ class ChatInput:
     def __init__(self) -> None:
         if sys.stdin is None:
             raise PromptError("standard input is closed: chat at a terminal, or pipe the turns in")
-        if isinstance(sys.stdin, TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")
         self.interactive = sys.stdin.isatty()
+        if isinstance(sys.stdin, TextIOWrapper):
+            if self.interactive:
+                sys.stdin.reconfigure(errors="replace")
+            else:  # bytes that are not UTF-8 become lone surrogates, by which they are found
+                sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
         self._read_line: Callable[[str], str] = _line_of_stream
         if self.interactive and sys.stdout.isatty():
             with suppress(ImportError):  # there is none on Windows
@@ -39,6 +42,7 @@ class ChatInput:
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed; the message so far is forgotten.
+            PromptError: what comes through a pipe is not UTF-8.
         """
         try:
             line = self._line("> ")
@@ -70,4 +74,8 @@ def _line_of_stream(prompt: str) -> str:
     line = sys.stdin.readline()
     if not line:
         raise EOFError
+    try:
+        line.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError("standard input is not UTF-8 text: convert it to UTF-8") from error
     return line.removesuffix("\n").removesuffix("\r")

@@ -15,7 +15,7 @@ from ..models.loading import context_length
 from ..response import GenerationResponse, Transcript
 from ..store import Learner
 from ..terminal import TokenPrinter, visible
-from .answer import default_model
+from .answer import default_model, tell_of_default
 from .chat_figures import ChatFigures, figures_line
 from .chat_input import ChatInput
 from .consoles import error_console
@@ -26,6 +26,7 @@ from .memory_options import take_memory
 from .outcome import note
 from .prefill_progress import PrefillProgress
 from .sampling_options import sparing_line_ends, take_sampling
+from .wording import counted
 
 _HELP = '''/help    this text
 /stats   figures of the conversation
@@ -58,13 +59,14 @@ def chat(
     choice = DecodingChoice(DecoderOptions(**options))
     if max_tokens < 1:
         raise OptionError(f"--max-tokens is {max_tokens}: generate at least 1 token")
+    choice.check_room(max_tokens)
     if launched_rank() is not None:
         raise OptionError("chat runs in one process: start it without mlx.launch")
     turns = ChatInput()
-    model = model or default_model()
+    name = model or default_model()
     console = error_console(color)
     with MeasuringProgress(console) as measuring:
-        decoder = choice.load(model, measuring)
+        decoder = choice.load(name, measuring)
     sampling = sparing_line_ends(sampling, decoder.tokenizer)
     conversation = Conversation(
         decoder.tokenizer,
@@ -73,8 +75,9 @@ def chat(
         max_tokens,
         system_prompt,
     )
+    tell_of_default(model)
     if turns.interactive:
-        console.print(f"Chatting with {model}. /help says what can be typed.", style="dim")
+        console.print(f"Chatting with {name}. /help says what can be typed.", style="dim")
     with choice.learner(decoder) as learner:
         _Chat(conversation, console, color, learner, turns.interactive).take(turns)
 
@@ -167,16 +170,18 @@ class _Chat:
             self._tell("Stopped before the first word; the message is forgotten.")
             return
         if last.finish_reason == "length":
-            ending = "cut: --max-tokens or the context is full"
+            all_given = last.generation_tokens == self._conversation.max_tokens
+            ending = "cut by --max-tokens" if all_given else "cut: the model's context is full"
         self._figures.add(last)
         if self._interactive:
             self._tell(figures_line(last, ending))
 
     def _tell_dropped(self) -> None:
         if self._conversation.dropped:
+            turns = counted(self._conversation.dropped, "turn")
             note(
                 f"the model's context of {self._conversation.context_length:,} tokens is full: "
-                f"left out the oldest {self._conversation.dropped} turns; /reset begins anew"
+                f"left out {turns} at the beginning; /reset begins anew"
             )
 
     def _reset(self) -> None:

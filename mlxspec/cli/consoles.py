@@ -12,6 +12,12 @@ from ..terminal import wants_color
 _UNLIMITED = 10_000  # columns
 
 
+class _OutputConsole(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to :func:`.outcome.reported`, whatever writes to the pipe."""
+        raise BrokenPipeError
+
+
 def output_console(color: bool | None = None) -> Console:
     """Standard output; ``color`` as in :func:`mlxspec.terminal.wants_color`.
 
@@ -20,7 +26,7 @@ def output_console(color: bool | None = None) -> Console:
     """
     limited = sys.stdout.isatty() or "COLUMNS" in os.environ
     in_color = wants_color(sys.stdout, color)
-    return Console(
+    return _OutputConsole(
         force_terminal=in_color or None,  # colours that are asked for go into a pipe, too
         width=None if limited else _UNLIMITED,
         no_color=not in_color,

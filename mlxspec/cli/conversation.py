@@ -52,7 +52,7 @@ class Conversation:
         self._tokenizer = tokenizer
         self._stream = stream
         self.context_length = context_length
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         # The answer is a text of its own, whose first space the tokenizer has put there.
         self._trims = tokenizer.detokenizer.prefix_space
@@ -101,10 +101,7 @@ class Conversation:
         """The conversation's tokens, without the oldest turns once they leave no room."""
         tokens, length = self._tokens(), self.context_length
         self.dropped = 0
-        if (
-            length is None
-            or len(tokens) + min(self._max_tokens, length // _ANSWERS_SHARE) <= length
-        ):
+        if length is None or len(tokens) + min(self.max_tokens, length // _ANSWERS_SHARE) <= length:
             return tokens
         while len(tokens) > length // 2 and len(self.messages) > 1:
             del self.messages[:2]  # a turn of the user and the answer
@@ -115,8 +112,8 @@ class Conversation:
     def _room(self, prompt_tokens: int) -> int:
         """How many tokens the answer may have."""
         if self.context_length is None:
-            return self._max_tokens
-        return max(1, min(self._max_tokens, self.context_length - prompt_tokens))
+            return self.max_tokens
+        return max(1, min(self.max_tokens, self.context_length - prompt_tokens))
 
     def _tokens(self) -> list[int]:
         return conversation_tokens([*self._system, *self.messages], self._tokenizer)

@@ -7,20 +7,30 @@ from typing import Any
 
 import click
 
+from .names import NAME
 from .outcome import reported
 
 
 @click.command("convert", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--torch-path",
+    type=NAME,
     metavar="DIR",
     help="Mistral or Llama original: consolidated.*, params.json, tokenizer.model.",
 )
 @click.option(
-    "--hf-path", metavar="DIR_OR_REPO", help="Hugging Face checkpoint, local or on the Hub."
+    "--hf-path",
+    type=NAME,
+    metavar="DIR_OR_REPO",
+    help="Hugging Face checkpoint, local or on the Hub.",
 )
 @click.option(
-    "--mlx-path", metavar="DIR", default="mlx_model", show_default=True, help="What to write."
+    "--mlx-path",
+    type=NAME,
+    metavar="DIR",
+    default="mlx_model",
+    show_default=True,
+    help="What to write.",
 )
 @click.option("-q", "--quantize", is_flag=True, help="Quantise the weights, to 4 bits by default.")
 @click.option("--q-bits", type=int, metavar="N", help="Bits of a quantised weight.")
@@ -53,10 +63,12 @@ def convert_command(**options: Any) -> None:
 
         with _progress() as on_progress:
             result = convert(**options, on_progress=on_progress)
+        started_as_script = click.get_current_context().parent is None
+        generate = "python decoder.py" if started_as_script else "mlxspec generate"
         click.echo(
             f"Wrote {result.path}: {result.nbytes / 1e6:,.1f} MB, "
             f"{result.bits_per_weight:.2f} bits per weight. "
-            f'Next: python decoder.py --model {shlex.quote(str(result.path))} --prompt "..."'
+            f'Next: {generate} --model {shlex.quote(str(result.path))} --prompt "..."'
         )
 
 

@@ -66,18 +66,27 @@ def _draw(
         rows = [point.rows for point in points]
         costs = [point.cost for point in points]
         errors = [point.cost * point.error for point in points]
-        top = max(costs) * 1.15
+        top = max(cost + error for cost, error in zip(costs, errors, strict=True)) * 1.1
         axes.plot([1, top], [1, top], ":", color="0.5", label="T(M) = M: drafts cannot pay")
         axes.errorbar(
             rows, costs, errors, fmt="o-", markersize=3.5, color=_BLUE, capsize=2, label="measured"
         )
-        axes.set_xlim(0, rows[-1] * 1.02)
+        axes.set_xlim(0, rows[-1] * 1.04)
         axes.set_ylim(0, top)
         axes.set_xlabel("rows M of a step: the current token and M − 1 draft tokens")
         axes.set_ylabel("T(M) / T(1): tokens a step must emit to pay")
         # A dollar sign in a name would start mathematics.
-        figure.suptitle(title, x=0.02, ha="left", fontsize=12, parse_math=False)
-        axes.set_title(subtitle, loc="left", fontsize=8, color="0.35", parse_math=False)
+        axes.set_title(title, loc="left", fontsize=12, pad=20, parse_math=False)
+        axes.annotate(
+            subtitle,
+            xy=(0, 1),
+            xycoords="axes fraction",
+            xytext=(0, 6),
+            textcoords="offset points",
+            fontsize=8,
+            color="0.35",
+            parse_math=False,
+        )
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, loc="lower right")

@@ -69,11 +69,28 @@ class DecodingChoice:
             if given and self.kind not in (kind, "combined"):
                 raise OptionError(f"{given[0]} is for --decoder {kind}, not {self.kind}")
         if options.store is not None and self.kind not in ("auto", "combined"):
-            raise OptionError(f"--store is for --decoder auto, not {self.kind}")
+            raise OptionError(f"--store is for --decoder auto and combined, not {self.kind}")
         if options.learn and options.store is None:
             raise OptionError("--learn adds to a store: name it with --store FILE")
         self._lookup = self._lookup_drafter() if _given(lookup) else None
         self._sizes = _sizes(options)
+
+    def check_room(self, max_tokens: int) -> None:
+        """Say so where lookahead's window is too wide to run even once.
+
+        It goes with drafts as deep as itself, W + N - 3 tokens in its first step, and no draft
+        reaches beyond the output's last token.
+        """
+        width, ngram_size = self._sizes["window_size"], self._sizes["ngram_size"]
+        if self.kind not in ("lookahead", "combined") or width == "auto" or not width:
+            return
+        widest = max_tokens + 2 - ngram_size
+        if width > widest:
+            note(
+                f"--window-size is {width}: the window looks beyond the output's end and does not "
+                f"run; with --max-tokens {max_tokens} and n-grams of {ngram_size} choose "
+                f"{max(widest, 0)} at most"
+            )
 
     def load(
         self,

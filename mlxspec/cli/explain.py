@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
 
 from .generate import generate_command
+from .names import FILE
 from .option_groups import GroupedCommand, GroupedOption, options_of
 from .outcome import reported
 
@@ -39,11 +39,12 @@ _view_option = partial(click.option, cls=GroupedOption, group="Steps and output"
     "--skip",
     type=int,
     metavar="N",
-    help="Begin after N steps.  [default: where most drafts are accepted in part]",
+    help="Begin after N steps.  [default: where most drafts are accepted in part, or "
+    "else where most tokens are]",
 )
 @_view_option(
     "--html",
-    type=click.Path(path_type=Path),
+    type=FILE,
     metavar="FILE",
     help="Write the steps as a page as well.",
 )

@@ -12,8 +12,9 @@ from ..drafting.recording import RecordedStep, RecordingDrafter
 from ..errors import OptionError
 from ..reports import check_writable, write_page
 from ..response import GenerationResponse, SpeculationStats
-from .answer import default_model
+from .answer import default_model, tell_of_default
 from .consoles import error_console, output_console
+from .context_room import room_behind, tell_of_full_context
 from .decoding_choice import DecoderOptions, DecodingChoice
 from .explain_page import explain_page
 from .explain_pieces import Pieces
@@ -57,20 +58,22 @@ def explain(
     memory = take_memory(options)
     choice = DecodingChoice(DecoderOptions(**options, learn=False))
     _check(max_tokens, steps, skip)
+    choice.check_room(max_tokens)
     if html:
         check_writable(html, "--html")
-    model = model or default_model()
+    name = model or default_model()
     with MeasuringProgress(error_console(color)) as measuring:
-        decoder = choice.load(model, measuring)
+        decoder = choice.load(name, measuring)
     templated = uses_template(source, decoder.tokenizer, chat)
     tokens = prompt_tokens(source, decoder.tokenizer, templated)
     sampling = sparing_line_ends(sampling, decoder.tokenizer)
-    start = partial(choice.stream, decoder, tokens, max_tokens, sampling=sampling, **ends, **memory)
-    recorded, stats = _record(decoder, start, max_tokens)
+    room = room_behind(len(tokens), decoder.model, max_tokens)
+    start = partial(choice.stream, decoder, tokens, room, sampling=sampling, **ends, **memory)
+    recorded, stats, cut = _record(decoder, start, room)
     if skip is not None and skip >= len(recorded):
         raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps, skip fewer")
     explained = Explained(
-        model=Path(model).resolve().name if Path(model).is_dir() else model,
+        model=Path(name).resolve().name if Path(name).is_dir() else name,
         decoder=choice.kind,
         prompt=tokens,
         steps=recorded,
@@ -79,9 +82,14 @@ def explain(
         stats=stats,
         pieces=Pieces(decoder.tokenizer),
     )
-    if html:
-        write_page(html, explain_page(explained))
-    print_explained(explained, output_console(color))
+    tell_of_default(model)
+    try:
+        if html:
+            write_page(html, explain_page(explained))
+    finally:  # what was found is not lost with the page
+        print_explained(explained, output_console(color))
+    if cut and room < max_tokens:
+        tell_of_full_context(decoder.model)
 
 
 def _check(max_tokens: int, steps: int, skip: int | None) -> None:
@@ -95,14 +103,14 @@ def _check(max_tokens: int, steps: int, skip: int | None) -> None:
 
 def _record(
     decoder: Decoder, start: Callable[..., Iterable[GenerationResponse]], max_tokens: int
-) -> tuple[list[RecordedStep], SpeculationStats]:
-    """Generate to the end, and return what the steps were."""
+) -> tuple[list[RecordedStep], SpeculationStats, bool]:
+    """Generate to the end; what the steps were, and whether all of ``max_tokens`` was given."""
     steps: list[RecordedStep] = []
-    stats = SpeculationStats()
+    stats, cut = SpeculationStats(), False
     decoder.wrap_drafter = partial(RecordingDrafter, steps=steps)
     console = error_console(None)
     with PrefillProgress(console) as prefilling, MeasuringProgress(console, "Generating") as bar:
         for response in start(on_progress=prefilling):
-            stats = response.stats
+            stats, cut = response.stats, response.finish_reason == "length"
             bar(response.generation_tokens / max_tokens)
-    return steps, stats
+    return steps, stats, cut

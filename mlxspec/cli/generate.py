@@ -12,6 +12,7 @@ import mlxspec
 from ..distributed.launch import launched_rank, let_rank_0_speak
 from .lookahead_options import lookahead_options
 from .memory_options import memory_options
+from .names import NAME
 from .option_groups import GroupedCommand, GroupedOption
 from .outcome import reported
 from .sampling_options import sampling_options
@@ -52,15 +53,19 @@ class _GenerateCommand(GroupedCommand):
 )
 @_prompt_option(
     "--model",
+    type=NAME,
     metavar="DIR_OR_REPO",
     help="Model directory, Hub repository, or 'demo'.  [default: mlx_model if it is there, "
     "otherwise demo]",
 )
 @_prompt_option("--prompt", metavar="TEXT", help="The prompt; - reads standard input.")
-@_prompt_option("--prompt-file", metavar="FILE", help="Read the prompt from a UTF-8 file.")
+@_prompt_option(
+    "--prompt-file", type=NAME, metavar="FILE", help="Read the prompt from a UTF-8 file."
+)
 @_prompt_option("--prompt-ids", metavar="IDS", help="The prompt as token ids: 1,415,2936.")
 @_prompt_option(
     "--prompt-cache-file",
+    type=NAME,
     metavar="FILE",
     help="Go on where a file of 'mlxspec cache-prompt' or mlx_lm.cache_prompt ends.",
 )
@@ -80,6 +85,7 @@ class _GenerateCommand(GroupedCommand):
 )
 @_draft_option(
     "--store",
+    type=NAME,
     metavar="FILE",
     help="With auto and combined: draft from a file of 'mlxspec store' too.",
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from .names import NAME
 from .outcome import reported
 
 EPILOG = """\b
@@ -19,8 +20,13 @@ rejected has to leave what its accepted tokens alone would have left.
 """
 
 
-@click.command("inspect", epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("model")
+@click.command(
+    "inspect",
+    short_help="Show what MODEL is, and which drafts it verifies.",
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.argument("model", type=NAME)
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object.")
 def inspect_command(**options: Any) -> None:
     """Show what MODEL is, and which drafts it verifies: trees, chains, or none.

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 
 import click
 
 import mlxspec
-
-from .outcome import INTERRUPTED
 
 _COMMANDS = {
     "bench": ("mlxspec.cli.bench", "bench_command"),
@@ -36,11 +33,7 @@ class LazyGroup(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         module, command = _COMMANDS[cmd_name]
-        try:
-            return getattr(import_module(module), command)
-        except KeyboardInterrupt:
-            click.echo("\nInterrupted.", err=True)
-            sys.exit(INTERRUPTED)
+        return getattr(import_module(module), command)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -45,7 +45,8 @@ def _table(facts: ModelFacts) -> Table:
     table.add_column()
     context = f"{facts.context:,} tokens" if facts.context else "no bound in config.json"
     table.add_row("architecture", f"{visible(facts.type)}, {facts.layers} layers")
-    table.add_row("parameters", f"{_number(facts.parameters)}, {facts.bits_per_weight} bits each")
+    size = f"{_number(facts.parameters)}, {facts.bits_per_weight} bits each in memory"
+    table.add_row("parameters", size)
     table.add_row("quantisation", _quantisation(facts))
     table.add_row("vocabulary", f"{facts.vocabulary:,} tokens")
     table.add_row("context", context)

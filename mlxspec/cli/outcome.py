@@ -8,15 +8,23 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import TextIOWrapper
+from typing import NoReturn
 
 import click
 
-from ..errors import MlxspecError
+from ..errors import MlxspecError, OptionError
 from ..terminal import visible
+from .option_names import in_option_names
+from .plain_characters import write_plainly
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it: 128 + SIGINT."""
+
+_REMEDIES = {
+    errno.EACCES: "give yourself the permission, or name another one",
+    errno.ENAMETOOLONG: "name one with a shorter name",
+    errno.ENOENT: "name one that is there",
+}
 
 
 def note(message: object) -> None:
@@ -31,18 +39,49 @@ def reported() -> Iterator[None]:
     A reader that has seen enough and closes the pipe (``| head -1``) ends the command quietly
     and successfully.
     """
+    if sys.stdout is None:  # closed by the shell: `>&-`
+        _fail("standard output is closed: send it to a file, or to /dev/null")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     # transformers would advise to install PyTorch, which nothing here needs, and warn of texts
     # beyond a model's context.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if sys.stdout is None:  # closed by the shell: `>&-`
-        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    if isinstance(sys.stdout, TextIOWrapper):
-        # A character that the terminal's encoding lacks is no reason to stop.
-        sys.stdout.reconfigure(errors="replace")
-    try:
-        with _warnings_as_notes():
-            yield
+    write_plainly()
+    with _failures_told(), _warnings_as_notes():
+        yield
         sys.stdout.flush()
+
+
+def run_command(command: click.Command, name: str) -> None:
+    """Run a command as a process of its own and exit; a wrong use is one line and status 2.
+
+    Args:
+        command: what :func:`reported` did not catch in it ends in one line as well.
+        name: what the user calls it.
+    """
+    with _failures_told():
+        try:
+            sys.exit(command.main(prog_name=name, standalone_mode=False) or 0)
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except click.UsageError as error:
+            hint = f" ({error.ctx.command_path} --help)" if error.ctx else ""
+            _fail(error.format_message().rstrip(".") + hint, error.exit_code)
+        except click.ClickException as error:
+            _fail(error.format_message(), error.exit_code)
+        except click.Abort:  # click has ended the line in which Ctrl-C was pressed
+            click.echo("Interrupted.", err=True)
+            sys.exit(INTERRUPTED)
+
+
+@contextmanager
+def _failures_told() -> Iterator[None]:
+    """End the process where its input is at fault, in one line."""
+    try:
+        yield
+    except OptionError as error:
+        _fail(in_option_names(str(error)))
     except MlxspecError as error:
         _fail(error)
     except KeyboardInterrupt:
@@ -52,10 +91,24 @@ def reported() -> Iterator[None]:
         _discard_output()
         sys.exit(0)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        _discard_output()
-        _fail("no space is left where the output goes: send it elsewhere")
+        if error.errno == errno.ENOSPC:
+            _discard_output()
+            _fail("no space is left where the output goes: send it elsewhere")
+        _fail(_complaint(error))
+
+
+def _complaint(error: OSError) -> str:
+    """What to tell of a file that cannot be read, written or found, and what helps.
+
+    Raises:
+        OSError: it names no file, so that it is told with all that is known of it.
+    """
+    if isinstance(error.filename, str):
+        remedy = _REMEDIES.get(error.errno or 0, "name another one")
+        return f"{error.filename}: {error.strerror}; {remedy}"
+    if error.errno == errno.ENOENT:  # what os.getcwd() raises
+        return "the working directory is gone: change to one that is there"
+    raise error
 
 
 @contextmanager
@@ -69,9 +122,9 @@ def _warnings_as_notes() -> Iterator[None]:
         yield
 
 
-def _fail(message: object) -> None:
+def _fail(message: object, status: int = 1) -> NoReturn:
     click.echo(f"Error: {_one_line(message)}", err=True)
-    sys.exit(1)
+    sys.exit(status)
 
 
 def _one_line(message: object) -> str:

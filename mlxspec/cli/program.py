@@ -6,7 +6,9 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
+from types import TracebackType
 
 import click
 
@@ -18,9 +20,16 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
     """Run a script, or a directory or an archive with a ``__main__.py``, as ``python`` does.
 
     Exits with status 1 after one line if there is no such file, otherwise as the program does.
+
+    Raises:
+        OSError: it cannot be read.
     """
     if not os.path.exists(path):
         raise click.ClickException(f"{path}: no such script; a module is run with -m")
+    if not os.path.isdir(path):
+        open(path, "rb").close()
+    elif PathFinder.find_spec("__main__", [path]) is None:
+        raise click.ClickException(f"{path}: a directory without __main__.py; name a script")
     sys.argv = [path, *arguments]
     sys.path[0] = os.path.dirname(os.path.realpath(path))
     _run(lambda: runpy.run_path(path, run_name="__main__"))
@@ -55,7 +64,15 @@ def _run(program: Callable[[], object]) -> None:
             program()
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
-        except Exception:
+        except Exception as error:
             # click would take some of them for its own.
-            sys.excepthook(*sys.exc_info())
+            shown = error.with_traceback(_from_program(error.__traceback__))
+            sys.excepthook(type(shown), shown, shown.__traceback__)
             sys.exit(1)
+
+
+def _from_program(traceback: TracebackType | None) -> TracebackType | None:
+    """A traceback without what runs the program."""
+    while traceback and traceback.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
+        traceback = traceback.tb_next
+    return traceback

@@ -84,4 +84,5 @@ def _applied(messages: Messages, tokenizer: TokenizerWrapper, **how: bool) -> An
     try:
         return tokenizer.apply_chat_template(messages, **how)
     except Exception as error:  # a template is a program of the repository's, and may do anything
-        raise OptionError(f"the chat template does not apply ({error!r}): use --raw") from error
+        cause = str(error) or type(error).__name__
+        raise OptionError(f"the chat template does not apply ({cause}): use --raw") from error

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
 
+from .names import FILE, NAME
 from .option_groups import GroupedCommand, GroupedOption
 from .outcome import reported
 
@@ -26,7 +26,6 @@ A line of TRACES is an object with "messages", as in OpenAI-style chat logs, and
 
 _work_option = partial(click.option, cls=GroupedOption, group="Work and machine")
 _output_option = partial(click.option, cls=GroupedOption, group="Output")
-_FILE = click.Path(path_type=Path)
 
 
 @click.command(
@@ -35,13 +34,13 @@ _FILE = click.Path(path_type=Path)
     epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
-@click.argument("traces", metavar="TRACES...", nargs=-1, required=True, type=_FILE)
+@click.argument("traces", metavar="TRACES...", nargs=-1, required=True, type=FILE)
 @_work_option(
     "--tokenizer",
     required=True,
-    type=_FILE,
-    metavar="DIR",
-    help="The model's directory, or its tokenizer.model.",
+    type=NAME,
+    metavar="MODEL",
+    help="A model directory, a Hub repository, 'demo', or a tokenizer's file.",
 )
 @_work_option(
     "--chip",
@@ -52,7 +51,7 @@ _FILE = click.Path(path_type=Path)
     "--html all]",
 )
 @_work_option(
-    "--curve", type=_FILE, metavar="FILE", help="A curve that mlxspec calibrate --json wrote."
+    "--curve", type=FILE, metavar="FILE", help="A curve that mlxspec calibrate --json wrote."
 )
 @_work_option(
     "--limit",
@@ -69,7 +68,7 @@ _FILE = click.Path(path_type=Path)
     "with --html all]",
 )
 @_output_option("--json", "as_json", is_flag=True, help="Write one JSON object and no table.")
-@_output_option("--html", type=_FILE, metavar="FILE", help="Write a page with plots as well.")
+@_output_option("--html", type=FILE, metavar="FILE", help="Write a page with plots as well.")
 def replay_command(**options: Any) -> None:
     """Tell what each decoder would gain on recorded outputs.
 

@@ -32,7 +32,7 @@ _OWN = "own curve"
 def run_replay(
     *,
     traces: tuple[Path, ...],
-    tokenizer: Path,
+    tokenizer: str,
     chips: tuple[str, ...],
     curve: Path | None,
     decoders: str | None,
@@ -54,12 +54,14 @@ def run_replay(
     workload = read_workload(traces, load_trace_tokenizer(tokenizer), limit)
     with MeasuringProgress(error_console(None), "Replaying") as on_progress:
         comparison = compare(workload, names, curves, on_progress)
-    if html:
-        write_page(html, replay_page(comparison, sources))
-    if as_json:
-        click.echo(json.dumps(json_report(comparison)))
-    else:
-        print_tables(_tables(comparison))
+    try:
+        if html:
+            write_page(html, replay_page(comparison, sources))
+    finally:  # what was found is not lost with the page
+        if as_json:
+            click.echo(json.dumps(json_report(comparison)))
+        else:
+            print_tables(_tables(comparison))
 
 
 def json_report(comparison: Comparison) -> dict[str, Any]:

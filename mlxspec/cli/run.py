@@ -28,6 +28,7 @@ class ProgramCommand(click.Command):
 
 @click.command(
     "run",
+    short_help="Run a program that uses mlx-lm, with speculation.",
     cls=ProgramCommand,
     epilog=EPILOG,
     options_metavar="[-m MODULE | SCRIPT]",

@@ -64,7 +64,8 @@ _OPTIONS = [
         "--repetition-penalty",
         type=float,
         metavar="F",
-        help="Divide positive logits of tokens that occurred by F, multiply negative ones.",
+        help="Divide positive logits of tokens that occurred by F, multiply negative ones; 0 is "
+        "none.",
     ),
     _option(
         "--presence-penalty",

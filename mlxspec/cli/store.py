@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .names import NAME
 from .outcome import note, reported
+from .wording import counted, size_in_words
 
 if TYPE_CHECKING:
-    from ..store import Store, Vocabulary
+    from ..store import Store, StoreInfo, Vocabulary
     from ..store.text_files import Reading, TextFile
 
 EPILOG = """\b
@@ -34,6 +36,7 @@ _CONTEXT = {"help_option_names": ["-h", "--help"]}
 _model_option = click.option(
     "--model",
     required=True,
+    type=NAME,
     metavar="MODEL",
     help="Whose tokenizer: a model directory, a Hub repository, 'demo', or a tokenizer's file.",
 )
@@ -45,15 +48,22 @@ _max_tokens_option = click.option(
 )
 
 
-@click.group("store", epilog=EPILOG, context_settings=_CONTEXT)
+@click.group(
+    "store",
+    short_help="Make and inspect stores of text to draft from.",
+    epilog=EPILOG,
+    context_settings=_CONTEXT,
+)
 def store_command() -> None:
     """Make and inspect stores of text that speed up generating similar text."""
 
 
 @store_command.command("build", context_settings=_CONTEXT)
-@click.argument("paths", nargs=-1, required=True, metavar="PATHS...")
+@click.argument("paths", nargs=-1, required=True, type=NAME, metavar="PATHS...")
 @_model_option
-@click.option("-o", "--output", required=True, metavar="FILE", help="The store to write.")
+@click.option(
+    "-o", "--output", required=True, type=NAME, metavar="FILE", help="The store to write."
+)
 @_max_tokens_option
 @click.option("--force", is_flag=True, help="Replace a store that is there.")
 def build_command(
@@ -75,15 +85,16 @@ def build_command(
 
 
 @store_command.command("add", context_settings=_CONTEXT)
-@click.argument("file", metavar="FILE")
-@click.argument("paths", nargs=-1, required=True, metavar="PATHS...")
+@click.argument("file", type=NAME, metavar="FILE")
+@click.argument("paths", nargs=-1, required=True, type=NAME, metavar="PATHS...")
 @_model_option
 @_max_tokens_option
 def add_command(file: str, paths: tuple[str, ...], model: str, max_tokens: int | None) -> None:
     """Add files and directories to the store in FILE."""
     with reported():
-        from ..store import add_to_store
+        from ..store import add_to_store, open_store
 
+        held = open_store(file).info
         _write(
             paths,
             model,
@@ -92,11 +103,12 @@ def add_command(file: str, paths: tuple[str, ...], model: str, max_tokens: int |
                 file, sequences, tokenizer, max_tokens=limit
             ),
             file,
+            held,
         )
 
 
 @store_command.command("info", context_settings=_CONTEXT)
-@click.argument("file", metavar="FILE")
+@click.argument("file", type=NAME, metavar="FILE")
 def info_command(file: str) -> None:
     """Verify the store in FILE and say what it holds."""
     with reported():
@@ -105,9 +117,13 @@ def info_command(file: str) -> None:
         info = open_store(file).info
         for name, value in (
             ("tokenizer", info.identity),
-            ("built", f"{info.built_tokens:,} tokens in {info.built_sequences:,} texts"),
-            ("learned", f"{info.learned_tokens:,} tokens in {info.learned_sequences:,} outputs"),
-            ("size", f"{info.nbytes / 1e6:,.1f} MB"),
+            ("built", _in_texts(info)),
+            (
+                "learned",
+                f"{counted(info.learned_tokens, 'token')} in "
+                f"{counted(info.learned_sequences, 'output')}",
+            ),
+            ("size", size_in_words(info.nbytes)),
         ):
             click.echo(f"{name:<10} {value}")
 
@@ -116,9 +132,17 @@ _Writer = Callable[[Iterator[Sequence[int]], "Vocabulary", int], "Store"]
 
 
 def _write(
-    paths: tuple[str, ...], model: str, max_tokens: int | None, write: _Writer, output: str
+    paths: tuple[str, ...],
+    model: str,
+    max_tokens: int | None,
+    write: _Writer,
+    output: str,
+    held: StoreInfo | None = None,
 ) -> None:
-    """Read the texts, let ``write`` make a store of them, and say what has become of them."""
+    """Read the texts, let ``write`` make a store of them, and say what has become of them.
+
+    ``held`` is what the store held before, of one that is added to.
+    """
     from ..models.tokenizer_source import load_tokenizer_of
     from ..store.building import MAX_TOKENS
     from ..store.text_files import Reading, find_files, read_texts
@@ -128,33 +152,43 @@ def _write(
     files = find_files(paths)
     tokenizer = load_tokenizer_of(model)
     reading = Reading()
-    with _progress(files) as on_bytes:
-        sequences = (
-            tokenizer.encode(text, add_special_tokens=False)
-            for text in read_texts(files, reading, on_bytes)
-        )
-        store = write(sequences, tokenizer, limit)
-    _note_omissions(reading)
+    try:
+        with _progress(files) as on_bytes:
+            sequences = (
+                tokenizer.encode(text, add_special_tokens=False)
+                for text in read_texts(files, reading, on_bytes)
+            )
+            store = write(sequences, tokenizer, limit)
+    finally:  # they may be why there is nothing to write
+        _note_omissions(reading)
     info = store.info
     if info.built_tokens >= limit - 1:
         note(f"the store is full: --max-tokens {limit} is reached, and the rest is left out")
+    source = counted(reading.files, "file")
+    took = f"in {time.perf_counter() - started:.1f} s"
+    if held is None:
+        tokens, size = counted(info.built_tokens, "token"), size_in_words(info.nbytes)
+        click.echo(f"Wrote {output}: {tokens} from {source}, {size}, {took}.")
+        return
+    new = info.built_tokens - held.built_tokens
+    added = f"Added {counted(new, 'token')} from" if new else "Found nothing new in"
     click.echo(
-        f"Wrote {output}: {info.built_tokens:,} tokens from {_counted(reading.files, 'file')}, "
-        f"{info.nbytes / 1e6:,.1f} MB, in {time.perf_counter() - started:.1f} s."
+        f"{added} {source}, {took}. {output} holds {_in_texts(info)}, {size_in_words(info.nbytes)}."
     )
+
+
+def _in_texts(info: StoreInfo) -> str:
+    """What was built into a store."""
+    return f"{counted(info.built_tokens, 'token')} in {counted(info.built_sequences, 'text')}"
 
 
 def _note_omissions(reading: Reading) -> None:
     if reading.binary:
-        note(f"{_counted(reading.binary, 'file')} passed over: no UTF-8 text")
+        note(f"{counted(reading.binary, 'file')} passed over: no UTF-8 text")
     if reading.unreadable:
-        note(f"{_counted(reading.unreadable, 'file')} passed over: cannot be read")
+        note(f"{counted(reading.unreadable, 'file')} passed over: cannot be read")
     if reading.bad_lines:
-        note(f"{_counted(reading.bad_lines, 'line')} of chat logs passed over: no chat record")
-
-
-def _counted(number: int, thing: str) -> str:
-    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+        note(f"{counted(reading.bad_lines, 'line')} of chat logs passed over: no chat record")
 
 
 @contextmanager

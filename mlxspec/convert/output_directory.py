@@ -51,11 +51,21 @@ def output_directory(target: Path, *, force: bool) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 parent.rmdir()
         if isinstance(error, OSError):
-            reason = error.strerror or error
-            raise ConversionError(f"{target}: cannot be written ({reason})") from None
+            raise ConversionError(_complaint(error, target, (partial, replaced))) from None
         raise
     finally:
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _complaint(error: OSError, target: Path, own: tuple[Path, ...]) -> str:
+    """What cannot be written, or which file of the checkpoint cannot be read."""
+    reason = error.strerror or error
+    if isinstance(error.filename, str):
+        file = Path(os.path.abspath(error.filename))
+        written = any(file.is_relative_to(path) for path in (target, *own))
+        if not written and not target.is_relative_to(file):
+            return f"{error.filename}: cannot be read ({reason})"
+    return f"{target}: cannot be written ({reason})"
 
 
 def _remove_leftovers(target: Path) -> None:

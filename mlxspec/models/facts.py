@@ -49,7 +49,8 @@ class ModelFacts:
     Attributes:
         type: as in ``config.json``.
         parameters: how many, quantised ones counted as such.
-        bits_per_weight: the average, scales included.
+        bits_per_weight: the average in memory, scales included. On the CPU half-precision weights
+            and scales have become float32, so it is more than the checkpoint's.
         quantised_layers: how many layers have which bits and group size.
         layers: blocks of the model.
         vocabulary: token ids, those that pad the output layer included.

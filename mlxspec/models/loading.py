@@ -226,7 +226,12 @@ def _check_shards(directory: Path) -> None:
                 raise LoadError(f"{directory}: the weights file {name} is missing; fetch it again")
     for path in sorted(directory.glob("model*.safetensors")):
         try:
+            path.open("rb").close()  # MLX would not say why it cannot
             mx.load(str(path))  # reads the header and compares it with the file's size
+        except OSError as error:
+            raise LoadError(
+                f"{path}: cannot be read ({error.strerror}); give yourself the permission"
+            ) from error
         except RuntimeError as error:
             raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error
 
@@ -243,6 +248,8 @@ def _reason(error: Exception) -> str:
         return f"{text.rstrip('.')} by this version of mlx-lm; update it"
     if re.match(r"Missing|Received|Expected shape", text):
         return f"the weights do not fit config.json: {text[:200]}"
+    if isinstance(error, TypeError):
+        return "config.json has a value of a wrong type for this kind of model"
     return f"config.json and weights do not make a model: {text[:200] or type(error).__name__}"
 
 

@@ -18,6 +18,7 @@ from ..errors import PromptCacheError
 from .step_caches import cached_length, parts
 
 _SUFFIX = ".safetensors"
+_FIRST_CLASS = "1.0"  # a metadata key of mlx-lm's
 _TOKENS = "tokens"  # a metadata key that mlx-lm's own files lack
 
 
@@ -79,13 +80,18 @@ def load_prompt_cache(
     Raises:
         PromptCacheError: there is no such file, or it is damaged or of another kind.
     """
-    if not Path(file_name).is_file():
-        raise PromptCacheError(
-            f"{file_name}: there is no such file; make it with 'mlxspec cache-prompt'"
-        )
     try:
+        if not Path(file_name).is_file():
+            raise PromptCacheError(
+                f"{file_name}: there is no such file; make it with 'mlxspec cache-prompt'"
+            )
+        open(file_name, "rb").close()  # MLX would not say why it cannot
         cache, metadata = mlx_lm_caches.load_prompt_cache(str(file_name), return_metadata=True)
         mx.eval([part.state for part in cache])
+    except OSError as error:
+        raise PromptCacheError(
+            f"{file_name} cannot be read ({error.strerror}): name a file that you can read"
+        ) from error
     except RuntimeError as error:
         raise PromptCacheError(
             f"{file_name} is truncated or damaged: make it again with 'mlxspec cache-prompt'"
@@ -111,6 +117,35 @@ def check_writable(file_name: str | os.PathLike[str]) -> Path:
     if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
         raise PromptCacheError(f"{path} cannot be written: name a file in a writable directory")
     return path
+
+
+def check_replaceable(path: Path, force: bool) -> None:
+    """Refuse to write over what is not to be lost.
+
+    Args:
+        path: from :func:`check_writable`.
+        force: whether a prompt cache that is there may be replaced.
+
+    Raises:
+        PromptCacheError: there is a prompt cache, or even something else.
+        OSError: what is there cannot be read.
+    """
+    if not path.exists() or (path.is_file() and path.stat().st_size == 0):
+        return
+    if not _is_prompt_cache(path):
+        raise PromptCacheError(f"{path}: exists and is no prompt cache; name another file")
+    if not force:
+        raise PromptCacheError(f"{path}: exists; name another file, or replace it with --force")
+
+
+def _is_prompt_cache(path: Path) -> bool:
+    """Whether the file's header says of which classes its caches are."""
+    open(path, "rb").close()  # MLX would not say why it cannot
+    try:
+        loaded: Any = mx.load(str(path), return_metadata=True)
+    except RuntimeError:
+        return False
+    return "Cache" in loaded[1].get(_FIRST_CLASS, "")
 
 
 def tokens_in(cache: Sequence[Any], metadata: Mapping[str, str]) -> list[int]:

@@ -141,7 +141,8 @@ class CostCache:
             _write_whole(path, json.dumps(content, indent=1))
         except OSError as error:
             warnings.warn(
-                f"step times are not kept ({error}); {ENVIRONMENT_VARIABLE} names another place",
+                f"step times are not kept in {self.directory} ({error.strerror}); "
+                f"{ENVIRONMENT_VARIABLE} names another place",
                 stacklevel=2,
             )
 
@@ -182,10 +183,11 @@ def _unusable_ignored(path: Path) -> Iterator[None]:
     """Pass over a file that is not what it should be, with a warning if it is there."""
     try:
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         pass
     except _UNUSABLE as error:
-        warnings.warn(f"ignoring the step times in {path}: {error}", stacklevel=4)
+        reason = error.strerror if isinstance(error, OSError) else error
+        warnings.warn(f"ignoring the step times in {path}: {reason}", stacklevel=4)
 
 
 def _read(path: Path, key: CostKey) -> Ranges:

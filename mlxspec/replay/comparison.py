@@ -24,15 +24,16 @@ HINDSIGHT = "hindsight"
 """No decoder, since it knows the output; it shows how much is left to gain."""
 
 DECODERS = {
-    AUTO: "mlxspec's default decoder, each output by itself",
-    _AUTO_MEMORY: "the same with the outputs before, up to 16k tokens, in its memory",
+    AUTO: "mlxspec's default decoder on the first output of a process",
+    _AUTO_MEMORY: "the default decoder on what follows: it remembers the process's earlier "
+    "outputs, up to 16k tokens",
     "prompt-lookup": "classic prompt lookup: n-grams of 3 to 1, 10 tokens, full drafts only",
     "transformers": "its prompt_lookup_num_tokens=10, n-grams of 2 and 1",
     "vllm": "its n-gram speculator: n-grams of 5, 5 tokens",
     "tensorrt-llm": "its prompt lookup pool: n-grams of 2 and 1, 10 tokens, keep all, oldest",
     "llama.cpp": "its ngram-simple: n-grams of 12, 48 tokens",
-    "suffix-path": "suffix decoding, the likeliest path",
-    "suffix-tree": "suffix decoding, a tree of up to four times the match's length",
+    "suffix-path": "suffix decoding: the most frequent continuation of what matches, as one chain",
+    "suffix-tree": "the same with a tree of continuations, up to four times the match's length",
     HINDSIGHT: "unreachable: auto's candidates, as many as the known output shows to pay best",
 }
 """Who can be replayed, and what each is."""

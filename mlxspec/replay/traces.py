@@ -44,8 +44,12 @@ def read_traces(path: Path) -> list[Trace]:
     try:
         # Not splitlines(): U+2028 and its like may stand within a JSON string.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"{path}: cannot be read as text: {error}") from None
+    except OSError as error:
+        raise PromptError(f"{path}: cannot be read ({error.strerror}); name a file") from None
+    except UnicodeDecodeError as error:
+        raise PromptError(
+            f"{path}: is not UTF-8 text (byte {error.start}); convert it to UTF-8"
+        ) from None
     traces = list(_traces(path, lines))
     if not any(trace.conversation.completions for trace in traces):
         raise PromptError(f"{path}: holds no assistant message to replay")

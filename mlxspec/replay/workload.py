@@ -75,24 +75,26 @@ def _spread(traces: Sequence[Trace], limit: int) -> list[Trace]:
     return [traces[index * len(traces) // taken] for index in range(taken)]
 
 
-def load_trace_tokenizer(path: Path) -> TraceTokenizer:
-    """A tokenizer from a model's directory, or from SentencePiece's ``tokenizer.model``.
+def load_trace_tokenizer(source: str | Path) -> TraceTokenizer:
+    """A tokenizer for replaying.
+
+    Args:
+        source: as for :func:`mlxspec.models.tokenizer_source.load_tokenizer_of`.
 
     Raises:
         LoadError: there is none, or it has no end token.
     """
-    if path.is_dir():
-        return _from_directory(path)
-    if not path.is_file():
-        raise LoadError(f"{path}: name a directory with a tokenizer, or a tokenizer.model")
-    return _from_sentencepiece(path)
+    path = Path(source).expanduser()
+    if path.is_file() and path.suffix != ".json":
+        return _from_sentencepiece(path)
+    return _from_model(source)
 
 
-def _from_directory(directory: Path) -> TraceTokenizer:
-    from ..models.tokenizer_loading import load_tokenizer
+def _from_model(source: str | Path) -> TraceTokenizer:
+    from ..models.tokenizer_source import load_tokenizer_of
 
-    tokenizer = load_tokenizer(directory, None)
-    bos_id, eos_id = _ends(directory, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    tokenizer = load_tokenizer_of(source)
+    bos_id, eos_id = _ends(source, tokenizer.bos_token_id, tokenizer.eos_token_id)
     pieces = (piece or "" for piece in tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
     return TraceTokenizer(
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
@@ -121,8 +123,8 @@ def _from_sentencepiece(path: Path) -> TraceTokenizer:
     )
 
 
-def _ends(path: Path, bos_id: int | None, eos_id: int | None) -> tuple[int, int]:
+def _ends(source: str | Path, bos_id: int | None, eos_id: int | None) -> tuple[int, int]:
     if eos_id is None:
-        raise LoadError(f"{path}: the tokenizer has no EOS token, with which answers end")
+        raise LoadError(f"{source}: the tokenizer has no EOS token, with which answers end")
     # Some models have no BOS; another token in front of everything else changes no draft.
     return (eos_id if bos_id is None else bos_id), eos_id

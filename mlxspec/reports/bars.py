@@ -43,9 +43,15 @@ class BarGroup:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Groups of bars on one scale."""
+    """Groups of bars on one scale.
+
+    Attributes:
+        groups: what is drawn.
+        slow_below: the speed below which a bar is drawn as slower than plain decoding.
+    """
 
     groups: Sequence[BarGroup]
+    slow_below: float = 0.98
 
     def percent(self, value: float) -> float:
         """Where a speed stands on the scale, from 0 on the left to 100 on the right."""

@@ -34,15 +34,25 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def write_page(path: Path, html: str) -> None:
-    """Write a page; a file of that name is replaced as a whole."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Write a page; a file of that name is replaced as a whole.
+
+    Raises:
+        OptionError: it cannot be written; what was there before is as it was.
+    """
+    temporary = None
     try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(html)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
+    except BaseException as error:
+        if temporary is not None:
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise OptionError(
+                f"{path} cannot be written ({error.strerror}): name a file in a directory with room"
+            ) from error
         raise
 
 

@@ -102,6 +102,8 @@ def _check_target(target: Path, force: bool) -> None:
             return
     except OSError as error:
         raise StoreError(f"{target}: cannot be written ({error.strerror})") from error
+    if target.is_dir():
+        raise StoreError(f"{target}: is a directory; name a file")
     if not force:
         raise StoreError(
             f"{target}: exists; name another file, extend it with `mlxspec store add`, or "

@@ -60,6 +60,8 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[TextFile]:
         path = Path(name)
         try:
             mode = path.stat().st_mode
+            if stat.S_ISREG(mode):
+                path.open("rb").close()
         except OSError as error:
             raise StoreError(f"{path}: cannot be read ({error.strerror})") from error
         if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):

@@ -72,6 +72,13 @@ def test_messages_may_have_parts_and_calls_of_tools(tmp_path: Path) -> None:
     assert prompt.references == ("That one.",)
 
 
+def test_spec_bench_is_json_lines_whatever_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("It was the best of times.\n")
+    with pytest.raises(PromptError, match=r"book\.txt, line 1: no valid JSON"):
+        read_spec_bench(path)
+
+
 def test_any_other_file_is_one_prompt_with_its_blank_lines(tmp_path: Path) -> None:
     path = tmp_path / "question.txt"
     path.write_text("\ufeffdef f():\n\n    pass\n", encoding="utf-8")

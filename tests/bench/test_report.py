@@ -166,6 +166,28 @@ def test_rouge_is_given_where_there_are_references() -> None:
     assert "0.6667" in bench_page(result)
 
 
+def test_figures_of_short_or_restless_turns_are_called_rough() -> None:
+    # The turns of the test have 10 tokens each.
+    assert report(measured({"plain": [10, 10]}))["rough"] == (
+        "The figures are rough: half of the answers have no more than 10 tokens."
+    )
+    restless = report(measured({"plain": [10, 20, 10], "fast": [20, 60, 20]}))
+    # Ratios turn by turn: 2, 3 and 2.
+    assert restless["rough"].endswith("and the turns of fast on a prompt differ by 50%.")
+    assert restless["rough"] in text_of(bench_page(restless))
+    steady = report(measured({"plain": [10, 30], "fast": [20, 60]}))
+    assert "differ" not in steady["rough"]
+
+
+def test_a_ratio_within_the_noise_is_not_drawn_as_slow() -> None:
+    def drawn(rate: float) -> set[str | None]:
+        page = Page(bench_page(report(measured({"plain": [100], "other": [rate]}))))
+        return {value for name, value in page.attributes if name == "class"}
+
+    assert "bar slow" not in drawn(97)
+    assert "bar slow" in drawn(90)
+
+
 class Page(HTMLParser):
     """The elements, attributes and text of a page, as a browser would understand it."""
 

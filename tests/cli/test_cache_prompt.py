@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -120,8 +121,35 @@ def test_a_place_that_cannot_be_written_is_told_before_the_model_is_loaded(tmp_p
         "--prompt",
         "a",
         "--prompt-cache-file",
-        tmp_path / "a" / "b",
+        tmp_path / "a" / "b.safetensors",
     )
     result = run(cache_prompt_command, *options)
     assert result.exit_code == 1
     assert "b.safetensors cannot be written" in result.stderr
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)])
+def test_only_a_prompt_cache_is_replaced_and_only_with_force(
+    tmp_path: Path, force: tuple[str, ...]
+) -> None:
+    cache, weights = tmp_path / "cache.safetensors", tmp_path / "model.safetensors"
+    cached(cache)
+    shutil.copy(DEMO_DIRECTORY / "model.safetensors", weights)
+    before = weights.read_bytes()
+    options = ("--model", "demo", "--prompt", "a", *force, "--prompt-cache-file")
+    result = run(cache_prompt_command, *options, weights)
+    assert result.exit_code == 1
+    assert result.stderr == f"Error: {weights}: exists and is no prompt cache; name another file\n"
+    assert weights.read_bytes() == before
+    result = run(cache_prompt_command, *options, cache)
+    assert result.exit_code == (0 if force else 1)
+    assert ("--force" in result.stderr) != bool(force)
+
+
+@pytest.mark.parametrize("name", ["book.foo", "book", "."])
+def test_a_name_that_generate_would_not_find_is_refused(tmp_path: Path, name: str) -> None:
+    options = ("--model", "demo", "--prompt", "a", "--prompt-cache-file", tmp_path / name)
+    result = run(cache_prompt_command, *options)
+    assert result.exit_code == 1
+    assert result.stderr.endswith(": name a file *.safetensors\n")
+    assert list(tmp_path.iterdir()) == []

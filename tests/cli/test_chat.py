@@ -22,7 +22,7 @@ from .test_process import ROOT, Window
 LINE = "one two three four\n"
 
 
-def chat(*arguments: object, stdin: str) -> Result:
+def chat(*arguments: object, stdin: str | bytes) -> Result:
     options = ("--decoder", "prompt-lookup", *arguments)
     return CliRunner().invoke(chat_command, list(map(str, options)), input=stdin)
 
@@ -62,6 +62,15 @@ def test_a_turn_of_a_pipe_that_cannot_be_answered_ends_the_chat() -> None:
     assert "shorten the prompt" in result.stderr
 
 
+def test_a_turn_of_a_pipe_that_is_not_utf_8_is_refused_after_the_answers_before(
+    endless: Path,
+) -> None:
+    result = chat("--model", endless, "--max-tokens", 5, stdin=b"a\ncaf\xe9\nb\n")
+    assert result.exit_code == 1
+    assert result.stdout == LINE
+    assert result.stderr == "Error: standard input is not UTF-8 text: convert it to UTF-8\n"
+
+
 @pytest.mark.parametrize(
     ("text", "messages"),
     [
@@ -97,9 +106,11 @@ class Terminal(Window):
         return self.read(until=until)
 
 
-def start(model: Path, terminal: int, **environment: str) -> subprocess.Popen[str]:
+def start(
+    model: Path, terminal: int, max_tokens: int = 1_000_000, **environment: str
+) -> subprocess.Popen[str]:
     program = "from mlxspec.cli.main import main; main()"
-    options = ["--model", str(model), "--decoder", "prompt-lookup", "--max-tokens", "1000000"]
+    options = ["--model", str(model), "--decoder", "prompt-lookup", f"--max-tokens={max_tokens}"]
     return subprocess.Popen(
         [sys.executable, "-c", program, "chat", *options],
         cwd=ROOT,
@@ -126,6 +137,16 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_and_twice_leaves(endless: Path) ->
             assert "\x1b[1" not in figures
         assert "Ctrl-C again or Ctrl-D leaves." in window.interrupt(process, until="> ")
         window.interrupt(process, until="\n")
+        assert process.wait() == 0
+
+
+def test_an_answer_that_is_cut_says_by_what(endless: Path) -> None:
+    with Terminal(columns=100) as window:
+        process = start(endless, window.terminal, max_tokens=3)
+        window.read(until="> ")
+        window.type("go on\n")
+        assert "cut by --max-tokens" in window.read(until="\r\n> ")
+        window.type("\x04")
         assert process.wait() == 0
 
 

@@ -143,11 +143,10 @@ def test_the_default_model_is_mlx_model_where_it_is(
 def test_without_mlx_model_a_line_says_that_the_demo_model_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    asked = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mlxspec.decoders.base.load", lambda name: asked.append(name) or 1 / 0)
-    result = generate("--prompt", "a")
-    assert asked == ["demo"]
+    options = ("--prompt", "a", "--max-tokens", 2, "--decoder", "plain", "--json")
+    result = generate(*options)
+    assert json.loads(result.stdout)["model"] == "demo"
     assert result.stderr.startswith("Note: no mlx_model")
     assert result.stderr.count("\n") == 1
 
@@ -160,11 +159,14 @@ def test_without_mlx_model_a_line_says_that_the_demo_model_answers(
         (("--prompt", ""), "--prompt is empty"),
         ((), "no prompt"),
         (("--prompt", "a", "--prompt-file", "b"), "--prompt and --prompt-file"),
-        (("--prompt", "a", "--top-p", "7"), "top_p is 7.0"),
-        (("--prompt", "a", "--temp", "nan"), "temp is nan"),
-        (("--prompt", "a", "--ngram-min", "4"), "ngram_min is 4"),
-        (("--prompt", "a", "--n-draft", "-2"), "n_draft is -2"),
-        (("--prompt", "a", "--prompt-lookup-config", "ten"), "prompt_lookup_config is 'ten'"),
+        (("--prompt", "a", "--top-p", "7"), "--top-p is 7.0"),
+        (("--prompt", "a", "--temp", "nan"), "--temp is nan"),
+        (("--prompt", "a", "--ngram-min", "4"), "--ngram-min is 4 and --ngram-max 3: choose"),
+        (
+            ("--prompt", "a", "--n-draft", "-2"),
+            "--n-draft is -2: draft 1 token or more, or 0 for none",
+        ),
+        (("--prompt", "a", "--prompt-lookup-config", "ten"), "--prompt-lookup-config is 'ten'"),
     ],
 )
 def test_a_bad_option_is_one_line_before_any_model_is_loaded(
@@ -296,3 +298,18 @@ def test_a_store_begins_with_the_first_output_that_is_learned(
 )
 def test_options_that_contradict_each_other_are_named(endless: Path, options: tuple, named: str):
     assert_one_line_error(generate("--model", endless, "--prompt", "a", *options), named)
+
+
+def test_the_output_ends_where_the_context_does(finite: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "short"
+    shutil.copytree(finite, directory)
+    config = json.loads((directory / "config.json").read_text())
+    prompt = [BOS] * 6
+    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+    options = ("--model", directory, "--prompt-ids", ",".join(map(str, prompt)), "--json")
+    options = (*options, "--decoder", "prompt-lookup", "--max-tokens")
+    result = generate(*options, 50)
+    data = json.loads(result.stdout)
+    assert (data["generation_tokens"], data["finish_reason"]) == (2, "length")
+    assert result.stderr == "Note: the model's context of 8 tokens is full: the output ends there\n"
+    assert generate(*options, 2).stderr == ""

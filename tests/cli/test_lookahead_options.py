@@ -44,17 +44,29 @@ def test_the_names_of_paper_and_reference_mean_the_same(endless: Path) -> None:
     assert stats(*reference, "--POOL_FROM_PROMPT") == stats(*reference) != ours
 
 
+def test_a_window_that_never_runs_is_told(endless: Path) -> None:
+    options = ("--model", endless, "--prompt", "a", "--max-tokens", 40, "-N", 5, "-G", 5)
+    widest = generate(*options, "-W", 37)
+    assert "Note" not in widest.stderr
+    # It ran: a window begins with W + N - 2 tokens, the current one included.
+    assert 40 in (time["rows"] for time in report(*options, "-W", 37)["step_times"])
+    wider = generate(*options, "-W", 38)
+    assert wider.exit_code == 0
+    assert "choose 37 at most" in wider.stderr
+    assert all(time["rows"] < 38 for time in report(*options, "-W", 38)["step_times"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("-W", "wide"), "--window-size is 'wide'"),
-        (("-W", "-1"), "window_size is -1"),
-        (("-N", "1"), "ngram_size is 1"),
-        (("-G", "0"), "guess_set_size is 0"),
+        (("-W", "-1"), "--window-size is -1"),
+        (("-N", "1"), "--ngram-size is 1"),
+        (("-G", "0"), "--guess-set-size is 0"),
         (("--decoder", "auto", "-G", "3"), "--guess-set-size is for --decoder lookahead"),
         (("--decoder", "plain", "--no-pool-from-prompt"), "--pool-from-prompt is for"),
         (("--decoder", "lookahead", "--n-draft", "3"), "--n-draft is for --decoder prompt-lookup"),
-        (("--decoder", "lookahead", "--store", "x"), "--store is for --decoder auto"),
+        (("--decoder", "lookahead", "--store", "x"), "--store is for --decoder auto and combined"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

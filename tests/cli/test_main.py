@@ -28,6 +28,8 @@ def test_the_command_lists_its_subcommands():
     assert result.exit_code == 0
     assert re.search(r"convert +Convert", result.stdout)
     assert re.search(r"generate +Generate", result.stdout)
+    # At 80 columns every description is there to its end.
+    assert "..." not in result.stdout.partition("Commands:")[2]
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,11 @@ def test_a_place_without_a_tokenizer_is_refused(traces: Path, tmp_path: Path) ->
         assert result.stderr.count("\n") == 1
 
 
+def test_the_demo_s_tokenizer_goes_by_its_name(traces: Path) -> None:
+    results = [replay(traces, "--json", "--tokenizer", name) for name in ("demo", TOKENIZER)]
+    assert results[0].stdout == results[1].stdout != ""
+
+
 def test_directory_and_tokenizer_model_give_the_same(traces: Path) -> None:
     first, second = (
         replay(traces, "--tokenizer", path, "--json").stdout

@@ -105,6 +105,16 @@ def test_a_program_ends_as_it_would_alone(
     assert "Aborted" not in result.stderr
 
 
+def test_a_traceback_is_the_program_s_alone(run, tmp_path: Path) -> None:
+    script = write(tmp_path, "script.py", "def f():\n    raise ValueError('mine')\nf()\n")
+    assert run(script).stderr == (
+        "Traceback (most recent call last):\n"
+        f'  File "{script}", line 3, in <module>\n    f()\n'
+        f"  File \"{script}\", line 2, in f\n    raise ValueError('mine')\n"
+        "ValueError: mine\n"
+    )
+
+
 def test_mlx_lm_is_as_before_when_the_program_has_ended(run, tmp_path: Path) -> None:
     import mlx_lm
 
@@ -120,6 +130,7 @@ def test_mlx_lm_is_as_before_when_the_program_has_ended(run, tmp_path: Path) -> 
         ((), "name a script, or a module with -m"),
         (("-m",), "requires an argument"),
         (("nowhere.py",), "Error: nowhere.py: no such script"),
+        (("/",), "Error: /: a directory without __main__.py; name a script"),
         (("-m", "nowhere"), "Error: nowhere: no such module"),
         (("-m", "nowhere.at_all"), "Error: nowhere.at_all: no such module"),
     ],

@@ -58,7 +58,8 @@ def test_a_store_is_added_to_and_described(tmp_path: Path, texts: Path):
     run("build", texts / "one.txt", "--model", "demo", "-o", output)
     before = open_store(output).info
     (tmp_path / "two.txt").write_text("Another text with other words.")
-    assert run("add", output, tmp_path / "two.txt", "--model", "demo").exit_code == 0
+    added = run("add", output, tmp_path / "two.txt", "--model", "demo")
+    assert added.exit_code == 0
     result = run("info", output)
     after = open_store(output).info
     assert after.built_tokens > before.built_tokens
@@ -67,8 +68,22 @@ def test_a_store_is_added_to_and_described(tmp_path: Path, texts: Path):
         f"tokenizer  {after.identity}",
         f"built      {after.built_tokens} tokens in 2 texts",
         "learned    0 tokens in 0 outputs",
-        "size       0.0 MB",
+        f"size       {output.stat().st_size} bytes",
     ]
+    new = after.built_tokens - before.built_tokens
+    assert added.stdout.startswith(f"Added {new} tokens from 1 file, ")
+    assert f" {output} holds {after.built_tokens} tokens in 2 texts, " in added.stdout
+
+
+def test_adding_what_a_store_holds_is_nothing_new(tmp_path: Path, texts: Path):
+    output = tmp_path / "out.store"
+    run("build", texts / "one.txt", "--model", "demo", "-o", output)
+    before = output.read_bytes()
+    result = run("add", output, texts / "one.txt", "--model", "demo")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("Found nothing new in 1 file, ")
+    assert " tokens in 1 text, " in result.stdout
+    assert output.read_bytes() == before
 
 
 def test_a_full_store_says_so(tmp_path: Path, texts: Path):
@@ -142,3 +157,13 @@ def test_help_does_not_wait_for_mlx():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL)
     assert done.returncode == 0
+
+
+def test_why_there_is_nothing_to_write_is_told(tmp_path: Path) -> None:
+    (tmp_path / "image").write_bytes(b"\xff\xfe\xfd")
+    result = run("build", tmp_path / "image", "--model", "demo", "-o", tmp_path / "out.store")
+    assert result.exit_code == 1
+    note, error = result.stderr.splitlines()
+    assert note == "Note: 1 file passed over: no UTF-8 text"
+    assert error.startswith("Error: ")
+    assert "nothing to write" in error

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from mlxspec.cli.convert import convert_command
+from mlxspec.cli.main import main
 from mlxspec.convert import conversion
 from tests.convert import original
 
@@ -27,8 +28,15 @@ def test_the_last_line_says_what_was_written_and_what_comes_next(tmp_path: Path,
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Wrote mlx_model: 0.1 MB, ")
     assert "bits per weight" in done.stdout
-    assert "python decoder.py --model mlx_model" in done.stdout
+    assert "Next: python decoder.py --model mlx_model" in done.stdout
     assert (tmp_path / "mlx_model" / "model.safetensors").is_file()
+
+
+def test_as_a_subcommand_it_names_the_next_subcommand(tmp_path: Path, checkpoint: Path):
+    arguments = ["--torch-path", str(checkpoint), "--mlx-path", str(tmp_path / "out")]
+    result = CliRunner().invoke(main, ["convert", *arguments])
+    assert result.exit_code == 0, result.stderr
+    assert f"Next: mlxspec generate --model {tmp_path / 'out'} " in result.stdout
 
 
 def test_an_error_is_one_line_and_status_1(tmp_path: Path):

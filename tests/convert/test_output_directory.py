@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import mlxspec
+from mlxspec.convert.conversion import convert
 from mlxspec.convert.output_directory import check_outside, output_directory
 from mlxspec.errors import ConversionError
 
@@ -222,6 +223,14 @@ def test_a_parent_that_cannot_be_written_is_one_line(tmp_path: Path, source: Pat
         output_directory(tmp_path / "file" / "out", force=False),
     ):
         pass
+
+
+def test_a_checkpoint_that_cannot_be_read_is_told_and_not_the_output(tmp_path: Path):
+    source = tmp_path / ("x" * 300)
+    with pytest.raises(ConversionError) as error:
+        convert(torch_path=source, mlx_path=tmp_path / "out")
+    assert str(error.value) == f"{source / 'params.json'}: cannot be read (File name too long)"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -258,6 +258,15 @@ def test_a_missing_key_is_named(write: Callable[..., Path], key: str) -> None:
     assert f"config.json lacks '{key}'" in load_error(directory)
 
 
+def test_a_value_of_a_wrong_type_is_told_without_python_s_words(
+    write: Callable[..., Path],
+) -> None:
+    directory = write()
+    edit_config(directory, num_hidden_layers="2")
+    message = load_error(directory)
+    assert message == f"{directory}: config.json has a value of a wrong type for this kind of model"
+
+
 def test_an_unknown_model_type_is_named(write: Callable[..., Path]) -> None:
     directory = write()
     edit_config(directory, model_type="gpt99")

@@ -211,7 +211,7 @@ def test_fewer_numbers_of_rows_do_not_replace_more(cache: CostCache):
 
 def test_a_place_that_cannot_be_written_is_a_line(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match=r"not kept .* MLXSPEC_CACHE_DIR"):
+    with pytest.warns(UserWarning, match=r"not kept in .* \(Not a directory\); MLXSPEC_CACHE_DIR"):
         CostCache(tmp_path / "file" / "step_times").update(KEY, {1024: KNOWN})
 
 

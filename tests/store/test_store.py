@@ -155,8 +155,12 @@ def test_a_store_that_is_there_is_replaced_only_with_force(tmp_path: Path):
 def test_force_replaces_only_a_store(tmp_path: Path):
     (tmp_path / "letter").write_text("irreplaceable")
     (tmp_path / "directory").mkdir()
-    for name in ("letter", "directory"):
-        with pytest.raises(StoreError, match="is no store, and --force replaces nothing else"):
+    told = {
+        "letter": "is no store, and --force replaces nothing else",
+        "directory": "is a directory; name a file",
+    }
+    for name, message in told.items():
+        with pytest.raises(StoreError, match=message):
             build_store(tmp_path / name, TEXTS, FIRST, force=True)
     assert (tmp_path / "letter").read_text() == "irreplaceable"
 
