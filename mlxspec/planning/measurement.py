@@ -22,6 +22,7 @@ class Effort:
         rows: the numbers of rows, the most telling first: where the time runs out, the last
             ones are left out.
         rounds: how often each is measured at most.
+        steady_rounds: how often if the times are steady.
         plain_tokens: plain tokens in a row per round.
         seconds: the budget, prefill included. A step that would not end within it is not begun.
         context: tokens before the first step, unless the user asks for another number.
@@ -30,6 +31,7 @@ class Effort:
 
     rows: tuple[int, ...]
     rounds: int
+    steady_rounds: int
     plain_tokens: int
     seconds: float
     context: int
@@ -63,7 +65,8 @@ class Effort:
 # there to 32 (see chips.json). So both sides of the bend come before what lies between.
 QUICK = Effort(
     rows=(2, 4, 8, 16, 3, 6, 12, 32),
-    rounds=12,
+    rounds=24,
+    steady_rounds=12,
     plain_tokens=5,
     seconds=2.5,
     context=64,
@@ -71,7 +74,8 @@ QUICK = Effort(
 )
 CAREFUL = Effort(
     rows=(2, 4, 8, 16, 32, 3, 6, 12, 24, 64, 5, 7, 9, 10, 14, 20, 28, 33, 40, 48),
-    rounds=12,
+    rounds=24,
+    steady_rounds=12,
     plain_tokens=6,
     seconds=40.0,
     context=256,
@@ -81,6 +85,7 @@ CAREFUL = Effort(
 
 _FEW = 3  # steps, whose spread says nothing
 _SPREAD_OF_FEW = 0.1
+_STEADY = 0.05  # relative standard error
 
 
 @dataclass(frozen=True)
@@ -89,8 +94,9 @@ class RowsTime:
 
     Attributes:
         rows: rows of a step; 1 is a pipelined plain step.
-        seconds: median wall time.
-        spread: half the distance between the quartiles, relative to the median.
+        seconds: lower quartile of the wall times. Other programs only add to them: where they
+            double every other step, it is still the time of the steps between.
+        spread: half the distance between the quartiles, relative to ``seconds``.
         steps: how many steps were measured.
     """
 
@@ -101,10 +107,14 @@ class RowsTime:
 
     def known(self, least_uncertainty: float) -> KnownTime:
         """What this says about T(rows)."""
+        return KnownTime(self.rows, self.seconds, max(self.standard_error, least_uncertainty))
+
+    @property
+    def standard_error(self) -> float:
+        """Of ``seconds``, relative, as far as repetition reveals it."""
         spread = max(self.spread, _SPREAD_OF_FEW) if self.steps < _FEW else self.spread
-        # The median's standard error is 1.25 σ / √n, and half the quartiles' distance 0.67 σ.
-        uncertainty = 1.25 * spread / 0.67 / math.sqrt(self.steps)
-        return KnownTime(self.rows, self.seconds, max(uncertainty, least_uncertainty))
+        # A quartile's standard error is 1.36 σ / √n, and half the quartiles' distance 0.67 σ.
+        return 1.36 * spread / 0.67 / math.sqrt(self.steps)
 
 
 class Steps(Protocol):
@@ -128,7 +138,7 @@ def measure(
     """Measure T(rows) in rounds over all numbers of rows, so that a slow moment hits all alike.
 
     The first step of each width warms up and does not count. Plain steps are measured even if
-    the budget is spent.
+    the budget is spent. On a busy machine there are more rounds.
 
     Args:
         steps: runs the steps.
@@ -145,6 +155,8 @@ def measure(
     samples = {1: steps.plain(1 if clock() > started + effort.seconds else effort.plain_tokens)}
     for done in range(effort.rounds * len(widths)):
         round_number, index = divmod(done, len(widths))
+        if index == 0 and round_number >= effort.steady_rounds and _steady(samples):
+            break
         # There and back again: what heats up or cools down meets wide and narrow in turn.
         rows = widths[index] if round_number % 2 == 0 else widths[-1 - index]
         left = started + effort.seconds - clock()
@@ -158,7 +170,14 @@ def measure(
         if on_progress:
             by_count = (done + 1) / (effort.rounds * len(widths))
             on_progress(min(1.0, max(by_count, (clock() - started) / effort.seconds)))
+    if on_progress:
+        on_progress(1.0)
     return [_summary(rows, samples[rows]) for rows in sorted(samples)]
+
+
+def _steady(samples: dict[int, list[float]]) -> bool:
+    """Whether more rounds would tell little that is new."""
+    return all(_summary(rows, times).standard_error <= _STEADY for rows, times in samples.items())
 
 
 def _foreseen(samples: dict[int, list[float]], rows: int) -> float:
@@ -170,5 +189,5 @@ def _foreseen(samples: dict[int, list[float]], rows: int) -> float:
 def _summary(rows: int, times: list[float]) -> RowsTime:
     if len(times) < 2:
         return RowsTime(rows, times[0], 0.0, 1)
-    low, middle, high = quantiles(times, n=4, method="inclusive")
-    return RowsTime(rows, middle, (high - low) / 2 / middle, len(times))
+    low, _, high = quantiles(times, n=4, method="inclusive")
+    return RowsTime(rows, low, (high - low) / 2 / low, len(times))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from mlxspec.planning.chips import chip_curve
@@ -71,7 +72,7 @@ def test_a_quick_measurement_of_25_ms_steps_gives_the_chip_s_curve(chip: str):
 def test_the_first_step_of_each_width_warms_up_and_does_not_count():
     times = run(Machine(chip_curve("M4 Pro"), 0.005))
     assert {time.rows: time.seconds for time in times}[8] == pytest.approx(0.005 * 2.69)
-    assert {time.steps for time in times if time.rows > 1} == {QUICK.rounds}
+    assert {time.steps for time in times if time.rows > 1} == {QUICK.steady_rounds}
     assert all(time.spread == pytest.approx(0) for time in times)
 
 
@@ -81,6 +82,20 @@ def test_a_machine_that_heats_up_meanwhile_still_gives_the_curve():
     times = {time.rows: time.seconds for time in run(machine, CAREFUL)}
     for rows in (2, 8, 32):
         assert times[rows] / times[1] == pytest.approx(chip_curve("M4 Pro")(rows), rel=0.05)
+
+
+def test_a_busy_machine_is_measured_for_longer_and_gives_the_curve():
+    truth = chip_curve("M4 Pro")
+    for seed in range(20):
+        machine = Machine(truth, 0.001)
+        disturbed = np.random.default_rng(seed).random(20_000) < 0.35
+        steps = iter(disturbed)
+        machine.speed = lambda: 2.0 if next(steps) else 1.0  # noqa: B023
+        times = {time.rows: time for time in run(machine)}
+        assert machine.now - 100 < 3
+        for rows in (2, 4, 8, 16):
+            assert times[rows].steps == QUICK.rounds
+            assert times[rows].seconds / times[1].seconds == pytest.approx(truth(rows), rel=0.15)
 
 
 def test_a_machine_too_slow_for_the_budget_measures_a_plain_step_and_what_else_fits():
@@ -108,7 +123,10 @@ def test_progress_rises_to_the_whole():
 
 def test_a_widely_spread_time_is_uncertain_and_so_is_one_of_few_steps():
     assert RowsTime(2, 0.1, 0.0, 100).known(0.02).uncertainty == 0.02
-    assert RowsTime(2, 0.1, 0.3, 9).known(0.02).uncertainty == pytest.approx(0.187, abs=0.01)
+    quartiles = np.quantile(np.random.default_rng(1).normal(0.1, 0.01, (5000, 9)), 0.25, axis=1)
+    spread = 0.6745 * 0.01 / 0.1  # half the distance between a normal distribution's quartiles
+    known = RowsTime(2, 0.1, spread, 9).known(0.02)
+    assert known.uncertainty == pytest.approx(quartiles.std() / 0.1, rel=0.1)
     assert RowsTime(2, 0.1, 0.0, 1).known(0.02).uncertainty > 0.1
 
 
