@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping
-from statistics import median
 
 from .cost_curve import CostCurve
 from .live_curve import KnownTime, LiveCurve
-
-USUAL_WAITING_COST = 0.02
-"""What a plain step is taken to cost more that is not pipelined, until some have waited."""
+from .waiting_cost import WaitingCost
 
 _SHORTEST_RANGE = 1024
 _RANGE_FACTOR = 4
-_WAITING_STEPS = 11
-_MOST_WAITING_COST = 0.5
 _PLAIN_STEPS_PER_LESSON = 8  # in a row; to learn from each would slow them down
 _MOST_DOUBT = 0.05  # of all costs of drafted steps together, before plain steps are sought
 _OTHER_CONTEXT = 0.15  # relative uncertainty of a cost that was measured in another range
@@ -56,9 +50,7 @@ class LiveCosts:
         # Seconds of the last run of plain steps: the one that waited, and the last pipelined one.
         self._last_waiting: float | None = None
         self._last_pipelined: float | None = None
-        self._waiting: deque[float] = deque(maxlen=_WAITING_STEPS)
-        self.waiting_cost = USUAL_WAITING_COST
-        """What plain steps cost more if the first of them waits, as a share of a pipelined one."""
+        self._waiting = WaitingCost()
 
     def move_to(self, context: int) -> None:
         """Say how long the context is by now; cheap enough for every step."""
@@ -84,6 +76,11 @@ class LiveCosts:
         return self._live.slowdown
 
     @property
+    def waiting_cost(self) -> float:
+        """What plain steps cost more if the first of them waits, as a share of a pipelined one."""
+        return self._waiting.value
+
+    @property
     def wants_plain_steps(self) -> bool:
         """Whether plain steps should run between drafted ones, to tell what drafts cost.
 
@@ -95,9 +92,8 @@ class LiveCosts:
     def record(self, rows: int, seconds: float, pipelined: bool) -> None:
         """Learn from a step.
 
-        Plain steps teach T(1) only in the middle of a pipeline. The first one of it also waits
-        for a part of the second's forward, and the last one finds its own nearly done; what
-        both take beyond 2 T(1) is what waiting costs.
+        Plain steps teach T(1) only in the middle of a pipeline. The first and the last one tell
+        what waiting costs; see :class:`.waiting_cost.WaitingCost`.
 
         Args:
             rows: its rows.
@@ -133,9 +129,7 @@ class LiveCosts:
     def _learn_waiting(self, first: float, last: float | None) -> None:
         """Learn from a run of plain steps: the one that waited, and the last pipelined one."""
         steps, seconds = (1, first) if last is None else (2, first + last)
-        self._waiting.append(seconds / self.seconds(1) - steps)
-        if len(self._waiting) >= _WAITING_STEPS // 2:
-            self.waiting_cost = min(max(median(self._waiting), 0.0), _MOST_WAITING_COST)
+        self._waiting.learn(seconds / self.seconds(1) - steps, self._live.noise)
 
     def _enter(self, end: int) -> None:
         if end not in self._curves:

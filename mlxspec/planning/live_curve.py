@@ -29,7 +29,9 @@ _LEAST_NOISE, _FIRST_NOISE, _MOST_NOISE = 0.02**2, 0.07**2, 0.4**2
 _NOISE_RATE = 0.05
 _NOISE_CLIP = 4.0  # variances
 _OUTLIER = 4.0  # standard deviations
-_RECENT = 7  # steps of each number of rows, among which outliers are told from changes
+# Steps of each number of rows, among which outliers are told from changes; so many that the
+# change is no burst of another program's work.
+_RECENT = 15
 _NOTICEABLE = 0.02  # relative change of a cost that is worth a new curve
 
 
@@ -111,6 +113,11 @@ class LiveCurve:
         It grows small only where plain and drafted steps run in turn.
         """
         return math.sqrt(max(self._covariance[_DRAFTED, _DRAFTED], 0.0))
+
+    @property
+    def noise(self) -> float:
+        """Relative standard deviation of a step's time."""
+        return math.sqrt(self._noise)
 
     def seconds(self, rows: int) -> float:
         """The wall time that a step over ``rows`` rows would take now."""

@@ -13,12 +13,12 @@ from ..drafting.ngram_pool import NgramPool
 from ..drafting.tree import DraftTree
 from .cost_curve import CostCurve
 from .guard import Guard, expected_shortfall
-from .live_costs import USUAL_WAITING_COST
 from .lookahead_guesses import GuessOdds, GuessTree, LiveGuesses
 from .lookahead_window import WindowGain, WindowSize, best_window
 from .plain_steps import PlainSteps
 from .recent_steps import RecentSteps
 from .rest import Rest
+from .waiting_cost import USUAL_WAITING_COST
 from .width import expected_tokens, price_of_time, widths_by_worth
 
 _STEPS_BETWEEN_SIZES = 8

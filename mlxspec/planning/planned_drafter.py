@@ -15,10 +15,10 @@ from .candidate_tree import CandidateTree
 from .cost_curve import CostCurve
 from .guard import Guard, expected_shortfall
 from .hazard import HazardModel
-from .live_costs import USUAL_WAITING_COST
 from .plain_steps import PlainSteps
 from .recent_steps import RecentSteps
 from .rest import Rest
+from .waiting_cost import USUAL_WAITING_COST
 from .width import expected_tokens, price_of_time, replayed_costs, widths_by_worth
 
 CHILDREN = 6

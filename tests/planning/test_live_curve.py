@@ -93,6 +93,16 @@ def test_a_busy_machine_that_comes_and_goes_leaves_the_costs_alone():
     assert max(errors) < 0.1
 
 
+def test_a_burst_of_another_program_s_work_leaves_the_costs_alone():
+    live = measured(M4)
+    run(live, M4, 200)
+    # Its threads are in the way of wide steps alone, while some narrow ones run between.
+    for _ in range(6):
+        for rows in (1, 8, 1):
+            live.record(rows, PLAIN_SECONDS * M4(rows) * (5 if rows == 8 else 1))
+    assert live.curve(8) == pytest.approx(M4(8), rel=0.1)
+
+
 def test_one_outlier_changes_nothing():
     live = measured(M4)
     run(live, M4, 100)
