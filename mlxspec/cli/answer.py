@@ -16,6 +16,7 @@ from rich.console import Console
 from ..decoders import AutoDecoder
 from ..decoders.options import GenerationOptions
 from ..errors import OptionError, PromptError
+from ..models.loading import context_length
 from ..models.step_caches import cached_length
 from ..response import GenerationResponse, Transcript
 from ..terminal import TokenPrinter
@@ -96,7 +97,7 @@ def answer(
     else:
         tokens = prompt_tokens(source, decoder.tokenizer, templated)
     held = cached_length(begun.get("prompt_cache") or ()) + len(tokens)
-    room = room_behind(held, decoder.model, max_tokens)
+    room = room_behind(held, context_length(decoder.model), max_tokens)
     sampling = sparing_line_ends(sampling, decoder.tokenizer)
     how: GenerationOptions = {"sampling": sampling, **ends, **memory, **begun}
     start = partial(choice.stream, decoder, tokens, room, **how)

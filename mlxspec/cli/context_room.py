@@ -8,9 +8,14 @@ from ..models.loading import context_length
 from .outcome import note
 
 
-def room_behind(tokens: int, model: nn.Module, max_tokens: int) -> int:
-    """How many tokens an output behind a prompt of ``tokens`` may have, at least one."""
-    longest = context_length(model)
+def room_behind(tokens: int, longest: int | None, max_tokens: int) -> int:
+    """How many tokens an output may have, at least one.
+
+    Args:
+        tokens: of its prompt.
+        longest: the model's context in tokens, where it is known.
+        max_tokens: how many it may have in an empty context.
+    """
     return max_tokens if longest is None else max(1, min(max_tokens, longest - tokens))
 
 

@@ -11,6 +11,7 @@ from ..decoders import Session
 from ..errors import OptionError
 from ..models.target import Progress
 from ..response import GenerationResponse
+from .context_room import room_behind
 from .prompt_tokens import Messages, conversation_tokens
 
 _ANSWERS_SHARE = 4  # of the context a quarter is left for an answer, unless it may have less
@@ -81,7 +82,10 @@ class Conversation:
         try:
             tokens = self._fitting_prompt()
             responses = self._stream(
-                tokens, self._room(len(tokens)), session=self.session, on_progress=on_progress
+                tokens,
+                room_behind(len(tokens), self.context_length, self.max_tokens),
+                session=self.session,
+                on_progress=on_progress,
             )
             try:
                 for response in responses:
@@ -108,12 +112,6 @@ class Conversation:
             self.dropped += 1
             tokens = self._tokens()
         return tokens
-
-    def _room(self, prompt_tokens: int) -> int:
-        """How many tokens the answer may have."""
-        if self.context_length is None:
-            return self.max_tokens
-        return max(1, min(self.max_tokens, self.context_length - prompt_tokens))
 
     def _tokens(self) -> list[int]:
         return conversation_tokens([*self._system, *self.messages], self._tokenizer)

@@ -10,6 +10,7 @@ from typing import Any
 from ..decoders import Decoder
 from ..drafting.recording import RecordedStep, RecordingDrafter
 from ..errors import OptionError
+from ..models.loading import context_length
 from ..reports import check_writable, write_page
 from ..response import GenerationResponse, SpeculationStats
 from .answer import default_model, tell_of_default
@@ -67,7 +68,7 @@ def explain(
     templated = uses_template(source, decoder.tokenizer, chat)
     tokens = prompt_tokens(source, decoder.tokenizer, templated)
     sampling = sparing_line_ends(sampling, decoder.tokenizer)
-    room = room_behind(len(tokens), decoder.model, max_tokens)
+    room = room_behind(len(tokens), context_length(decoder.model), max_tokens)
     start = partial(choice.stream, decoder, tokens, room, sampling=sampling, **ends, **memory)
     recorded, stats, cut = _record(decoder, start, room)
     if skip is not None and skip >= len(recorded):

@@ -21,14 +21,15 @@ class WaitingCost:
     last one finds its own forward nearly done. What both take beyond 2 T(1) is a small difference
     of large times: where other programs disturb the steps, one run says next to nothing. So each
     run counts as much as its noise allows (a Kalman filter of one number).
-
-    Attributes:
-        value: from 0 to 0.5.
     """
 
     def __init__(self) -> None:
-        self.value = USUAL_WAITING_COST
         self._mean, self._variance = USUAL_WAITING_COST, _DOUBT
+
+    @property
+    def value(self) -> float:
+        """From 0 to 0.5."""
+        return min(max(self._mean, 0.0), _MOST)
 
     def learn(self, surplus: float, noise: float) -> None:
         """Learn from a run of plain steps.
@@ -43,4 +44,3 @@ class WaitingCost:
         error = min(max(surplus - self._mean, -limit), limit)
         self._mean += variance / of_surplus * error
         self._variance = variance - variance / of_surplus * variance
-        self.value = min(max(self._mean, 0.0), _MOST)
