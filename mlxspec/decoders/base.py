@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -15,8 +15,8 @@ from ..drafting import Drafter
 from ..errors import OptionError
 from ..models.loading import context_length, load
 from ..models.lockstep import target_for
-from ..models.prompt_cache import Loan, tier_with
-from ..models.target import vocabulary_size
+from ..models.prompt_cache import Loan, fitting_caches, tier_with
+from ..models.target import Target, vocabulary_size
 from ..models.tier import Tier
 from ..models.tiers import chain_tier, find_tier
 from ..output import OutputText
@@ -25,7 +25,7 @@ from ..response import GenerationResponse, GenerationResult, Transcript
 from ..terminal import TokenPrinter
 from .options import GenerationOptions, check_options
 from .prompt import Prompt, prompt_ids
-from .responses import responses
+from .responses import on_loan, responses
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -106,8 +106,9 @@ class Decoder:
             session: keeps the KV cache for the conversation's next turn. The prompt is the whole
                 conversation; what the session's cache holds of it is not run again.
             prompt_cache: mlx-lm's caches of what precedes the prompt, from its
-                ``make_prompt_cache``. With the last response, or when the generator is closed,
-                they hold prompt and output too, as mlx-lm leaves them.
+                ``make_prompt_cache``. As with mlx-lm they hold the prompt and the output taken
+                so far whenever they are used. A generation whose caches another one has
+                continued cannot go on.
             temp, top_p, seed, and all other fields of :class:`mlxspec.SamplingParams`: in place
                 of those of ``sampling``. A ``sampler`` without ``sampling`` or a ``seed`` draws
                 a seed from MLX's random state, so that repeated calls differ as with mlx-lm.
@@ -123,7 +124,9 @@ class Decoder:
                 cannot be quantised as asked, or ``prompt_cache`` has too few layers. With the
                 first response: the session is in the middle of another generation.
             PromptCacheError: ``prompt_cache`` holds keys and values of another model, as far as
-                shapes tell. With the first response: the session's first cache does.
+                shapes tell. With the first response: the session's first cache does, or the
+                generation that has ``prompt_cache`` is running in another thread. With a later
+                one: ``prompt_cache`` has been continued or changed since the last.
             TypeError: there is no such option.
         """
         tokens = self._prompt_tokens(prompt)
@@ -154,10 +157,16 @@ class Decoder:
         session, prompt_cache = options.get("session"), options.get("prompt_cache")
         if session is not None:
             return session.run(generation, tokens, self.model, tier, self.vocab_size, checked.cache)
-        if checked.lent is not None:
-            tier = tier_with(checked.lent, tier)
-        target = target_for(self.model, tier, self.vocab_size, checked.cache, checked.lent)
-        return generation(target, loan=None if prompt_cache is None else Loan(prompt_cache, target))
+        if prompt_cache is None:
+            return generation(target_for(self.model, tier, self.vocab_size, checked.cache))
+
+        def continued(caches: Sequence[Any]) -> Target:
+            lent = fitting_caches(caches, self.model)
+            with_them = tier_with(lent, tier)
+            return target_for(self.model, with_them, self.vocab_size, checked.cache, lent)
+
+        loan = Loan(prompt_cache)
+        return on_loan(loan, tokens, lambda: generation(loan.take(continued)))
 
     def _prompt_tokens(self, prompt: Prompt) -> list[int]:
         return prompt_ids(prompt, self.tokenizer, self.vocab_size, context_length(self.model))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 import mlx.nn as nn
@@ -16,6 +16,7 @@ from ..response import GenerationResponse
 from .auto import AutoDecoder
 from .options import GenerationOptions
 from .prompt import Prompt, prompt_ids
+from .responses import on_loan
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -59,22 +60,6 @@ def stream_with_draft_model(
     longest = context_length(decoder.model)
     tokens = prompt_ids(prompt, decoder.tokenizer, decoder.vocab_size, longest)
     responses = decoder._decode_with(make_drafter, tokens, max_tokens, **options)
-    return _giving_back(responses, drafter, tokens)
-
-
-def _giving_back(
-    responses: Generator[GenerationResponse, None, None],
-    drafter: DraftModelDrafter,
-    prompt: Sequence[int],
-) -> Generator[GenerationResponse, None, None]:
-    """Give the draft model's caches back when the target's are: with the last response."""
-    taken: list[int] = []
-    try:
-        for response in responses:
-            taken.append(response.token)
-            if response.finish_reason:
-                drafter.give_back((*prompt, *taken))
-            yield response
-    finally:
-        responses.close()
-        drafter.give_back((*prompt, *taken), complete=bool(taken))
+    if drafter.loan is None:
+        return responses
+    return on_loan(drafter.loan, tokens, lambda: responses)

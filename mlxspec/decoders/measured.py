@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..decoding.draft_model import DraftModelDrafter
 from ..decoding.measured_costs import KeptCosts, costs_for
 from ..drafting import CombinedDrafter, Drafter, LookaheadDrafter, NoDraft
+from ..models.prompt_cache import reclaim
 from ..models.step_caches import cached_length
 from ..models.tier import Tier
 from ..planning.cost_curve import CostCurve
@@ -108,24 +109,30 @@ class MeasuredDecoder(Decoder):
             costs.record(rows, seconds, pipelined)
             tell()
 
-        held = cached_length(options.get("prompt_cache") or ())
-        costs.move_to(held + len(prompt))
-        tell()
+        def begin() -> int:
+            lent = options.get("prompt_cache") or ()
+            reclaim(lent)
+            held = cached_length(lent)
+            costs.move_to(held + len(prompt))
+            tell()
+            return held
+
         responses = self.decode(
             prompt, drafter, max_tokens=max_tokens, record_time=record, **options
         )
-        return self._kept(responses, held)
+        return self._kept(responses, begin)
 
     def _kept(
-        self, responses: Generator[GenerationResponse, None, None], held: int
+        self, responses: Generator[GenerationResponse, None, None], begin: Callable[[], int]
     ) -> Generator[GenerationResponse, None, None]:
         """Tell the costs how long the context has become, and keep them at the end.
 
         Args:
             responses: of a generation.
-            held: what a lent cache held before the prompt.
+            begin: called before the first step; returns the length of what precedes the prompt.
         """
         try:
+            held = begin()
             for response in responses:
                 self.costs.move_to(held + response.prompt_tokens + response.generation_tokens)
                 yield response

@@ -77,14 +77,12 @@ class CheckedOptions(NamedTuple):
         stop: the texts that end the output.
         stop_tokens: the tokens that end it, the tokenizer's own included.
         cache: the memory of the cache.
-        lent: the caches in ``prompt_cache`` that are the model's, if one is given.
     """
 
     sampling: SamplingParams
     stop: tuple[str, ...]
     stop_tokens: set[int]
     cache: CacheOptions
-    lent: list[Any] | None
 
 
 def sampling_from(
@@ -137,10 +135,11 @@ def check_options(
         raise OptionError("session and prompt_cache are given together: choose one")
     cache = CacheOptions(**memory)
     check_quantization(model, cache)
+    if prompt_cache is not None:
+        fitting_caches(prompt_cache, model)
     return CheckedOptions(
         sampling_from(sampling, cast(SamplingOptions, left), vocab_size),
         stop,
         stop_token_ids(tokenizer, stop_tokens, vocab_size),
         cache,
-        None if prompt_cache is None else fitting_caches(prompt_cache, model),
     )

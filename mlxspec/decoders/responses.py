@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
@@ -25,18 +25,13 @@ def responses(
     *,
     max_tokens: int,
     held: int = 0,
-    loan: Loan | None = None,
     on_progress: Progress | None,
     record_time: RecordTime,
 ) -> Generator[GenerationResponse, None, None]:
-    """Run the loop and turn its steps into responses; the arguments are the loop's.
-
-    ``loan`` is given back before the last response, or when the generator is closed: with the
-    output up to the last token whose response was taken.
-    """
+    """Run the loop and turn its steps into responses; the arguments are the loop's."""
     clock = _Clock(len(prompt), held, on_progress)
     stats = SpeculationStats()
-    taken: list[int] = []
+    generated = 0
     steps = decode(
         target,
         prompt,
@@ -49,28 +44,47 @@ def responses(
         on_progress=clock.on_progress,
     )
 
-    def finish() -> None:
-        steps.close()
-        if loan:
-            loan.give_back((*prompt, *taken), complete=bool(taken))
-
     try:
         with wired_limit(target.model, [generation_stream]):
             for step in steps:
                 stats = _updated(stats, step.verified)
                 segments = output.take()
-                for index, token in enumerate(step.verified.tokens):
-                    generated = len(taken) + 1
+                for index, text in enumerate(segments):
+                    generated += 1
                     finish_reason = output.finish_reason if generated == stats.emitted else None
-                    response = _response(
-                        step, index, segments[index], stats, clock, generated, finish_reason
-                    )
-                    taken.append(token)
-                    if finish_reason:
-                        finish()
-                    yield response
+                    yield _response(step, index, text, stats, clock, generated, finish_reason)
     finally:
-        finish()
+        steps.close()
+
+
+def on_loan(
+    loan: Loan,
+    prompt: Sequence[int],
+    start: Callable[[], Generator[GenerationResponse, None, None]],
+) -> Generator[GenerationResponse, None, None]:
+    """Run a generation on caches that are lent, which follow the responses that are taken.
+
+    Args:
+        loan: of the caches, which the generation takes when it begins.
+        prompt: without what the caches hold already.
+        start: gives the generation's responses.
+    """
+    context = list(prompt)
+    responses = start()
+    try:
+        for response in responses:
+            context.append(response.token)
+            if response.finish_reason:
+                responses.close()
+                loan.give_back(context)
+                yield response
+                return
+            loan.pause(context, end=responses.close)
+            yield response
+            loan.resume()
+    finally:
+        responses.close()
+        loan.give_back(context, complete=len(context) > len(prompt))
 
 
 def _response(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -70,7 +71,7 @@ class Session:
         self._first_cache = cache
         self._tokens = list(tokens)
         self._target: Target | None = None
-        self._generating = False
+        self._in_use = threading.Lock()
 
     @classmethod
     def load(cls, file_name: str | os.PathLike[str]) -> Session:
@@ -99,15 +100,25 @@ class Session:
             OptionError: the session holds nothing yet, or is in the middle of a generation.
             PromptCacheError: the file cannot be written; what was there before is as it was.
         """
-        if self._generating or self._target is None:
-            raise OptionError("session has no cache to save: finish a generation with it before")
-        with mx.stream(generation_stream):
+        with self._used(), mx.stream(generation_stream):
+            if self._target is None:
+                raise OptionError("session has no cache to save: finish a generation before")
             try:
                 self._target.commit()
             finally:  # an interrupted one leaves a shorter context
                 del self._tokens[self._target.length :]
             cache = [as_mlx_lms(layer) for layer in self._target.cache]
             save_prompt_cache(file_name, cache, metadata, tokens=self._tokens)
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        """Keep out whatever else would use the session, in this thread or another."""
+        if not self._in_use.acquire(blocking=False):
+            raise OptionError("session is generating: close that generation before the next one")
+        try:
+            yield
+        finally:
+            self._in_use.release()
 
     @property
     def tokens(self) -> list[int]:
@@ -137,11 +148,8 @@ class Session:
         """
         if getattr(model, "leader", None):
             raise OptionError("session holds one machine's cache: leave it out for a split model")
-        if self._generating:
-            raise OptionError("session is generating: close that generation before the next one")
-        self._generating = True
         taken: list[int] = []
-        try:
+        with self._used():
             with mx.stream(generation_stream):
                 target = self._take(prompt, model, tier, vocab_size, options)
             responses = generation(target, held=target.length)
@@ -152,8 +160,6 @@ class Session:
             finally:
                 responses.close()
                 self._put_back(target, [*prompt, *taken])
-        finally:
-            self._generating = False
 
     def _take(
         self,

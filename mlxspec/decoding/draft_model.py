@@ -32,8 +32,7 @@ class DraftModelDrafter:
     Args:
         model: an mlx-lm model with the target's tokenizer.
         num_draft_tokens: how many tokens to draft at most; mlx-lm's default.
-        prompt_cache: caches of the draft model to continue; they hold prompt and output once
-            :meth:`give_back` is called.
+        prompt_cache: caches of the draft model to continue; see ``loan``.
 
     Raises:
         OptionError: ``num_draft_tokens`` is below 1, or the cache is another model's.
@@ -52,28 +51,19 @@ class DraftModelDrafter:
             raise OptionError(f"num_draft_tokens is {num_draft_tokens}: draft at least 1 token")
         self.model = model
         self.num_draft_tokens = num_draft_tokens
-        self._prompt_cache = prompt_cache
         # What its rounding does to a row costs at most a draft, so only caches matter.
         self._tier = Tier.REPLAY if cache_tier(model) is Tier.REPLAY else Tier.CHAIN
-        self._lent = None
-        if prompt_cache is not None:
-            self._lent = lent_caches(prompt_cache, make_prompt_cache(model))
-            self._tier = tier_with(self._lent, self._tier)
         self._vocab_size = vocabulary_size(model)
-        self._loan: Loan | None = None
+        self.loan: Loan | None = None
+        """Of ``prompt_cache``, which holds prompt and output when the generation has ended."""
+        if prompt_cache is not None:
+            lent_caches(prompt_cache, make_prompt_cache(model))
+            self.loan = Loan(prompt_cache)
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation, with a prefill of the draft model's own."""
-        self._target = Target(
-            self.model,
-            self._tier,
-            self._vocab_size,
-            cache=self._lent,
-            undoable=self.num_draft_tokens + 1,
-        )
+        self._target = self.loan.take(self._new_target) if self.loan else self._new_target()
         self._start = self._target.length
-        if self._prompt_cache is not None:
-            self._loan = Loan(self._prompt_cache, self._target)
         self._context = list(prompt)
         with mx.stream(generation_stream):
             self._target.prefill(self._context[:-1])
@@ -109,16 +99,16 @@ class DraftModelDrafter:
         self._cut(min(right, len(self._context) - 1))  # the last token is for the next step
 
     def end(self) -> None:
-        pass
+        if self.loan:
+            self.loan.pause(self._context)
 
-    def give_back(self, context: Sequence[int], complete: bool = True) -> None:
-        """Give lent caches back; to be called when a generation has ended.
-
-        Args:
-            context, complete: as for :meth:`mlxspec.models.prompt_cache.Loan.give_back`.
-        """
-        if self._loan:
-            self._loan.give_back(context, complete)
+    def _new_target(self, caches: Sequence[Any] | None = None) -> Target:
+        tier = self._tier
+        if caches is not None:
+            caches = lent_caches(caches, make_prompt_cache(self.model))
+            tier = tier_with(caches, tier)
+        undoable = self.num_draft_tokens + 1
+        return Target(self.model, tier, self._vocab_size, cache=caches, undoable=undoable)
 
     def _unseen(self) -> list[int]:
         """The context's tokens that the model has not been fed, at least its last one."""

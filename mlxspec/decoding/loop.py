@@ -33,12 +33,12 @@ class DecodedStep:
 
     Attributes:
         verified: the tree, the target's choices and the emitted tokens.
-        logprobs: lazy log-probabilities after each emitted token's predecessor,
-            (tokens, vocabulary), before filters and temperature.
+        logprobs: per emitted token, the log-probabilities after its predecessor, (vocabulary,),
+            before filters and temperature; dispatched, and without the rejected rows'.
     """
 
     verified: VerifiedStep
-    logprobs: mx.array
+    logprobs: Sequence[mx.array]
 
 
 def decode(
@@ -99,7 +99,8 @@ def decode(
 
             verified, finished = _settle(tree, flight, remaining, ends)
             if len(tree) > 1:
-                target.keep((0, *verified.accepted[: len(verified.tokens) - 1]))
+                with mx.stream(generation_stream):
+                    target.keep((0, *verified.accepted[: len(verified.tokens) - 1]))
                 if target.pending:
                     verified = replace(verified, pending=len(target.pending))
             context_length += len(verified.tokens)
@@ -136,22 +137,27 @@ def _fit(tree: DraftTree, last: int, target: Target, max_depth: int) -> DraftTre
 
 @dataclass(frozen=True)
 class _Flight:
-    """A forward that has been dispatched; all arrays are lazy.
+    """A forward that has been dispatched, and all of these with it.
 
-    Shapes: choices and argmaxes (rows,), logprobs (rows, vocabulary).
+    Shapes: choices and argmaxes (rows,), logprobs (rows, vocabulary), of one row (vocabulary,).
     """
 
     choices: mx.array
     argmaxes: mx.array
     logprobs: mx.array
 
-    def logprobs_of(self, verified: VerifiedStep) -> mx.array:
-        """The rows after which the emitted tokens were chosen, (tokens, vocabulary)."""
+    def logprobs_of(self, verified: VerifiedStep) -> list[mx.array]:
+        """The rows after which the emitted tokens were chosen, (vocabulary,) each.
+
+        Each is an array of its own: a part of the whole would keep all rows in memory.
+        """
         if len(self.choices) == 1:
-            return self.logprobs
+            return [self.logprobs]
         rows = (0, *verified.accepted)[: len(verified.tokens)]
         with mx.stream(generation_stream):
-            return self.logprobs[mx.array(rows)]
+            taken = [mx.take(self.logprobs, mx.array(row), axis=0) for row in rows]
+        mx.async_eval(taken)
+        return taken
 
 
 def _dispatch(
@@ -175,7 +181,10 @@ def _dispatch(
         contexts = history.contexts(tree, unknown) if history else None
         choices, logprobs = chooser.choose(logits, positions, contexts)
         argmaxes = choices if chooser.greedy else mx.argmax(logprobs, axis=-1)
-    mx.async_eval(choices, argmaxes)
+        if len(tree) == 1:
+            logprobs = logprobs.squeeze(0)
+    # All that outlives the step: what is still lazy can be read in this thread only.
+    mx.async_eval(choices, argmaxes, logprobs, target.states)
     if len(tree) == 1:
         target.keep((0,))
     return _Flight(choices, argmaxes, logprobs)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -17,7 +21,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from ..errors import OptionError
+from ..errors import OptionError, PromptCacheError
 from .kv_caches import TreeKVCache, TreeQuantizedKVCache
 from .prompt_cache_file import check_fits
 from .step_caches import TREE_CACHES, can_be_cut, for_steps, parts
@@ -25,11 +29,13 @@ from .target import Target
 from .tier import Tier
 from .window_cache import WindowKVCache
 
-_MLX_LM_CLASSES = {
+_MLX_LM_CLASSES: dict[type, Any] = {
     TreeKVCache: KVCache,
     TreeQuantizedKVCache: QuantizedKVCache,
     WindowKVCache: RotatingKVCache,
 }
+_exchange = threading.Lock()
+"""Held while caches and stand-ins change places, which no thread is to see half done."""
 _JUDGED = {*_MLX_LM_CLASSES.values(), ArraysCache}
 
 
@@ -59,9 +65,13 @@ def fitting_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
         PromptCacheError: it holds keys and values of another model.
     """
     lent = lent_caches(prompt_cache, make_prompt_cache(model))
-    # What a model's own kind of cache holds, its first token does not tell.
-    if all(type(part) in _JUDGED and not part.empty() for part in parts(lent)):
-        check_fits(lent, model, "prompt_cache")
+    with _exchange:
+        # What an unfinished generation holds is looked at when another one takes it over.
+        if any(type(cache) is _LentCache for cache in lent):
+            return lent
+        # What a model's own kind of cache holds, its first token does not tell.
+        if all(type(part) in _JUDGED and not part.empty() for part in parts(lent)):
+            check_fits(lent, model, "prompt_cache")
     return lent
 
 
@@ -90,56 +100,222 @@ def as_mlx_lms(cache: Any) -> Any:
     return _MLX_LM_CLASSES[type(cache)].from_state(state)
 
 
-class Loan:
-    """Caches that a target continues, until it gives them back.
+class _State(Enum):
+    RUNNING = "its generation runs"
+    PAUSED = "its generation waits for its consumer"
+    RETURNING = "the caches are being given back"
+    RETURNED = "the caches are the caller's again"
 
-    While they are lent they do not follow what the target does. Given back they hold what
-    mlx-lm leaves in them: prompt and output, the output's last token included.
+
+class Loan:
+    """A caller's caches, which a generation continues until it gives them back.
+
+    In mlx-lm a cache follows its generation: whenever a response has been taken, it holds the
+    prompt and the output taken so far. A target's caches are one token behind, or several
+    ahead, so while they are lent a stand-in is in the place of each. Whoever uses one, mlx-lm
+    included, finds what mlx-lm would have left there at that moment; then the caches are the
+    caller's again, and are lent anew when the generation goes on.
 
     Args:
-        prompt_cache: the caller's list; what is quantised meanwhile is replaced in it.
-        target: runs on its caches; not prefilled yet.
+        prompt_cache: the caller's list. Nothing is done with it until :meth:`take`.
     """
 
-    def __init__(self, prompt_cache: list[Any], target: Target) -> None:
-        self._lent: list[Any] | None = prompt_cache
-        self._target = target
-        self._start = target.length
+    def __init__(self, prompt_cache: Sequence[Any]) -> None:
+        self._caches = list(prompt_cache)
+        self._lock = threading.RLock()
+        self._state = _State.RETURNED
+        self._target: Target | None = None
+        self._context: Sequence[int] = ()
+        self._end: Callable[[], None] | None = None
+        self._given: list[Any] = []
 
-    def give_back(self, context: Sequence[int], complete: bool = True) -> None:
-        """Let the caches hold the prompt and as much of the output as the caller has seen.
+    def take(self, new_target: Callable[[list[Any]], Target]) -> Target:
+        """A target that continues the caches from now on.
 
-        Does nothing the second time.
+        Whatever other generation has them must end: it fails if it is advanced.
 
         Args:
-            context: prompt and output, what the caches held before left out.
+            new_target: called with caches that hold what the caller's do.
+
+        Raises:
+            PromptCacheError: a generation is running on them, in another thread.
+        """
+        reclaim(self._caches)
+        target = self._target = new_target([copy.copy(cache) for cache in self._caches])
+        self._start = target.length
+        self._caches = self._caches[: len(target.cache)]
+        self._lend()
+        return target
+
+    def pause(self, context: Sequence[int], end: Callable[[], None] | None = None) -> None:
+        """Let the caches be used, until :meth:`resume`. Does nothing if they have been returned.
+
+        Args:
+            context: prompt and output taken so far, what the caches held before left out.
+            end: ends the generation, should another one take the caches.
+        """
+        if self._state is _State.RUNNING:
+            self._context, self._end, self._state = context, end, _State.PAUSED
+
+    def resume(self) -> None:
+        """Go on with the caches.
+
+        Raises:
+            PromptCacheError: they have been changed, or another generation has taken them.
+        """
+        with self._lock:
+            if self._state is _State.RETURNED:
+                if self._target is None or not self._is_as_given():
+                    raise PromptCacheError(
+                        "prompt_cache has been continued or changed since this generation's last "
+                        "response, which cannot go on: start another one"
+                    )
+                self._given = []
+                self._lend()
+            self._state = _State.RUNNING
+
+    def give_back(self, context: Sequence[int], complete: bool = True) -> None:
+        """Let the caches hold the prompt and as much of the output as was taken, for good.
+
+        Does nothing if they have been given back already.
+
+        Args:
+            context: as for :meth:`pause`.
             complete: run what the target has not seen of it; if not, it is left out.
         """
-        if self._lent is None:
-            return
-        lent, self._lent = self._lent, None
+        with self._lock:
+            if self._state in (_State.RUNNING, _State.PAUSED):
+                self._context = context
+                self._return(complete)
+            if self._state is _State.RETURNED:
+                self._target, self._end, self._given = None, None, []
+
+    def reclaim(self, for_good: bool = False) -> None:
+        """Return the caches to the caller, while the generation is paused.
+
+        Args:
+            for_good: the generation will not go on.
+
+        Raises:
+            PromptCacheError: it is running.
+        """
+        with self._lock:
+            if self._state in (_State.RUNNING, _State.RETURNING):
+                raise PromptCacheError(
+                    "prompt_cache is in use by a generation that is running: use it between two "
+                    "responses, or when the generation has ended"
+                )
+            if self._state is _State.PAUSED and not for_good:
+                assert self._target is not None
+                with self._target.undone_at_the_end():
+                    self._return(complete=True)
+                self._given = _contents(self._caches)
+            if for_good:
+                if self._end:
+                    self._end()
+                self.give_back(self._context)
+
+    def offset_of(self, place: int) -> int:
+        """The offset that mlx-lm's cache would have now; of one that has an offset."""
+        assert self._target is not None
+        if self._state is _State.PAUSED:
+            return self._start + len(self._context)
+        return int(self._target.cache[place].offset)
+
+    def _lend(self) -> None:
+        """Put stand-ins in the place of the caches; their arrays are the target's alone.
+
+        MLX writes into an array in place only if nobody else holds it.
+        """
+        with _exchange:
+            for place, cache in enumerate(self._caches):
+                held = vars(cache)
+                told = place if "offset" in held else None
+                held.clear()
+                held.update(_loan=self, _place=told)
+                cache.__class__ = _LentCache
+        self._state = _State.RUNNING
+
+    def _is_as_given(self) -> bool:
+        """Whether nobody has changed the caches since they were returned."""
+        if any(type(cache) is _LentCache for cache in self._caches):
+            return False
+        now = _contents(self._caches)
+        return len(now) == len(self._given) and all(
+            new is given if isinstance(new, mx.array) else new == given
+            for new, given in zip(now, self._given, strict=True)
+        )
+
+    def _return(self, complete: bool) -> None:
+        """Turn the stand-ins back into what the caller has lent."""
         target = self._target
-        with mx.stream(generation_stream):
-            target.truncate(min(target.length, self._start + len(context)))
-            target.commit()
-            if complete:
-                target.prefill(context[target.length - self._start :])
-        for place, cache in enumerate(target.cache):
-            returned = _returned(cache, lent[place])
-            if returned is not lent[place]:  # a tuple will do, too, as long as nothing is replaced
-                lent[place] = returned
+        assert target is not None
+        before, self._state = self._state, _State.RETURNING
+        try:
+            with mx.stream(generation_stream):
+                target.truncate(min(target.length, self._start + len(self._context)))
+                target.commit()
+                if complete:
+                    target.prefill(self._context[target.length - self._start :])
+                returned = [as_mlx_lms(cache) for cache in target.cache]
+                mx.eval([part.state for part in parts(returned)])
+            with _exchange:
+                for stand_in, cache in zip(self._caches, returned, strict=True):
+                    if type(stand_in) is _LentCache:  # all, unless an interrupt came between
+                        _turn_into(stand_in, cache)
+        except BaseException:
+            self._state = before  # whoever uses a stand-in next tries again
+            raise
+        self._state = _State.RETURNED
 
 
-def _returned(cache: Any, lent: Any) -> Any:
-    """Put what a target's cache holds into the lent one, or into one that takes its place."""
-    if cache is lent:
-        return lent
-    if isinstance(cache, CacheList):
-        lent.caches = tuple(map(_returned, cache.caches, lent.caches))
-        return lent
-    mlx_lm_class = _MLX_LM_CLASSES[type(cache)]
-    state = cache.rotating_state() if isinstance(cache, WindowKVCache) else cache.state
-    if type(lent) is not mlx_lm_class:
-        return mlx_lm_class.from_state(state)
-    lent.state = state
-    return lent
+def _contents(caches: Iterable[Any]) -> list[Any]:
+    """The arrays and numbers that caches hold."""
+    return [value for part in parts(caches) for _, value in tree_flatten(vars(part))]
+
+
+class _LentCache:
+    """What a caller's cache is while it is lent: any use turns it into mlx-lm's cache again.
+
+    But its offset, which programs watch while they generate, is told without that.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        loan, place = _lent_by(self)
+        if name == "offset" and place is not None:
+            return loan.offset_of(place)
+        loan.reclaim()
+        return getattr(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _lent_by(self)[0].reclaim()
+        setattr(self, name, value)
+
+    def __copy__(self) -> Any:
+        _lent_by(self)[0].reclaim()
+        return copy.copy(self)
+
+
+def _lent_by(stand_in: _LentCache) -> tuple[Loan, int | None]:
+    """The loan, and the cache's place in it if it has an offset."""
+    held = object.__getattribute__(stand_in, "__dict__")
+    return held["_loan"], held["_place"]
+
+
+def _turn_into(stand_in: _LentCache, cache: Any) -> None:
+    """Make a stand-in a cache of this class and content."""
+    held = object.__getattribute__(stand_in, "__dict__")
+    held.update(vars(cache))
+    object.__setattr__(stand_in, "__class__", type(cache))
+    del held["_loan"], held["_place"]
+
+
+def reclaim(caches: Iterable[Any]) -> None:
+    """Take over caches that unfinished generations hold; those cannot go on.
+
+    Raises:
+        PromptCacheError: one is running.
+    """
+    for cache in caches:
+        if type(cache) is _LentCache:
+            _lent_by(cache)[0].reclaim(for_good=True)

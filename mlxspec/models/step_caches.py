@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -55,6 +56,16 @@ def cached_length(caches: Iterable[Any]) -> int:
     return max((getattr(cache, "offset", 0) for cache in parts(caches)), default=0)
 
 
+def held_arrays(caches: Iterable[Any]) -> list[mx.array]:
+    """The arrays in caches, none of which is a list of caches."""
+    return [
+        value
+        for cache in caches
+        for _, value in tree_flatten(vars(cache))
+        if isinstance(value, mx.array)
+    ]
+
+
 def can_be_cut(cache: Any) -> bool:
     """Whether a cache can forget its last positions, whatever it holds."""
     # A rotating cache says so until it has wrapped.
@@ -76,6 +87,8 @@ def keep_rows(caches: Sequence[Any], start: int, rows: Sequence[int]) -> None:
         mx.eval(moved)
         for cache, new in zip(caches, moved, strict=True):
             cache.write_rows(start, new)
+        # Otherwise they would be lazy until the next step, and could not be read in its thread.
+        mx.async_eval(held_arrays(caches))
     cut(caches, start + len(rows))
 
 

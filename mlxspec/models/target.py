@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -26,6 +27,7 @@ from .step_caches import (
     check_cut,
     cut,
     for_steps,
+    held_arrays,
     keep_rows,
     masked_for,
     parts,
@@ -142,6 +144,7 @@ class Target:
 
     def _change_for_steps(self) -> None:
         self._use([for_steps(cache) for cache in self.cache])
+        mx.eval(self.arrays)
 
     def _mark(self) -> None:
         """Keep the state as it is, if the caches cannot be cut back to it."""
@@ -149,6 +152,17 @@ class Target:
         uncuttable = [cache for cache in parts(self.cache) if not can_be_cut_anywhere(cache)]
         if self.length:
             self._marks.append(Moment(self.length, (), Snapshot(uncuttable)))
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All that the caches hold."""
+        return held_arrays(parts(self.cache))
+
+    @property
+    def states(self) -> list[mx.array]:
+        """What the caches hold that cannot be cut back. No choice of the step may need it, so
+        it is to be evaluated beside them: a lazy array can be read in one thread only."""
+        return held_arrays(self._uncuttable)
 
     def _prefill_chunk(self, tokens: Sequence[int]) -> None:
         before, length = Snapshot(self._uncuttable), self.length + len(tokens)
@@ -252,6 +266,17 @@ class Target:
             dropped = min(max(0, self.length - length), len(self.pending))
             left, length = self.pending[: len(self.pending) - dropped], self.length - dropped
             self.pending, self.length = left, length
+
+    @contextmanager
+    def undone_at_the_end(self) -> Iterator[None]:
+        """While entered, the target can be used; then it is what it was."""
+        attributes = {**vars(self), "_moments": self._moments.copy(), "_marks": self._marks.copy()}
+        held = Snapshot(parts(self.cache))
+        try:
+            yield
+        finally:
+            vars(self).update(attributes)
+            held.restore()
 
     def commit(self) -> None:
         """Run pending tokens, so that the cache holds all ``length`` positions."""
