@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import mlx_lm
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
-from mlxspec import PromptLookupDecoder
+from mlxspec import LookaheadDecoder, PromptLookupDecoder
 from mlxspec.errors import OptionError
 from mlxspec.response import GenerationResponse, Transcript
 
@@ -73,3 +76,30 @@ def test_a_transcript_collects_log_probabilities_only_where_they_are_wanted(
             assert collected is None
         else:
             assert collected == [response.token_logprobs(wanted) for response in responses]
+
+
+def test_log_probabilities_can_be_read_in_any_thread(decoder: PromptLookupDecoder) -> None:
+    theirs = mlx_lm.stream_generate(decoder.model, decoder.tokenizer, PROMPT, max_tokens=40)
+    expected = [np.array(response.logprobs) for response in theirs]
+    responses = list(decoder.stream(PROMPT, max_tokens=40))
+    assert any(response.from_draft for response in responses)
+    with ThreadPoolExecutor(1) as thread:
+        read = [thread.submit(np.array, response.logprobs).result() for response in responses]
+    np.testing.assert_allclose(read, expected, atol=1e-4)
+
+
+def test_responses_that_are_kept_hold_what_mlx_lms_hold() -> None:
+    decoder = LookaheadDecoder("demo")
+
+    def bytes_held(stream: Iterable[GenerationResponse]) -> int:
+        gc.collect()
+        before = mx.get_active_memory()
+        kept = [response.logprobs for response in stream]
+        gc.collect()
+        assert len(kept) > 30
+        return mx.get_active_memory() - before
+
+    theirs = mlx_lm.stream_generate(decoder.model, decoder.tokenizer, PROMPT, max_tokens=40)
+    expected = bytes_held(theirs)
+    ours = decoder.stream(PROMPT, max_tokens=40, window_size=10, ngram_size=5, guess_set_size=8)
+    assert bytes_held(ours) <= 1.1 * expected

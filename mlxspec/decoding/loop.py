@@ -119,6 +119,8 @@ def decode(
     finally:
         target.truncate(min(target.length, context_length - 1))
         drafter.end()
+        with mx.stream(generation_stream):
+            mx.eval(target.arrays)  # those of an interrupted step are lazy
 
 
 def _fit(tree: DraftTree, last: int, target: Target, max_depth: int) -> DraftTree:

@@ -73,9 +73,9 @@ def run(
         outcome.moved += accepted != tuple(range(1, len(accepted) + 1))
         outcome.steps += 1
         if keeps_logprobs:
-            logprobs.append(step.logprobs)
+            logprobs += step.logprobs
     if logprobs:
-        outcome.logprobs = mx.concatenate(logprobs)
+        outcome.logprobs = mx.stack(logprobs)
     return outcome
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,20 +12,21 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import generate_step, stream_generate
 from mlx_lm.models.cache import (
     KVCache,
     load_prompt_cache,
     make_prompt_cache,
     save_prompt_cache,
+    trim_prompt_cache,
 )
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlxspec
 from mlxspec import Decoder
 from mlxspec.decoders import responses
-from mlxspec.drafting import NoDraft
-from mlxspec.errors import OptionError
+from mlxspec.drafting import NoDraft, PromptLookupDrafter
+from mlxspec.errors import OptionError, PromptCacheError
 
 from ..decoding.drafters import HostileDrafter
 from ..interrupts import interrupted
@@ -182,3 +185,113 @@ def test_a_cache_for_fewer_layers_is_refused() -> None:
     decoder = decoder_of("llama3")
     with pytest.raises(OptionError, match="prompt_cache has 1 caches and the model needs 2"):
         decoder.decode([1], NoDraft(), prompt_cache=make_prompt_cache(decoder.model)[:1])
+
+
+def offsets(caches: list[Any]) -> list[int]:
+    return [cache.offset for cache in caches]
+
+
+def started(decoder: Decoder, lent: list[Any], prompt: list[int], taken: int) -> Any:
+    """A generation that has been left after so many responses."""
+    responses = decoder.decode(prompt, PromptLookupDrafter(), prompt_cache=lent)
+    list(itertools.islice(responses, taken))
+    return responses
+
+
+def test_a_cache_follows_a_generation_that_is_left_and_not_closed() -> None:
+    decoder = decoder_of("llama3")
+    lent, theirs = make_prompt_cache(decoder.model), make_prompt_cache(decoder.model)
+    left = started(decoder, lent, TURNS[0], 10)
+    other = stream_generate(decoder.model, decoder.tokenizer, TURNS[0], 100, prompt_cache=theirs)
+    list(itertools.islice(other, 10))
+    assert offsets(lent) == offsets(theirs) == [len(TURNS[0]) + 10] * len(lent)
+
+    answer = by_mlx_lm(decoder.model, TURNS[1], theirs)
+    second = decoder.decode(TURNS[1], NoDraft(), max_tokens=TOKENS, prompt_cache=lent)
+    assert [response.token for response in second] == answer
+    after = offsets(theirs)
+    assert offsets(lent) == after
+    del left, other
+    assert offsets(lent) == offsets(theirs) == after
+
+
+def test_generations_that_are_made_before_any_is_advanced_follow_one_another() -> None:
+    decoder = decoder_of("llama3")
+    lent, theirs = make_prompt_cache(decoder.model), make_prompt_cache(decoder.model)
+    made = [
+        decoder.decode(turn, PromptLookupDrafter(), max_tokens=TOKENS, prompt_cache=lent)
+        for turn in TURNS
+    ]
+    for prompt, stream in zip(TURNS, made, strict=True):
+        assert [response.token for response in stream] == by_mlx_lm(decoder.model, prompt, theirs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_generation_goes_on_after_its_cache_was_looked_at_saved_and_copied(
+    name: str, tmp_path: Path
+) -> None:
+    decoder = decoder_of(name)
+    lent = make_prompt_cache(decoder.model)
+    expected = by_mlx_lm(decoder.model, TURNS[0], make_prompt_cache(decoder.model))
+    responses = started(decoder, lent, TURNS[0], 0)
+    for count, token in enumerate(expected[:-1], start=1):
+        assert next(responses).token == token
+        save_prompt_cache(str(tmp_path / "cache.safetensors"), lent)
+        saved = load_prompt_cache(str(tmp_path / "cache.safetensors"))
+        assert copy.copy(lent[0]).nbytes == saved[0].nbytes
+        for copied in (saved, copy.deepcopy(lent)):
+            whole = [*TURNS[0], *expected[:count], 7]
+            alone = by_mlx_lm(decoder.model, whole, make_prompt_cache(decoder.model))
+            assert by_mlx_lm(decoder.model, [7], copied) == alone
+
+
+def test_a_generation_says_that_its_cache_has_been_continued_or_changed() -> None:
+    decoder = decoder_of("llama3")
+    lent = make_prompt_cache(decoder.model)
+    generations = []
+    for change in (
+        lambda: generations.append(started(decoder, lent, TURNS[1], 3)),
+        lambda: by_mlx_lm(decoder.model, TURNS[2], lent),
+        lambda: trim_prompt_cache(lent, 2),
+    ):
+        generations.append(started(decoder, lent, TURNS[0], 3))
+        change()
+        for outrun in generations[:1]:
+            with pytest.raises(PromptCacheError, match="continued or changed"):
+                next(outrun)
+        generations.clear()
+
+
+def test_a_cache_cannot_be_used_by_what_runs_inside_its_generation() -> None:
+    decoder = decoder_of("llama3")
+    lent = make_prompt_cache(decoder.model)
+    seen: list[int] = []
+
+    def nosy(tokens: mx.array, logits: mx.array) -> mx.array:
+        seen.append(lent[0].offset)
+        lent[0].trim(1)
+        return logits
+
+    responses = decoder.decode(
+        TURNS[0], NoDraft(), prompt_cache=lent, logits_processors=[nosy], max_tokens=3
+    )
+    with pytest.raises(PromptCacheError, match="in use by a generation that is running"):
+        next(responses)
+    assert seen == [len(TURNS[0])]
+    assert offsets(lent) == [len(TURNS[0]) - 1] * len(lent)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_turns_on_a_cache_can_be_taken_in_any_thread(name: str) -> None:
+    decoder = decoder_of(name)
+    lent, theirs = make_prompt_cache(decoder.model), make_prompt_cache(decoder.model)
+    for turn in range(12):
+        prompt = [turn, *TURNS[turn % 3]]
+        expected = by_mlx_lm(decoder.model, prompt, theirs)
+        drafter = HostileDrafter(expected, 64, 5, seed=turn)
+        responses = decoder.decode(prompt, drafter, max_tokens=TOKENS, prompt_cache=lent)
+        tokens = []
+        while len(tokens) < TOKENS:
+            with ThreadPoolExecutor(1) as thread:
+                tokens.append(thread.submit(next, responses).result().token)
+        assert tokens == expected
