@@ -70,21 +70,21 @@ def on_loan(
         start: gives the generation's responses.
     """
     context = list(prompt)
-    responses = start()
     try:
-        for response in responses:
-            context.append(response.token)
-            if response.finish_reason:
-                responses.close()
-                loan.give_back(context)
+        responses = start()
+        try:
+            for response in responses:
+                context.append(response.token)
+                if response.finish_reason:
+                    break
+                loan.pause(context, end=responses.close)
                 yield response
-                return
-            loan.pause(context, end=responses.close)
-            yield response
-            loan.resume()
+                loan.resume()
+        finally:
+            responses.close()
     finally:
-        responses.close()
         loan.give_back(context, complete=len(context) > len(prompt))
+    yield response
 
 
 def _response(
