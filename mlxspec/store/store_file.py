@@ -39,8 +39,8 @@ import numpy as np
 
 from ..drafting.suffix_index import SEPARATOR
 from ..errors import StoreError
+from ..files import replaced
 from .place_order import TOKEN_BITS
-from .replacement import replaced
 from .tokenizer_identity import TokenizerIdentity
 
 VERSION = 1
@@ -165,7 +165,7 @@ def write_store_file(path: Path, identity: TokenizerIdentity, built: Part, learn
         name,
         0,
     )[:-_CRC_BYTES]
-    with replaced(path) as file:
+    with replaced(path, StoreError) as file:
         file.write(header + struct.pack("<I", zlib.crc32(header)))
         for section in sections:
             file.write(section.data)
