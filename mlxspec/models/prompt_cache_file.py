@@ -15,6 +15,7 @@ from mlx_lm.models import cache as mlx_lm_caches
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from ..errors import PromptCacheError
+from ..files import check_writable, replaced
 from .step_caches import cached_length, parts
 
 _SUFFIX = ".safetensors"
@@ -43,18 +44,14 @@ def save_prompt_cache(
     Raises:
         PromptCacheError: the file cannot be written; what was there before is as it was.
     """
-    path = check_writable(file_name)
+    path = prompt_cache_path(file_name)
     held = {**(metadata or {}), **({_TOKENS: json.dumps(list(tokens))} if tokens else {})}
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}{_SUFFIX}")
     try:
-        mlx_lm_caches.save_prompt_cache(str(unfinished), list(cache), held)
-        os.replace(unfinished, path)
-    except (OSError, RuntimeError) as error:
-        raise PromptCacheError(
-            f"{path} cannot be written ({_one_line(error)}): name a file in a directory with room"
-        ) from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+        with replaced(path, PromptCacheError) as file:
+            mlx_lm_caches.save_prompt_cache(file, list(cache), held)
+    except RuntimeError as error:  # MLX's
+        reason = " ".join(str(error).split())[:150]
+        raise PromptCacheError(f"{path}: cannot be written ({reason}); try again") from error
 
 
 @overload
@@ -105,17 +102,16 @@ def load_prompt_cache(
     return (cache, dict(metadata or {})) if return_metadata else cache
 
 
-def check_writable(file_name: str | os.PathLike[str]) -> Path:
+def prompt_cache_path(file_name: str | os.PathLike[str]) -> Path:
     """The file that :func:`save_prompt_cache` will write, before there is anything to write.
 
     Raises:
-        PromptCacheError: it is a directory, or in none that can be written.
+        PromptCacheError: it cannot be written.
     """
     path = Path(file_name)
     if path.suffix != _SUFFIX:
         path = path.with_name(path.name + _SUFFIX)
-    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise PromptCacheError(f"{path} cannot be written: name a file in a writable directory")
+    check_writable(path, PromptCacheError)
     return path
 
 
@@ -123,7 +119,7 @@ def check_replaceable(path: Path, force: bool) -> None:
     """Refuse to write over what is not to be lost.
 
     Args:
-        path: from :func:`check_writable`.
+        path: from :func:`prompt_cache_path`.
         force: whether a prompt cache that is there may be replaced.
 
     Raises:
@@ -208,7 +204,3 @@ def _layout(caches: Iterable[Any]) -> list[list[tuple[int, ...]]]:
         ]
         for cache in caches
     ]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(getattr(error, "strerror", None) or error).split())[:150]

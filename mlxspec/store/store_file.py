@@ -139,7 +139,8 @@ def read_store_file(path: Path) -> StoreFile:
 def begins_as_store(path: Path) -> bool:
     """Whether a file is a store, damaged perhaps."""
     try:
-        return path.is_file() and path.open("rb").read(len(_MAGIC)) == _MAGIC
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
     except OSError:
         return False
 

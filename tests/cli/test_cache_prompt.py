@@ -125,7 +125,7 @@ def test_a_place_that_cannot_be_written_is_told_before_the_model_is_loaded(tmp_p
     )
     result = run(cache_prompt_command, *options)
     assert result.exit_code == 1
-    assert "b.safetensors cannot be written" in result.stderr
+    assert "b.safetensors: cannot be written" in result.stderr
 
 
 @pytest.mark.parametrize("force", [(), ("--force",)])
