@@ -12,7 +12,6 @@ memory::
 
 from __future__ import annotations
 
-import gc
 import resource
 import signal
 import sys
@@ -101,7 +100,6 @@ def _edited(whole: bytes, edits: list[tuple[str, int, bytes, int]]) -> bytes:
 
 def _measured(read: Callable[[], Result]) -> tuple[Result | MlxspecError, float, float]:
     """What came of it, seconds of the processor, and megabytes beyond what was held before."""
-    gc.collect()
     before = _peak(reset=True)
     started = time.process_time()
     result: Result | MlxspecError
