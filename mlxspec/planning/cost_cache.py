@@ -141,7 +141,8 @@ class CostCache:
             with replaced(path, MlxspecError) as file:
                 file.write(json.dumps(content, indent=1).encode())
         except (OSError, MlxspecError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
+            failure = error if isinstance(error, OSError) else error.__cause__
+            reason = getattr(failure, "strerror", None) or error
             warnings.warn(
                 f"step times are not kept in {self.directory} ({reason}); "
                 f"{ENVIRONMENT_VARIABLE} names another place",
