@@ -109,14 +109,14 @@ def answer(
         _transcribe(start, transcript, printer, console, trims, tell)
         if learner:
             learner.add(transcript.tokens)
-    result = replace(transcript.result(decoder.step_times), prompt_tokens=len(tokens))
-
-    if printer:
-        printer.finish()
-        console.print()
-        console.print(figures_panel(result, legend=printer.color))
-    else:
-        click.echo(json_report(result, name))
+        result = replace(transcript.result(decoder.step_times), prompt_tokens=len(tokens))
+        if printer:
+            printer.finish()
+            console.print()
+            console.print(figures_panel(result, legend=printer.color))
+        else:
+            click.echo(json_report(result, name))
+    # Learned after the answer is shown, which is not lost where the store cannot be written.
     if result.finish_reason == "length" and room < max_tokens:
         tell_of_full_context(decoder.model)
     if stats:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .names import FILE, NAME
+from .names import FILE, FORCE_HELP, NAME
 from .option_groups import GroupedCommand, GroupedOption
 from .outcome import reported
 
@@ -60,6 +60,7 @@ _output_option = partial(click.option, cls=GroupedOption, group="Output")
 @_run_option("--seed", type=int, default=0, metavar="N", help="Same seed, same outputs.")
 @_output_option("--json", "as_json", is_flag=True, help="Write one JSON object and no table.")
 @_output_option("--html", type=FILE, metavar="FILE", help="Write a page with plots as well.")
+@_output_option("--force", is_flag=True, help=FORCE_HELP)
 @_output_option(
     "--include-text", is_flag=True, help="Put prompts and outputs into the JSON and the page."
 )

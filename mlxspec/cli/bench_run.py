@@ -19,7 +19,7 @@ from ..bench.rouge import require_rouge
 from ..decoding import SamplingParams
 from ..errors import OptionError, PromptError
 from ..models.loading import load
-from ..reports import check_writable, write_page
+from ..reports import check_report, write_report
 from .bench_table import bench_tables
 from .consoles import error_console
 from .measuring_progress import MeasuringProgress
@@ -41,6 +41,7 @@ def run_bench(
     seed: int,
     as_json: bool,
     html: Path | None,
+    force: bool,
     include_text: bool,
 ) -> None:
     """Measure; the arguments are the options of the command line.
@@ -61,7 +62,7 @@ def run_bench(
     if references:
         _check_references(questions)
     if html:
-        check_writable(html, "--html")
+        check_report(html, "--html", force=force)
 
     loaded, tokenizer = load(model)
     measurement = Measurement(
@@ -90,7 +91,7 @@ def run_bench(
     wrong = list(what_differs(report))
     try:
         if html:
-            write_page(html, bench_page(report))
+            write_report(html, bench_page(report), "--html", force=force)
     finally:  # what was measured is not lost with the page
         if as_json:
             click.echo(json.dumps(report))

@@ -16,6 +16,9 @@ Examples:
   mlxspec cache-prompt --prompt-file book.txt --prompt-cache-file book.safetensors
   mlxspec generate --prompt-cache-file book.safetensors --prompt "Who is the narrator?"
 
+The file names its model, which then answers without --model. If that has to be downloaded, you
+are asked at a terminal, and elsewhere name it with --model.
+
 The file is also one for "mlx_lm.generate --prompt-cache-file", and those of
 "mlx_lm.cache_prompt" serve here. With a chat template the prompt is the beginning of a user's
 message, which the later prompt goes on with.

@@ -12,7 +12,7 @@ from ..decoders.prompt import prompt_ids as checked_ids
 from ..errors import OptionError
 from ..models.cache_options import CacheOptions, check_quantization
 from ..models.loading import context_length, load
-from ..models.prompt_cache_file import check_replaceable, check_writable, save_prompt_cache
+from ..models.prompt_cache_file import check_replaceable, prompt_cache_path, save_prompt_cache
 from ..models.target import vocabulary_size
 from .answer import default_model, tell_of_default
 from .consoles import error_console
@@ -46,7 +46,7 @@ def cache_prompt(
     memory = take_memory(options)
     if not prompt_cache_file.endswith(".safetensors"):
         raise OptionError(f"--prompt-cache-file {prompt_cache_file}: name a file *.safetensors")
-    path = check_writable(prompt_cache_file)
+    path = prompt_cache_path(prompt_cache_file)
     check_replaceable(path, force)
     name = model or default_model()
     loaded, tokenizer = load(name)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
 from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoders import Decoder, Session
 from ..decoders.options import GenerationOptions
 from ..errors import PromptCacheError
+from ..models.hub import is_downloaded, is_repository_name
+from ..models.loading import DEMO
 from ..models.prompt_cache_file import check_fits, load_prompt_cache, tokens_in
 from ..models.step_caches import parts
+from ..terminal import visible
 from .prompt_tokens import templated_text
 
 if TYPE_CHECKING:
     from ..decoders.options import MemoryOptions
 
+_LONGEST_NAME = 200  # characters of a model's name that are shown
 _QUERY = "<query>"  # mlx-lm's word, for which no template has a use
 
 
@@ -29,26 +35,40 @@ class CachedPrompt:
         file: made by ``mlxspec cache-prompt`` or ``mlx_lm.cache_prompt``.
 
     Raises:
-        PromptCacheError: there is no such file, or it is damaged or of another kind.
+        PromptCacheError: there is no such file, or it is damaged, empty or of another kind.
     """
 
     def __init__(self, file: str) -> None:
         self.file = file
         self._cache, self._metadata = load_prompt_cache(file, return_metadata=True)
         self._tokens = tokens_in(self._cache, self._metadata)
+        if all(part.empty() for part in parts(self._cache)):
+            raise PromptCacheError(f"{file} holds an empty cache: leave out --prompt-cache-file")
 
     def model(self, asked: str | None) -> str | None:
         """The model that made the file, which is the one that was asked for, if any was.
 
+        The file may come from anybody: what it names is downloaded only if the user says so.
+
         Raises:
-            PromptCacheError: another model was asked for.
+            PromptCacheError: another model was asked for, or this one is not on the machine.
         """
-        own = self._metadata.get("model")
-        if asked is None or own is None or asked == own or _same_directory(asked, own):
-            return asked or own
+        own = self._metadata.get("model") or None
+        if own is None or asked == own or (asked is not None and _same_directory(asked, own)):
+            return asked
+        shown = visible(" ".join(own[:_LONGEST_NAME].split()))
+        if asked is not None:
+            raise PromptCacheError(
+                f"{self.file} was made by the model {shown}, not {asked}: leave out --model, or "
+                "make the file again"
+            )
+        if own == DEMO or _is_directory(own):
+            return own
+        if is_repository_name(own) and (is_downloaded(own) or _may_download(self.file, shown)):
+            return own
         raise PromptCacheError(
-            f"{self.file} was made by the model {own}, not {asked}: leave out --model, or make "
-            "the file again"
+            f"{self.file} was made by the model {shown}, which is not on this machine: name the "
+            "model with --model"
         )
 
     def check(self, memory: MemoryOptions) -> None:
@@ -89,10 +109,10 @@ class CachedPrompt:
         """The end token that mlx-lm was told when it made the file, if it was told one."""
         try:
             config = json.loads(self._metadata.get("tokenizer_config", "{}"))
-        except ValueError:
+        except (ValueError, RecursionError):
             return ()
         told = config.get("eos_token") if isinstance(config, dict) else None
-        return (str(told),) if told else ()
+        return (told,) if isinstance(told, str) and told else ()
 
 
 def _following(prompt: str | list[int], tokenizer: TokenizerWrapper, templated: bool) -> list[int]:
@@ -106,5 +126,21 @@ def _following(prompt: str | list[int], tokenizer: TokenizerWrapper, templated: 
 
 
 def _same_directory(first: str, second: str) -> bool:
-    paths = [Path(name).expanduser() for name in (first, second)]
-    return all(path.is_dir() for path in paths) and paths[0].samefile(paths[1])
+    if not (_is_directory(first) and _is_directory(second)):
+        return False
+    return Path(first).expanduser().samefile(Path(second).expanduser())
+
+
+def _is_directory(name: str) -> bool:
+    try:
+        return Path(name).expanduser().is_dir()
+    except (OSError, RuntimeError):  # too long a name, or "~" before a user who is not known
+        return False
+
+
+def _may_download(file: str, model: str) -> bool:
+    """Ask at a terminal."""
+    if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    question = f"{visible(file)} was made by {model}, which is not on this machine. Download it?"
+    return click.confirm(question, err=True)

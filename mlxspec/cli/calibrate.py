@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from .names import FILE, NAME
+from .names import FILE, FORCE_HELP, NAME
 from .outcome import reported
 
 EPILOG = """\b
@@ -35,6 +35,7 @@ user's cache directory, or in the one that MLXSPEC_CACHE_DIR names.
 @click.option("--show", is_flag=True, help="Show what is known and measure nothing.")
 @click.option("--png", type=FILE, metavar="FILE", help="Draw the curve.")
 @click.option("--svg", type=FILE, metavar="FILE", help="Draw the curve.")
+@click.option("--force", is_flag=True, help=FORCE_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object and no table.")
 def calibrate_command(**options: Any) -> None:
     """Measure what steps of MODEL cost by their number of rows, and keep it.

@@ -19,9 +19,10 @@ from ..models.tiers import Tier, chain_tier
 from ..planning.cost_cache import CostCache, CostKey, KnownRange
 from ..planning.live_costs import context_range
 from ..planning.measurement import CAREFUL
+from ..reports import write_report
 from ..terminal import visible
 from .consoles import error_console, output_console
-from .cost_picture import check_picture, write_picture
+from .cost_picture import check_picture, drawn_curve
 from .cost_points import CostPoint, kept_points, measured_points
 from .cost_terminal import cost_plot, cost_table
 from .measuring_progress import MeasuringProgress
@@ -82,6 +83,7 @@ def run(
     show: bool,
     png: Path | None,
     svg: Path | None,
+    force: bool,
     as_json: bool,
 ) -> None:
     """Measure or look up, then show; the arguments are the options of the command line.
@@ -91,7 +93,7 @@ def run(
     """
     pictures = {kind: path for kind, path in (("png", png), ("svg", svg)) if path}
     for kind, path in pictures.items():
-        check_picture(f"--{kind}", path)
+        check_picture(f"--{kind}", path, force=force)
     if context is not None and context < 1:
         raise OptionError(f"--context is {context}: it is at least 1")
     cache = CostCache()
@@ -111,7 +113,8 @@ def run(
     else:
         _print(curves, model)
     for kind, path in pictures.items():
-        write_picture(path, kind, curves[0].points, curves[0].title, curves[0].subtitle)
+        picture = drawn_curve(kind, curves[0].points, curves[0].title, curves[0].subtitle)
+        write_report(path, picture, f"--{kind}", force=force)
 
 
 def _measured(cache: CostCache, name: str, context: int | None) -> _Curve:

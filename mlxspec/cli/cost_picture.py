@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import OptionError
+from ..reports import check_report
 from .cost_points import CostPoint
 
 _BLUE = "#0072b2"  # with grey beside it told apart with every kind of colour blindness
 
 
-def check_picture(option: str, path: Path) -> None:
+def check_picture(option: str, path: Path, *, force: bool) -> None:
     """Find out before a measurement whether its picture can be drawn and written.
 
     Raises:
@@ -22,40 +22,21 @@ def check_picture(option: str, path: Path) -> None:
     """
     if find_spec("matplotlib") is None:
         raise OptionError(f"{option} needs matplotlib: pip install 'mlxspec[plots]'")
-    if path.is_dir():
-        raise OptionError(f"{option} {path}: a directory; name a file")
-    if not path.parent.is_dir():
-        raise OptionError(f"{option} {path}: there is no directory {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise OptionError(f"{option} {path}: no permission to write there")
+    check_report(path, option, force=force)
 
 
-def write_picture(
-    path: Path, kind: str, points: Sequence[CostPoint], title: str, subtitle: str
-) -> None:
-    """Draw a curve and write it.
+def drawn_curve(kind: str, points: Sequence[CostPoint], title: str, subtitle: str) -> bytes:
+    """Draw a curve.
 
     Args:
-        path: the file; it is replaced.
         kind: "png" or "svg".
         points: the curve.
         title: what was measured.
         subtitle: on what, and how.
 
-    Raises:
-        OptionError: ``path`` cannot be written.
+    Returns:
+        The file's content.
     """
-    picture = io.BytesIO()
-    _draw(picture, kind, points, title, subtitle)
-    try:
-        path.write_bytes(picture.getvalue())
-    except OSError as error:
-        raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
-
-
-def _draw(
-    picture: io.BytesIO, kind: str, points: Sequence[CostPoint], title: str, subtitle: str
-) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -90,5 +71,8 @@ def _draw(
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, loc="lower right")
-        undated = {"Date": None} if kind == "svg" else None
-        figure.savefig(picture, format=kind, dpi=160, metadata=undated)
+        # By its maker a report is told from other files; without a date it is the same again.
+        made_by = {"Creator": "mlxspec", "Date": None} if kind == "svg" else {"Software": "mlxspec"}
+        picture = io.BytesIO()
+        figure.savefig(picture, format=kind, dpi=160, metadata=made_by)
+        return picture.getvalue()

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from .generate import generate_command
-from .names import FILE
+from .names import FILE, FORCE_HELP
 from .option_groups import GroupedCommand, GroupedOption, options_of
 from .outcome import reported
 
@@ -48,6 +48,7 @@ _view_option = partial(click.option, cls=GroupedOption, group="Steps and output"
     metavar="FILE",
     help="Write the steps as a page as well.",
 )
+@_view_option("--force", is_flag=True, help=FORCE_HELP)
 @_view_option(
     "--color/--no-color",
     default=None,

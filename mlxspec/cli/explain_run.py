@@ -11,7 +11,7 @@ from ..decoders import Decoder
 from ..drafting.recording import RecordedStep, RecordingDrafter
 from ..errors import OptionError
 from ..models.loading import context_length
-from ..reports import check_writable, write_page
+from ..reports import check_report, write_report
 from ..response import GenerationResponse, SpeculationStats
 from .answer import default_model, tell_of_default
 from .consoles import error_console, output_console
@@ -41,6 +41,7 @@ def explain(
     steps: int,
     skip: int | None,
     html: Path | None,
+    force: bool,
     color: bool | None,
     **options: Any,
 ) -> None:
@@ -61,7 +62,7 @@ def explain(
     _check(max_tokens, steps, skip)
     choice.check_room(max_tokens)
     if html:
-        check_writable(html, "--html")
+        check_report(html, "--html", force=force)
     name = model or default_model()
     with MeasuringProgress(error_console(color)) as measuring:
         decoder = choice.load(name, measuring)
@@ -86,7 +87,7 @@ def explain(
     tell_of_default(model)
     try:
         if html:
-            write_page(html, explain_page(explained))
+            write_report(html, explain_page(explained), "--html", force=force)
     finally:  # what was found is not lost with the page
         print_explained(explained, output_console(color))
     if cut and room < max_tokens:

@@ -32,3 +32,5 @@ NAME = _Name(readable=False)
 """A model, a file or a directory, as the text that it is."""
 FILE = _Name(readable=False, path_type=Path)
 """A file, as a path."""
+FORCE_HELP = "Let the report replace whatever file is there, not only an older report."
+"""What --force does where an option writes a report."""

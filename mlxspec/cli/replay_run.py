@@ -18,7 +18,7 @@ from ..replay.curves import read_curve
 from ..replay.html_page import Comparison, replay_page, verdict
 from ..replay.report import ReplayReport
 from ..replay.workload import load_trace_tokenizer, read_workload
-from ..reports import check_writable, write_page
+from ..reports import check_report, write_report
 from .consoles import error_console
 from .folding_table import FoldingTable
 from .measuring_progress import MeasuringProgress
@@ -39,6 +39,7 @@ def run_replay(
     limit: int,
     as_json: bool,
     html: Path | None,
+    force: bool,
 ) -> None:
     """Replay; the arguments are the options of the command line.
 
@@ -50,13 +51,13 @@ def run_replay(
     )
     curves, sources = _curves(chips, curve, default=_ALL if html else _DEFAULT_CHIP)
     if html:
-        check_writable(html, "--html")
+        check_report(html, "--html", force=force)
     workload = read_workload(traces, load_trace_tokenizer(tokenizer), limit)
     with MeasuringProgress(error_console(None), "Replaying") as on_progress:
         comparison = compare(workload, names, curves, on_progress)
     try:
         if html:
-            write_page(html, replay_page(comparison, sources))
+            write_report(html, replay_page(comparison, sources), "--html", force=force)
     finally:  # what was found is not lost with the page
         if as_json:
             click.echo(json.dumps(json_report(comparison)))

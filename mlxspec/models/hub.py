@@ -22,6 +22,22 @@ def is_repository_name(name: str) -> bool:
     return _REPOSITORY.fullmatch(name) is not None
 
 
+def is_downloaded(repository: str) -> bool:
+    """Whether a repository's settings and weights are on this machine, as far as a look tells."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        patterns = _TOKENIZER_AND_SETTINGS + _WEIGHTS
+        directory = Path(
+            snapshot_download(repository, allow_patterns=patterns, local_files_only=True)
+        )
+    except (OSError, ValueError, HfHubHTTPError):
+        return False
+    has_weights = any(any(directory.glob(pattern)) for pattern in _WEIGHTS)
+    return has_weights and (directory / "config.json").is_file()
+
+
 def download(repository: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """The local copy of a repository's model files, fetched or completed with a progress bar.
 

@@ -12,14 +12,24 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as mlx_lm_caches
-from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+from safetensors import SafetensorError
 
 from ..errors import PromptCacheError
+from ..files import check_writable, replaced
+from .prompt_cache_reading import holds_caches, read_caches
 from .step_caches import cached_length, parts
 
+_ATTENTION = {KVCache, QuantizedKVCache, RotatingKVCache}
 _SUFFIX = ".safetensors"
-_FIRST_CLASS = "1.0"  # a metadata key of mlx-lm's
 _TOKENS = "tokens"  # a metadata key that mlx-lm's own files lack
+_MAX_TOKEN = 2**31
 
 
 def save_prompt_cache(
@@ -43,18 +53,14 @@ def save_prompt_cache(
     Raises:
         PromptCacheError: the file cannot be written; what was there before is as it was.
     """
-    path = check_writable(file_name)
+    path = prompt_cache_path(file_name)
     held = {**(metadata or {}), **({_TOKENS: json.dumps(list(tokens))} if tokens else {})}
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}{_SUFFIX}")
     try:
-        mlx_lm_caches.save_prompt_cache(str(unfinished), list(cache), held)
-        os.replace(unfinished, path)
-    except (OSError, RuntimeError) as error:
-        raise PromptCacheError(
-            f"{path} cannot be written ({_one_line(error)}): name a file in a directory with room"
-        ) from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+        with replaced(path, PromptCacheError) as file:
+            mlx_lm_caches.save_prompt_cache(file, list(cache), held)
+    except RuntimeError as error:  # MLX's
+        reason = " ".join(str(error).split())[:150]
+        raise PromptCacheError(f"{path}: cannot be written ({reason}); try again") from error
 
 
 @overload
@@ -80,42 +86,41 @@ def load_prompt_cache(
     Raises:
         PromptCacheError: there is no such file, or it is damaged or of another kind.
     """
+    path = Path(file_name)
     try:
-        if not Path(file_name).is_file():
+        if not path.exists():
             raise PromptCacheError(
                 f"{file_name}: there is no such file; make it with 'mlxspec cache-prompt'"
             )
-        open(file_name, "rb").close()  # MLX would not say why it cannot
-        cache, metadata = mlx_lm_caches.load_prompt_cache(str(file_name), return_metadata=True)
+        cache, metadata = read_caches(path)
+        _check_tokens(cache, metadata)
         mx.eval([part.state for part in cache])
     except OSError as error:
         raise PromptCacheError(
             f"{file_name} cannot be read ({error.strerror}): name a file that you can read"
         ) from error
-    except RuntimeError as error:
+    except (RuntimeError, SafetensorError) as error:
         raise PromptCacheError(
             f"{file_name} is truncated or damaged: make it again with 'mlxspec cache-prompt'"
         ) from error
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+    except ValueError as error:
         raise PromptCacheError(
-            f"{file_name} holds no prompt cache that this version of mlx-lm reads: make it with "
-            "'mlxspec cache-prompt'"
+            f"{file_name} holds no prompt cache that this version of mlx-lm reads ({error}): make "
+            "it with 'mlxspec cache-prompt'"
         ) from error
-    # Nothing at all is flattened to an empty list.
-    return (cache, dict(metadata or {})) if return_metadata else cache
+    return (cache, metadata) if return_metadata else cache
 
 
-def check_writable(file_name: str | os.PathLike[str]) -> Path:
+def prompt_cache_path(file_name: str | os.PathLike[str]) -> Path:
     """The file that :func:`save_prompt_cache` will write, before there is anything to write.
 
     Raises:
-        PromptCacheError: it is a directory, or in none that can be written.
+        PromptCacheError: it cannot be written.
     """
     path = Path(file_name)
     if path.suffix != _SUFFIX:
         path = path.with_name(path.name + _SUFFIX)
-    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise PromptCacheError(f"{path} cannot be written: name a file in a writable directory")
+    check_writable(path, PromptCacheError)
     return path
 
 
@@ -123,7 +128,7 @@ def check_replaceable(path: Path, force: bool) -> None:
     """Refuse to write over what is not to be lost.
 
     Args:
-        path: from :func:`check_writable`.
+        path: from :func:`prompt_cache_path`.
         force: whether a prompt cache that is there may be replaced.
 
     Raises:
@@ -132,30 +137,36 @@ def check_replaceable(path: Path, force: bool) -> None:
     """
     if not path.exists() or (path.is_file() and path.stat().st_size == 0):
         return
-    if not _is_prompt_cache(path):
+    if not holds_caches(path):
         raise PromptCacheError(f"{path}: exists and is no prompt cache; name another file")
     if not force:
         raise PromptCacheError(f"{path}: exists; name another file, or replace it with --force")
 
 
-def _is_prompt_cache(path: Path) -> bool:
-    """Whether the file's header says of which classes its caches are."""
-    open(path, "rb").close()  # MLX would not say why it cannot
-    try:
-        loaded: Any = mx.load(str(path), return_metadata=True)
-    except RuntimeError:
-        return False
-    return "Cache" in loaded[1].get(_FIRST_CLASS, "")
-
-
 def tokens_in(cache: Sequence[Any], metadata: Mapping[str, str]) -> list[int]:
     """What a loaded cache holds; nothing where its file does not say so, as mlx-lm's."""
+    tokens = _tokens(metadata)
+    return tokens if cached_length(cache) in (0, len(tokens)) else []
+
+
+def _tokens(metadata: Mapping[str, str]) -> list[int]:
+    """The tokens that a file's metadata names, if it does."""
     try:
         tokens = json.loads(metadata.get(_TOKENS, "[]"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
-    known = isinstance(tokens, list) and all(isinstance(token, int) for token in tokens)
-    return tokens if known and cached_length(cache) in (0, len(tokens)) else []
+    known = isinstance(tokens, list) and all(
+        type(token) is int and 0 <= token < _MAX_TOKEN for token in tokens
+    )
+    return tokens if known else []
+
+
+def _check_tokens(cache: Sequence[Any], metadata: Mapping[str, str]) -> None:
+    """Raise ValueError if a file names other tokens than its caches hold."""
+    tokens, length = len(_tokens(metadata)), cached_length(cache)
+    keeps_positions = any(hasattr(part, "offset") for part in parts(cache))
+    if tokens and keeps_positions and tokens != length:
+        raise ValueError(f"it names {tokens} tokens and holds {length}")
 
 
 def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
@@ -179,7 +190,7 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
         )
     model(mx.array([[0]]), cache=own)
     try:
-        fits = _layout(_quantized_like(cache, own)) == _layout(parts(cache))
+        fits = all(map(_fits, parts(cache), _quantized_like(cache, own)))
     except (ValueError, NotImplementedError):  # the model's cannot be quantised like that
         fits = False
     if not fits:
@@ -198,17 +209,30 @@ def _quantized_like(cache: Iterable[Any], own: Iterable[Any]) -> list[Any]:
     ]
 
 
-def _layout(caches: Iterable[Any]) -> list[list[tuple[int, ...]]]:
-    """The shapes of what caches hold, without the number of positions."""
-    return [
-        [
-            (*array.shape[:2], *array.shape[3:]) if array.ndim == 4 else array.shape
-            for _, array in tree_flatten(cache.state)
-            if isinstance(array, mx.array)
-        ]
-        for cache in caches
-    ]
+def _fits(cache: Any, own: Any) -> bool:
+    """Whether a cache can be the model's own after more tokens.
+
+    One that a model did not ask for, bounded or quantised, holds what the plain one does.
+    """
+    for name in ("max_size", "keep", "chunk_size"):
+        if getattr(cache, name, None) != getattr(own, name, None) and type(cache) is type(own):
+            return False
+    alike = type(cache) is type(own) or {type(cache), type(own)} <= _ATTENTION
+    return alike and _layout(cache) == _layout(own)
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(getattr(error, "strerror", None) or error).split())[:150]
+def _layout(cache: Any) -> dict[str, tuple[bool, tuple[int, ...]]]:
+    """Of each array that a cache holds whether it holds fractions, and its shape.
+
+    The number of positions is left out, and so is how many of the last tokens a state keeps.
+    """
+    layout = {}
+    for name, array in tree_flatten(cache.state):
+        if isinstance(array, mx.array):
+            fractions, shape = mx.issubdtype(array.dtype, mx.floating), array.shape
+            if not isinstance(cache, ArraysCache):
+                shape = (*shape[:2], *shape[3:])
+            elif not fractions:
+                shape = shape[:-1]
+            layout[name] = fractions, shape
+    return layout

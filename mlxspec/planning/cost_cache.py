@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,7 +15,8 @@ from typing import Any
 
 import platformdirs
 
-from ..errors import OptionError
+from ..errors import MlxspecError, OptionError
+from ..files import replaced
 from .live_costs import context_range
 from .live_curve import WIDEST, KnownTime
 
@@ -138,10 +138,13 @@ class CostCache:
         }
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _write_whole(path, json.dumps(content, indent=1))
-        except OSError as error:
+            with replaced(path, MlxspecError) as file:
+                file.write(json.dumps(content, indent=1).encode())
+        except (OSError, MlxspecError) as error:
+            failure = error if isinstance(error, OSError) else error.__cause__
+            reason = getattr(failure, "strerror", None) or error
             warnings.warn(
-                f"step times are not kept in {self.directory} ({error.strerror}); "
+                f"step times are not kept in {self.directory} ({reason}); "
                 f"{ENVIRONMENT_VARIABLE} names another place",
                 stacklevel=2,
             )
@@ -163,19 +166,6 @@ def _cache_directory() -> Path:
             f"{ENVIRONMENT_VARIABLE} is {chosen!r}: that user's home directory is not known; "
             "name another directory"
         ) from None
-
-
-def _write_whole(path: Path, content: str) -> None:
-    """Let a file appear under its name with all its content, mode 0600."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Reports as HTML pages that need nothing but themselves."""
 
 from .bars import Bar, BarChart, BarGroup
-from .page import check_writable, render, write_page
+from .page import check_report, render, write_report
 from .tree_drawing import TreeDrawing, TreeNode
 
 __all__ = [
@@ -10,7 +10,7 @@ __all__ = [
     "BarGroup",
     "TreeDrawing",
     "TreeNode",
-    "check_writable",
+    "check_report",
     "render",
-    "write_page",
+    "write_report",
 ]

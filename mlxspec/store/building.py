@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 from ..errors import OptionError, StoreError
-from .replacement import sole_writer
+from ..files import check_writable, sole_writer
 from .sequences import as_texts, divided, joined, oldest
 from .store import Store, check_tokenizer
 from .store_file import EMPTY, begins_as_store, read_store_file, write_store_file
@@ -39,7 +39,7 @@ def build_store(
         OptionError: ``max_tokens`` is below 2.
         StoreError: ``path`` is in use or cannot be written, or there are no tokens.
     """
-    target = Path(os.path.realpath(path))
+    target = Path(path)
     _check_target(target, force)
     _check_max_tokens(max_tokens)
     identity = identify(tokenizer)
@@ -47,7 +47,7 @@ def build_store(
     built = joined(oldest(_once(texts), max_tokens))
     if not len(built.tokens):
         raise StoreError(f"{target}: nothing to write, there is no text of two tokens or more")
-    with sole_writer(target, create=True):
+    with sole_writer(target, StoreError, create=True):
         _check_target(target, force)
         write_store_file(target, identity, built, EMPTY)
     return Store(read_store_file(target))
@@ -72,13 +72,13 @@ def add_to_store(
         OptionError: ``max_tokens`` is below 2.
         StoreError: ``path`` is no store, another tokenizer's, or cannot be written.
     """
-    target = Path(os.path.realpath(path))
+    target = Path(path)
     _check_max_tokens(max_tokens)
     identity = identify(tokenizer)
     check_tokenizer(path, read_store_file(target).identity, identity)
     # Made before the lock is taken: tokenising may last.
     texts = [text for ids in sequences for text in as_texts(ids, identity.vocab_size)]
-    with sole_writer(target, create=False):
+    with sole_writer(target, StoreError, create=False):
         file = read_store_file(target)
         check_tokenizer(path, file.identity, identity)
         held = divided(file.built.tokens)
@@ -97,13 +97,9 @@ def _once(texts: Iterable[bytes], known: Iterable[bytes] = ()) -> Iterator[bytes
 
 
 def _check_target(target: Path, force: bool) -> None:
-    try:
-        if not target.exists() or (target.is_file() and target.stat().st_size == 0):
-            return
-    except OSError as error:
-        raise StoreError(f"{target}: cannot be written ({error.strerror})") from error
-    if target.is_dir():
-        raise StoreError(f"{target}: is a directory; name a file")
+    check_writable(target, StoreError)
+    if not target.exists() or target.stat().st_size == 0:
+        return
     if not force:
         raise StoreError(
             f"{target}: exists; name another file, extend it with `mlxspec store add`, or "

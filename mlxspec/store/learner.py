@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..errors import OptionError, StoreError
-from .replacement import sole_writer
+from ..files import check_writable, sole_writer
 from .sequences import as_texts, divided, joined, newest
 from .store import check_tokenizer
 from .store_file import EMPTY, read_store_file, write_store_file
@@ -48,12 +48,11 @@ class Learner:
     ) -> None:
         if max_tokens < 2:
             raise OptionError(f"max_tokens is {max_tokens}: learn at least 2 tokens")
-        self._path = Path(os.path.realpath(path))
+        self._path = Path(os.path.abspath(path))
         self._identity = identify(tokenizer)
         self._max_tokens = max_tokens
         self._outputs: dict[bytes, None] = {}
-        if not os.access(self._path.parent, os.W_OK | os.X_OK):
-            raise StoreError(f"{path}: its directory is not there or cannot be written")
+        check_writable(self._path, StoreError)
         if self._path.exists() and self._path.stat().st_size > 0:
             check_tokenizer(path, read_store_file(self._path).identity, self._identity)
 
@@ -70,7 +69,7 @@ class Learner:
         """
         if not self._outputs:
             return
-        with sole_writer(self._path, create=True):
+        with sole_writer(self._path, StoreError, create=True):
             identity, built, learned = self._identity, EMPTY, EMPTY
             if self._path.stat().st_size > 0:
                 file = read_store_file(self._path)

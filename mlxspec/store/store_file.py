@@ -39,8 +39,8 @@ import numpy as np
 
 from ..drafting.suffix_index import SEPARATOR
 from ..errors import StoreError
+from ..files import replaced
 from .place_order import TOKEN_BITS
-from .replacement import replaced
 from .tokenizer_identity import TokenizerIdentity
 
 VERSION = 1
@@ -139,7 +139,8 @@ def read_store_file(path: Path) -> StoreFile:
 def begins_as_store(path: Path) -> bool:
     """Whether a file is a store, damaged perhaps."""
     try:
-        return path.is_file() and path.open("rb").read(len(_MAGIC)) == _MAGIC
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
     except OSError:
         return False
 
@@ -165,7 +166,7 @@ def write_store_file(path: Path, identity: TokenizerIdentity, built: Part, learn
         name,
         0,
     )[:-_CRC_BYTES]
-    with replaced(path) as file:
+    with replaced(path, StoreError) as file:
         file.write(header + struct.pack("<I", zlib.crc32(header)))
         for section in sections:
             file.write(section.data)

@@ -152,7 +152,7 @@ def test_results_are_shown_though_their_page_cannot_be_written(
     result: Result = CliRunner().invoke(main, [*given, "--html", str(file)])
     assert result.exit_code == 1
     assert shown in result.stdout
-    assert f"Error: {file} cannot be written (No space left on device)" in result.stderr
+    assert f"Error: {file}: cannot be written (No space left on device)" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

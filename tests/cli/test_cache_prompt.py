@@ -7,14 +7,21 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
 from click.testing import CliRunner, Result
 from mlx_lm.cache_prompt import main as mlx_lm_cache_prompt
 from mlx_lm.generate import main as mlx_lm_generate
+from mlx_lm.models.cache import KVCache
 
+from mlxspec import save_prompt_cache
+from mlxspec.cli import cached_prompt
 from mlxspec.cli.cache_prompt import cache_prompt_command
 from mlxspec.cli.generate import generate_command
+from mlxspec.errors import LoadError
+from mlxspec.models import loading
 from mlxspec.models.loading import DEMO_DIRECTORY
 
 BEGINNING = 'Repeat the following phrase 4 times: "The red fox sees'
@@ -125,7 +132,7 @@ def test_a_place_that_cannot_be_written_is_told_before_the_model_is_loaded(tmp_p
     )
     result = run(cache_prompt_command, *options)
     assert result.exit_code == 1
-    assert "b.safetensors cannot be written" in result.stderr
+    assert "b.safetensors: cannot be written" in result.stderr
 
 
 @pytest.mark.parametrize("force", [(), ("--force",)])
@@ -153,3 +160,90 @@ def test_a_name_that_generate_would_not_find_is_refused(tmp_path: Path, name: st
     assert result.exit_code == 1
     assert result.stderr.endswith(": name a file *.safetensors\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def made_by(model: str, file: Path) -> Path:
+    """A file that says that this model made it."""
+    cached(file)
+    arrays, metadata = mx.load(str(file), return_metadata=True)
+    mx.save_safetensors(str(file), arrays, {**metadata, "0.model": model})
+    return file
+
+
+@pytest.fixture
+def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The repositories that were to be downloaded, none of which is."""
+    asked: list[str] = []
+
+    def download(repository: str, *_: object, **__: object) -> Path:
+        asked.append(repository)
+        raise LoadError(f"{repository}: no network")
+
+    monkeypatch.setattr(loading, "download", download)
+    return asked
+
+
+@pytest.mark.parametrize("model", ["owner/none", "~nouser/x", "x" * 100_000, "\x1b[31mred", "a\nb"])
+def test_the_model_that_a_file_names_is_not_downloaded_unasked(
+    tmp_path: Path, downloads: list[str], model: str
+) -> None:
+    file = made_by(model, tmp_path / "c.safetensors")
+    result = run(generate_command, "--prompt-cache-file", file, "--prompt", END)
+    assert result.exit_code == 1
+    assert re.fullmatch(
+        r"Error: \S+ was made by the model .{1,200}, which is not on this machine: name the model "
+        "with --model\n",
+        result.stderr,
+    )
+    assert "\x1b" not in result.stderr
+    assert downloads == []
+    # Whoever names it wants it.
+    run(generate_command, "--prompt-cache-file", file, "--prompt", END, "--model", "owner/none")
+    assert downloads == (["owner/none"] if model == "owner/none" else [])
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_at_a_terminal_a_download_is_asked_for(
+    tmp_path: Path, downloads: list[str], monkeypatch: pytest.MonkeyPatch, answer: bool
+) -> None:
+    questions: list[str] = []
+
+    def confirm(question: str, **_: object) -> bool:
+        questions.append(question)
+        return answer
+
+    terminal = SimpleNamespace(isatty=lambda: True)
+    monkeypatch.setattr(cached_prompt, "sys", SimpleNamespace(stdin=terminal, stderr=terminal))
+    monkeypatch.setattr(cached_prompt.click, "confirm", confirm)
+    file = made_by("owner/none", tmp_path / "c.safetensors")
+    result = run(generate_command, "--prompt-cache-file", file, "--prompt", END)
+    assert result.exit_code == 1
+    (question,) = questions
+    assert "made by owner/none" in question
+    assert downloads == (["owner/none"] if answer else [])
+
+
+def test_models_on_this_machine_are_taken_from_a_file(
+    tmp_path: Path, downloads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generated(made_by("demo", tmp_path / "c.safetensors"))
+    made_by(str(DEMO_DIRECTORY), tmp_path / "d.safetensors")
+    assert generated(tmp_path / "d.safetensors")["text"] == expected["text"]
+    monkeypatch.setattr(cached_prompt, "is_downloaded", lambda name: name == "owner/had")
+    file = made_by("owner/had", tmp_path / "e.safetensors")
+    run(generate_command, "--prompt-cache-file", file, "--prompt", END)
+    assert downloads == ["owner/had"]  # which completes what is there
+
+
+def test_an_empty_cache_and_nested_settings_are_no_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "c.safetensors"
+    save_prompt_cache(file, [KVCache()], {"model": "demo"})
+    result = run(generate_command, "--prompt-cache-file", file, "--prompt", END)
+    assert result.exit_code == 1
+    assert "holds an empty cache" in result.stderr
+    file.unlink()
+    expected = generated(made_by("demo", file))
+    for config in ("[" * 100_000, '{"eos_token": [1]}', "null"):
+        arrays, metadata = mx.load(str(file), return_metadata=True)
+        mx.save_safetensors(str(file), arrays, {**metadata, "0.tokenizer_config": config})
+        assert generated(file)["text"] == expected["text"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -213,7 +214,7 @@ def test_a_picture_that_cannot_be_made_is_refused_before_measuring(
         assert result.exit_code == 1
         assert reason in result.stderr
         assert result.stderr.count("\n") == 1
-    monkeypatch.setattr(cost_picture.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert "no permission" in calibrate(endless, "--svg", tmp_path / "a.svg").stderr
     monkeypatch.setattr(cost_picture, "find_spec", lambda name: None)
     result = calibrate(endless, "--png", tmp_path / "a.png")

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -284,6 +286,26 @@ def test_a_store_begins_with_the_first_output_that_is_learned(
     learned = open_store(store, load(endless)[1])
     assert learned.info.learned_tokens >= 20
     assert generate(*options).exit_code == 0
+
+
+def test_an_answer_is_not_lost_with_a_store_that_cannot_be_written(
+    endless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    store = tmp_path / "outputs.store"
+    options = ("--model", endless, "--prompt", "a b", "--max-tokens", 20, "--store", store)
+    result = generate(*options, "--learn", "--json")
+    assert json.loads(result.stdout)["generation_tokens"] == 20
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith(f"Error: {store}: cannot be written (No space left on device)")
+    assert result.exit_code == 1
+    assert list(tmp_path.iterdir()) == []
+    result = generate(*options, "--learn")
+    assert result.stdout.startswith("one two three")
+    assert result.exit_code == 1
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,15 @@ def test_a_store_is_built_of_a_directory(tmp_path: Path, texts: Path):
     ]
 
 
+def test_replacing_a_store_says_nothing_but_what_was_written(tmp_path: Path, texts: Path):
+    output = tmp_path / "out.store"
+    for _ in range(2):
+        result = run("build", texts / "one.txt", "--model", "demo", "-o", output, "--force")
+        assert result.exit_code == 0
+        assert result.stdout.startswith(f"Wrote {output}: ")
+        assert result.stderr == ""
+
+
 def test_a_store_is_added_to_and_described(tmp_path: Path, texts: Path):
     output = tmp_path / "out.store"
     run("build", texts / "one.txt", "--model", "demo", "-o", output)

@@ -15,9 +15,12 @@ from tests.models.local_hub import LocalHub, serve
 SCRIPT = """
 import json, sys
 from mlxspec.errors import LoadError
-from mlxspec.models.hub import download
+from mlxspec.models.hub import download, is_downloaded
 for request in sys.argv[1:]:
     repository, _, revision = request.partition("@")
+    if revision == "?":
+        print(json.dumps(is_downloaded(repository)))
+        continue
     try:
         print(json.dumps(sorted(p.name for p in download(repository, revision or None).iterdir())))
     except LoadError as error:
@@ -65,6 +68,15 @@ def test_only_a_models_own_files_are_fetched_and_only_once(hub: LocalHub, tmp_pa
     hub.requests.clear()
     download(hub.endpoint, tmp_path, "someone/tiny")
     assert hub.files_sent() == set()
+
+
+def test_what_is_downloaded_is_known_without_the_hub(hub: LocalHub, tmp_path: Path) -> None:
+    hub.requests.clear()
+    no, odd = "someone/tiny@?", "no/such/name@?"
+    assert download(hub.endpoint, tmp_path, no, odd)[0] == [False, False]
+    assert hub.requests == []
+    download(hub.endpoint, tmp_path, "someone/tiny")
+    assert download("http://127.0.0.1:9", tmp_path, "someone/tiny@?", odd)[0] == [True, False]
 
 
 def test_repositories_that_cannot_be_had_are_named(hub: LocalHub, tmp_path: Path) -> None:

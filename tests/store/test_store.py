@@ -165,13 +165,19 @@ def test_force_replaces_only_a_store(tmp_path: Path):
     assert (tmp_path / "letter").read_text() == "irreplaceable"
 
 
-def test_a_link_to_a_store_stays_one(tmp_path: Path):
+def test_a_link_to_a_store_is_read_and_not_written(tmp_path: Path):
     (tmp_path / "real").mkdir()
     build_store(tmp_path / "real" / "s", TEXTS, FIRST)
     (tmp_path / "link").symlink_to(tmp_path / "real" / "s")
-    add_to_store(tmp_path / "link", [[4, 4]], FIRST)
+    for write in (
+        lambda path: add_to_store(path, [[4, 4]], FIRST),
+        lambda path: build_store(path, [[4, 4]], FIRST, force=True),
+        lambda path: Learner(path, FIRST),
+    ):
+        with pytest.raises(StoreError, match="link: is a symbolic link; name the file that it"):
+            write(tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
-    assert texts_in(open_store(tmp_path / "real" / "s")) == [*TEXTS, [4, 4]]
+    assert texts_in(open_store(tmp_path / "link")) == TEXTS
 
 
 def test_a_failure_while_reading_leaves_nothing(tmp_path: Path):

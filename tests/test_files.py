@@ -5,17 +5,21 @@ import fcntl
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+from mlx_lm.models import cache
 
 import mlxspec
-from mlxspec.errors import StoreError
-from mlxspec.store import Learner, add_to_store, build_store, open_store, replacement
-from mlxspec.store.replacement import replaced, sole_writer
+from mlxspec import files, save_prompt_cache
+from mlxspec.errors import OptionError, PromptCacheError, StoreError
+from mlxspec.files import replaced, sole_writer
+from mlxspec.reports import write_report
+from mlxspec.store import Learner, add_to_store, build_store, open_store
 from tests.store.tokenizers import FIRST
 
 
@@ -53,7 +57,7 @@ def test_whatever_interrupts_a_write_leaves_the_old_store(
     path = tmp_path / "s"
     build_store(path, [[1, 2, 3]], FIRST)
     before = path.read_bytes()
-    monkeypatch.setattr(replacement.os, function, fail_with(error))
+    monkeypatch.setattr(files.os, function, fail_with(error))
     for write in (
         learn,
         lambda path: add_to_store(path, [[4, 4]], FIRST),
@@ -99,9 +103,9 @@ def test_who_waits_for_the_old_file_then_waits_for_the_new_one(tmp_path: Path):
 
     def append(letter: str) -> None:
         for _ in range(10):
-            with sole_writer(path, create=False):
+            with sole_writer(path, StoreError, create=False):
                 text = path.read_text()
-                with replaced(path) as file:
+                with replaced(path, StoreError) as file:
                     file.write((text + letter).encode())
 
     threads = [threading.Thread(target=append, args=(letter,)) for letter in "abc"]
@@ -126,9 +130,9 @@ def test_a_file_that_is_replaced_before_its_lock_is_taken_is_left_for_the_new_on
             newer.replace(path)
         flock(descriptor, flags)
 
-    monkeypatch.setattr(replacement.fcntl, "flock", late_flock)
+    monkeypatch.setattr(files.fcntl, "flock", late_flock)
     with (
-        sole_writer(path, create=False),
+        sole_writer(path, StoreError, create=False),
         path.open() as current,
         pytest.raises(BlockingIOError),
     ):
@@ -139,16 +143,16 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path):
     path = tmp_path / "s"
     build_store(path, [[1, 2, 3]], FIRST)
     killing = (
-        "import os, sys; from mlxspec.store import Learner, replacement\n"
+        "import os, sys; from mlxspec.store import Learner\n"
         "from tests.store.tokenizers import FIRST\n"
-        "replacement.os.fsync = lambda _: os.kill(os.getpid(), 9)\n"
+        "os.fsync = lambda _: os.kill(os.getpid(), 9)\n"
         "with Learner(sys.argv[1], FIRST) as learner: learner.add([4, 5])"
     )
     root = Path(mlxspec.__file__).parents[1]
     for _ in range(2):
         subprocess.run([sys.executable, "-c", killing, str(path)], cwd=root)
     assert len(names(tmp_path)) == 2  # the second one removed what the first had left
-    others = {".s.other.abcd1234.partial", ".t.abcd1234.partial"}
+    others = {".s.other.0123456789abcdef.partial", ".t.0123456789abcdef.partial"}
     for name in others:
         (tmp_path / name).touch()
     assert list(open_store(path, FIRST).tokens) == [1, 2, 3, -1]
@@ -161,9 +165,9 @@ def test_a_writer_that_never_ends_is_not_waited_for_forever(
 ):
     path = tmp_path / "s"
     build_store(path, [[1, 2, 3]], FIRST)
-    monkeypatch.setattr(replacement, "_PATIENCE", 0.1)
+    monkeypatch.setattr(files, "_PATIENCE", 0.1)
     with (
-        sole_writer(path, create=False),
+        sole_writer(path, StoreError, create=False),
         pytest.raises(StoreError, match="another process has been writing it"),
     ):
         learn(path)
@@ -178,7 +182,91 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path):
 
 
 def test_a_directory_that_is_not_there_is_one_line(tmp_path: Path):
-    with pytest.raises(StoreError, match=r"cannot be written \(No such file or directory\)"):
+    with pytest.raises(StoreError, match=r"there is no directory .*nowhere"):
         build_store(tmp_path / "nowhere" / "s", [[1, 2, 3]], FIRST)
-    with pytest.raises(StoreError, match="its directory is not there"):
+    with pytest.raises(StoreError, match="there is no directory"):
         Learner(tmp_path / "nowhere" / "s", FIRST)
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+
+
+WRITERS = {
+    "store": (lambda path: build_store(path, [[1, 2, 3]], FIRST, force=True), StoreError),
+    "learner": (learn, StoreError),
+    "prompt cache": (lambda path: save_prompt_cache(path, [cache.KVCache()]), PromptCacheError),
+    "report": (lambda path: write_report(path, "new", "--html", force=True), OptionError),
+}
+KINDS = {
+    "pipe": os.mkfifo,
+    "socket": _socket,
+    "link": lambda path: path.symlink_to("victim"),
+    "dangling link": lambda path: path.symlink_to("nowhere"),
+    "directory": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_no_writer_replaces_or_follows_what_is_no_regular_file(
+    tmp_path: Path, writer: str, kind: str
+):
+    write, error = WRITERS[writer]
+    (tmp_path / "victim").write_text("irreplaceable")
+    path = tmp_path / "x.safetensors"
+    KINDS[kind](path)
+    before = os.lstat(path)
+    with pytest.raises(error, match=r"x.safetensors: is a .*; name (a|the)"):
+        write(path)
+    assert os.path.samestat(os.lstat(path), before)
+    assert (tmp_path / "victim").read_text() == "irreplaceable"
+    assert names(tmp_path) == {"victim", "x.safetensors"}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_every_killed_writer_left_goes_with_its_next_write_and_no_other_file(
+    tmp_path: Path, writer: str, monkeypatch: pytest.MonkeyPatch
+):
+    write, _ = WRITERS[writer]
+    path = tmp_path / "x.safetensors"
+    # A forked child computes nothing on a GPU.
+    monkeypatch.setattr(cache, "save_prompt_cache", lambda file, *_: file.write(b"new"))
+    child = os.fork()
+    if child == 0:
+        os.fsync = lambda _: signal.raise_signal(signal.SIGKILL)
+        write(path)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    left = names(tmp_path) - {path.name}
+    assert len(left) == 1
+    path.unlink(missing_ok=True)  # the empty one that a learner has locked
+    with replaced(path, StoreError) as living:
+        living.write(b"alive")
+        during = names(tmp_path) - left
+        assert len(during) == 1
+        write(path)
+        assert names(tmp_path) == {path.name} | during
+        path.unlink()
+    assert path.read_bytes() == b"alive"
+    assert names(tmp_path) == {path.name}
+
+
+def test_files_that_hold_prompts_are_readable_by_their_owner_alone(tmp_path: Path):
+    umask = os.umask(0)
+    try:
+        for name, (write, _) in WRITERS.items():
+            path = tmp_path / f"{name}.safetensors"
+            write(path)
+            expected = 0o644 if name == "report" else 0o600
+            assert path.stat().st_mode & 0o777 == expected
+    finally:
+        os.umask(umask)
+
+
+def test_a_name_as_long_as_names_may_be_is_written(tmp_path: Path):
+    for name in ("x" * 255, "é" * 127):
+        with replaced(tmp_path / name, StoreError) as file:
+            file.write(b"new")
+    assert names(tmp_path) == {"x" * 255, "é" * 127}
