@@ -83,7 +83,10 @@ def stream_generate(
 
     What the decoder has measured of the model and remembers of its outputs serves the next
     call with the same model and tokenizer. The arguments of mlx-lm mean what they mean there;
-    they are checked at once, not with the first response.
+    they are checked at once, not with the first response. Logits processors and samplers of
+    your own are called as mlx-lm calls them, without drafts, unless they are marked with
+    :func:`mlxspec.pure`. What a sampler draws depends on ``mx.random.seed`` as with mlx-lm, but
+    the samples are others: random numbers are keyed by position here.
 
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.

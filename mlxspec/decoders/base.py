@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding import Chooser, RecordTime
-from ..drafting import Drafter
+from ..drafting import Drafter, NoDraft
 from ..errors import OptionError
 from ..models.loading import context_length, load
 from ..models.lockstep import target_for
@@ -88,7 +88,9 @@ class Decoder:
 
         Args:
             prompt: text, or token ids that are taken as they are.
-            drafter: proposes what the model verifies; it changes the speed, not the output.
+            drafter: proposes what the model verifies; it changes the speed, not the output. It
+                is not used with logits processors or a sampler that are not known to be pure;
+                see :class:`mlxspec.SamplingParams`.
             max_tokens: how many tokens to generate at most, at least 1.
             record_time: called after each step; see :func:`mlxspec.decoding.decode`.
             options: any of these.
@@ -128,6 +130,8 @@ class Decoder:
         """
         tokens = self._prompt_tokens(prompt)
         checked = check_options(self.model, self.tokenizer, self.vocab_size, max_tokens, options)
+        if not checked.sampling.allows_drafts:
+            drafter = NoDraft()
         if self.wrap_drafter:
             drafter = self.wrap_drafter(drafter)
         output = OutputText(

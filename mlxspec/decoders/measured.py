@@ -19,7 +19,7 @@ from ..planning.cost_curve import CostCurve
 from ..planning.plain_steps import PlainSteps
 from ..response import GenerationResponse
 from .base import Decoder, Prompt
-from .options import GenerationOptions, check_options
+from .options import GenerationOptions, check_options, sampling_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -72,14 +72,14 @@ class MeasuredDecoder(Decoder):
         """As :meth:`Decoder.decode`, with a drafter that may need the costs.
 
         Args:
-            make_drafter: called once the options are known to be good, since it may measure. A
-                model that can only be decoded plainly gets no drafter.
+            make_drafter: called once the options are known to be good, since it may measure.
+                What can only be decoded plainly gets no drafter.
         """
-        if self.chain_tier is Tier.PLAIN:
-            return self.decode(prompt, NoDraft(), max_tokens=max_tokens, **options)
         tokens = self._prompt_tokens(prompt)
         if "costs" not in vars(self):  # else nothing is measured, and `decode` refuses in time
             check_options(self.model, self.tokenizer, self.vocab_size, max_tokens, options)
+        if self.chain_tier is Tier.PLAIN or not sampling_of(options, self.vocab_size).allows_drafts:
+            return self.decode(tokens, NoDraft(), max_tokens=max_tokens, **options)
         drafter = make_drafter()
         if not _follows_costs(drafter):
             return self.decode(tokens, drafter, max_tokens=max_tokens, **options)

@@ -114,9 +114,13 @@ class DraftModelDrafter:
     def give_back(self, context: Sequence[int], complete: bool = True) -> None:
         """Give lent caches back; to be called when a generation has ended.
 
+        Where nothing could be drafted they follow the output now.
+
         Args:
             context, complete: as for :meth:`mlxspec.models.prompt_cache.Loan.give_back`.
         """
+        if complete and self._prompt_cache is not None and not self._loan:
+            self.begin(context)
         if self._loan:
             self._loan.give_back(context, complete)
 
