@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 class Decoder:
     """Decodes with any drafter. Each generation has a cache of its own.
 
+    A model's weights may change at any time; layers that are replaced, to quantise or adapt them,
+    need a new decoder, since other ones verify and cost otherwise.
+
     Args:
         model: a directory or Hub repository that :func:`mlxspec.load` takes, or a loaded
             mlx-lm model.
