@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -54,13 +55,17 @@ class MeasuredDecoder(Decoder):
     ) -> None:
         super().__init__(model, tokenizer)
         self._on_measuring = on_measuring
+        self._measuring = threading.Lock()
         self.foreseen_cost = 0.0
         """What the steps of the last generation should have taken, in plain tokens' times."""
 
     @cached_property
     def costs(self) -> KeptCosts:
         """What steps cost, from the cache or measured now, which takes a few seconds."""
-        return costs_for(self.model, on_progress=self._on_measuring)
+        with self._measuring:  # else threads would disturb each other's measurements
+            if "costs" not in vars(self):
+                vars(self)["costs"] = costs_for(self.model, on_progress=self._on_measuring)
+            return cast(KeptCosts, vars(self)["costs"])
 
     def _decode_with(
         self,
@@ -93,9 +98,9 @@ class MeasuredDecoder(Decoder):
         **options: Unpack[GenerationOptions],
     ) -> Generator[GenerationResponse, None, None]:
         """As :meth:`Decoder.decode`, with planners that are told the costs; these learn too."""
-        costs = self.costs
+        costs = self.costs.for_generation()
         planners = _planners(drafter)
-        self.foreseen_cost = 0.0
+        foreseen = self.foreseen_cost = 0.0
 
         def tell() -> None:
             for planner in planners:
@@ -103,8 +108,10 @@ class MeasuredDecoder(Decoder):
                 planner.plain_steps.sought = costs.wants_plain_steps
 
         def record(rows: int, seconds: float, pipelined: bool) -> None:
+            nonlocal foreseen
             waiting = costs.waiting_cost if rows == 1 and not pipelined else 0.0
-            self.foreseen_cost += costs.cost(rows) + waiting
+            foreseen += costs.cost(rows) + waiting
+            self.foreseen_cost = foreseen
             costs.record(rows, seconds, pipelined)
             tell()
 
@@ -114,24 +121,26 @@ class MeasuredDecoder(Decoder):
         responses = self.decode(
             prompt, drafter, max_tokens=max_tokens, record_time=record, **options
         )
-        return self._kept(responses, held)
+        return self._kept(responses, costs, held)
 
     def _kept(
-        self, responses: Generator[GenerationResponse, None, None], held: int
+        self, responses: Generator[GenerationResponse, None, None], costs: KeptCosts, held: int
     ) -> Generator[GenerationResponse, None, None]:
         """Tell the costs how long the context has become, and keep them at the end.
 
         Args:
             responses: of a generation.
+            costs: the generation's own; the decoder's go on from them.
             held: what a lent cache held before the prompt.
         """
         try:
             for response in responses:
-                self.costs.move_to(held + response.prompt_tokens + response.generation_tokens)
+                costs.move_to(held + response.prompt_tokens + response.generation_tokens)
                 yield response
         finally:
             responses.close()
-            self.costs.save()
+            costs.save()
+            self.costs = costs
 
 
 def _follows_costs(drafter: Drafter) -> bool:
