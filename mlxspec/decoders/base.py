@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding import Chooser, RecordTime
+from ..decoding.thread_end import await_at_exit
 from ..drafting import Drafter, NoDraft
 from ..errors import OptionError
 from ..models.loading import context_length, load
@@ -142,6 +143,7 @@ class Decoder:
         )
 
         def record(rows: int, seconds: float, pipelined: bool) -> None:
+            await_at_exit()
             self.step_times.record(rows, seconds, pipelined)
             if record_time:
                 record_time(rows, seconds, pipelined)
