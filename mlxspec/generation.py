@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Generator, Iterable
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +21,7 @@ from .decoders.draft_model import stream_with_draft_model
 from .decoders.options import GenerationOptions
 from .errors import OptionError
 from .models.target import Progress
+from .output import Detokenizer
 from .response import GenerationResponse, SpeculationStats
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def stream_generate(
     input_embeddings: mx.array | None = None,
     **options: Unpack[GenerationOptions],
 ) -> Generator[GenerationResponse, None, None]:
-    """Generate with the default decoder, one response per token.
+    """Generate with the default decoder, one response per token; the text is mlx-lm's.
 
     What the decoder has measured of the model and remembers of its outputs serves the next
     call with the same model and tokenizer. The arguments of mlx-lm mean what they mean there;
@@ -142,7 +143,10 @@ def stream_generate(
 
 
 class _KeptDecoder(AutoDecoder):
-    """Is kept as long as its model lives, so it must not keep it alive."""
+    """Is kept as long as its model lives, so it must not keep it alive; writes mlx-lm's text."""
+
+    def _new_detokenizer(self) -> Detokenizer:
+        return cast(Detokenizer, self.tokenizer.detokenizer)
 
     @property
     def model(self) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -14,13 +14,14 @@ from ..decoding import Chooser, RecordTime
 from ..decoding.thread_end import await_at_exit
 from ..drafting import Drafter, NoDraft
 from ..errors import OptionError
+from ..models.detokenizer import detokenizer_of
 from ..models.loading import context_length, load
 from ..models.lockstep import target_for
 from ..models.prompt_cache import Loan, tier_with
 from ..models.target import vocabulary_size
 from ..models.tier import Tier
 from ..models.tiers import chain_tier, find_tier
-from ..output import OutputText
+from ..output import Detokenizer, OutputText
 from ..planning import StepTimes
 from ..response import GenerationResponse, GenerationResult, Transcript
 from ..terminal import TokenPrinter
@@ -119,7 +120,9 @@ class Decoder:
                 a seed from MLX's random state, so that repeated calls differ as with mlx-lm.
 
         Returns:
-            a generator of one response per token. Closing it ends the generation.
+            a generator of one response per token. Closing it ends the generation. With a
+            tokenizer from :func:`mlxspec.load` their texts join to what follows the prompt, its
+            first space included, which mlx-lm drops.
 
         Raises:
             PromptError: the prompt is neither text nor token ids, is empty, longer than the
@@ -138,9 +141,7 @@ class Decoder:
             drafter = NoDraft()
         if self.wrap_drafter:
             drafter = self.wrap_drafter(drafter)
-        output = OutputText(
-            self.tokenizer.detokenizer, checked.stop_tokens, checked.stop, max_tokens
-        )
+        output = OutputText(self._new_detokenizer(), checked.stop_tokens, checked.stop, max_tokens)
 
         def record(rows: int, seconds: float, pipelined: bool) -> None:
             await_at_exit()
@@ -167,6 +168,9 @@ class Decoder:
             tier = tier_with(checked.lent, tier)
         target = target_for(self.model, tier, self.vocab_size, checked.cache, checked.lent)
         return generation(target, loan=None if prompt_cache is None else Loan(prompt_cache, target))
+
+    def _new_detokenizer(self) -> Detokenizer:
+        return cast(Detokenizer, detokenizer_of(self.tokenizer))
 
     def _prompt_tokens(self, prompt: Prompt) -> list[int]:
         return prompt_ids(prompt, self.tokenizer, self.vocab_size, context_length(self.model))
