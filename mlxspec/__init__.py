@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         PromptLookupDecoder,
         Session,
     )
-    from .decoding import SamplingParams
+    from .decoding import SamplingParams, pure
     from .decoding.draft_model import DraftModelDrafter
     from .drafting import (
         CombinedDrafter,
@@ -60,6 +60,7 @@ __all__ = [
     "generate",
     "load",
     "load_prompt_cache",
+    "pure",
     "save_prompt_cache",
     "stream_generate",
 ]
@@ -72,6 +73,7 @@ _HOMES = {
     "PromptLookupDecoder": ".decoders",
     "Session": ".decoders",
     "SamplingParams": ".decoding",
+    "pure": ".decoding",
     "DraftModelDrafter": ".decoding.draft_model",
     "DraftTree": ".drafting",
     "CombinedDrafter": ".drafting",

@@ -73,7 +73,8 @@ def batch_generate(
         return_prompt_caches: return caches that hold each prompt and its answer.
         return_token_ids: return the answers' tokens, less the one that ended an answer.
         return_logprobs: return the log-probability of each of these tokens.
-        sampler, logits_processors: as for :func:`mlxspec.stream_generate`.
+        sampler, logits_processors: as for :func:`mlxspec.stream_generate`. With those that are
+            not known to be pure it is mlx-lm's batches, whose calls they count.
         completion_batch_size, prefill_batch_size: of mlx-lm's batches.
         prefill_step_size, max_kv_size: the memory of prefill and cache. Where the model heeds
             ``max_kv_size`` it is mlx-lm's batches, whatever steps cost: they drop the first
@@ -130,13 +131,17 @@ def prepared(
     longest = context_length(model)
     tokens = [prompt_ids(p, decoder.tokenizer, decoder.vocab_size, longest) for p in prompts]
     checked = {name: options[name] for name in _CHECKED if name in options}
+    stateful = False
     for budget, cache in zip(budgets, caches, strict=True):
         each = cast(GenerationOptions, {**checked, "prompt_cache": cache})
-        check_options(model, decoder.tokenizer, decoder.vocab_size, budget, each)
+        found = check_options(model, decoder.tokenizer, decoder.vocab_size, budget, each)
+        stateful = not found.sampling.allows_drafts
     own = make_prompt_cache(model, options.get("max_kv_size"))
     held = [own if cache is None else cache for cache in caches]
     size = min(len(prompts), options.get("completion_batch_size", 32))
-    if _can_be_batched(model, held) and (_keeps_start(held) or _batch_pays(decoder, size)):
+    if _can_be_batched(model, held) and (
+        stateful or _keeps_start(held) or _batch_pays(decoder, size)
+    ):
         args = model, decoder.tokenizer, tokens, prompt_caches, budgets, *wanted
         return partial(generate_in_batch, *args, **options)
     for name in _OF_BATCHES:

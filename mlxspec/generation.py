@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Generator, Iterable
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.generate import stream_generate as stream_generate_plainly
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -19,6 +21,7 @@ from .decoders.draft_model import stream_with_draft_model
 from .decoders.options import GenerationOptions
 from .errors import OptionError
 from .models.target import Progress
+from .output import Detokenizer
 from .response import GenerationResponse, SpeculationStats
 
 if TYPE_CHECKING:
@@ -26,7 +29,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-_ATTRIBUTE = "_mlxspec_decoder"
 _PLAIN_OPTIONS = signature(generate_step).parameters
 
 
@@ -79,11 +81,14 @@ def stream_generate(
     input_embeddings: mx.array | None = None,
     **options: Unpack[GenerationOptions],
 ) -> Generator[GenerationResponse, None, None]:
-    """Generate with the default decoder, one response per token.
+    """Generate with the default decoder, one response per token; the text is mlx-lm's.
 
     What the decoder has measured of the model and remembers of its outputs serves the next
     call with the same model and tokenizer. The arguments of mlx-lm mean what they mean there;
-    they are checked at once, not with the first response.
+    they are checked at once, not with the first response. Logits processors and samplers of
+    your own are called as mlx-lm calls them, without drafts, unless they are marked with
+    :func:`mlxspec.pure`. What a sampler draws depends on ``mx.random.seed`` as with mlx-lm, but
+    the samples are others: random numbers are keyed by position here.
 
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
@@ -138,12 +143,15 @@ def stream_generate(
 
 
 class _KeptDecoder(AutoDecoder):
-    """Is kept on its model, so it holds it weakly: a cycle would hold the weights in memory."""
+    """Is kept as long as its model lives, so it must not keep it alive; writes mlx-lm's text."""
+
+    def _new_detokenizer(self) -> Detokenizer:
+        return cast(Detokenizer, self.tokenizer.detokenizer)
 
     @property
     def model(self) -> nn.Module:
         model = self._model()
-        assert model is not None  # it would have taken this decoder with it
+        assert model is not None  # who generates with it has it
         return model
 
     @model.setter
@@ -154,16 +162,35 @@ class _KeptDecoder(AutoDecoder):
 def decoder_of(
     model: nn.Module, tokenizer: TokenizerWrapper | PreTrainedTokenizerBase
 ) -> AutoDecoder:
-    """The default decoder of a model and a tokenizer, the same one as long as both live."""
-    # Kept on the model, so that both go together: a table here would keep the model alive.
-    kept = getattr(model, _ATTRIBUTE, None)
-    if kept is None or kept[0] is not tokenizer:
-        wrapped = tokenizer
-        if not isinstance(wrapped, TokenizerWrapper):
-            wrapped = TokenizerWrapper(wrapped)
-        kept = tokenizer, _KeptDecoder(model, wrapped)
-        object.__setattr__(model, _ATTRIBUTE, kept)
-    return kept[1]
+    """The default decoder of a model and a tokenizer.
+
+    The same one as long as the model lives, its weights keep their sizes (those of other layers,
+    quantised or adapted, have other costs) and no other tokenizer comes in between.
+    """
+    size = sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
+    with _keeping:
+        kept = _kept.get(id(model))
+        if kept is None:
+            weakref.finalize(model, _kept.pop, id(model))
+        if kept is None or kept.tokenizer is not tokenizer or kept.size != size:
+            wrapped = tokenizer
+            if not isinstance(wrapped, TokenizerWrapper):
+                wrapped = TokenizerWrapper(wrapped)
+            kept = _kept[id(model)] = _Kept(tokenizer, size, _KeptDecoder(model, wrapped))
+    return kept.decoder
+
+
+class _Kept(NamedTuple):
+    """A decoder, and what of tokenizer and model it was made for."""
+
+    tokenizer: TokenizerWrapper | PreTrainedTokenizerBase
+    size: int
+    decoder: AutoDecoder
+
+
+# By the model's id: a model cannot be hashed, and an attribute of it would go into its copies.
+_kept: dict[int, _Kept] = {}
+_keeping = threading.Lock()
 
 
 def plainly(*args: Any, **options: Any) -> Generator[GenerationResponse, None, None]:

@@ -16,6 +16,7 @@ from rich.console import Console
 from ..decoders import AutoDecoder
 from ..decoders.options import GenerationOptions
 from ..errors import OptionError, PromptError
+from ..models.detokenizer import detokenizer_of
 from ..models.loading import context_length
 from ..models.step_caches import cached_length
 from ..response import GenerationResponse, Transcript
@@ -103,7 +104,7 @@ def answer(
     start = partial(choice.stream, decoder, tokens, room, **how)
     printer = None if as_json else TokenPrinter(color)
     # In a chat the answer is a text of its own, whose first space the tokenizer has put there.
-    trims = templated and decoder.tokenizer.detokenizer.prefix_space
+    trims = templated and detokenizer_of(decoder.tokenizer).prefix_space
     tell = partial(tell_of_default, model)
     with choice.learner(decoder) as learner:
         _transcribe(start, transcript, printer, console, trims, tell)

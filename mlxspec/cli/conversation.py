@@ -9,6 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoders import Session
 from ..errors import OptionError
+from ..models.detokenizer import detokenizer_of
 from ..models.target import Progress
 from ..response import GenerationResponse
 from .context_room import room_behind
@@ -56,7 +57,7 @@ class Conversation:
         self.max_tokens = max_tokens
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         # The answer is a text of its own, whose first space the tokenizer has put there.
-        self._trims = tokenizer.detokenizer.prefix_space
+        self._trims = detokenizer_of(tokenizer).prefix_space
         self._check_template()
         self.reset()
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.cells import cell_len, set_cell_size
 
+from ..models.detokenizer import detokenizer_of
 from ..terminal import visible
 
 SPACE, NEWLINE, TAB = "·", "↵", "⇥"
@@ -47,7 +48,7 @@ class Pieces:
         return _readable(text).replace(" ", SPACE)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        detokenizer = self._tokenizer.detokenizer
+        detokenizer = detokenizer_of(self._tokenizer)
         for token in tokens:
             detokenizer.add_token(token)
         detokenizer.finalize()

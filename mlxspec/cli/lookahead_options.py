@@ -39,7 +39,7 @@ _OPTIONS = [
         "guess_set_size",
         type=int,
         metavar="G",
-        help="Lookahead: n-grams kept for a token, -1 for all.  [default: W, or 16 with auto]",
+        help="Lookahead: n-grams kept for a token, -1 for 64.  [default: W, or 16 with auto]",
     ),
     _option(
         "--pool-from-prompt/--no-pool-from-prompt",

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding import Chooser, RecordTime
-from ..drafting import Drafter
+from ..decoding.thread_end import await_at_exit
+from ..drafting import Drafter, NoDraft
 from ..errors import OptionError
+from ..models.detokenizer import detokenizer_of
 from ..models.loading import context_length, load
 from ..models.lockstep import target_for
 from ..models.prompt_cache import Loan, fitting_caches, tier_with
 from ..models.target import Target, vocabulary_size
 from ..models.tier import Tier
 from ..models.tiers import chain_tier, find_tier
-from ..output import OutputText
+from ..output import Detokenizer, OutputText
 from ..planning import StepTimes
 from ..response import GenerationResponse, GenerationResult, Transcript
 from ..terminal import TokenPrinter
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 
 class Decoder:
     """Decodes with any drafter. Each generation has a cache of its own.
+
+    A model's weights may change at any time; layers that are replaced, to quantise or adapt them,
+    need a new decoder, since other ones verify and cost otherwise.
 
     Args:
         model: a directory or Hub repository that :func:`mlxspec.load` takes, or a loaded
@@ -88,7 +93,9 @@ class Decoder:
 
         Args:
             prompt: text, or token ids that are taken as they are.
-            drafter: proposes what the model verifies; it changes the speed, not the output.
+            drafter: proposes what the model verifies; it changes the speed, not the output. It
+                is not used with logits processors or a sampler that are not known to be pure;
+                see :class:`mlxspec.SamplingParams`.
             max_tokens: how many tokens to generate at most, at least 1.
             record_time: called after each step; see :func:`mlxspec.decoding.decode`.
             options: any of these.
@@ -114,7 +121,9 @@ class Decoder:
                 a seed from MLX's random state, so that repeated calls differ as with mlx-lm.
 
         Returns:
-            a generator of one response per token. Closing it ends the generation.
+            a generator of one response per token. Closing it ends the generation. With a
+            tokenizer from :func:`mlxspec.load` their texts join to what follows the prompt, its
+            first space included, which mlx-lm drops.
 
         Raises:
             PromptError: the prompt is neither text nor token ids, is empty, longer than the
@@ -131,13 +140,14 @@ class Decoder:
         """
         tokens = self._prompt_tokens(prompt)
         checked = check_options(self.model, self.tokenizer, self.vocab_size, max_tokens, options)
+        if not checked.sampling.allows_drafts:
+            drafter = NoDraft()
         if self.wrap_drafter:
             drafter = self.wrap_drafter(drafter)
-        output = OutputText(
-            self.tokenizer.detokenizer, checked.stop_tokens, checked.stop, max_tokens
-        )
+        output = OutputText(self._new_detokenizer(), checked.stop_tokens, checked.stop, max_tokens)
 
         def record(rows: int, seconds: float, pipelined: bool) -> None:
+            await_at_exit()
             self.step_times.record(rows, seconds, pipelined)
             if record_time:
                 record_time(rows, seconds, pipelined)
@@ -167,6 +177,9 @@ class Decoder:
 
         loan = Loan(prompt_cache)
         return on_loan(loan, tokens, lambda: generation(loan.take(continued)))
+
+    def _new_detokenizer(self) -> Detokenizer:
+        return cast(Detokenizer, detokenizer_of(self.tokenizer))
 
     def _prompt_tokens(self, prompt: Prompt) -> list[int]:
         return prompt_ids(prompt, self.tokenizer, self.vocab_size, context_length(self.model))

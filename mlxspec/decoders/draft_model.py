@@ -54,7 +54,11 @@ def stream_with_draft_model(
         fitting_caches(drafts_cache, draft_model)
     drafter = DraftModelDrafter(draft_model, num_draft_tokens, drafts_cache)
 
+    drafts = False
+
     def make_drafter() -> CombinedDrafter:
+        nonlocal drafts
+        drafts = True
         return CombinedDrafter(decoder.drafter(options.get("session")), drafter)
 
     longest = context_length(decoder.model)
@@ -62,4 +66,10 @@ def stream_with_draft_model(
     responses = decoder._decode_with(make_drafter, tokens, max_tokens, **options)
     if drafter.loan is None:
         return responses
-    return on_loan(drafter.loan, tokens, lambda: responses)
+
+    def start() -> Generator[GenerationResponse, None, None]:
+        if not drafts:  # its caches follow the output all the same
+            drafter.begin(tokens)
+        return responses
+
+    return on_loan(drafter.loan, tokens, start)

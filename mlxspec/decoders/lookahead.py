@@ -72,8 +72,9 @@ class LookaheadDecoder(MeasuredDecoder):
             max_tokens: how many tokens to generate at most.
             window_size: W, the reference's WINDOW_SIZE; 0 is no window, "auto" what pays.
             ngram_size: N, the reference's LEVEL; with "auto", the most.
-            guess_set_size: G, the reference's GUESS_SET_SIZE; -1 for all. By default as large
-                as W, and 16 with "auto".
+            guess_set_size: G, the reference's GUESS_SET_SIZE; -1, its "no limit", for 64, since
+                more would take longer than they save. By default as large as W, and 16 with
+                "auto".
             pool_from_prompt: the reference's POOL_FROM_PROMPT.
             options: how to sample and where to end, as in :meth:`Decoder.decode`: ``temp``,
                 ``top_p``, ``seed``, ``stop`` and so on.

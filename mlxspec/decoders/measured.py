@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -20,7 +21,7 @@ from ..planning.cost_curve import CostCurve
 from ..planning.plain_steps import PlainSteps
 from ..response import GenerationResponse
 from .base import Decoder, Prompt
-from .options import GenerationOptions, check_options
+from .options import GenerationOptions, check_options, sampling_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -55,13 +56,17 @@ class MeasuredDecoder(Decoder):
     ) -> None:
         super().__init__(model, tokenizer)
         self._on_measuring = on_measuring
+        self._measuring = threading.Lock()
         self.foreseen_cost = 0.0
         """What the steps of the last generation should have taken, in plain tokens' times."""
 
     @cached_property
     def costs(self) -> KeptCosts:
         """What steps cost, from the cache or measured now, which takes a few seconds."""
-        return costs_for(self.model, on_progress=self._on_measuring)
+        with self._measuring:  # else threads would disturb each other's measurements
+            if "costs" not in vars(self):
+                vars(self)["costs"] = costs_for(self.model, on_progress=self._on_measuring)
+            return cast(KeptCosts, vars(self)["costs"])
 
     def _decode_with(
         self,
@@ -73,14 +78,14 @@ class MeasuredDecoder(Decoder):
         """As :meth:`Decoder.decode`, with a drafter that may need the costs.
 
         Args:
-            make_drafter: called once the options are known to be good, since it may measure. A
-                model that can only be decoded plainly gets no drafter.
+            make_drafter: called once the options are known to be good, since it may measure.
+                What can only be decoded plainly gets no drafter.
         """
-        if self.chain_tier is Tier.PLAIN:
-            return self.decode(prompt, NoDraft(), max_tokens=max_tokens, **options)
         tokens = self._prompt_tokens(prompt)
         if "costs" not in vars(self):  # else nothing is measured, and `decode` refuses in time
             check_options(self.model, self.tokenizer, self.vocab_size, max_tokens, options)
+        if self.chain_tier is Tier.PLAIN or not sampling_of(options, self.vocab_size).allows_drafts:
+            return self.decode(tokens, NoDraft(), max_tokens=max_tokens, **options)
         drafter = make_drafter()
         if not _follows_costs(drafter):
             return self.decode(tokens, drafter, max_tokens=max_tokens, **options)
@@ -94,9 +99,9 @@ class MeasuredDecoder(Decoder):
         **options: Unpack[GenerationOptions],
     ) -> Generator[GenerationResponse, None, None]:
         """As :meth:`Decoder.decode`, with planners that are told the costs; these learn too."""
-        costs = self.costs
+        costs = self.costs.for_generation()
         planners = _planners(drafter)
-        self.foreseen_cost = 0.0
+        foreseen = self.foreseen_cost = 0.0
 
         def tell() -> None:
             for planner in planners:
@@ -104,8 +109,10 @@ class MeasuredDecoder(Decoder):
                 planner.plain_steps.sought = costs.wants_plain_steps
 
         def record(rows: int, seconds: float, pipelined: bool) -> None:
+            nonlocal foreseen
             waiting = costs.waiting_cost if rows == 1 and not pipelined else 0.0
-            self.foreseen_cost += costs.cost(rows) + waiting
+            foreseen += costs.cost(rows) + waiting
+            self.foreseen_cost = foreseen
             costs.record(rows, seconds, pipelined)
             tell()
 
@@ -120,25 +127,30 @@ class MeasuredDecoder(Decoder):
         responses = self.decode(
             prompt, drafter, max_tokens=max_tokens, record_time=record, **options
         )
-        return self._kept(responses, begin)
+        return self._kept(responses, costs, begin)
 
     def _kept(
-        self, responses: Generator[GenerationResponse, None, None], begin: Callable[[], int]
+        self,
+        responses: Generator[GenerationResponse, None, None],
+        costs: KeptCosts,
+        begin: Callable[[], int],
     ) -> Generator[GenerationResponse, None, None]:
         """Tell the costs how long the context has become, and keep them at the end.
 
         Args:
             responses: of a generation.
+            costs: the generation's own; the decoder's go on from them.
             begin: called before the first step; returns the length of what precedes the prompt.
         """
         try:
             held = begin()
             for response in responses:
-                self.costs.move_to(held + response.prompt_tokens + response.generation_tokens)
+                costs.move_to(held + response.prompt_tokens + response.generation_tokens)
                 yield response
         finally:
             responses.close()
-            self.costs.save()
+            costs.save()
+            self.costs = costs
 
 
 def _follows_costs(drafter: Drafter) -> bool:

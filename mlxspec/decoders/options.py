@@ -108,6 +108,16 @@ def sampling_from(
     return params
 
 
+def sampling_of(options: GenerationOptions, vocab_size: int) -> SamplingParams:
+    """The settings among the options of a generation.
+
+    Raises:
+        OptionError: as :func:`sampling_from`.
+    """
+    fields = {name: options.get(name) for name in SamplingOptions.__annotations__ & options.keys()}
+    return sampling_from(options.get("sampling"), cast(SamplingOptions, fields), vocab_size)
+
+
 def check_options(
     model: nn.Module,
     tokenizer: TokenizerWrapper,

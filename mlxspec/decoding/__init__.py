@@ -3,6 +3,6 @@
 from .acceptance import accept
 from .chooser import Chooser
 from .loop import DecodedStep, RecordTime, decode
-from .sampling import SamplingParams
+from .sampling import SamplingParams, pure
 
-__all__ = ["Chooser", "DecodedStep", "RecordTime", "SamplingParams", "accept", "decode"]
+__all__ = ["Chooser", "DecodedStep", "RecordTime", "SamplingParams", "accept", "decode", "pure"]

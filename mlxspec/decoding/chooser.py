@@ -29,6 +29,9 @@ class Chooser:
         self._processors = processors_of(params)
         self.greedy = params.temp == 0 and params.sampler is None
         """Whether the choice is the most likely token."""
+        self.looks_ahead = not params.allows_drafts
+        """Whether it is to be asked for one token more than there will be: mlx-lm's plain
+        decoding does so, and processor or sampler may count."""
         if not self.greedy:
             self._random = KeyedRandom(params.seed)
 

@@ -94,7 +94,8 @@ def decode(
                 # The last token's row is on its way; a draft waits for the step after it.
                 tree, flight = DraftTree.chain(last) if len(proposal) > 1 else proposal, ahead
             ahead = None
-            if len(proposal) == 1 and drafter.pipelined and remaining > 1:
+            more = remaining > 1 or chooser.looks_ahead
+            if len(proposal) == 1 and drafter.pipelined and more:
                 ahead = _dispatch(target, chooser, history, _NEXT, flight.choices)
 
             verified, finished = _settle(tree, flight, remaining, ends)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
+from mlx_lm import sample_utils
 
 from ..errors import OptionError
 
@@ -16,7 +18,41 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 Sampler = Callable[[mx.array], mx.array]
 """From log-probabilities, (1, vocabulary), to the token, (1,)."""
 
+_Function = TypeVar("_Function", bound=Callable[..., mx.array])
+
 _COLDEST = 1e-30  # what a logit difference is divided by without leaving float32
+
+
+def pure(function: _Function) -> _Function:
+    """Say of a logits processor or a sampler that it depends on its arguments alone.
+
+    Then it may be asked about tokens that turn out to be wrong, and so the output can be
+    drafted. What mlx-lm's ``make_logits_processors`` and ``make_sampler`` return is known to be
+    pure. A sampler that draws from MLX's random state is pure, too.
+
+    Args:
+        function: called with the arguments that it is given; keeps nothing between calls.
+
+    Returns:
+        what to pass in its place. ``@mlxspec.pure`` above a function does the same.
+    """
+    return _Pure(function)  # type: ignore[return-value]
+
+
+class _Pure(Generic[_Function]):
+    # A type, and no attribute of the function: functools.wraps would copy that to a wrapper.
+
+    def __init__(self, function: _Function) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> mx.array:
+        return self._function(*args)
+
+
+def _is_pure(function: object) -> bool:
+    """Whether a processor or sampler is marked as pure, or made by mlx-lm."""
+    own = getattr(function, "__globals__", None) is vars(sample_utils)
+    return own or isinstance(function, _Pure)
 
 
 @dataclass(frozen=True)
@@ -49,10 +85,15 @@ class SamplingParams:
         frequency_penalty: subtracted from a token's logit for each time the context holds it.
         frequency_context_size: as ``repetition_context_size``.
         logits_processors: called in order, after bias and penalties, with the context and the
-            logits after it. Each node of a draft tree has its own context, and some of them turn
-            out to be wrong: a processor must depend on its arguments alone.
-        sampler: picks the token in place of temperature and filters. What it draws from MLX's
-            random state is keyed by seed and position; the state is as before after it.
+            logits after it. One that counts its calls, or follows a grammar as the output grows,
+            is called as mlx-lm calls it, once for each token and in order; so nothing is drafted
+            with it. One that depends on its arguments alone is better marked with
+            :func:`mlxspec.pure`: then drafts are verified with it, each token of a draft in its
+            own context. mlx-lm's own need no mark.
+        sampler: picks the token in place of temperature and filters; called and marked like
+            processors. What it draws from MLX's random state is keyed by seed and position, and
+            the state is as before after it. So ``mx.random.seed`` makes samples repeatable, but
+            they are others than mlx-lm draws from that seed.
 
     Raises:
         OptionError: a value is outside its range, or a sampler comes with what it replaces.
@@ -96,6 +137,12 @@ class SamplingParams:
             if not bias < math.inf:
                 raise OptionError(f"logit_bias of token {token} is {bias}: choose a number")
         self._check_sampler()
+
+    @property
+    def allows_drafts(self) -> bool:
+        """Whether processors and sampler may be asked about tokens that turn out to be wrong."""
+        own = [*(self.logits_processors or ()), *filter(None, [self.sampler])]
+        return all(map(_is_pure, own))
 
     def _check_range(self, least: float, most: float, *names: str) -> None:
         for name in names:

@@ -63,6 +63,9 @@ def shaped(
 class History:
     """The tokens of the context, and of the paths that a draft tree adds to it.
 
+    Their data type is what mlx-lm's processors see: of the prompt's alone int32, and int64 once
+    it is joined with generated ones, which are uint32.
+
     Args:
         prompt: the tokens that the context begins with.
         reach: how many of the context's last tokens matter, so that a long context costs no
@@ -75,8 +78,7 @@ class History:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append emitted tokens."""
-        longer = np.concatenate([self._tokens, np.array(tokens, dtype=np.int32)])
-        self._tokens = longer[self._first_kept :]
+        self._tokens = self._with(tokens)[self._first_kept :]
 
     def contexts(self, tree: DraftTree, unknown: mx.array | None = None) -> list[mx.array]:
         """What each node's choice follows: the context, and the path from the root to the node.
@@ -87,11 +89,11 @@ class History:
                 in place of the tree.
         """
         if unknown is not None:
-            return [mx.concatenate([mx.array(self._tokens), unknown.astype(mx.int32)])]
+            return [mx.concatenate([mx.array(self._tokens), unknown.astype(mx.uint32)])]
         paths: list[tuple[int, ...]] = [()]
         for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
             paths.append((*paths[parent], token))
-        return [
-            mx.array(np.concatenate([self._tokens, np.array(path, dtype=np.int32)]))
-            for path in paths
-        ]
+        return [mx.array(self._with(path) if path else self._tokens) for path in paths]
+
+    def _with(self, tokens: Sequence[int]) -> np.ndarray:
+        return np.concatenate([self._tokens, np.array(tokens, dtype=np.uint32)])

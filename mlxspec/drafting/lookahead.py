@@ -24,7 +24,7 @@ def check_sizes(window_size: int, ngram_size: int, guess_set_size: int) -> None:
     if ngram_size < 2:
         raise OptionError(f"ngram_size is {ngram_size}: an n-gram has at least 2 tokens")
     if guess_set_size < 1 and guess_set_size != -1:
-        raise OptionError(f"guess_set_size is {guess_set_size}: choose 1 or more, or -1 for all")
+        raise OptionError(f"guess_set_size is {guess_set_size}: choose 1 or more, or -1 for 64")
 
 
 class LookaheadDrafter:
@@ -42,7 +42,8 @@ class LookaheadDrafter:
         ngram_size: N, the reference's LEVEL: length of the n-grams; the window has N - 1
             levels and guesses have N - 1 tokens.
         guess_set_size: G, the reference's GUESS_SET_SIZE: n-grams that are kept, and verified
-            in a step, for one first token; -1 for all, None for as many as W.
+            in a step, for one first token; -1, the reference's "no limit", for 64, and None for
+            as many as W.
         pool_from_prompt: the reference's POOL_FROM_PROMPT: whether the pool starts with the
             prompt's n-grams. Those of the output are entered in any case.
 

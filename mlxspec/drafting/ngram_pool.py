@@ -6,6 +6,10 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
+MOST_GUESSES = 64
+"""That a first token keeps where no number is asked for. After a token of a text of few symbols
+there may be thousands; to verify them all would take longer than any could save."""
+
 
 class NgramPool:
     """Keeps what has followed each token; adding an n-gram and recalling one are O(1).
@@ -13,11 +17,11 @@ class NgramPool:
     Args:
         ngram_size: N, the length of the n-grams that are read from a text.
         guess_set_size: G, how many n-grams a first token keeps; the least recently added goes
-            first. -1 keeps all.
+            first. -1 keeps :data:`MOST_GUESSES`.
     """
 
     def __init__(self, ngram_size: int, guess_set_size: int) -> None:
-        self._guess_set_size = guess_set_size
+        self._guess_set_size = MOST_GUESSES if guess_set_size == -1 else guess_set_size
         self._end: deque[int] = deque(maxlen=ngram_size)  # of the text
         # Per first token, the rest of its n-grams and whether a text held them. A dictionary
         # keeps the order of insertion, so an n-gram that is entered anew is the newest.

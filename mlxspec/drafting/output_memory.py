@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
+import threading
 from collections.abc import Sequence
 
 from .suffix_index import SEPARATOR
 
 
 class OutputMemory:
-    """The last outputs of this process, first in, first out.
+    """The last outputs of this process, first in, first out. Threads may share it.
 
     Args:
         max_tokens: how much is remembered; 0 remembers nothing.
@@ -17,18 +17,21 @@ class OutputMemory:
 
     def __init__(self, max_tokens: int = 16384) -> None:
         self.max_tokens = max_tokens
-        self._outputs: deque[list[int]] = deque()
-        self._size = 0
+        self._outputs: tuple[list[int], ...] = ()  # never changed, only replaced
+        self._adding = threading.Lock()
 
     def add(self, output: Sequence[int]) -> None:
         """Remember an output; of one that is too long, its end. The oldest ones make room."""
         kept = list(output)[max(0, len(output) - self.max_tokens) :]
         if not kept:
             return
-        self._outputs.append(kept)
-        self._size += len(kept)
-        while self._size > self.max_tokens:
-            self._size -= len(self._outputs.popleft())
+        with self._adding:
+            outputs = (*self._outputs, kept)
+            surplus, oldest = sum(map(len, outputs)) - self.max_tokens, 0
+            while surplus > 0:
+                surplus -= len(outputs[oldest])
+                oldest += 1
+            self._outputs = outputs[oldest:]
 
     def text(self) -> list[int]:
         """All of it, the oldest first, a separator after each output."""

@@ -1,9 +1,10 @@
 """Text from token ids as they arrive, in pieces that join to the text of all of them.
 
 The detokenizers have the interface of mlx-lm's ``StreamingDetokenizer`` (``reset``,
-``add_token``, ``finalize``, ``text``, ``last_segment``, ``tokens``) and serve as the
-``detokenizer_class`` of its ``TokenizerWrapper``. They keep two promises: a character whose
-bytes come in several tokens is held back until it is complete, and no space is dropped.
+``add_token``, ``finalize``, ``text``, ``last_segment``, ``tokens``). A loaded tokenizer carries
+one beside mlx-lm's own, which serves the functions that stand in for mlx-lm's. They keep two
+promises: a character whose bytes come in several tokens is held back until it is complete, and
+no space is dropped.
 
 What they turn into text is a continuation: it always follows a prompt, if only a BOS token. So
 the space that a SentencePiece decoder takes off the start of a text is never taken off here,
@@ -15,12 +16,20 @@ padding of a model's output layer can give, has none.
 from __future__ import annotations
 
 import codecs
+import copy
 import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from mlx_lm.tokenizer_utils import (
+    BPEStreamingDetokenizer,
+    NaiveStreamingDetokenizer,
+    SPMStreamingDetokenizer,
+    TokenizerWrapper,
+)
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -140,6 +149,35 @@ class WindowDetokenizer(StreamingDetokenizer):
     def _give_out(self, text: str) -> str:
         self._before, self._waiting = self._waiting, []
         return text
+
+
+def wrap(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> TokenizerWrapper:
+    """A tokenizer in mlx-lm's wrapper, with the detokenizer that mlx-lm would choose, and ours."""
+    steps = _decoder_steps(tokenizer)
+    kind: Any = NaiveStreamingDetokenizer
+    if steps == [*_SENTENCEPIECE_STEPS, _STRIP_FIRST_SPACE]:
+        kind = SPMStreamingDetokenizer
+    elif steps == _SENTENCEPIECE_STEPS:
+        kind = partial(SPMStreamingDetokenizer, trim_space=False)
+    elif [step.get("type") for step in steps] == ["ByteLevel"]:
+        kind = BPEStreamingDetokenizer
+    return with_own_detokenizer(TokenizerWrapper(tokenizer, kind, **settings))
+
+
+def with_own_detokenizer(wrapper: TokenizerWrapper) -> TokenizerWrapper:
+    """Let a wrapper of mlx-lm carry our detokenizer beside its own."""
+    wrapper._mlxspec_detokenizer = streaming_detokenizer(wrapper._tokenizer)
+    return wrapper
+
+
+def detokenizer_of(wrapper: TokenizerWrapper) -> Any:
+    """A detokenizer, ready for a text: ours, or mlx-lm's if mlx-lm has loaded the tokenizer."""
+    own = getattr(wrapper, "_mlxspec_detokenizer", None)
+    if own is None:
+        return wrapper.detokenizer
+    fresh = copy.copy(own)
+    fresh.reset()
+    return fresh
 
 
 def streaming_detokenizer(tokenizer: PreTrainedTokenizerBase) -> StreamingDetokenizer:

@@ -84,8 +84,9 @@ def load(
             that needs such code is refused all the same.
 
     Returns:
-        The model, mlx-lm's tokenizer wrapper whose ``detokenizer`` loses no space, and the
-        settings if they are asked for.
+        The model, mlx-lm's tokenizer wrapper, and the settings if they are asked for. With this
+        tokenizer decoders lose no space of an output; mlx-lm's functions, and those that stand
+        in for them, drop the first one.
 
     Raises:
         LoadError: what is missing, damaged or not supported, and what to do about it.

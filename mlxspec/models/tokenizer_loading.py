@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from ..errors import LoadError
-from .detokenizer import streaming_detokenizer
+from .detokenizer import with_own_detokenizer, wrap
 from .sentencepiece_tokenizer import build_tokenizer, tokenizer_config
 
 # Besides SentencePiece's model, what transformers builds a tokenizer from without further code.
@@ -31,7 +31,7 @@ def load_tokenizer(
     eos_token_ids: Collection[int] | int | None,
     settings: Mapping[str, Any] | None = None,
 ) -> Any:
-    """mlx-lm's ``TokenizerWrapper`` with this package's streaming detokenizer.
+    """mlx-lm's ``TokenizerWrapper``, with this package's streaming detokenizer beside its own.
 
     ``tokenizer.json`` comes first. A ``tokenizer.model`` without it gives SentencePiece's ids,
     which transformers would not; ``tokenizer_config.json`` adds the chat template, the special
@@ -53,11 +53,7 @@ def load_tokenizer(
         return _load_hugging_face(directory, eos_token_ids, settings)
     if isinstance(eos_token_ids, int):
         eos_token_ids = [eos_token_ids]
-    return TokenizerWrapper(
-        _load_sentencepiece(directory, settings),
-        streaming_detokenizer,
-        eos_token_ids=eos_token_ids,
-    )
+    return wrap(_load_sentencepiece(directory, settings), eos_token_ids=eos_token_ids)
 
 
 def _load_hugging_face(
@@ -75,9 +71,7 @@ def _load_hugging_face(
         else:
             reason = " ".join(str(error).split())[:200]
         raise LoadError(f"{directory}: the tokenizer cannot be loaded: {reason}") from error
-    # mlx-lm picks its own detokenizer and has no argument to say otherwise.
-    wrapper._detokenizer = streaming_detokenizer(wrapper._tokenizer)
-    return wrapper
+    return with_own_detokenizer(wrapper)
 
 
 def _no_tokenizer(directory: Path) -> str:

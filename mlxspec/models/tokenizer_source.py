@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from ..errors import LoadError
-from .detokenizer import streaming_detokenizer
+from .detokenizer import wrap
 from .hub import download, is_repository_name
 from .loading import DEMO, DEMO_DIRECTORY
 from .sentencepiece_tokenizer import build_tokenizer, tokenizer_config
@@ -60,4 +60,4 @@ def _from_file(path: Path) -> TokenizerWrapper:
         wrapped = PreTrainedTokenizerFast(
             tokenizer_object=build_tokenizer(path), name_or_path=name, **settings
         )
-    return TokenizerWrapper(wrapped, streaming_detokenizer)
+    return wrap(wrapped)

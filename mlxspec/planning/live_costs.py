@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from .cost_curve import CostCurve
 from .live_curve import KnownTime, LiveCurve
 from .waiting_cost import WaitingCost
+
+_Costs = TypeVar("_Costs", bound="LiveCosts")
 
 _SHORTEST_RANGE = 1024
 _RANGE_FACTOR = 4
@@ -33,7 +39,8 @@ class LiveCosts:
     """T(rows) at the context length at hand, corrected by every step.
 
     A range of context lengths that nobody has measured starts with what is known of the
-    nearest one.
+    nearest one. Where generations run beside each other, each has its own :meth:`for_generation`,
+    and all learn together.
 
     Args:
         known: per range, by its end as :func:`context_range` has it, the measured times; at
@@ -41,16 +48,26 @@ class LiveCosts:
     """
 
     def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
+        self._lock = threading.RLock()
         self._curves = {end: LiveCurve(times) for end, times in known.items()}
+        self._waiting = WaitingCost()
+        self._unsaved: Counter[int] = Counter()  # steps by range
+        # What follows is each generation's own.
         self._plain_steps = 0  # in a row
         self._enter(min(self._curves))
-        self.unsaved_steps = 0
-        """Steps recorded since the last :meth:`changes`."""
-        self._touched: set[int] = set()
         # Seconds of the last run of plain steps: the one that waited, and the last pipelined one.
         self._last_waiting: float | None = None
         self._last_pipelined: float | None = None
-        self._waiting = WaitingCost()
+
+    def for_generation(self: _Costs) -> _Costs:
+        """The same costs at the context length and in the steps of one generation."""
+        return copy.copy(self)
+
+    @property
+    def unsaved_steps(self) -> int:
+        """Steps recorded since the last :meth:`changes`."""
+        with self._lock:
+            return sum(self._unsaved.values())
 
     def move_to(self, context: int) -> None:
         """Say how long the context is by now; cheap enough for every step."""
@@ -60,15 +77,17 @@ class LiveCosts:
     @property
     def curve(self) -> CostCurve:
         """T(rows)/T(1) for the planner; the same object until a cost has changed noticeably."""
-        return self._live.curve
+        with self._lock:
+            return self._live.curve
 
     def cost(self, rows: int) -> float:
         """T(rows)/T(1)."""
-        return self._live.curve(rows)
+        return self.curve(rows)
 
     def seconds(self, rows: int) -> float:
         """The wall time that a step over ``rows`` rows would take now."""
-        return self._live.seconds(rows)
+        with self._lock:
+            return self._live.seconds(rows)
 
     @property
     def slowdown(self) -> float:
@@ -100,6 +119,10 @@ class LiveCosts:
             seconds: its wall time.
             pipelined: whether its forward had been dispatched during the step before.
         """
+        with self._lock:
+            self._record(rows, seconds, pipelined)
+
+    def _record(self, rows: int, seconds: float, pipelined: bool) -> None:
         before, self._last_pipelined = self._last_pipelined, seconds if pipelined else None
         if not pipelined:
             if self._last_waiting is not None:
@@ -116,15 +139,14 @@ class LiveCosts:
         else:
             self._plain_steps = 0
         self._live.record(rows, seconds)
-        self.unsaved_steps += 1
-        self._touched.add(self._end)
+        self._unsaved[self._end] += 1
 
     def changes(self) -> dict[int, list[KnownTime]]:
         """What is known by now of the ranges in which steps ran since the last call."""
-        changed = {end: self._curves[end].known() for end in sorted(self._touched)}
-        self._touched.clear()
-        self.unsaved_steps = 0
-        return changed
+        with self._lock:
+            changed = {end: self._curves[end].known() for end in sorted(self._unsaved)}
+            self._unsaved.clear()
+            return changed
 
     def _learn_waiting(self, first: float, last: float | None) -> None:
         """Learn from a run of plain steps: the one that waited, and the last pipelined one."""
@@ -132,11 +154,12 @@ class LiveCosts:
         self._waiting.learn(seconds / self.seconds(1) - steps, self._live.noise)
 
     def _enter(self, end: int) -> None:
-        if end not in self._curves:
-            nearest = min(self._curves, key=lambda other: abs(math.log(other / end)))
-            self._curves[end] = LiveCurve(self._curves[nearest].known(doubt=_OTHER_CONTEXT))
-        self._live = self._curves[end]
-        self._live.reopen()
+        with self._lock:
+            if end not in self._curves:
+                nearest = min(self._curves, key=lambda other: abs(math.log(other / end)))
+                self._curves[end] = LiveCurve(self._curves[nearest].known(doubt=_OTHER_CONTEXT))
+            self._live = self._curves[end]
+            self._live.reopen()
         self._plain_steps = 0
         self._end = end
         self._start = end // _RANGE_FACTOR if end > _SHORTEST_RANGE else 0

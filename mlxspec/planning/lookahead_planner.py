@@ -45,7 +45,7 @@ class PlannedLookahead:
         curve: the verify cost. May be replaced between steps (attribute ``curve``) by a newly
             measured one.
         ngram_size: the longest n-grams.
-        guess_set_size: how many are kept for one first token; -1 for all.
+        guess_set_size: how many are kept for one first token; -1 for 64.
         pool_from_prompt: whether the pool starts with the prompt's n-grams.
         waiting_cost: what a plain step costs more when its forward is dispatched only after the
             last token was read, as a share of a pipelined one. May be replaced too.

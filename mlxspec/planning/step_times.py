@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
 from dataclasses import dataclass
 from statistics import median
@@ -34,23 +35,27 @@ class StepTimes:
     """T(rows): the wall time of whole steps by their number of rows.
 
     A whole step is proposing, forward, reading, acceptance and cache commit. Times hold for one
-    model on one machine in one data type.
+    model on one machine in one data type. Threads may record at once.
     """
 
     def __init__(self) -> None:
         self._recent: dict[tuple[int, bool], deque[float]] = {}
         self._steps: Counter[tuple[int, bool]] = Counter()
+        self._lock = threading.Lock()
 
     def record(self, rows: int, seconds: float, pipelined: bool = False) -> None:
         """Add the wall time of one step."""
-        self._recent.setdefault((rows, pipelined), deque(maxlen=_KEPT)).append(seconds)
-        self._steps[rows, pipelined] += 1
+        with self._lock:
+            self._recent.setdefault((rows, pipelined), deque(maxlen=_KEPT)).append(seconds)
+            self._steps[rows, pipelined] += 1
 
     def table(self) -> list[StepTime]:
         """One entry per kind of step that has run, fewest rows first."""
-        seconds = {kind: median(recent) for kind, recent in self._recent.items()}
+        with self._lock:
+            seconds = {kind: median(recent) for kind, recent in self._recent.items()}
+            steps = self._steps.copy()
         one_row = seconds.get((1, True)) or seconds.get((1, False))
         return [
-            StepTime(*kind, self._steps[kind], time, time / one_row if one_row else None)
+            StepTime(*kind, steps[kind], time, time / one_row if one_row else None)
             for kind, time in sorted(seconds.items())
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,8 @@ class Learner:
     """Collects outputs and adds them to a store at the end of the ``with`` block.
 
     They are added whatever ended the block, an interrupt included. Several processes may learn
-    into one store at a time: each adds its outputs to what the others have written. An output
+    into one store at a time: each adds its outputs to what the others have written. Threads may
+    share a learner. An output
     that the store has learned before is kept once, as the newest.
 
     The outputs are merged and the file is written anew, which takes time in proportion to its
@@ -52,14 +54,16 @@ class Learner:
         self._identity = identify(tokenizer)
         self._max_tokens = max_tokens
         self._outputs: dict[bytes, None] = {}
+        self._lock = threading.Lock()
         check_writable(self._path, StoreError)
         if self._path.exists() and self._path.stat().st_size > 0:
             check_tokenizer(path, read_store_file(self._path).identity, self._identity)
 
     def add(self, output: Sequence[int]) -> None:
         """Remember an output's token ids, in memory, until :meth:`save`."""
-        _append(self._outputs, as_texts(output, self._identity.vocab_size))
-        self._outputs = dict.fromkeys(newest(self._outputs, self._max_tokens))
+        with self._lock:
+            _append(self._outputs, as_texts(output, self._identity.vocab_size))
+            self._outputs = dict.fromkeys(newest(self._outputs, self._max_tokens))
 
     def save(self) -> None:
         """Add the remembered outputs to the store now.
@@ -67,8 +71,11 @@ class Learner:
         Raises:
             StoreError: it cannot be written; the outputs are still remembered.
         """
-        if not self._outputs:
-            return
+        with self._lock:
+            if self._outputs:
+                self._save()
+
+    def _save(self) -> None:
         with sole_writer(self._path, StoreError, create=True):
             identity, built, learned = self._identity, EMPTY, EMPTY
             if self._path.stat().st_size > 0:

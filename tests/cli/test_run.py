@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlxspec.cli.main import main
+from mlxspec.generation import decoder_of
 
 from ..drop_in import demo_with_costs, write_float32_demo
 
@@ -33,8 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch):
     """Runs the command in this process, whose state is restored afterwards."""
-    loaded, _ = demo_with_costs()
-    costs = loaded._mlxspec_decoder[1].costs
+    costs = decoder_of(*demo_with_costs()).costs
     monkeypatch.setattr("mlxspec.decoders.measured.costs_for", lambda *_, **__: costs)
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -24,12 +24,14 @@ BOS = 1
 PROMPT = [BOS, 403, 407, 261, 370, 403, 407]
 
 
+@mlxspec.pure
 def no_token_twice_in_a_row(tokens: mx.array, logits: mx.array) -> mx.array:
     """A processor that reads its tokens as numbers, as users write them."""
     forbidden = tokens.tolist()[-1]
     return mx.where(mx.arange(logits.shape[-1]) == forbidden, -mx.inf, logits)
 
 
+@mlxspec.pure
 def by_parity_of_the_length(tokens: mx.array, logits: mx.array) -> mx.array:
     """A processor that knows its position by the number of tokens alone."""
     lifted = mx.arange(logits.shape[-1]) % 2 == len(tokens) % 2
@@ -158,8 +160,9 @@ def test_each_node_sees_the_context_and_its_own_path(stories: nn.Module, drafts:
     """Every call of a step is predicted from the tree and the tokens emitted before it."""
     seen: list[tuple[int, ...]] = []
 
+    @mlxspec.pure
     def log(tokens: mx.array, logits: mx.array) -> mx.array:
-        assert tokens.dtype == mx.int32
+        assert tokens.dtype == (mx.int64 if len(tokens) > len(PROMPT) else mx.int32)  # as mlx-lm
         assert logits.shape == (1, stories.args.vocab_size)
         seen.append(tuple(tokens.tolist()))
         return logits

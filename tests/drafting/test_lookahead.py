@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from mlxspec.decoding.acceptance import accept
@@ -122,3 +124,16 @@ def test_the_same_generation_drafts_the_same() -> None:
 def test_impossible_sizes_are_refused(sizes: tuple[int, int, int], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         LookaheadDrafter(*sizes)
+
+
+@pytest.mark.parametrize("window_size", [0, 5])
+def test_without_a_limit_on_guesses_a_step_stays_bounded_on_a_text_of_few_symbols(
+    window_size: int,
+) -> None:
+    drawn = random.Random(1)
+    drafter = LookaheadDrafter(window_size, guess_set_size=-1)
+    drafter.begin([drawn.randrange(8) for _ in range(20_000)])
+    for _ in range(20):
+        tree = drafter.propose(100)
+        assert len(tree) <= (drafter.ngram_size - 1) * (window_size + 64) + 1
+        drafter.observe(verified(tree, {}, argmax=drawn.randrange(8)))

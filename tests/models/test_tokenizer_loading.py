@@ -6,10 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
 from sentencepiece import SentencePieceProcessor
 
 from mlxspec.errors import LoadError
-from mlxspec.models.detokenizer import ByteDetokenizer
+from mlxspec.models.detokenizer import ByteDetokenizer, detokenizer_of
 from mlxspec.models.loading import DEMO_DIRECTORY
 from mlxspec.models.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
 from mlxspec.models.tokenizer_loading import load_tokenizer
@@ -41,7 +42,8 @@ def test_a_sentencepiece_model_alone_gives_its_own_ids(directory: Path) -> None:
     assert tokenizer.bos_token == "<s>"
     assert tokenizer.eos_token_ids == {2, 5}
     assert tokenizer.has_chat_template  # the one of its [INST]
-    assert isinstance(tokenizer.detokenizer, ByteDetokenizer)
+    assert isinstance(detokenizer_of(tokenizer), ByteDetokenizer)
+    assert isinstance(tokenizer.detokenizer, SPMStreamingDetokenizer)  # mlx-lm's
 
 
 def test_settings_beside_a_sentencepiece_model_are_kept(directory: Path) -> None:

@@ -5,6 +5,8 @@ import pytest
 from mlxspec.planning.live_costs import LiveCosts, context_range
 from mlxspec.planning.live_curve import KnownTime
 
+from ..threads import at_once
+
 
 def times(cost: float) -> list[KnownTime]:
     return [KnownTime(1, 0.02, 0.05), KnownTime(8, 0.02 * cost, 0.05)]
@@ -142,3 +144,49 @@ def test_a_plain_step_that_was_measured_too_slow_is_corrected_by_the_few_that_ru
             costs.record(rows, true[rows], False)
     for rows in (4, 8, 16):
         assert costs.cost(rows) == pytest.approx(true[rows] / true[1], rel=0.1)
+
+
+def test_generations_beside_each_other_learn_what_each_alone_would():
+    """Of their own context's range, and from their own runs of plain steps."""
+    short = [(1, 0.012, False), *[(1, 0.010, True)] * 20, *[(8, 0.021, False)] * 30]
+    long = [(1, 0.022, False), *[(1, 0.020, True)] * 20, *[(8, 0.061, False)] * 30]
+    lessons = [(500, short), (2000, long)]
+
+    def known() -> LiveCosts:
+        return LiveCosts({1024: times(2.0), 4096: times(2.0)})
+
+    alone = []
+    for context, steps in lessons:
+        costs = known().for_generation()
+        costs.move_to(context)
+        for step in steps:
+            costs.record(*step)
+        alone.append(costs.curve(8))
+
+    shared = known()
+    beside = [shared.for_generation() for _ in lessons]
+    for costs, (context, _) in zip(beside, lessons, strict=True):
+        costs.move_to(context)
+    for pair in zip(short, long, strict=True):
+        for costs, step in zip(beside, pair, strict=True):
+            costs.record(*step)
+    assert [costs.curve(8) for costs in beside] == alone
+    assert alone[0] < alone[1]
+    assert shared.unsaved_steps == sum(costs.unsaved_steps for costs in beside) / 2 > 60
+    assert set(shared.changes()) == {1024, 4096}
+
+
+def test_threads_may_record_and_read_at_once():
+    costs = LiveCosts({1024: times(2.0)})
+
+    def generate(seed: int) -> None:
+        own = costs.for_generation()
+        chance = random.Random(seed)
+        for context in range(0, 40_000, 100):
+            own.move_to(context)
+            rows = chance.choice((1, 1, 2, 3, 5, 9, 17))
+            own.record(rows, 0.01 * (1 + rows / 8) * chance.uniform(0.5, 2), rows == 1)
+            assert own.curve(64) >= own.cost(2) > 0
+            own.changes()
+
+    at_once(*[lambda seed=seed: generate(seed) for seed in range(4)])

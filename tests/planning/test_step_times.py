@@ -2,6 +2,8 @@
 
 from mlxspec.planning import StepTimes
 
+from ..threads import at_once
+
 
 def test_a_table_has_medians_and_costs_relative_to_a_pipelined_token() -> None:
     times = StepTimes()
@@ -34,3 +36,18 @@ def test_without_a_step_of_one_row_there_is_no_cost() -> None:
     times = StepTimes()
     times.record(3, 0.5)
     assert times.table()[0].cost is None
+
+
+def test_threads_may_record_and_read_at_once() -> None:
+    times = StepTimes()
+
+    def record(first: int) -> None:
+        for step in range(2000):
+            times.record(first + step % 10, 0.01)
+
+    def read() -> None:
+        for _ in range(300):
+            times.table()
+
+    at_once(*[lambda first=first: record(first) for first in (1, 1, 5)], read)
+    assert sum(entry.steps for entry in times.table()) == 6000
