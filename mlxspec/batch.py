@@ -21,7 +21,7 @@ from .decoders.prompt import prompt_ids
 from .decoding.sampling import LogitsProcessor, Sampler
 from .errors import OptionError
 from .generation import decoder_of
-from .models.loading import context_length
+from .models.positions import context_length
 from .models.step_caches import parts
 from .models.tier import Tier
 from .response import GenerationResponse

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import (
 )
 
 from .identity import model_identity
-from .loading import context_length
+from .positions import context_length
 from .step_caches import parts
 from .target import vocabulary_size
 from .tiers import Finding, examine

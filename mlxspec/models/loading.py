@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).resolve().parents[1] / "demo_model"
 _HALF_PRECISION = (mx.float16, mx.bfloat16)
-_CONTEXT_LENGTH_NAMES = ("max_position_embeddings", "n_ctx", "n_positions", "max_seq_len")
 
 
 @overload
@@ -113,17 +112,6 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
     bos = tokenizer.bos_token
     has_bos = bos is not None and text.startswith(bos)
     return tokenizer.encode(text, add_special_tokens=not has_bos)
-
-
-def context_length(model: nn.Module) -> int | None:
-    """The longest context in tokens that the model's configuration states, None without one."""
-    args = getattr(model, "args", None)
-    for settings in (args, getattr(args, "text_config", None)):
-        for name in _CONTEXT_LENGTH_NAMES:
-            value = settings.get(name) if isinstance(settings, dict) else getattr(settings, name, 0)
-            if value:
-                return int(value)
-    return None
 
 
 def _find(path_or_repo: str | Path, revision: str | None) -> Path:

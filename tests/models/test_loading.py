@@ -15,7 +15,8 @@ from mlx_lm.models import llama
 from mlx_lm.utils import quantize_model, save_config, save_model
 
 from mlxspec.errors import LoadError
-from mlxspec.models.loading import context_length, encode_prompt, load
+from mlxspec.models.loading import encode_prompt, load
+from mlxspec.models.positions import context_length
 from mlxspec.models.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
 from tests.llama2c import load_llama2c
 
