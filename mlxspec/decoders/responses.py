@@ -26,6 +26,7 @@ def responses(
     max_tokens: int,
     held: int = 0,
     loan: Loan | None = None,
+    draft_end: int | None = None,
     on_progress: Progress | None,
     record_time: RecordTime,
 ) -> Generator[GenerationResponse, None, None]:
@@ -45,6 +46,7 @@ def responses(
         max_tokens=max_tokens,
         ends=output.add,
         held=held,
+        draft_end=draft_end,
         record_time=record_time,
         on_progress=clock.on_progress,
     )

@@ -53,12 +53,12 @@ class Architecture:
     def model(self) -> nn.Module:
         """A model whose output depends on its context, which small random weights hide."""
         model = random_model(self.model_type, **self.config)
-        model.update(tree_map_with_path(_livelier, model.parameters()))
+        model.update(tree_map_with_path(livelier, model.parameters()))
         mx.eval(model.parameters())
         return model
 
 
-def _livelier(name: str, weight: mx.array) -> mx.array:
+def livelier(name: str, weight: mx.array) -> mx.array:
     projects = weight.ndim >= 2 and not any(part in name for part in _LEFT_AS_THEY_ARE)
     return 4 * weight if projects else weight
 
