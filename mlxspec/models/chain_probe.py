@@ -14,8 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .lockstep import together
-from .positions import crossings, named_positions
-from .trials import PREFIX, can_be_shifted, logits, shift, trial_caches
+from .positions import crossings, named_positions, sparse_crossing
+from .trials import PREFIX, can_be_shifted, filled, logits, shift, trial_caches
 
 _NEAR_NAMED, _ELSEWHERE = 8, 2  # rows of a trial step: a rule that changes little shows in many
 _SAMPLES = 3  # of tokens: in half precision some rows come to other experts by rounding
@@ -35,8 +35,10 @@ def draft_end(model: nn.Module) -> int | None:
         return None
     begin = len(PREFIX)
 
-    def errors(steps: Sequence[tuple[int, int]], sample: int = 0) -> list[float]:
-        return together(row_errors, model, steps, sample)
+    def errors(
+        steps: Sequence[tuple[int, int]], sample: int = 0, fill: bool = False
+    ) -> list[float]:
+        return together(row_errors, model, steps, sample, fill)
 
     noise = [errors([(begin, _NEAR_NAMED)], sample)[0] for sample in range(_SAMPLES)]
     spacing = mx.finfo(model(mx.array([[0]]), cache=trial_caches(model)).dtype).eps
@@ -48,6 +50,10 @@ def draft_end(model: nn.Module) -> int | None:
     named = named_positions(model)
     widths = {place: _NEAR_NAMED if place in named else _ELSEWHERE for place in crossings(model)}
     steps = [(place - rows // 2, rows) for place, rows in widths.items()]
+    if (sparse := sparse_crossing(model)) is not None:
+        step = sparse - _NEAR_NAMED // 2, _NEAR_NAMED
+        if not any(errors([step], sample, True)[0] <= bound for sample in range(_SAMPLES)):
+            return 0
     for step, error in zip(steps, errors(steps), strict=True):
         again = (errors([step], sample)[0] for sample in range(1, _SAMPLES))
         if not error <= bound and not any(other <= bound for other in again):
@@ -68,13 +74,16 @@ def _last_true(agrees: Callable[[int], bool], below: int) -> int:
     return right
 
 
-def row_errors(model: nn.Module, steps: Sequence[tuple[int, int]], sample: int) -> list[float]:
+def row_errors(
+    model: nn.Module, steps: Sequence[tuple[int, int]], sample: int, fill: bool
+) -> list[float]:
     """How far the rows of steps lie from what they are if the first and the last come alone.
 
     Args:
         model: the target.
         steps: first position and number of rows of each.
         sample: which tokens to try.
+        fill: let the caches hold all positions before a step, in place of claiming them.
 
     Returns:
         per step the greatest difference of two logits, as a share of the logits' spread.
@@ -84,7 +93,12 @@ def row_errors(model: nn.Module, steps: Sequence[tuple[int, int]], sample: int) 
     tokens = tuple((sample + 1) * (2 * row + 1) % 11 for row in range(_NEAR_NAMED))
     found = []
     for start, rows in steps:
-        at_once, apart = (shift(copy.deepcopy(before), start - len(PREFIX)) for _ in range(2))
+        at_once = copy.deepcopy(before)
+        if fill:
+            filled(at_once, start)
+        else:
+            shift(at_once, start - len(PREFIX))
+        apart = copy.deepcopy(at_once)
         wide = logits(model, tokens[:rows], at_once)
         pieces = tokens[:1], tokens[1 : rows - 1], tokens[rows - 1 : rows]
         split = mx.concatenate([logits(model, piece, apart) for piece in pieces if piece])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ _EXTENDING = ("linear", "dynamic", "yarn")  # and not llama3, longrope: their le
 _WORDS = ("position", "window", "chunk", "ctx", "context", "seq", "length", "floor_scale")
 _LONGEST_KNOWN = 2**15  # of a model whose configuration states no longest context
 _NUMBERS = range(16, 2**30)  # an offset has 31 bits
+_LONGEST_FILLED = 2**13  # entries of all layers are held for a moment
 _ENDLESS = 1e18  # some tokenizers state 1e30 where there is no bound
 
 
@@ -28,7 +30,7 @@ def context_length(model: nn.Module) -> int | None:
 
     A scaling of RoPE that extends a finished model's context counts: by its factor.
     """
-    args = getattr(model, "args", None)
+    args = _settings(model)
     for settings in (args, _setting(args, "text_config")):
         for name in _LENGTH_NAMES:
             if stated := _number(_setting(settings, name)):
@@ -41,7 +43,7 @@ def named_positions(model: nn.Module) -> set[int]:
 
     Where a model's rule for its positions changes, it changes at one of these as a rule.
     """
-    found = {int(number) for number in _numbers(getattr(model, "args", None))}
+    found = {int(number) for number in _numbers(_settings(model), _names_position)}
     return {number for number in found | {context_length(model) or 0} if number in _NUMBERS}
 
 
@@ -52,6 +54,24 @@ def crossings(model: nn.Module) -> list[int]:
     """
     longest = min(context_length(model) or _LONGEST_KNOWN, _NUMBERS.stop - 1)
     return sorted(named_positions(model) | {2**k for k in range(4, longest.bit_length())})
+
+
+def sparse_crossing(model: nn.Module) -> int | None:
+    """A length at which attention that picks blocks or positions leaves some out, if there is one.
+
+    It is a multiple of the blocks' size, unless it would be very long.
+    """
+    numbers = {int(number) for number in _numbers(_settings(model), _names_sparse)}
+    product = math.prod(numbers)
+    return min(2 * product * math.ceil(16 / product), _LONGEST_FILLED) if numbers else None
+
+
+def _names_sparse(name: str) -> bool:
+    return ("sparse" in name or "index" in name) and ("block" in name or "topk" in name)
+
+
+def _names_position(name: str) -> bool:
+    return any(word in name for word in _WORDS)
 
 
 def _extended(stated: float, settings: Any) -> float:
@@ -69,8 +89,8 @@ def _extended(stated: float, settings: Any) -> float:
     return max(stated, original * factor)
 
 
-def _numbers(settings: Any) -> Iterator[float]:
-    """All numbers under a name with one of the words, however deep."""
+def _numbers(settings: Any, wanted: Callable[[str], bool]) -> Iterator[float]:
+    """All numbers under a wanted name, however deep."""
     left = [("", settings)]
     while left:
         name, value = left.pop()
@@ -80,8 +100,12 @@ def _numbers(settings: Any) -> Iterator[float]:
             left += [(str(field), item) for field, item in value.items()]
         elif is_dataclass(value):
             left += vars(value).items()
-        elif any(word in name for word in _WORDS) and (number := _number(value)):
+        elif wanted(name) and (number := _number(value)):
             yield number
+
+
+def _settings(model: nn.Module) -> Any:
+    return getattr(model, "args", None) or getattr(model, "config", None)
 
 
 def _setting(settings: Any, name: str) -> Any:
@@ -90,7 +114,7 @@ def _setting(settings: Any, name: str) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """A positive number that can count tokens, or None."""
+    """A number that can count tokens, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value if 0 < value < _ENDLESS else None
+    return value if 1 <= value < _ENDLESS else None

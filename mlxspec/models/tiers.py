@@ -17,6 +17,7 @@ from .step_caches import TREE_CACHES, can_be_cut, for_steps, parts
 from .target import Target, vocabulary_size
 from .tier import Tier
 from .tree_probe import failing_position
+from .trials import finite
 
 _PREFIX = (3, 1, 4)
 _DRAFT, _KEPT = (1, 5, 2, 6), 2  # the step's rows, and how many of them stay
@@ -125,4 +126,4 @@ def _verifies_chains(model: nn.Module, tier: Tier) -> bool:
 
 
 def _step(target: Target, tokens: tuple[int, ...]) -> mx.array:
-    return target.forward(mx.array(tokens), DraftTree.chain(tokens[0], tokens[1:]))
+    return finite(target.forward(mx.array(tokens), DraftTree.chain(tokens[0], tokens[1:])))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..drafting import DraftTree
 from .lockstep import together
-from .positions import crossings
+from .positions import crossings, sparse_crossing
 from .row_positions import RowPositions
 from .step_caches import parts
 from .tree_rows import TreeRows
-from .trials import PREFIX, logits, rounding_noise, shift, trial_caches
+from .trials import PREFIX, filled, logits, rounding_noise, shift, trial_caches
 
 _BRANCHES = ((5, 2, 6), (7, 2, 1))
 _ROOT = 1
@@ -33,14 +35,28 @@ def failing_position(model: nn.Module, end: int | None) -> int | None:
     bases = [0, *(position - 2 - len(PREFIX) for position in crossings(model))]
     if end is not None:
         bases = [base for base in bases if base + len(PREFIX) + 1 + len(_BRANCHES[0]) <= end]
+    if (sparse := sparse_crossing(model)) is not None and (end is None or sparse < end):
+        held = sparse - 1 - len(_BRANCHES[0])  # so that the second branch stands behind it
+        if not together(tree_agrees, model, 0, noise, held):
+            return held
     return next((base for base in bases if not together(tree_agrees, model, base, noise)), None)
 
 
-def tree_agrees(model: nn.Module, base: int, noise: float) -> bool:
-    """Whether a branching step at this offset equals its branches, each in a row."""
+def tree_agrees(model: nn.Module, base: int, noise: float, held: int = len(PREFIX)) -> bool:
+    """Whether a branching step at this offset equals its branches, each in a row.
+
+    Args:
+        model: the target.
+        base: the position of the first entry in the cache.
+        noise: from :func:`rounding_noise`.
+        held: how many entries there are.
+    """
     tree = DraftTree.from_branches(_ROOT, _BRANCHES)
-    caches = shift(trial_caches(model), base)
-    logits(model, PREFIX, caches)
+    before = shift(trial_caches(model), base)
+    logits(model, PREFIX, before)
+    if held > len(PREFIX):
+        filled(before, held)
+    caches = copy.deepcopy(before)
     rows = TreeRows(tree)
     for part in parts(caches):
         part.rows = rows
@@ -52,8 +68,7 @@ def tree_agrees(model: nn.Module, base: int, noise: float) -> bool:
     depth = len(_BRANCHES[0])
     for index, branch in enumerate(_BRANCHES):
         nodes = mx.array([0, *range(1 + index * depth, 1 + (index + 1) * depth)])
-        in_a_row = logits(model, (*PREFIX, _ROOT, *branch), shift(trial_caches(model), base))
-        expected = in_a_row[len(PREFIX) :]
+        expected = logits(model, (_ROOT, *branch), copy.deepcopy(before))
         spread = mx.max(expected) - mx.min(expected)
         error = mx.max(mx.abs(found[nodes] - expected))
         if not (error <= 4 * noise + 1e-4 * spread).item():

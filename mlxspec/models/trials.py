@@ -55,9 +55,28 @@ def shift(caches: list[Any], positions: int) -> list[Any]:
     return caches
 
 
+def filled(caches: list[Any], length: int) -> list[Any]:
+    """Trial caches that hold random entries in front of their own, so many in all."""
+    key = mx.random.key(0)
+    for cache in parts(caches):
+        if isinstance(cache, ShiftedCache) and cache.keys is not None:
+            for name in ("keys", "values"):
+                own = getattr(cache, name)
+                shape = (*own.shape[:2], length - own.shape[2], own.shape[3])
+                noise = mx.random.normal(shape, own.dtype, key=key)
+                setattr(cache, name, mx.concatenate([noise, own], axis=2))
+            cache.size = length
+    return caches
+
+
 def logits(model: nn.Module, tokens: tuple[int, ...], caches: list[Any]) -> mx.array:
     """In float32, (len(tokens), vocabulary)."""
-    return model(mx.array(tokens)[None], cache=caches)[0].astype(mx.float32)
+    return finite(model(mx.array(tokens)[None], cache=caches)[0].astype(mx.float32))
+
+
+def finite(logits: mx.array) -> mx.array:
+    """Logits that can be subtracted: 0 for tokens that a model rules out."""
+    return mx.where(mx.isinf(logits), 0, logits)
 
 
 def rounding_noise(model: nn.Module) -> float:
@@ -77,20 +96,20 @@ class ShiftedCache:
 
     def __init__(self) -> None:
         self.base = 0
-        self._size = 0
+        self.size = 0
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self.rows: TreeRows | None = None
 
     @property
     def offset(self) -> int:
-        return self.base + self._size
+        return self.base + self.size
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         if self.keys is not None and self.values is not None:
             keys = mx.concatenate([self.keys, keys], axis=2)
             values = mx.concatenate([self.values, values], axis=2)
-        self.keys, self.values, self._size = keys, values, keys.shape[2]
+        self.keys, self.values, self.size = keys, values, keys.shape[2]
         return keys, values
 
     def keys_and_values(self) -> tuple[mx.array | None, mx.array | None]:
@@ -100,5 +119,5 @@ class ShiftedCache:
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
         if self.rows is not None:
-            return self.rows.mask(self._size, window_size)
-        return create_attention_mask(N, self._size, return_array, window_size)
+            return self.rows.mask(self.size, window_size)
+        return create_attention_mask(N, self.size, return_array, window_size)

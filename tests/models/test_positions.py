@@ -12,8 +12,9 @@ from mlx_lm import stream_generate
 from mlxspec.decoders import Decoder
 from mlxspec.drafting import PromptLookupDrafter
 from mlxspec.models.loading import DEMO, load
-from mlxspec.models.positions import context_length, crossings
+from mlxspec.models.positions import context_length, crossings, sparse_crossing
 
+from .architectures import ARCHITECTURES
 from .random_models import random_model
 
 
@@ -77,6 +78,11 @@ def test_the_context_is_the_extended_one(name: str) -> None:
     assert context_length(model) == length
 
 
+@pytest.mark.parametrize("model_type", ["llama3", "youtu_llm", "qwen2_vl"])
+def test_wherever_a_model_keeps_its_configuration(model_type: str) -> None:
+    assert context_length(ARCHITECTURES[model_type].model()) == 32768
+
+
 @pytest.mark.parametrize("kind", ["yarn", "linear"])
 def test_prompts_beyond_the_original_context_are_answered(kind: str) -> None:
     model, (_, tokenizer) = random_model("llama", **scaled(32, type=kind, factor=4.0)), load(DEMO)
@@ -91,3 +97,17 @@ def test_crossings_are_what_the_configuration_names_and_powers_of_two() -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
     model = random_model("llama", max_position_embeddings=100, rope_scaling=scaling)
     assert crossings(model) == [16, 32, 64, 100, 128, 256, 400]
+    assert sparse_crossing(model) is None
+
+
+def test_the_length_where_attention_becomes_sparse_is_whole_blocks_beyond_what_it_picks() -> None:
+    def length(**config: Any) -> int | None:
+        model = nn.Module()
+        model.args = config
+        return sparse_crossing(model)
+
+    assert length(index_topk=2048) == 4096
+    assert length(index_topk=1) == 32
+    nested = {"sparse_block_size": 128, "sparse_topk_blocks": 16, "sparse_local_block": 1}
+    assert length(text_config={"sparse_attention_config": nested}) == 4096
+    assert length(sparse_block_size=10**12, sparse_topk_blocks=0.5) == 8192
