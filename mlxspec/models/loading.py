@@ -185,6 +185,8 @@ def _load_model(
         return load_model(directory, lazy=True, model_config=changes)
     except LoadError:
         raise
+    except SystemExit as error:  # of mlx-lm's OLMo 1, with a text that names the package
+        raise LoadError(f"{directory}: the model needs a package that is not installed") from error
     except Exception as error:  # whatever a wrong configuration or file makes mlx-lm raise
         raise LoadError(f"{directory}: {_reason(error)}") from error
 

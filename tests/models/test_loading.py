@@ -221,6 +221,14 @@ def test_a_prompt_has_one_bos(write: Callable[..., Path]) -> None:
     assert encode_prompt(tokenizer, "") == [1]
 
 
+def test_an_architecture_that_needs_another_package_does_not_end_the_process(
+    write: Callable[..., Path],
+) -> None:
+    directory = write()
+    edit_config(directory, model_type="olmo")
+    assert "needs a package that is not installed" in load_error(directory)
+
+
 def test_context_length_is_what_the_configuration_states(write: Callable[..., Path]) -> None:
     directory = write()
     assert context_length(load(directory)[0]) == 512
