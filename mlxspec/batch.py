@@ -136,7 +136,9 @@ def prepared(
     own = make_prompt_cache(model, options.get("max_kv_size"))
     held = [own if cache is None else cache for cache in caches]
     size = min(len(prompts), options.get("completion_batch_size", 32))
-    if _can_be_batched(model, held) and (_keeps_start(held) or _batch_pays(decoder, size)):
+    batched = _can_be_batched(model, held) and (_keeps_start(held) or _batch_pays(decoder, size))
+    # A RoPE that depends on a context's length takes no batch.
+    if batched and decoder.draft_end is None:
         args = model, decoder.tokenizer, tokens, prompt_caches, budgets, *wanted
         return partial(generate_in_batch, *args, **options)
     for name in _OF_BATCHES:

@@ -71,7 +71,7 @@ class ModelFacts:
 
 
 def facts_of(model: nn.Module) -> ModelFacts:
-    """Look a model over and try what drafts it verifies, with a few dozen small forwards."""
+    """Look a model over and try what drafts it verifies, with a hundred small forwards or so."""
     identity = model_identity(model)
     return ModelFacts(
         type=str(identity["type"]),
