@@ -21,7 +21,7 @@ from .decoders.prompt import prompt_ids
 from .decoding.sampling import LogitsProcessor, Sampler
 from .errors import OptionError
 from .generation import decoder_of
-from .models.loading import context_length
+from .models.positions import context_length
 from .models.step_caches import parts
 from .models.tier import Tier
 from .response import GenerationResponse
@@ -139,9 +139,11 @@ def prepared(
     own = make_prompt_cache(model, options.get("max_kv_size"))
     held = [own if cache is None else cache for cache in caches]
     size = min(len(prompts), options.get("completion_batch_size", 32))
-    if _can_be_batched(model, held) and (
+    batched = _can_be_batched(model, held) and (
         stateful or _keeps_start(held) or _batch_pays(decoder, size)
-    ):
+    )
+    # A RoPE that depends on a context's length takes no batch.
+    if batched and decoder.draft_end is None:
         args = model, decoder.tokenizer, tokens, prompt_caches, budgets, *wanted
         return partial(generate_in_batch, *args, **options)
     for name in _OF_BATCHES:

@@ -16,6 +16,7 @@ from mlxspec.generation import decoder_of
 
 from .drop_in import FREE, REPEAT, batch_generate, demo_with_costs, give_costs, stream_generate
 from .models.architectures import ARCHITECTURES
+from .models.random_models import random_model, scaled_rope
 from .test_auto import FLAT, LINEAR
 
 LIMITS = [12, 6, 14]
@@ -92,6 +93,15 @@ def test_it_prints_mlx_lm_s_lines(
     assert [line for line in ours if "Speculation" not in line and "Finished" not in line] == [
         line for line in theirs if "Finished" not in line
     ]
+
+
+def test_a_model_that_mlx_lm_s_batches_cannot_run_is_answered_one_by_one(demo: tuple) -> None:
+    scaling = scaled_rope("dynamic", factor=4.0)
+    dynamic = random_model("llama", **scaling, max_position_embeddings=64), demo[1]
+    give_costs(*dynamic, FLAT)
+    prompts = [[5, 6, 7, token] for token in range(8)]
+    response = mlxspec.batch_generate(*dynamic, prompts, max_tokens=5, return_token_ids=True)
+    assert response.token_ids == [alone(dynamic, prompt, 5) for prompt in prompts]
 
 
 @pytest.mark.filterwarnings("ignore:Exception ignored")  # mlx-lm's half-made generator

@@ -13,7 +13,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding import SamplingParams
 from ..errors import PromptError
-from ..models.loading import context_length, encode_prompt
+from ..models.loading import encode_prompt
+from ..models.positions import context_length
 from .contestants import CONTESTANTS, PLAIN
 from .equality import Difference, first_difference
 from .prompts import BenchPrompt

@@ -17,7 +17,7 @@ from ..decoders import AutoDecoder
 from ..decoders.options import GenerationOptions
 from ..errors import OptionError, PromptError
 from ..models.detokenizer import detokenizer_of
-from ..models.loading import context_length
+from ..models.positions import context_length
 from ..models.step_caches import cached_length
 from ..response import GenerationResponse, Transcript
 from ..terminal import TokenPrinter

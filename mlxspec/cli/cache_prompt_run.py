@@ -11,7 +11,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..decoders.prompt import prompt_ids as checked_ids
 from ..errors import OptionError
 from ..models.cache_options import CacheOptions, check_quantization
-from ..models.loading import context_length, load
+from ..models.loading import load
+from ..models.positions import context_length
 from ..models.prompt_cache_file import check_replaceable, prompt_cache_path, save_prompt_cache
 from ..models.target import vocabulary_size
 from .answer import default_model, tell_of_default

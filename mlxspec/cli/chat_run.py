@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ..distributed.launch import launched_rank
 from ..errors import MlxspecError, OptionError
-from ..models.loading import context_length
+from ..models.positions import context_length
 from ..response import GenerationResponse, Transcript
 from ..store import Learner
 from ..terminal import TokenPrinter, visible

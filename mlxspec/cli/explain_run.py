@@ -10,7 +10,7 @@ from typing import Any
 from ..decoders import Decoder
 from ..drafting.recording import RecordedStep, RecordingDrafter
 from ..errors import OptionError
-from ..models.loading import context_length
+from ..models.positions import context_length
 from ..reports import check_report, write_report
 from ..response import GenerationResponse, SpeculationStats
 from .answer import default_model, tell_of_default

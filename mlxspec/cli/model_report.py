@@ -106,5 +106,6 @@ def _as_json(facts: ModelFacts) -> dict[str, Any]:
         "context": facts.context,
         "caches": [vars(cache) for cache in facts.caches],
         "tier": facts.finding.tier.value,
+        "draft_end": facts.finding.draft_end,
         "reason": facts.finding.reason,
     }

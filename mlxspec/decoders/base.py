@@ -14,9 +14,11 @@ from ..decoding import Chooser, RecordTime
 from ..decoding.thread_end import await_at_exit
 from ..drafting import Drafter, NoDraft
 from ..errors import OptionError
+from ..models.chain_probe import draft_end
 from ..models.detokenizer import detokenizer_of
-from ..models.loading import context_length, load
+from ..models.loading import load
 from ..models.lockstep import target_for
+from ..models.positions import context_length
 from ..models.prompt_cache import Loan, fitting_caches, tier_with
 from ..models.target import Target, vocabulary_size
 from ..models.tier import Tier
@@ -68,12 +70,20 @@ class Decoder:
     @cached_property
     def tier(self) -> Tier:
         """What drafts the model can verify; found out on first use, with a few forwards."""
-        return find_tier(self.model)
+        return find_tier(self.model, self.draft_end)
 
     @cached_property
     def chain_tier(self) -> Tier:
         """What drafts in a row the model can verify, found out with fewer forwards."""
         return chain_tier(self.model)
+
+    @cached_property
+    def draft_end(self) -> int | None:
+        """The position from which on there are no drafts, since the model verifies none there.
+
+        None for all models but those whose RoPE changes with a context's length (dynamic NTK).
+        """
+        return draft_end(self.model)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -159,6 +169,7 @@ class Decoder:
             chooser=Chooser(checked.sampling),
             output=output,
             max_tokens=max_tokens,
+            draft_end=self.draft_end,
             on_progress=options.get("on_progress"),
             record_time=record,
         )

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..decoding.draft_model import DraftModelDrafter, check_vocabularies
 from ..drafting import CombinedDrafter
-from ..models.loading import context_length
+from ..models.positions import context_length
 from ..models.prompt_cache import fitting_caches
 from ..response import GenerationResponse
 from .auto import AutoDecoder

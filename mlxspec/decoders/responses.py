@@ -25,6 +25,7 @@ def responses(
     *,
     max_tokens: int,
     held: int = 0,
+    draft_end: int | None = None,
     on_progress: Progress | None,
     record_time: RecordTime,
 ) -> Generator[GenerationResponse, None, None]:
@@ -40,6 +41,7 @@ def responses(
         max_tokens=max_tokens,
         ends=output.add,
         held=held,
+        draft_end=draft_end,
         record_time=record_time,
         on_progress=clock.on_progress,
     )

@@ -11,8 +11,8 @@ from mlx_lm.generate import generation_stream, wired_limit
 
 from ..drafting import DraftTree, VerifiedStep
 from ..errors import OptionError
-from ..models.loading import context_length
 from ..models.lockstep import target_for
+from ..models.positions import context_length
 from ..models.target import Progress, Target, vocabulary_size
 from ..models.tiers import chain_tier
 from ..planning.measurement import Effort, RowsTime, ShareDone, measure

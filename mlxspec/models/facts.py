@@ -17,7 +17,7 @@ from mlx_lm.models.cache import (
 )
 
 from .identity import model_identity
-from .loading import context_length
+from .positions import context_length
 from .step_caches import parts
 from .target import vocabulary_size
 from .tiers import Finding, examine
@@ -71,7 +71,7 @@ class ModelFacts:
 
 
 def facts_of(model: nn.Module) -> ModelFacts:
-    """Look a model over and try what drafts it verifies, with a few dozen small forwards."""
+    """Look a model over and try what drafts it verifies, with a hundred small forwards or so."""
     identity = model_identity(model)
     return ModelFacts(
         type=str(identity["type"]),

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 DEMO = "demo"
 DEMO_DIRECTORY = Path(__file__).resolve().parents[1] / "demo_model"
 _HALF_PRECISION = (mx.float16, mx.bfloat16)
-_CONTEXT_LENGTH_NAMES = ("max_position_embeddings", "n_ctx", "n_positions", "max_seq_len")
 
 
 @overload
@@ -116,17 +115,6 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=not has_bos)
 
 
-def context_length(model: nn.Module) -> int | None:
-    """The longest context in tokens that the model's configuration states, None without one."""
-    args = getattr(model, "args", None)
-    for settings in (args, getattr(args, "text_config", None)):
-        for name in _CONTEXT_LENGTH_NAMES:
-            value = settings.get(name) if isinstance(settings, dict) else getattr(settings, name, 0)
-            if value:
-                return int(value)
-    return None
-
-
 def _find(path_or_repo: str | Path, revision: str | None) -> Path:
     """The directory with the model's files."""
     if path_or_repo == DEMO:
@@ -198,6 +186,8 @@ def _load_model(
         return load_model(directory, lazy=True, model_config=changes)
     except LoadError:
         raise
+    except SystemExit as error:  # of mlx-lm's OLMo 1, with a text that names the package
+        raise LoadError(f"{directory}: the model needs a package that is not installed") from error
     except Exception as error:  # whatever a wrong configuration or file makes mlx-lm raise
         raise LoadError(f"{directory}: {_reason(error)}") from error
 

@@ -69,6 +69,7 @@ class RowPositions:
                 for name, child in parent.children().items()
                 if isinstance(child, nn.Module)
                 and "rope" in f"{name} {type(child).__name__}".lower()
+                and len(child.modules()) == 1  # none that only has one inside
             ]
 
     @contextmanager

@@ -11,11 +11,13 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..drafting import DraftTree
+from .chain_probe import draft_end
 from .lockstep import target_for
 from .step_caches import TREE_CACHES, can_be_cut, for_steps, parts
 from .target import Target, vocabulary_size
 from .tier import Tier
 from .tree_probe import failing_position
+from .trials import finite
 
 _PREFIX = (3, 1, 4)
 _DRAFT, _KEPT = (1, 5, 2, 6), 2  # the step's rows, and how many of them stay
@@ -25,13 +27,22 @@ _AFTER = (7, 2, 1)
 # it can send a row to other experts.
 _ROUNDING_FLOAT32, _ROUNDING_HALF = 1e-3, 3e-2
 
+_ROWS_DIFFER = "several rows in one forward give other logits than one by one"
+
 
 @dataclass(frozen=True)
 class Finding:
-    """A model's tier, and what keeps it from a richer one."""
+    """A model's tier, and what keeps it from a richer one.
+
+    Attributes:
+        tier: of drafts that stand before ``draft_end``.
+        reason: in words.
+        draft_end: the position from which on it verifies none; None if it does everywhere.
+    """
 
     tier: Tier
     reason: str
+    draft_end: int | None = None
 
 
 def cache_tier(model: nn.Module) -> Tier:
@@ -48,33 +59,40 @@ def chain_tier(model: nn.Module) -> Tier:
     return tier if _verifies_chains(model, tier) else Tier.PLAIN
 
 
-def find_tier(model: nn.Module) -> Tier:
-    """The richest drafts that the model verifies rightly; see :func:`examine`."""
-    return examine(model).tier
+def find_tier(model: nn.Module, end: int | None) -> Tier:
+    """The richest drafts that the model verifies rightly before ``end``, its ``draft_end``."""
+    return _find(model, end)[0]
 
 
 def examine(model: nn.Module) -> Finding:
     """Find out what drafts the model verifies rightly, and what keeps it from richer ones.
 
     A step of several rows, of which some are rejected, is compared with its tokens one by one;
-    a branching step with its branches in a row. That takes a few forwards for the first and a
-    few more per power of two up to the model's longest context for the second.
+    a branching step with its branches in a row: at the beginning of a context and, with caches
+    that only claim to be so long, wherever a rule for positions may change.
     """
+    end = draft_end(model)
+    tier, reason = _find(model, end)
+    if tier is Tier.PLAIN or end is None:
+        return Finding(tier, reason)
+    return Finding(tier, f"{reason}; from position {end} on {_ROWS_DIFFER}: no drafts there", end)
+
+
+def _find(model: nn.Module, end: int | None) -> tuple[Tier, str]:
+    """The tier before ``end``, and why it is no richer one."""
     tier = chain_tier(model)
     if tier is Tier.PLAIN:
-        return Finding(tier, "several rows in one forward give other logits than one by one")
+        return tier, _ROWS_DIFFER
     if tier is Tier.REPLAY:
         names = _names(model, lambda cache: not can_be_cut(cache))
-        return Finding(tier, f"{names} cannot be cut back: restored after a rejection")
+        return tier, f"{names} cannot be cut back: restored after a rejection"
     if cache_tier(model) is Tier.CHAIN:
         names = _names(model, lambda cache: not isinstance(cache, TREE_CACHES))
-        return Finding(tier, f"{names} can be cut back, but takes no tree's mask")
-    position = failing_position(model)
+        return tier, f"{names} can be cut back, but takes no tree's mask"
+    position = failing_position(model, end)
     if position is not None:
-        return Finding(
-            tier, f"a branching step differs from its branches in a row at position {position}"
-        )
-    return Finding(Tier.TREE, "branching steps equal their branches in a row")
+        return tier, f"a branching step differs from its branches in a row at position {position}"
+    return Tier.TREE, "branching steps equal their branches in a row"
 
 
 def _caches(model: nn.Module) -> list[Any]:
@@ -108,4 +126,4 @@ def _verifies_chains(model: nn.Module, tier: Tier) -> bool:
 
 
 def _step(target: Target, tokens: tuple[int, ...]) -> mx.array:
-    return target.forward(mx.array(tokens), DraftTree.chain(tokens[0], tokens[1:]))
+    return finite(target.forward(mx.array(tokens), DraftTree.chain(tokens[0], tokens[1:])))

@@ -6,11 +6,13 @@ python -m tests.models.architecture_table > docs/architectures.md
 from __future__ import annotations
 
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import MODEL_REMAPPING
 
 from mlxspec.models.step_caches import parts
 from mlxspec.models.tiers import Finding, examine
 
 from .architectures import ARCHITECTURES, Architecture
+from .rarer_architectures import NOT_TRIED
 
 _INTRODUCTION = """\
 # Architectures
@@ -19,6 +21,7 @@ What drafts these models verify, found out by running small ones of each, whose 
 mlx-lm's token for token (`tests/models/test_architectures.py`). `mlxspec inspect MODEL` finds it
 out for any model. **tree**: branching drafts. **chain**: one continuation. **replay**: one
 continuation, and after a rejection the accepted tokens run once more with the next step.
+**plain**: no drafts, token by token.
 
 | Models | mlx-lm's architecture | caches | drafts | why |
 |---|---|---|---|---|
@@ -28,7 +31,19 @@ continuation, and after a rejection the accepted tokens run once more with the n
 def page() -> str:
     """The page as Markdown."""
     rows = [row(architecture) for architecture in ARCHITECTURES.values()]
-    return _INTRODUCTION + "".join(f"{line}\n" for line in rows)
+    return "\n".join([_INTRODUCTION.rstrip(), *rows, "", *notes(), ""])
+
+
+def notes() -> list[str]:
+    """The lines below the table: what it leaves out."""
+    others = [f"`{other}` ({name})" for other, name in sorted(MODEL_REMAPPING.items())]
+    return [
+        "These are all that mlx-lm has, but for some that were not tried:",
+        "",
+        *(f"- `{name}`: {reason}" for name, reason in NOT_TRIED.items()),
+        "",
+        "Other names of some of them: " + ", ".join(others) + ".",
+    ]
 
 
 def row(architecture: Architecture, finding: Finding | None = None) -> str:

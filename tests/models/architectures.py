@@ -36,6 +36,7 @@ from .random_models import (
     SLIDING_GEMMA_3,
     random_model,
 )
+from .rarer_architectures import RARER, nested
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,12 @@ class Architecture:
     def model(self) -> nn.Module:
         """A model whose output depends on its context, which small random weights hide."""
         model = random_model(self.model_type, **self.config)
-        model.update(tree_map_with_path(_livelier, model.parameters()))
+        model.update(tree_map_with_path(livelier, model.parameters()))
         mx.eval(model.parameters())
         return model
 
 
-def _livelier(name: str, weight: mx.array) -> mx.array:
+def livelier(name: str, weight: mx.array) -> mx.array:
     projects = weight.ndim >= 2 and not any(part in name for part in _LEFT_AS_THEY_ARE)
     return 4 * weight if projects else weight
 
@@ -119,6 +120,9 @@ ARCHITECTURES = {
     "gemma": Architecture(Tier.TREE, "gemma", "Gemma"),
     "gemma2": Architecture(Tier.TREE, "gemma2", "Gemma 2"),
     "gemma3": Architecture(Tier.TREE, "gemma3_text", "Gemma 3", SLIDING_GEMMA_3),
+    "gemma3_images": Architecture(
+        Tier.TREE, "gemma3", "Gemma 3 (images and text)", nested("gemma3_text", **SLIDING_GEMMA_3)
+    ),
     "gemma3n": Architecture(Tier.TREE, "gemma3n", "Gemma 3n", {"text_config": GEMMA_3N}),
     "phi3": Architecture(Tier.TREE, "phi3", "Phi 3 and 4"),
     "gpt_oss": Architecture(
@@ -241,6 +245,9 @@ ARCHITECTURES = {
         },
     ),
     "gemma4": Architecture(Tier.TREE, "gemma4_text", "Gemma 4", GEMMA_4),
+    "gemma4_images": Architecture(
+        Tier.TREE, "gemma4", "Gemma 4 (images and text)", nested("gemma4_text", **GEMMA_4)
+    ),
     "deepseek_v41": Architecture(Tier.REPLAY, "deepseek_v41", "DeepSeek V4.1", COMPRESSED_DEEPSEEK),
     "nemotron_h": Architecture(Tier.REPLAY, "nemotron_h", "Nemotron H and 3", HYBRID_NEMOTRON),
     "jamba": Architecture(Tier.REPLAY, "jamba", "Jamba", HYBRID_JAMBA),
@@ -251,4 +258,7 @@ ARCHITECTURES = {
         "Baichuan M1",
         {"sliding_window": WINDOW, "sliding_window_layers": [1], "conv_window": 2},
     ),
+} | {
+    model_type: Architecture(tier, model_type, published, config)
+    for model_type, (tier, published, config) in RARER.items()
 }

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import _get_classes
 
-_COMMON = {
+COMMON = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "intermediate_size": 64,
@@ -24,7 +24,7 @@ def random_model(model_type: str, **config: object) -> nn.Module:
     """A model of this type; ``config`` adds to or overrides the common sizes."""
     mx.random.seed(1)
     model_class, args_class = _get_classes({"model_type": model_type})
-    model = model_class(args_class.from_dict({**_COMMON, "model_type": model_type, **config}))
+    model = model_class(args_class.from_dict({**COMMON, "model_type": model_type, **config}))
     mx.eval(model.parameters())
     return model
 

@@ -15,7 +15,8 @@ from mlx_lm.models import llama
 from mlx_lm.utils import quantize_model, save_config, save_model
 
 from mlxspec.errors import LoadError
-from mlxspec.models.loading import context_length, encode_prompt, load
+from mlxspec.models.loading import encode_prompt, load
+from mlxspec.models.positions import context_length
 from mlxspec.models.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
 from tests.llama2c import load_llama2c
 
@@ -218,6 +219,14 @@ def test_a_prompt_has_one_bos(write: Callable[..., Path]) -> None:
     assert ids[0] == 1
     assert encode_prompt(tokenizer, "<s>Hello") == ids
     assert encode_prompt(tokenizer, "") == [1]
+
+
+def test_an_architecture_that_needs_another_package_does_not_end_the_process(
+    write: Callable[..., Path],
+) -> None:
+    directory = write()
+    edit_config(directory, model_type="olmo")
+    assert "needs a package that is not installed" in load_error(directory)
 
 
 def test_context_length_is_what_the_configuration_states(write: Callable[..., Path]) -> None:

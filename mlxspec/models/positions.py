@@ -1,0 +1,120 @@
+"""What a model's configuration says of positions: how many there are, and where rules change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from typing import Any
+
+import mlx.nn as nn
+
+_LENGTH_NAMES = (
+    "max_position_embeddings",
+    "n_ctx",
+    "n_positions",
+    "max_seq_len",
+    "model_max_length",
+)
+_SCALING_NAMES = ("rope_scaling", "rope_parameters")
+_EXTENDING = ("linear", "dynamic", "yarn")  # and not llama3, longrope: their lengths are extended
+_WORDS = ("position", "window", "chunk", "ctx", "context", "seq", "length", "floor_scale")
+_LONGEST_KNOWN = 2**15  # of a model whose configuration states no longest context
+_NUMBERS = range(16, 2**30)  # an offset has 31 bits
+_LONGEST_FILLED = 2**13  # entries of all layers are held for a moment
+_ENDLESS = 1e18  # some tokenizers state 1e30 where there is no bound
+
+
+def context_length(model: nn.Module) -> int | None:
+    """The longest context in tokens that the model's configuration states, None without one.
+
+    A scaling of RoPE that extends a finished model's context counts: by its factor.
+    """
+    args = _settings(model)
+    for settings in (args, _setting(args, "text_config")):
+        for name in _LENGTH_NAMES:
+            if stated := _number(_setting(settings, name)):
+                return int(_extended(stated, settings))
+    return None
+
+
+def named_positions(model: nn.Module) -> set[int]:
+    """Positions that the configuration names: lengths, windows, chunks, the ends of scalings.
+
+    Where a model's rule for its positions changes, it changes at one of these as a rule.
+    """
+    found = {int(number) for number in _numbers(_settings(model), _names_position)}
+    return {number for number in found | {context_length(model) or 0} if number in _NUMBERS}
+
+
+def crossings(model: nn.Module) -> list[int]:
+    """Positions that trial steps are to lie on both sides of: named ones, and powers of two.
+
+    These go up to the model's longest context.
+    """
+    longest = min(context_length(model) or _LONGEST_KNOWN, _NUMBERS.stop - 1)
+    return sorted(named_positions(model) | {2**k for k in range(4, longest.bit_length())})
+
+
+def sparse_crossing(model: nn.Module) -> int | None:
+    """A length at which attention that picks blocks or positions leaves some out, if there is one.
+
+    It is a multiple of the blocks' size, unless it would be very long.
+    """
+    numbers = {int(number) for number in _numbers(_settings(model), _names_sparse)}
+    product = math.prod(numbers)
+    return min(2 * product * math.ceil(16 / product), _LONGEST_FILLED) if numbers else None
+
+
+def _names_sparse(name: str) -> bool:
+    return ("sparse" in name or "index" in name) and ("block" in name or "topk" in name)
+
+
+def _names_position(name: str) -> bool:
+    return any(word in name for word in _WORDS)
+
+
+def _extended(stated: float, settings: Any) -> float:
+    """The length with its scaling, if that is one which makes it longer."""
+    scalings = (_setting(settings, name) for name in _SCALING_NAMES)
+    scaling = next(filter(None, scalings), None)
+    if not isinstance(scaling, dict) or _setting(settings, "rope_local_base_freq"):
+        return stated  # Gemma 3 scales some of its layers, and states what comes of it
+    kind = str(scaling.get("type") or scaling.get("rope_type"))
+    factor = _number(scaling.get("factor"))
+    if factor is None or not any(word in kind for word in _EXTENDING):
+        return stated
+    original = _number(scaling.get("original_max_position_embeddings")) or stated
+    # Of many models the length that is stated is the extended one already.
+    return max(stated, original * factor)
+
+
+def _numbers(settings: Any, wanted: Callable[[str], bool]) -> Iterator[float]:
+    """All numbers under a wanted name, however deep."""
+    left = [("", settings)]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, list | tuple):
+            left += [(name, item) for item in value]
+        elif isinstance(value, dict):
+            left += [(str(field), item) for field, item in value.items()]
+        elif is_dataclass(value):
+            left += vars(value).items()
+        elif wanted(name) and (number := _number(value)):
+            yield number
+
+
+def _settings(model: nn.Module) -> Any:
+    return getattr(model, "args", None) or getattr(model, "config", None)
+
+
+def _setting(settings: Any, name: str) -> Any:
+    """A value from a table, or from one of mlx-lm's classes of settings; None without it."""
+    return settings.get(name) if isinstance(settings, dict) else getattr(settings, name, None)
+
+
+def _number(value: Any) -> float | None:
+    """A number that can count tokens, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if 1 <= value < _ENDLESS else None
