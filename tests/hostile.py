@@ -1,0 +1,161 @@
+"""Reading what somebody has made to do harm.
+
+Whatever the input, a reader gives the package's own error or a right result, soon and in little
+memory::
+
+    @given(mutated(WHOLE))
+    def test_a_damaged_file_is_refused_or_read(data: bytes) -> None:
+        path.write_bytes(data)
+        result = harmless(lambda: read(path))
+        assert isinstance(result, MlxspecError) or is_right(result)
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from hypothesis import strategies as st
+
+from mlxspec.errors import MlxspecError
+
+SECONDS = 1.0  # of the processor, so that a busy machine makes no difference
+PATIENCE = 20.0  # seconds to wait at all, for what does not compute but waits
+MEGABYTES = 200
+SAFETY = 4 << 30  # bytes of address space beyond which the system refuses
+LONGEST_MESSAGE = 2000  # characters
+
+Result = TypeVar("Result")
+
+
+def harmless(read: Callable[[], Result]) -> Result | MlxspecError:
+    """Run a reader; return its result, or the package's error that it raised.
+
+    Anything else that it raises goes on, and too much time, memory or text in the error's message
+    is an AssertionError. The reader may be run twice: what the first run of all imports and keeps
+    does not count.
+    """
+    result, seconds, megabytes = _measured(read)
+    if seconds > SECONDS or megabytes > MEGABYTES:
+        result, seconds, megabytes = _measured(read)
+    assert seconds <= SECONDS, f"took {seconds:.1f} s"
+    assert megabytes <= MEGABYTES, f"took {megabytes:.0f} MB"
+    if isinstance(result, MlxspecError):
+        assert 0 < len(str(result)) <= LONGEST_MESSAGE, f"{len(str(result))} characters"
+    return result
+
+
+def mutated(whole: bytes) -> st.SearchStrategy[bytes]:
+    """A file's bytes with some changed, left out, put in or repeated, or cut off."""
+    place = st.integers(0, len(whole))
+    edit = st.tuples(
+        st.sampled_from(["write", "insert", "delete", "repeat", "cut"]),
+        place,
+        st.one_of(st.binary(min_size=1, max_size=8), st.sampled_from(_SPICE)),
+        st.integers(1, 64),
+    )
+    return st.lists(edit, min_size=1, max_size=4).map(lambda edits: _edited(whole, edits))
+
+
+json_values: st.SearchStrategy[object] = st.recursive(
+    st.one_of(
+        st.sampled_from([None, True, False, "", "\ud800", "\x1b[31m", "../x", "[red]x"]),
+        st.sampled_from([0, -1, 1, 2**31, 2**63, 2**64, 10**25, -(10**25)]),
+        st.sampled_from([0.5, 1e308, float("inf"), float("-inf"), float("nan")]),
+        st.integers(-300, 300),
+        st.text(max_size=5),
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+)
+"""What stands in JSON where something else should; ``json.dumps`` writes all of it."""
+
+_SPICE = [
+    *(b"\0", b"\xff", b"\xff\xfe", b"\xed\xa0\x80", b"null", b"NaN", b"Infinity", b"-1", b"1e999"),
+    *(b"[]", b"{}", b"[" * 64, b'{"":' * 64, b"9" * 30, b'"', b"true", b"\n", b"\x1b[31m"),
+]
+
+
+def _edited(whole: bytes, edits: list[tuple[str, int, bytes, int]]) -> bytes:
+    data = bytearray(whole)
+    for kind, place, new, length in edits:
+        if kind == "write":
+            data[place : place + len(new)] = new
+        elif kind == "insert":
+            data[place:place] = new
+        elif kind == "delete":
+            del data[place : place + length]
+        elif kind == "repeat":
+            data[place:place] = data[place : place + length]
+        else:
+            del data[place:]
+    return bytes(data)
+
+
+def _measured(read: Callable[[], Result]) -> tuple[Result | MlxspecError, float, float]:
+    """What came of it, seconds of the processor, and megabytes beyond what was held before."""
+    gc.collect()
+    before = _peak(reset=True)
+    started = time.process_time()
+    result: Result | MlxspecError
+    with _impatience(), _address_space():
+        try:
+            result = read()
+        except MlxspecError as error:
+            result = error
+    return result, time.process_time() - started, (_peak() - before) / 1e6
+
+
+def _peak(*, reset: bool = False) -> int:
+    """The most bytes that this process has had in memory, since the last reset where there is one.
+
+    (Elsewhere than on Linux it only grows, so that a reader which stays below an earlier one's
+    peak is not found out.)
+    """
+    if sys.platform != "linux":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+@contextmanager
+def _impatience() -> Iterator[None]:
+    """End with an AssertionError what neither computes nor ends."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError(f"not done after {PATIENCE:.0f} seconds")
+
+    handler = signal.signal(signal.SIGALRM, fail)
+    remaining, _ = signal.setitimer(signal.ITIMER_REAL, PATIENCE)  # of the test's own limit
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, remaining)
+        signal.signal(signal.SIGALRM, handler)
+
+
+@contextmanager
+def _address_space() -> Iterator[None]:
+    """Keep a runaway reader from taking all of the machine's memory."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if sys.platform != "linux":  # macOS does not heed it
+        yield
+        return
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    allowed = pages * resource.getpagesize() + SAFETY
+    if limits[1] != resource.RLIM_INFINITY:
+        allowed = min(allowed, limits[1])
+    resource.setrlimit(resource.RLIMIT_AS, (allowed, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
