@@ -12,6 +12,9 @@ from .lookahead_tree import LookaheadTree
 from .ngram_pool import NgramPool
 from .tree import DraftTree
 
+_LONGEST_NGRAM = 64  # as for prompt lookup
+_LARGEST_WINDOW = 4096  # rows; far more than pay on any machine
+
 
 def check_sizes(window_size: int, ngram_size: int, guess_set_size: int) -> None:
     """Refuse impossible W, N and G.
@@ -23,6 +26,13 @@ def check_sizes(window_size: int, ngram_size: int, guess_set_size: int) -> None:
         raise OptionError(f"window_size is {window_size!r}: choose 1 or more, or 0 for none")
     if ngram_size < 2:
         raise OptionError(f"ngram_size is {ngram_size}: an n-gram has at least 2 tokens")
+    if ngram_size > _LONGEST_NGRAM:
+        raise OptionError(f"ngram_size is {ngram_size}: choose {_LONGEST_NGRAM} at most")
+    widest = _LARGEST_WINDOW // (ngram_size - 1)
+    if window_size > widest:
+        raise OptionError(
+            f"window_size is {window_size}: with n-grams of {ngram_size} choose {widest} at most"
+        )
     if guess_set_size < 1 and guess_set_size != -1:
         raise OptionError(f"guess_set_size is {guess_set_size}: choose 1 or more, or -1 for all")
 
