@@ -13,7 +13,7 @@ from .ngram_pool import NgramPool
 from .tree import DraftTree
 
 _LONGEST_NGRAM = 64  # as for prompt lookup
-_LARGEST_WINDOW = 4096  # rows; far more than pay on any machine
+_LARGEST_WINDOW = 1024  # rows; far more than pay on any machine
 
 
 def check_sizes(window_size: int, ngram_size: int, guess_set_size: int) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mlxspec.errors import PromptError
 from mlxspec.models import chat_template
 from mlxspec.models.chat_template import apply_template
 from mlxspec.models.loading import DEMO_DIRECTORY
 from mlxspec.models.tokenizer_loading import load_tokenizer
+from tests.examples import examples
+from tests.hostile import harmless
 
 MESSAGES = [{"role": "user", "content": "a question"}]
 ENDLESS = "{% for a in range(9999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -27,6 +32,11 @@ def tokenizer() -> Any:
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "_SECONDS", 0.2)
     monkeypatch.setattr(chat_template, "_BYTES", 50_000_000)
+
+
+@cache
+def load_tokenizer_once() -> Any:
+    return load_tokenizer(DEMO_DIRECTORY, None)
 
 
 def refused(tokenizer: Any, template: str) -> str:
@@ -93,3 +103,73 @@ def test_a_debugger_is_as_before(tokenizer: Any) -> None:
         assert (after, sys.gettrace()) == (debug, debug)
     finally:
         sys.settrace(before)
+
+
+FRAGMENTS = [
+    *(
+        "{{ ",
+        " }}",
+        "{% ",
+        " %}",
+        "{# ",
+        " #}",
+        "for x in ",
+        "range(99999)",
+        "endfor",
+        "if ",
+        "endif",
+    ),
+    *("messages", "message", "bos_token", "x", "'a'", "[0]", "['content']", ".content", "(", ")"),
+    *(" * ", " ** ", " ~ ", " + ", " / ", " % ", " in ", " is defined", "9999999", "1", "-1", ", "),
+    *(
+        "|length",
+        "|join",
+        "|list",
+        "|upper",
+        "|tojson",
+        "|string",
+        "|sum",
+        "|trim",
+        "|first",
+        "|int",
+    ),
+    *(
+        "namespace(",
+        "set ",
+        "x = ",
+        "macro m()",
+        "endmacro",
+        "m()",
+        "raise_exception(",
+        "loop.index",
+    ),
+    *(
+        "generation",
+        "endgeneration",
+        "break",
+        "\n",
+        "text",
+        "\ud800",
+        "\x1b[2J",
+        "é",
+        "<s>",
+        "[INST]",
+    ),
+]
+LOOP = "{% for x in messages %}{{ x.role }}{% endfor %}"
+
+
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    fragments=st.lists(
+        st.sampled_from(FRAGMENTS) | st.sampled_from([LOOP, ENDLESS]) | st.text(max_size=3),
+        max_size=12,
+    )
+)
+def test_any_template_gives_tokens_or_is_refused(fragments: list[str]) -> None:
+    tokenizer = load_tokenizer_once()
+    tokenizer._tokenizer.chat_template = "".join(fragments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_template, "_SECONDS", 0.2)
+        tokens = harmless(lambda: apply_template(tokenizer, MESSAGES))
+    assert isinstance(tokens, PromptError) or all(type(token) is int for token in tokens)
