@@ -48,9 +48,10 @@ class LookaheadDrafter:
     A target that verifies no branches gets the newest guess; the window stands still then.
 
     Args:
-        window_size: W, the reference's WINDOW_SIZE: columns of the window; 0 does without it.
-        ngram_size: N, the reference's LEVEL: length of the n-grams; the window has N - 1
-            levels and guesses have N - 1 tokens.
+        window_size: W, the reference's WINDOW_SIZE: columns of the window, which may have
+            1024 rows; 0 does without it.
+        ngram_size: N, the reference's LEVEL: length of the n-grams, at most 64; the window has
+            N - 1 levels and guesses have N - 1 tokens.
         guess_set_size: G, the reference's GUESS_SET_SIZE: n-grams that are kept, and verified
             in a step, for one first token; -1 for all, None for as many as W.
         pool_from_prompt: the reference's POOL_FROM_PROMPT: whether the pool starts with the

@@ -26,12 +26,12 @@ _FLOATS = ["nan", "inf", "-inf", "0.5", "1e-300", "1e400", "1e38", "٣", "²"]
 _TEXTS = [
     *("", " ", "-", "--", "~nobody/x", "../x", "[red]x", "[/x]", "\x1b[2J", "\u202e", "a" * 10_000),
     *("auto", "all", "auto,vllm", "1,2", "1 " * 3000, "5=1", "5=nan", "=", "[10,2]", "[1,2,[0]]"),
-    *("[" * 5000, '{"a":1}', "one", " two", "</s>", "demo", "owner\n/name", "M4 Pro", "\ud800"),
+    *("[" * 5000, '{"a":1}', "one", " two", "</s>", "demo", "owner\n/name", "M4 Pro"),
 ]
 VALUES = st.one_of(
     st.sampled_from([*_NUMBERS, *_FLOATS]),
     st.sampled_from([*_TEXTS, os.fsdecode(b"\xff\xfe")]),
-    st.text(st.characters(exclude_characters="\0"), max_size=8),
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=8),
 )
 
 

@@ -73,7 +73,7 @@ def test_a_damaged_pickle_within_a_good_archive(
 SIZES = st.integers(0, 4) | st.sampled_from([2**31, 2**47, 2**63, -1])
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(20))
 @given(shape=st.lists(SIZES, max_size=40), strides=st.lists(SIZES, max_size=40), offset=SIZES)
 def test_any_shape_and_strides(
     tmp_path_factory: pytest.TempPathFactory, shape: list[int], strides: list[int], offset: int
