@@ -7,6 +7,8 @@ import os
 import signal
 from importlib import import_module
 
+from .descriptors import occupy_standard_descriptors
+
 _INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
@@ -23,6 +25,7 @@ def run(module: str, command: str, name: str) -> None:
         command: its name there.
         name: what the user calls it.
     """
+    occupy_standard_descriptors()
     usual = signal.getsignal(signal.SIGINT)
     if usual is signal.default_int_handler:  # and not ignored, as behind nohup
         signal.signal(signal.SIGINT, _quit)

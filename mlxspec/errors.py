@@ -4,9 +4,21 @@ The command line prints that line and exits with status 1; a caller of the API
 catches :class:`MlxspecError`, or the subclass of the stage that failed.
 """
 
+_LONGEST = 1000  # characters of a message
+
+
+def shortened(message: str) -> str:
+    """A message without its middle where it is too long, because it repeats some input."""
+    if len(message) <= _LONGEST:
+        return message
+    return f"{message[: _LONGEST * 6 // 10]} ... {message[-_LONGEST * 3 // 10 :]}"
+
 
 class MlxspecError(Exception):
     """Base of every error that the user's input can cause."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(shortened(str(message)))
 
 
 class LoadError(MlxspecError):

@@ -99,7 +99,7 @@ class GenerationResponse(MlxLmResponse):
         """
         if count < 0:
             raise OptionError(f"count is {count}: ask for 0 of the likeliest tokens or more")
-        likeliest = mx.argsort(-self.logprobs)[:count]
+        likeliest = mx.argsort(-self.logprobs)[: min(count, self.logprobs.size)]
         values = cast(list[float], self.logprobs[likeliest].tolist())
         top = zip(cast(list[int], likeliest.tolist()), values, strict=True)
         return TokenLogprobs(

@@ -13,14 +13,17 @@ _ACCEPTED = "\x1b[1;38;5;32m"
 _PLAIN = "\x1b[0m"
 
 # Control characters are shown by their pictures (U+2400 and on); C1 controls and the characters
-# that reorder text have none. A carriage return would overwrite its line; dropping it leaves
-# the line break of CR LF.
+# that reorder text or take no space have none. A carriage return would overwrite its line;
+# dropping it leaves the line break of CR LF. The two joiners stay: Persian, the scripts of India
+# and many emoji are spelled with them.
 _VISIBLE: dict[int, int | None] = {
     **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"},
     ord("\r"): None,
     0x7F: 0x2421,
     **dict.fromkeys((*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD),
+    **dict.fromkeys((0x061C, 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF), 0xFFFD),
 }
+_JOINERS = dict.fromkeys((0x200C, 0x200D), 0xFFFD)
 
 
 def visible(text: str) -> str:
@@ -30,6 +33,15 @@ def visible(text: str) -> str:
     Newlines and tabs stay.
     """
     return text.translate(_VISIBLE)
+
+
+def one_line(text: object) -> str:
+    """Names and messages, in which users and files have a say: harmless, and on one line.
+
+    As :func:`visible`, without any character that cannot be seen, by which two names that differ
+    would look the same.
+    """
+    return visible(" ".join(str(text).split())).translate(_JOINERS)
 
 
 def colored(text: str, from_draft: bool) -> str:

@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from mlxspec.terminal import TokenPrinter, colored, visible, wants_color
+from mlxspec.terminal import TokenPrinter, colored, one_line, visible, wants_color
 
 
 class Terminal(io.StringIO):
@@ -34,6 +34,7 @@ def written(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, color: bool | 
         *(chr(code) for code in range(0x20) if chr(code) not in "\t\n"),
         *(chr(code) for code in range(0x7F, 0xA0)),
         *"\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069",
+        *"\u061c\u200b\u200e\u200f\u2060\ufeff",
     ],
 )
 def test_no_control_or_reordering_character_is_left(character: str):
@@ -43,6 +44,12 @@ def test_no_control_or_reordering_character_is_left(character: str):
 def test_ordinary_text_is_left_as_it_is():
     text = "a\tb\nc é ß 日本 שלום مرحبا 👩‍💻 \u00a0 ~"
     assert visible(text) == text
+
+
+def test_a_name_is_one_line_on_which_nothing_is_hidden():
+    assert one_line("a\nb\u2028c  d") == "a b c d"
+    hidden = "\x1b\x9b\u200b\u200c\u200d\u200e\u200f\u061c\u202e"
+    assert not set(one_line(f"a{hidden}b")) & set(hidden)
 
 
 def test_a_crlf_shows_as_a_line_break():

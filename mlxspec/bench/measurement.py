@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.nn as nn
-from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding import SamplingParams
 from ..errors import PromptError
+from ..models.chat_template import apply_template
 from ..models.loading import encode_prompt
 from ..models.positions import context_length
 from .contestants import CONTESTANTS, PLAIN
@@ -163,11 +163,10 @@ class Measurement:
         if prompt.raw or not self._tokenizer.has_chat_template:
             return encode_prompt(self._tokenizer, "\n\n".join(m["content"] for m in messages))
         try:
-            return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        except TemplateError as error:
+            return apply_template(self._tokenizer, messages, add_generation_prompt=True)
+        except PromptError as error:
             raise PromptError(
-                f"a prompt of the category {prompt.category!r} does not go into the model's chat "
-                f"template ({error}): change its messages"
+                f"a prompt of the category {prompt.category!r}: {error}: change its messages"
             ) from error
 
 

@@ -14,7 +14,7 @@ from ..errors import MlxspecError, OptionError
 from ..models.positions import context_length
 from ..response import GenerationResponse, Transcript
 from ..store import Learner
-from ..terminal import TokenPrinter, visible
+from ..terminal import TokenPrinter, one_line, visible
 from .answer import default_model, tell_of_default
 from .chat_figures import ChatFigures, figures_line
 from .chat_input import ChatInput
@@ -77,7 +77,7 @@ def chat(
     )
     tell_of_default(model)
     if turns.interactive:
-        console.print(f"Chatting with {name}. /help says what can be typed.", style="dim")
+        console.print(f"Chatting with {one_line(name)}. /help says what can be typed.", style="dim")
     with choice.learner(decoder) as learner:
         _Chat(conversation, console, color, learner, turns.interactive).take(turns)
 
@@ -190,4 +190,4 @@ class _Chat:
         self._tell("A new conversation begins.")
 
     def _tell(self, text: str) -> None:
-        self._console.print(visible(text), style="dim", markup=False)
+        self._console.print(visible(text), style="dim")

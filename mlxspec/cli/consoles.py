@@ -46,4 +46,6 @@ def error_console(color: bool | None) -> Console:
         color_system="256" if in_color else None,
         force_terminal=sys.stderr.isatty() or in_color,
         highlight=False,
+        markup=False,
+        emoji=False,
     )

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from .names import NAME
-from .outcome import reported
+from .outcome import reported, say
 
 
 @click.command("convert", context_settings={"help_option_names": ["-h", "--help"]})
@@ -65,7 +65,7 @@ def convert_command(**options: Any) -> None:
             result = convert(**options, on_progress=on_progress)
         started_as_script = click.get_current_context().parent is None
         generate = "python decoder.py" if started_as_script else "mlxspec generate"
-        click.echo(
+        say(
             f"Wrote {result.path}: {result.nbytes / 1e6:,.1f} MB, "
             f"{result.bits_per_weight:.2f} bits per weight. "
             f'Next: {generate} --model {shlex.quote(str(result.path))} --prompt "..."'

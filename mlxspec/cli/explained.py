@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..drafting.recording import RecordedStep
 from ..response import SpeculationStats
+from ..terminal import one_line
 from .explain_pieces import Pieces
 
 _CONTEXT = 60  # tokens before a step that may be shown
@@ -63,7 +64,8 @@ class Explained:
         """One line about the generation."""
         stats = self.stats
         return (
-            f"{self.model}, decoder {self.decoder}: tokens {stats.emitted}, steps {stats.steps}, "
+            f"{one_line(self.model)}, decoder {self.decoder}: "
+            f"tokens {stats.emitted}, steps {stats.steps}, "
             f"tokens per step {stats.tokens_per_step:.2f}, "
             f"rows per step {stats.rows / stats.steps:.1f}"
         )

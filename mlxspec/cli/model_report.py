@@ -12,7 +12,7 @@ from rich.text import Text
 from ..models.facts import CacheFacts, ModelFacts, facts_of
 from ..models.loading import load
 from ..models.tier import Tier
-from ..terminal import visible
+from ..terminal import one_line, visible
 from .consoles import output_console
 
 _DRAFTS = {
@@ -35,7 +35,7 @@ def run(model: str, as_json: bool) -> None:
         click.echo(json.dumps(_as_json(facts), indent=2))
         return
     console = output_console()
-    console.print(Text(visible(model), style="bold"))
+    console.print(Text(one_line(model), style="bold"))
     console.print(_table(facts))
 
 

@@ -9,11 +9,26 @@ import click
 
 
 class GroupedOption(click.Option):
-    """An option with the heading that it stands under."""
+    """An option with the heading that it stands under.
+
+    Where it takes a text, that is UTF-8. (Names of files need not be.)
+    """
 
     def __init__(self, *args: Any, group: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.group = group
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """As click does, after decoding what Python could not decode in the arguments."""
+        if self.type is click.STRING and value is not None:
+            try:
+                value = [*map(_as_utf8, value)] if self.multiple else _as_utf8(value)
+            except UnicodeError:
+                name = self.opts[0]
+                raise click.UsageError(
+                    f"{name} is not UTF-8 text: convert it to UTF-8", ctx
+                ) from None
+        return super().type_cast_value(ctx, value)
 
 
 class GroupedCommand(click.Command):
@@ -48,3 +63,8 @@ def options_of(
         return other
 
     return with_options
+
+
+def _as_utf8(text: str) -> str:
+    """A text of the arguments, in which bytes that are not the locale's are lone surrogates."""
+    return text.encode(errors="surrogateescape").decode() if isinstance(text, str) else text

@@ -12,8 +12,8 @@ from typing import NoReturn
 
 import click
 
-from ..errors import MlxspecError, OptionError
-from ..terminal import visible
+from ..errors import MlxspecError, OptionError, shortened
+from ..terminal import one_line
 from .option_names import in_option_names
 from .plain_characters import write_plainly
 
@@ -29,7 +29,12 @@ _REMEDIES = {
 
 def note(message: object) -> None:
     """Tell the user something, on one line of standard error."""
-    click.echo(f"Note: {_one_line(message)}", err=True)
+    click.echo(f"Note: {_told(message)}", err=True)
+
+
+def say(message: object) -> None:
+    """Tell what has been done, on one line of standard output."""
+    click.echo(one_line(message))
 
 
 @contextmanager
@@ -123,12 +128,12 @@ def _warnings_as_notes() -> Iterator[None]:
 
 
 def _fail(message: object, status: int = 1) -> NoReturn:
-    click.echo(f"Error: {_one_line(message)}", err=True)
+    click.echo(f"Error: {_told(message)}", err=True)
     sys.exit(status)
 
 
-def _one_line(message: object) -> str:
-    return visible(" ".join(str(message).split()))
+def _told(message: object) -> str:
+    return shortened(one_line(message))
 
 
 def _discard_output() -> None:

@@ -53,7 +53,7 @@ def run_module(name: str, arguments: Sequence[str]) -> None:
 def _is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it should be in
+    except (ImportError, ValueError):  # not even the package that it should be in, or no name
         return False
 
 

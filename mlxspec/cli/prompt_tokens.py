@@ -6,11 +6,9 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import OptionError
+from ..errors import OptionError, PromptError
+from ..models.chat_template import Messages, apply_template
 from ..models.loading import encode_prompt
-
-Messages = list[dict[str, str]]
-"""Turns of a conversation, as chat templates take them: "role" and "content"."""
 
 
 def uses_template(prompt: str | list[int], tokenizer: TokenizerWrapper, chat: bool | None) -> bool:
@@ -82,7 +80,6 @@ def conversation_tokens(messages: Messages, tokenizer: TokenizerWrapper) -> list
 
 def _applied(messages: Messages, tokenizer: TokenizerWrapper, **how: bool) -> Any:
     try:
-        return tokenizer.apply_chat_template(messages, **how)
-    except Exception as error:  # a template is a program of the repository's, and may do anything
-        cause = str(error) or type(error).__name__
-        raise OptionError(f"the chat template does not apply ({cause}): use --raw") from error
+        return apply_template(tokenizer, messages, **how)
+    except PromptError as error:
+        raise OptionError(f"{error}: use --raw") from error

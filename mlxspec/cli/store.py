@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..terminal import one_line
 from .names import NAME
-from .outcome import note, reported
+from .outcome import note, reported, say
 from .wording import counted, size_in_words
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def info_command(file: str) -> None:
             ),
             ("size", size_in_words(info.nbytes)),
         ):
-            click.echo(f"{name:<10} {value}")
+            click.echo(f"{name:<10} {one_line(value)}")
 
 
 _Writer = Callable[[Iterator[Sequence[int]], "Vocabulary", int], "Store"]
@@ -168,11 +169,11 @@ def _write(
     took = f"in {time.perf_counter() - started:.1f} s"
     if held is None:
         tokens, size = counted(info.built_tokens, "token"), size_in_words(info.nbytes)
-        click.echo(f"Wrote {output}: {tokens} from {source}, {size}, {took}.")
+        say(f"Wrote {output}: {tokens} from {source}, {size}, {took}.")
         return
     new = info.built_tokens - held.built_tokens
     added = f"Added {counted(new, 'token')} from" if new else "Found nothing new in"
-    click.echo(
+    say(
         f"{added} {source}, {took}. {output} holds {_in_texts(info)}, {size_in_words(info.nbytes)}."
     )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..errors import OptionError
+from ..models.model_files import check_name, check_readable
 from .hugging_face import open_hugging_face, plan_hugging_face
 from .model_writer import (
     MAX_SHARD_BYTES,
@@ -74,19 +75,23 @@ def convert(
     Raises:
         OptionError: the options contradict each other, or MLX cannot do what they ask.
         ConversionError: the checkpoint cannot be converted, or ``mlx_path`` not be written.
+        LoadError: the checkpoint cannot be found or read, or a name is not UTF-8.
     """
     scheme = _quantization(quantize, q_mode, q_bits, q_group_size)
     _check_options(torch_path, hf_path, dtype, format, revision, scheme)
     target = Path(mlx_path)
+    check_name(target)
     with output_directory(target, force=force) as directory:
         if hf_path is not None:
             source = open_hugging_face(hf_path, revision)
             check_outside(source, target)
+            check_readable(source)
             plan = plan_hugging_face(source, _DTYPES[dtype] if dtype else None, scheme)
         else:
             assert torch_path is not None
             source = Path(torch_path)
             check_outside(source, target)
+            check_readable(source)
             plan = _plan_original(source, dtype, format, scheme)
         result = Conversion(
             target,

@@ -12,10 +12,11 @@ import mlx.core as mx
 
 from ..errors import ConversionError
 from ..models.hub import download, is_repository_name
+from ..models.model_files import check_layers, load_mlx_lm_model, local_path
 from .messages import printable
 from .planned_model import PlannedModel, TensorGroup
 from .quantization import Quantization
-from .safetensors_file import TensorSpec, check_complete
+from .safetensors_file import TensorSpec, count_tensors
 
 _HALVES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
 # Never *.py: what a repository's code does is its author's choice.
@@ -32,7 +33,7 @@ def open_hugging_face(path_or_repo: str | Path, revision: str | None = None) -> 
         ConversionError: there is no such directory.
         LoadError: there is no such repository, or it cannot be downloaded.
     """
-    path = Path(path_or_repo)
+    path = local_path(path_or_repo)
     if path.is_dir():
         if revision is not None:
             raise ConversionError(f"{path}: is a directory, which has no --revision")
@@ -51,11 +52,10 @@ def plan_hugging_face(
     Raises:
         ConversionError: a file is missing or truncated, or mlx-lm cannot load the checkpoint.
     """
-    from mlx_lm.utils import load_model
-
-    _check_files(directory)
+    tensors = _check_files(directory)
     try:
-        model, config = load_model(directory, lazy=True, trust_remote_code=False)
+        check_layers(_read_json(directory / "config.json"), tensors)
+        model, config = load_mlx_lm_model(directory, {})
     except Exception as error:  # mlx-lm checks little, so that any operation of it may fail
         raise ConversionError(f"{directory}: mlx-lm cannot load it ({_reason(error)})") from None
 
@@ -75,7 +75,8 @@ def plan_hugging_face(
     return PlannedModel(config, _groups(model), lambda target: _copy_tokenizer(directory, target))
 
 
-def _check_files(directory: Path) -> None:
+def _check_files(directory: Path) -> int:
+    """How many tensors the weights have, of a checkpoint that seems to be whole."""
     path = directory / "config.json"
     if not path.is_file() and (directory / "params.json").is_file():
         raise ConversionError(
@@ -96,8 +97,7 @@ def _check_files(directory: Path) -> None:
             raise ConversionError(f"{directory / missing[0]}: does not exist")
     if not weights:
         raise ConversionError(f"{directory}: has no model*.safetensors; PyTorch's are not read")
-    for path in weights:
-        check_complete(path)
+    return sum(map(count_tensors, weights))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

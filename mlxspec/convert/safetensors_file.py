@@ -2,7 +2,6 @@
 
 import json
 import math
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +11,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ConversionError
+from ..models.safetensors_header import LENGTH, DamagedHeader, Place, read_header
 from .messages import printable
 from .stored_tensor import StoredTensor, contiguous_strides, item_size, map_file
-
-_LENGTH = struct.Struct("<Q")
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 
 _READABLE = {
     "F16": "float16",
@@ -71,55 +68,35 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         ConversionError: the file is truncated or damaged, or has a type that is no plain
             number's.
     """
+    places = _places(path)
     mapped = map_file(path)
-    header, start = _read_header(path, mapped)
     tensors = {}
-    for name, entry in header.items():
-        try:
-            dtype = _READABLE[entry["dtype"]]
-            shape = tuple(int(size) for size in entry["shape"])
-            begin, end = (int(offset) for offset in entry["data_offsets"])
-        except (KeyError, TypeError, ValueError):
-            raise ConversionError(
-                f"{path}: {printable(name)} has a type or place that is not known"
-            ) from None
-        strides = contiguous_strides(shape, item_size(dtype))
-        nbytes = math.prod(shape) * item_size(dtype)
-        if min(shape, default=0) < 0 or begin < 0 or end - begin != nbytes:
-            raise ConversionError(
-                f"{path}: {printable(name)} does not fill its place; the file is damaged"
-            )
-        if start + end > mapped.size:
-            raise ConversionError(f"{path}: is truncated within {printable(name)}")
-        tensors[name] = StoredTensor(mapped, dtype, shape, strides, start + begin)
+    for name, place in places.items():
+        if place.dtype not in _READABLE:
+            kind = printable(place.dtype)
+            raise ConversionError(f"{path}: {printable(name)} has the type {kind}, not a number's")
+        dtype = _READABLE[place.dtype]
+        strides = contiguous_strides(place.shape, item_size(dtype))
+        tensors[name] = StoredTensor(mapped, dtype, place.shape, strides, place.begin)
     return tensors
 
 
-def check_complete(path: Path) -> None:
-    """Raise ConversionError if the file ends before its last tensor does."""
-    mapped = map_file(path)
-    header, start = _read_header(path, mapped)
-    for name, entry in header.items():
-        offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
-        if not isinstance(offsets, list) or len(offsets) != 2 or not isinstance(offsets[1], int):
-            raise ConversionError(f"{path}: its header is damaged at {printable(name)}")
-        if start + offsets[1] > mapped.size:
-            raise ConversionError(f"{path}: is truncated within {printable(name)}")
+def count_tensors(path: Path) -> int:
+    """How many tensors a file has.
+
+    Raises:
+        ConversionError: it is damaged, or ends before its last tensor does.
+    """
+    return len(_places(path))
 
 
-def _read_header(path: Path, mapped: np.ndarray) -> tuple[dict[str, Any], int]:
-    if mapped.size >= _LENGTH.size:
-        (length,) = _LENGTH.unpack(mapped[: _LENGTH.size].tobytes())
-        start = _LENGTH.size + length
-        if length <= _MAX_HEADER_BYTES and start <= mapped.size:
-            try:
-                header = json.loads(mapped[_LENGTH.size : start].tobytes())
-            except (ValueError, RecursionError):
-                header = None
-            if isinstance(header, dict):
-                header.pop("__metadata__", None)
-                return header, start
-    raise ConversionError(f"{path}: is truncated or no safetensors file")
+def _places(path: Path) -> dict[str, Place]:
+    try:
+        return read_header(path)
+    except DamagedHeader as error:
+        raise ConversionError(f"{path}: {error}") from None
+    except OSError as error:
+        raise ConversionError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def write_safetensors(
@@ -141,7 +118,7 @@ def write_safetensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data is aligned to 8 bytes
     with open(path, "wb") as file:
-        file.write(_LENGTH.pack(len(text)))
+        file.write(LENGTH.pack(len(text)))
         file.write(text)
         for name, array in tensors:
             assert TensorSpec.of(array) == specs[name]

@@ -16,6 +16,7 @@ from .messages import printable
 
 # A state dict of a thousand tensors takes 200 kB.
 MAX_PICKLE_BYTES = 16 << 20
+_MOST_DIMENSIONS = 32
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ def _layout(
     storage: Storage, dtype: str, offset: Any, shape: Any, strides: Any, metadata: Any
 ) -> TensorLayout:
     _expect(_is_size(offset) and isinstance(shape, tuple) and isinstance(strides, tuple))
-    _expect(len(shape) == len(strides) and all(map(_is_size, shape + strides)))
+    _expect(len(shape) == len(strides) <= _MOST_DIMENSIONS)
+    _expect(all(map(_is_size, shape + strides)))
     _expect(not metadata)  # lazy conjugation and negation, which weights do not have
     return TensorLayout(storage, dtype, shape, strides, offset)
 

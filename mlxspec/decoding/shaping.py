@@ -11,6 +11,8 @@ from mlx_lm.sample_utils import make_logits_processors
 from ..drafting import DraftTree
 from .sampling import LogitsProcessor, SamplingParams
 
+_LONGEST = 2**31 - 1  # that MLX can count back; no context is as long
+
 
 def processors_of(params: SamplingParams) -> list[LogitsProcessor]:
     """Logit bias and penalties as mlx-lm makes them, then the caller's own processors."""
@@ -18,11 +20,11 @@ def processors_of(params: SamplingParams) -> list[LogitsProcessor]:
         *make_logits_processors(
             dict(params.logit_bias) if params.logit_bias else None,
             params.repetition_penalty,
-            params.repetition_context_size,
+            min(params.repetition_context_size, _LONGEST),
             params.presence_penalty,
-            params.presence_context_size,
+            min(params.presence_context_size, _LONGEST),
             params.frequency_penalty,
-            params.frequency_context_size,
+            min(params.frequency_context_size, _LONGEST),
         ),
         *(params.logits_processors or ()),
     ]

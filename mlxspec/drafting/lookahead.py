@@ -12,6 +12,9 @@ from .lookahead_tree import LookaheadTree
 from .ngram_pool import NgramPool
 from .tree import DraftTree
 
+_LONGEST_NGRAM = 64  # as for prompt lookup
+_LARGEST_WINDOW = 1024  # rows; far more than pay on any machine
+
 
 def check_sizes(window_size: int, ngram_size: int, guess_set_size: int) -> None:
     """Refuse impossible W, N and G.
@@ -23,6 +26,13 @@ def check_sizes(window_size: int, ngram_size: int, guess_set_size: int) -> None:
         raise OptionError(f"window_size is {window_size!r}: choose 1 or more, or 0 for none")
     if ngram_size < 2:
         raise OptionError(f"ngram_size is {ngram_size}: an n-gram has at least 2 tokens")
+    if ngram_size > _LONGEST_NGRAM:
+        raise OptionError(f"ngram_size is {ngram_size}: choose {_LONGEST_NGRAM} at most")
+    widest = _LARGEST_WINDOW // (ngram_size - 1)
+    if window_size > widest:
+        raise OptionError(
+            f"window_size is {window_size}: with n-grams of {ngram_size} choose {widest} at most"
+        )
     if guess_set_size < 1 and guess_set_size != -1:
         raise OptionError(f"guess_set_size is {guess_set_size}: choose 1 or more, or -1 for 64")
 
@@ -38,9 +48,10 @@ class LookaheadDrafter:
     A target that verifies no branches gets the newest guess; the window stands still then.
 
     Args:
-        window_size: W, the reference's WINDOW_SIZE: columns of the window; 0 does without it.
-        ngram_size: N, the reference's LEVEL: length of the n-grams; the window has N - 1
-            levels and guesses have N - 1 tokens.
+        window_size: W, the reference's WINDOW_SIZE: columns of the window, which may have
+            1024 rows; 0 does without it.
+        ngram_size: N, the reference's LEVEL: length of the n-grams, at most 64; the window has
+            N - 1 levels and guesses have N - 1 tokens.
         guess_set_size: G, the reference's GUESS_SET_SIZE: n-grams that are kept, and verified
             in a step, for one first token; -1, the reference's "no limit", for 64, and None for
             as many as W.

@@ -54,7 +54,7 @@ def parse_lookup_config(config: str | Sequence[object]) -> tuple[int, int, str |
         n_draft, ngram_max, *devices = values
         if not _is_count(n_draft) or not _is_count(ngram_max) or len(devices) > 1:
             raise ValueError
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         raise OptionError(
             f"prompt_lookup_config is {config!r}: write it as [draft tokens, longest n-gram], "
             "for example [10,2]"

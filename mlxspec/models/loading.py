@@ -15,9 +15,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..descriptors import occupy_standard_descriptors
 from ..errors import LoadError
 from .hub import download, is_repository_name
+from .model_files import check_layers, check_readable, load_mlx_lm_model, local_path
 from .npz import load_npz_model, npz_files
+from .safetensors_header import DamagedHeader, read_header
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -90,7 +93,9 @@ def load(
     Raises:
         LoadError: what is missing, damaged or not supported, and what to do about it.
     """
+    occupy_standard_descriptors()  # also in programs that have closed them
     directory = _find(path_or_hf_repo, revision)
+    check_readable(directory)
     model, config = _load_model(directory, _read_config(directory), model_config or {})
     if adapter_path is not None:
         model = _with_adapters(model, adapter_path)
@@ -119,7 +124,7 @@ def _find(path_or_repo: str | Path, revision: str | None) -> Path:
     """The directory with the model's files."""
     if path_or_repo == DEMO:
         return DEMO_DIRECTORY
-    path = Path(path_or_repo).expanduser()
+    path = local_path(path_or_repo)
     if path.is_dir():
         return path
     if path.exists():
@@ -175,38 +180,59 @@ def _load_model(
         raise LoadError(
             f"{directory}: no model*.safetensors and no weights.npz; {_remedy(directory)}"
         )
-    if has_safetensors:
-        _check_shards(directory)
+    tensors = _check_shards(directory) if has_safetensors else 0
     try:
-        if not has_safetensors:
+        if has_safetensors:
+            check_layers(config | changes, tensors)
+            model, config = load_mlx_lm_model(directory, changes)
+        else:
             config = config | changes
-            return load_npz_model(directory, config), config
-        from mlx_lm.utils import load_model
-
-        return load_model(directory, lazy=True, model_config=changes)
+            model = load_npz_model(directory, config)
+        _try(model)
     except LoadError:
         raise
     except SystemExit as error:  # of mlx-lm's OLMo 1, with a text that names the package
         raise LoadError(f"{directory}: the model needs a package that is not installed") from error
     except Exception as error:  # whatever a wrong configuration or file makes mlx-lm raise
         raise LoadError(f"{directory}: {_reason(error)}") from error
+    return model, config
+
+
+def _try(model: nn.Module) -> None:
+    """Raise whatever a setting of a wrong type makes a model raise only when it runs.
+
+    The graph of a small forward is built and never evaluated.
+    """
+    from mlx_lm.models.cache import make_prompt_cache
+
+    model(mx.array([[0]]), cache=make_prompt_cache(model))
 
 
 def _with_adapters(model: nn.Module, path: str | Path) -> nn.Module:
     """The model with LoRA adapters put in."""
     from mlx_lm.utils import load_adapters
 
+    directory = local_path(path)
     try:
+        if directory.is_dir():
+            check_readable(directory)
+            if (weights := directory / "adapters.safetensors").is_file():
+                _check_weights(weights)
         model = load_adapters(model, os.fspath(path))
+    except LoadError:
+        raise
     except Exception as error:  # as above
-        reason = " ".join(str(error).split())[:200]
-        raise LoadError(f"{path}: the adapters cannot be loaded: {reason}") from error
+        raise LoadError(f"{path}: the adapters cannot be loaded: {_one_line(error)}") from error
     model.eval()
     return model
 
 
-def _check_shards(directory: Path) -> None:
-    """Raise for the first safetensors file that is listed and missing, or cut short."""
+def _check_shards(directory: Path) -> int:
+    """How many tensors the safetensors files hold.
+
+    Raises:
+        LoadError: one of them is listed and missing, cut short or damaged.
+    """
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         listed = _read_json_object(index).get("weight_map") or {}
@@ -215,21 +241,30 @@ def _check_shards(directory: Path) -> None:
         for name in sorted(set(listed.values())):
             if not (directory / name).is_file():
                 raise LoadError(f"{directory}: the weights file {name} is missing; fetch it again")
-    for path in sorted(directory.glob("model*.safetensors")):
-        try:
-            path.open("rb").close()  # MLX would not say why it cannot
-            mx.load(str(path))  # reads the header and compares it with the file's size
-        except OSError as error:
-            raise LoadError(
-                f"{path}: cannot be read ({error.strerror}); give yourself the permission"
-            ) from error
-        except RuntimeError as error:
-            raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error
+    return sum(map(_check_weights, sorted(directory.glob("model*.safetensors"))))
+
+
+def _check_weights(path: Path) -> int:
+    """How many tensors a safetensors file holds.
+
+    Raises:
+        LoadError: it is cut short or damaged, or cannot be read.
+    """
+    try:
+        tensors = read_header(path)  # MLX would believe whatever stands there
+        mx.load(str(path))  # knows fewer types
+    except OSError as error:
+        raise LoadError(
+            f"{path}: cannot be read ({error.strerror}); give yourself the permission"
+        ) from error
+    except (DamagedHeader, RuntimeError, ValueError) as error:
+        raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error
+    return len(tensors)
 
 
 def _reason(error: Exception) -> str:
     """What is wrong with a model that mlx-lm does not load, in one line."""
-    text = " ".join(str(error).split())
+    text = _one_line(error)
     if missing := re.search(r"missing \d+ required positional arguments?: (.*)", text):
         return f"config.json lacks {missing[1]}"
     if isinstance(error, KeyError):
@@ -238,10 +273,14 @@ def _reason(error: Exception) -> str:
     if re.search(r"[Mm]odel type .* not supported", text):
         return f"{text.rstrip('.')} by this version of mlx-lm; update it"
     if re.match(r"Missing|Received|Expected shape", text):
-        return f"the weights do not fit config.json: {text[:200]}"
+        return f"the weights do not fit config.json: {text}"
     if isinstance(error, TypeError):
         return "config.json has a value of a wrong type for this kind of model"
-    return f"config.json and weights do not make a model: {text[:200] or type(error).__name__}"
+    return f"config.json and weights do not make a model: {text or type(error).__name__}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _evaluate(model: nn.Module, directory: Path) -> None:

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import LoadError
+from .model_files import check_layers
 from .weight_names import config_from_params, original_to_mlx_name
 
 _NOT_WEIGHTS = ("rope.freqs",)  # a table that Llama's checkpoints carry
@@ -38,6 +39,7 @@ def load_npz_model(directory: Path, config: Mapping[str, Any]) -> nn.Module:
         except LoadError as error:
             raise LoadError(f"{directory / 'config.json'}: {error}") from error
         weights = _renamed(weights, directory)
+    check_layers(config, len(weights))
     model_class, args_class = _get_classes(dict(config))
     model = model_class(args_class.from_dict(config))
     if quantization := config.get("quantization"):

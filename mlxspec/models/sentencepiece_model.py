@@ -47,9 +47,15 @@ def read_model(path: Path) -> Any:
         raise LoadError(f"{path}: cannot be read ({error.strerror})") from error
     except RuntimeError as error:
         raise LoadError(f"{path}: no SentencePiece model, or a damaged one") from error
-    model = sentencepiece_model_pb2.ModelProto.FromString(content)
-    if not model.pieces:  # an empty file is a valid protocol buffer
+    try:
+        model = sentencepiece_model_pb2.ModelProto.FromString(content)
+        pieces = [piece.piece for piece in model.pieces]
+    except Exception as error:  # protobuf's own, or one of its implementation's
+        raise LoadError(f"{path}: no SentencePiece model, or a damaged one") from error
+    if not pieces:  # an empty file is a valid protocol buffer
         raise LoadError(f"{path}: no SentencePiece model, or a damaged one")
+    if not all(isinstance(piece, str) for piece in pieces):  # SentencePiece does not mind
+        raise LoadError(f"{path}: a piece of it is not UTF-8 text; {REMEDY}")
     if obstacle := _obstacle(model):
         raise LoadError(f"{path}: {obstacle} cannot be reproduced exactly; {REMEDY}")
     return model

@@ -49,29 +49,43 @@ def load_tokenizer(
     """
     settings = {**(settings or {})}
     settings.pop("trust_remote_code", None)
-    if (directory / "tokenizer.json").is_file() or not (directory / "tokenizer.model").is_file():
-        return _load_hugging_face(directory, eos_token_ids, settings)
-    if isinstance(eos_token_ids, int):
-        eos_token_ids = [eos_token_ids]
-    return wrap(_load_sentencepiece(directory, settings), eos_token_ids=eos_token_ids)
-
-
-def _load_hugging_face(
-    directory: Path, eos_token_ids: Collection[int] | int | None, settings: dict[str, Any]
-) -> TokenizerWrapper:
-    if not any((directory / name).is_file() for name in _HUGGING_FACE_FILES):
-        raise LoadError(_no_tokenizer(directory))
+    has_own = (directory / "tokenizer.json").is_file()
+    sentencepiece = not has_own and (directory / "tokenizer.model").is_file()
     try:
-        wrapper = load_hugging_face_tokenizer(
-            directory, settings | {"trust_remote_code": False}, eos_token_ids=eos_token_ids
-        )
-    except Exception as error:
+        if isinstance(eos_token_ids, int):
+            eos_token_ids = [eos_token_ids]
+        if not all(isinstance(token, int) for token in eos_token_ids or ()):
+            raise ValueError(f"eos_token_id is {eos_token_ids!r}")
+        load = _load_sentencepiece if sentencepiece else _load_hugging_face
+        tokenizer = load(directory, eos_token_ids, settings)
+        _check_template(tokenizer.chat_template)
+    except LoadError:
+        raise
+    except Exception as error:  # whatever wrong settings make the libraries raise
         if "trust_remote_code" in str(error):
             reason = "it needs Python code from its repository, which is never run"
         else:
-            reason = " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise LoadError(f"{directory}: the tokenizer cannot be loaded: {reason}") from error
+    return tokenizer
+
+
+def _load_hugging_face(
+    directory: Path, eos_token_ids: Collection[int] | None, settings: dict[str, Any]
+) -> TokenizerWrapper:
+    if not any((directory / name).is_file() for name in _HUGGING_FACE_FILES):
+        raise LoadError(_no_tokenizer(directory))
+    wrapper = load_hugging_face_tokenizer(
+        directory, settings | {"trust_remote_code": False}, eos_token_ids=eos_token_ids
+    )
     return with_own_detokenizer(wrapper)
+
+
+def _check_template(template: object) -> None:
+    """Raise ValueError for a chat template that is no text, nor several by name."""
+    texts = template.values() if isinstance(template, dict) else [template]
+    if template is not None and not all(isinstance(text, str) for text in texts):
+        raise ValueError("its chat template is no text")
 
 
 def _no_tokenizer(directory: Path) -> str:
@@ -84,14 +98,16 @@ def _no_tokenizer(directory: Path) -> str:
     return f"{directory}: no tokenizer.json and no tokenizer.model; copy the model's own there"
 
 
-def _load_sentencepiece(directory: Path, given: dict[str, Any]) -> PreTrainedTokenizerFast:
+def _load_sentencepiece(
+    directory: Path, eos_token_ids: Collection[int] | None, given: dict[str, Any]
+) -> TokenizerWrapper:
     path = directory / "tokenizer.model"
     tokenizer = build_tokenizer(path)
     settings = tokenizer_config(path)
     own = _read_json(directory / "tokenizer_config.json") | given
     try:
         _add_tokens(tokenizer, own.get("added_tokens_decoder") or {}, path)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise LoadError(
             f"{directory}: tokenizer_config.json has a damaged added_tokens_decoder ({error})"
         ) from error
@@ -109,9 +125,10 @@ def _load_sentencepiece(directory: Path, given: dict[str, Any]) -> PreTrainedTok
     if template.is_file() and "chat_template" not in given:
         settings["chat_template"] = template.read_text(encoding="utf-8")
     del settings["tokenizer_class"]
-    return PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, name_or_path=str(directory), **(given | settings)
     )
+    return wrap(wrapped, eos_token_ids=eos_token_ids)
 
 
 def _add_tokens(tokenizer: Tokenizer, added: dict[str, Any], path: Path) -> None:
@@ -134,6 +151,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LoadError(f"{path}: no valid JSON ({error})") from error
     return content if isinstance(content, dict) else {}

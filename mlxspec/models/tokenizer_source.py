@@ -14,6 +14,7 @@ from ..errors import LoadError
 from .detokenizer import wrap
 from .hub import download, is_repository_name
 from .loading import DEMO, DEMO_DIRECTORY
+from .model_files import check_name, check_readable, local_path
 from .sentencepiece_tokenizer import build_tokenizer, tokenizer_config
 from .tokenizer_loading import load_tokenizer
 
@@ -33,7 +34,8 @@ def load_tokenizer_of(source: str | Path, *, revision: str | None = None) -> Any
     Raises:
         LoadError: there is no tokenizer, or one of a kind that is not read.
     """
-    path = DEMO_DIRECTORY if source == DEMO else Path(source).expanduser()
+    path = DEMO_DIRECTORY if source == DEMO else local_path(source)
+    check_name(path)
     if path.is_file():
         return _from_file(path)
     if not path.is_dir():
@@ -42,6 +44,7 @@ def load_tokenizer_of(source: str | Path, *, revision: str | None = None) -> Any
                 f"{source}: no such file or directory, and no name of a Hub repository (owner/name)"
             )
         path = download(os.fspath(source), revision, weights=False)
+    check_readable(path)
     return load_tokenizer(path, None)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
-from ..chat_log import Message
 from .traces import Trace
 
 Encode = Callable[[str], list[int]]
@@ -20,11 +20,24 @@ _VICUNA_SYSTEM = (
 
 @dataclass(frozen=True)
 class Completion:
-    """One output to replay: what stood before it and what the model wrote, as token ids."""
+    """One output to replay, as token ids.
+
+    Attributes:
+        category: the set that it is counted in.
+        context: of the whole conversation, which its completions share.
+        begin: where in it the output begins.
+        output: what the model wrote.
+    """
 
     category: str
-    prompt: list[int]
+    context: list[int]
+    begin: int
     output: list[int]
+
+    @property
+    def prompt(self) -> list[int]:
+        """What stood before the output."""
+        return self.context[: self.begin]
 
 
 def render(trace: Trace, encode: Encode, bos_id: int, eos_id: int) -> Iterator[Completion]:
@@ -34,21 +47,23 @@ def render(trace: Trace, encode: Encode, bos_id: int, eos_id: int) -> Iterator[C
     turn. Each part is stripped and encoded on its own; the end token counts as output.
     """
     conversation = trace.conversation
+    completions = set(conversation.completions)
     vicuna = trace.model.startswith("vicuna")
+    header = cache(lambda role: encode(_vicuna_header(role) if vicuna else _header(role)))
     context = [bos_id, *(encode(_VICUNA_SYSTEM) if vicuna else ())]
     for index, message in enumerate(conversation.messages):
-        context += encode(_vicuna_header(message) if vicuna else _header(message))
+        context += header(message.role)
         body = encode(message.content.strip())
-        if index in conversation.completions:
-            yield Completion(trace.category, list(context), [*body, eos_id])
+        if index in completions:
+            yield Completion(trace.category, context, len(context), [*body, eos_id])
         context += body
         if message.role == "assistant":
             context.append(eos_id)
 
 
-def _vicuna_header(message: Message) -> str:
-    return "ASSISTANT:" if message.role == "assistant" else "USER:"
+def _vicuna_header(role: str) -> str:
+    return "ASSISTANT:" if role == "assistant" else "USER:"
 
 
-def _header(message: Message) -> str:
-    return f"\n### {message.role.capitalize()}:\n"
+def _header(role: str) -> str:
+    return f"\n### {role.capitalize()}:\n"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import LoadError, OptionError
+from ..models.model_files import local_path
 from ..planning.token_classes import token_classes
 from .rendering import Completion, Encode, render
 from .traces import Trace, read_traces
@@ -84,7 +85,7 @@ def load_trace_tokenizer(source: str | Path) -> TraceTokenizer:
     Raises:
         LoadError: there is none, or it has no end token.
     """
-    path = Path(source).expanduser()
+    path = local_path(source)
     if path.is_file() and path.suffix != ".json":
         return _from_sentencepiece(path)
     return _from_model(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -165,3 +166,111 @@ def test_an_error_is_not_preceded_by_the_note_on_the_demo_model(
     assert result.exit_code == 1
     assert result.stderr.startswith("Error: the prompt holds the id 999999")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--stop", "--stop-token", "--prompt", "--logit-bias"])
+def test_a_text_that_is_not_utf8_is_refused(called: Called, option: str) -> None:
+    arguments = () if option == "--prompt" else PROMPT
+    status, told = called("generate", *arguments, option, os.fsdecode(b"caf\xe9"))
+    assert status == 2
+    assert told.startswith(f"Error: {option} is not UTF-8 text: ")
+
+
+def test_a_text_is_utf8_whatever_the_locale(finite: Path) -> None:
+    text = "é".encode().decode("ascii", "surrogateescape")  # as Python has it in an ASCII locale
+    ended = CliRunner().invoke(
+        main, ["generate", *PROMPT, "--model", str(finite), "--decoder", "plain", "--stop", text]
+    )
+    assert ended.exit_code == 0
+
+
+HUGE = 10**25
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(("--window-size", size) for size in (99999999999, HUGE)),
+        *(("--ngram-size", size) for size in (99999999999, HUGE)),
+        *(("--ngram-max", size) for size in (99999999999, HUGE)),
+        ("--prompt-lookup-config", "[" * 100_000),
+        ("--prompt-lookup-config", "[10,2," + "[" * 100_000),
+        ("--seed", HUGE),
+        ("--kv-bits", HUGE),
+    ],
+    ids=lambda arguments: f"{arguments[0]} {str(arguments[1])[:20]}",
+)
+def test_a_size_or_form_that_cannot_be_is_one_short_line(called: Called, arguments: tuple) -> None:
+    status, told = called("generate", *PROMPT, *arguments)
+    assert status == 1
+    assert told.startswith("Error: --")
+    assert (told.count("\n"), len(told) < 1200) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(("--json", "--logprobs", size) for size in (99999999999, HUGE)),
+        *(
+            (f"--{kind}-penalty", "1.1", f"--{kind}-context-size", size)
+            for kind in ("repetition", "presence", "frequency")
+            for size in (99999999999, HUGE)
+        ),
+        *(("--top-k", HUGE), ("--n-draft", HUGE), ("--guess-set-size", HUGE)),
+        *(("--max-tokens", HUGE), ("--max-kv-size", HUGE)),
+    ],
+    ids=str,
+)
+def test_a_size_that_is_more_than_all_is_all(finite: Path, arguments: tuple) -> None:
+    given = ["generate", *PROMPT, "--model", str(finite), *map(str, arguments)]
+    result: Result = CliRunner().invoke(main, given)
+    assert result.exit_code == 0
+    assert "one two three four" in result.stdout
+
+
+@pytest.mark.parametrize("module", ["./demo", ".demo", "..", "no.such", "json.x.y", "/tmp/x.py"])
+def test_a_name_that_is_no_module_is_one_line(called: Called, module: str) -> None:
+    assert called("run", "-m", module) == (
+        1,
+        f"Error: {module}: no such module; a script is run without -m\n",
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "--max-tokens", "x" * 100_000),
+        ("generate", "--prompt-ids", "x" * 100_000),
+        ("generate", *PROMPT, "--logit-bias", "x" * 100_000),
+        ("run", "-m", "x" * 100_000),
+        ("x" * 100_000,),
+    ],
+    ids=lambda arguments: arguments[-2][:20] if len(arguments) > 1 else "command",
+)
+def test_a_message_repeats_a_bounded_part_of_its_input(called: Called, arguments: tuple) -> None:
+    status, told = called(*arguments)
+    assert status
+    assert told.startswith("Error: ")
+    assert len(told) < 1200
+
+
+ODD = "m\x1b[2J\u200b[/x]"
+
+
+def test_names_reach_no_terminal_as_they_are(
+    finite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / ODD.replace("/", "-")
+    shutil.copytree(finite, model)
+    (tmp_path / "text").write_text("a text to keep")
+    for arguments in (
+        ["generate", *PROMPT, "--model", str(model), "--decoder", "plain"],
+        ["explain", *PROMPT, "--model", str(model)],
+        ["inspect", str(model)],
+        ["store", "build", str(tmp_path / "text"), "--model", str(model), "-o", f"{model}.store"],
+        ["store", "info", f"{model}.store"],
+        ["convert", "--hf-path", str(model), "--mlx-path", f"{model}.mlx"],
+    ):
+        result: Result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 0, result.output
+        assert not {"\x1b", "\u200b"} & set(result.output), arguments[0]

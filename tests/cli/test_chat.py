@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -156,3 +157,16 @@ def test_ctrl_d_leaves(endless: Path) -> None:
         window.read(until="> ")
         window.type("\x04")
         assert process.wait() == 0
+
+
+def test_the_greeting_names_any_model_and_nothing_of_it_takes_effect(
+    endless: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "m[" / "x]\x1b[2J"
+    shutil.copytree(endless, model)
+    with Terminal(columns=1000) as window:
+        process = start(model, window.terminal, NO_COLOR="1")
+        shown = window.read(until="> ")
+        window.type("\x04")
+        assert process.wait() == 0
+    assert f"Chatting with {tmp_path}/m[/x]␛[2J. /help" in shown

@@ -10,7 +10,7 @@ import pytest
 
 from mlxspec.convert.safetensors_file import (
     TensorSpec,
-    check_complete,
+    count_tensors,
     read_safetensors,
     write_safetensors,
 )
@@ -54,7 +54,7 @@ def test_what_mlx_writes_is_read_alike(tmp_path: Path):
 def test_a_truncated_file_is_refused(tmp_path: Path, kept: int):
     path = write(tmp_path / "cut.safetensors", {"a": mx.zeros((4, 4))})
     path.write_bytes(path.read_bytes()[:kept])
-    for read in (read_safetensors, check_complete):
+    for read in (read_safetensors, count_tensors):
         with pytest.raises(ConversionError, match=r"cut\.safetensors: .+"):
             read(path)
 

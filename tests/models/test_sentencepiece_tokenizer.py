@@ -352,6 +352,18 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, named: str) -> 
         tokenizer_config(path)
 
 
+@pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER_DEFINED])
+def test_a_piece_that_is_not_utf8_is_refused(tmp_path: Path, shared: Path, kind: int) -> None:
+    model = sentencepiece_model_pb2.ModelProto.FromString((shared / MODELS["demo"]).read_bytes())
+    model.pieces.add(piece="a piece of its own", score=-1e9, type=kind)
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(
+        model.SerializeToString().replace(b"a piece of its own", b"a piece of\xffits own")
+    )
+    with pytest.raises(LoadError, match="not UTF-8"):
+        build_tokenizer(path)
+
+
 def test_a_truncated_model_is_refused(tmp_path: Path, shared: Path) -> None:
     content = (shared / MODELS["llama 2"]).read_bytes()
     path = tmp_path / "tokenizer.model"

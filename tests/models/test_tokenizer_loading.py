@@ -86,6 +86,14 @@ def test_a_setting_against_bos_is_respected(directory: Path) -> None:
         ({"added_tokens_decoder": {"x": {}}}, "added_tokens_decoder"),
         ({"added_tokens_decoder": {str(SIZE): {}}}, "added_tokens_decoder"),
         ({"added_tokens_decoder": [1]}, "added_tokens_decoder"),
+        ({"added_tokens_decoder": {"-1": {"content": "<x>"}}}, "added_tokens_decoder"),
+        ({"added_tokens_decoder": {"9" * 30: {"content": "<x>"}}}, "added_tokens_decoder"),
+        ({"eos_token": "\ud800"}, "tokenizer"),
+        ({"bos_token": {"content": "\ud800"}}, "tokenizer"),
+        ({"chat_template": 5}, "chat template"),
+        ({"chat_template": {"default": 5}}, "chat template"),
+        ({"chat_template": [{"name": "default", "template": 5}]}, "chat template"),
+        ({"chat_template": [1]}, "tokenizer"),
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_named(
@@ -93,6 +101,15 @@ def test_settings_that_do_not_fit_the_model_are_named(
 ) -> None:
     write_json(directory / "tokenizer_config.json", **settings)
     with pytest.raises(LoadError, match=named):
+        load_tokenizer(directory, None)
+
+
+@pytest.mark.parametrize("with_own", [False, True])
+def test_a_template_that_is_not_utf8_is_named(directory: Path, with_own: bool) -> None:
+    if with_own:
+        build_tokenizer(MODEL).save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_bytes(b"\xff\xfe{{ messages }}")
+    with pytest.raises(LoadError, match="utf-8"):
         load_tokenizer(directory, None)
 
 

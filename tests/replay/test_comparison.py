@@ -8,7 +8,7 @@ from mlxspec.replay.rendering import Completion
 from mlxspec.replay.workload import Workload
 
 OUTPUT = list(range(100, 160))
-TWICE = Workload([Completion("a", [prompt], OUTPUT) for prompt in (1, 2)], classes=b"")
+TWICE = Workload([Completion("a", [prompt], 1, OUTPUT) for prompt in (1, 2)], classes=b"")
 CURVES = {
     "flat": CostCurve([(1, 1), (64, 1.1)]),
     "linear": CostCurve([(1, 1), (64, 64)]),

@@ -1,6 +1,7 @@
 """Reading traces and chat logs, and rendering them."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,16 @@ def test_vicunas_conversations_are_in_vicunas_template(tmp_path: Path) -> None:
     text = "".join(map(chr, completion.prompt[1:]))
     assert text.startswith("A chat between a curious user and an artificial intelligence")
     assert text.endswith("questions.USER:hiASSISTANT:")
+
+
+def test_a_long_conversation_takes_no_more_memory_than_its_tokens(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    (trace,) = read_traces(written(tmp_path / "t.jsonl", {"messages": turns * 20_000}))
+    tracemalloc.start()
+    try:
+        completions = list(render(trace, encode, 1, 2))
+        assert tracemalloc.get_traced_memory()[1] < 50e6
+    finally:
+        tracemalloc.stop()
+    assert len(completions) == 20_000
+    assert completions[-1].prompt[-5:] == encode("ant:\n")
