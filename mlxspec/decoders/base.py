@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from ..decoding import Chooser, RecordTime
 from ..decoding.thread_end import await_at_exit
 from ..drafting import Drafter, NoDraft
 from ..errors import OptionError
-from ..models.chain_probe import draft_end
+from ..models.chain_probe import draft_end, first_crossing
 from ..models.detokenizer import detokenizer_of
 from ..models.loading import load
 from ..models.lockstep import target_for
@@ -33,6 +34,9 @@ from .responses import on_loan, responses
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+_NEAR = 64  # positions; drafts are cut, but hardly one is deeper
 
 
 class Decoder:
@@ -82,8 +86,20 @@ class Decoder:
         """The position from which on there are no drafts, since the model verifies none there.
 
         None for all models but those whose RoPE changes with a context's length (dynamic NTK).
+        Found out with a few forwards, once a context comes near where such a change might be.
         """
         return draft_end(self.model)
+
+    @cached_property
+    def _first_crossing(self) -> int:
+        return first_crossing(self.model)
+
+    def _deepest_draft(self, length: int) -> int:
+        """How many tokens deep a draft may be that follows so many positions."""
+        room = self._first_crossing - 1 - length
+        if room < _NEAR:
+            room = sys.maxsize if self.draft_end is None else self.draft_end - 1 - length
+        return max(0, room)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -169,7 +185,7 @@ class Decoder:
             chooser=Chooser(checked.sampling),
             output=output,
             max_tokens=max_tokens,
-            draft_end=self.draft_end,
+            deepest_draft=self._deepest_draft,
             on_progress=options.get("on_progress"),
             record_time=record,
         )

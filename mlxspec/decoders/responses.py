@@ -25,7 +25,7 @@ def responses(
     *,
     max_tokens: int,
     held: int = 0,
-    draft_end: int | None = None,
+    deepest_draft: Callable[[int], int],
     on_progress: Progress | None,
     record_time: RecordTime,
 ) -> Generator[GenerationResponse, None, None]:
@@ -41,7 +41,7 @@ def responses(
         max_tokens=max_tokens,
         ends=output.add,
         held=held,
-        draft_end=draft_end,
+        deepest_draft=deepest_draft,
         record_time=record_time,
         on_progress=clock.on_progress,
     )

@@ -50,7 +50,7 @@ def decode(
     max_tokens: int,
     ends: Callable[[int], bool],
     held: int = 0,
-    draft_end: int | None = None,
+    deepest_draft: Callable[[int], int] | None = None,
     record_time: RecordTime | None = None,
     on_progress: Progress | None = None,
 ) -> Generator[DecodedStep, None, None]:
@@ -68,7 +68,8 @@ def decode(
         max_tokens: how many tokens to emit at most, at least 1.
         ends: called with each emitted token in order; True ends the output behind it.
         held: how many of the prompt's first tokens the target's cache holds, not its last.
-        draft_end: the position from which on the target verifies no drafts, if there is one.
+        deepest_draft: given how many positions precede it, how deep a draft may be; where it
+            matters, since there are models that verify none beyond some position.
         record_time: called after each step; it was pipelined if its forward had been dispatched
             during the step before. What the call itself takes counts for the step after it, and
             what the consumer takes between steps does not.
@@ -88,8 +89,8 @@ def decode(
             started = time.perf_counter() - recording
             remaining = max_tokens - (context_length - start)
             budget = min(remaining - 1, target.max_depth)
-            if draft_end is not None:
-                budget = max(0, min(budget, draft_end - 1 - target.length))
+            if deepest_draft:
+                budget = min(budget, deepest_draft(target.length))
             proposal = _fit(drafter.propose(budget), last, target, budget)
             pipelined, pending = ahead is not None, len(target.pending)
             if ahead is None:

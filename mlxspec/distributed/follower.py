@@ -12,7 +12,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 
 from ..drafting import DraftTree
 from ..models.cache_options import CacheOptions
-from ..models.chain_probe import row_errors
+from ..models.chain_probe import row_error
 from ..models.target import Target
 from ..models.tier import Tier
 from ..models.tree_probe import tree_agrees
@@ -22,7 +22,7 @@ from .leader import is_known, share, wait_for_all
 from .sharding import load_shard
 
 TOGETHER: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (rounding_noise, row_errors, tree_agrees)
+    function.__name__: function for function in (rounding_noise, row_error, tree_agrees)
 }
 """What :meth:`.leader.Leader.run` may call at every rank."""
 

@@ -53,7 +53,6 @@ def run(
     stop_tokens: Collection[int] = (),
     tier: Tier = Tier.TREE,
     cache: CacheOptions | None = None,
-    draft_end: int | None = None,
     keeps_logprobs: bool = True,
 ) -> Run:
     target = new_target(model, tier, cache)
@@ -66,7 +65,6 @@ def run(
         Chooser(params or SamplingParams()),
         max_tokens=max_tokens,
         ends=lambda token: token in stop_tokens,
-        draft_end=draft_end,
     ):
         outcome.tokens += step.verified.tokens
         outcome.accepted += len(step.verified.accepted)
