@@ -30,7 +30,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
-LIMIT = 180
+LIMIT = 3600 if os.environ.get("MLXSPEC_LONG") == "1" else 180
 """Seconds after which a test, its fixtures included, has failed: the slowest takes some 20."""
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"

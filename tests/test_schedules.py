@@ -7,7 +7,6 @@ step. mlx-lm runs it first, in one thread; what each step gives there, it must g
 from __future__ import annotations
 
 import gc
-import os
 from collections import defaultdict
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,9 +30,9 @@ from mlxspec.drafting import LookaheadDrafter, NoDraft, PromptLookupDrafter
 from mlxspec.errors import OptionError, PromptCacheError
 
 from .decoding.drafters import PartlyRightDrafter
+from .examples import examples
 from .models.architectures import ARCHITECTURES
 
-SCHEDULES = 1000 if os.environ.get("MLXSPEC_LONG") else 20
 THREADS, CACHES, SESSIONS, VOCABULARY = 4, 2, 1, 64
 DRAFTERS: tuple[Callable[[list[int], int], Any], ...] = (
     lambda truth, seed: PartlyRightDrafter(truth, VOCABULARY, seed),
@@ -286,7 +285,7 @@ def same(actual: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["one after another", "at once"])
 @pytest.mark.parametrize("name", ["llama3", "gemma3", "qwen3_next"])
-@settings(max_examples=SCHEDULES, deadline=None, derandomize=True)
+@settings(max_examples=examples(20, long=1000), deadline=None, derandomize=True)
 @given(schedule=schedules)
 def test_each_step_of_a_schedule_gives_what_mlx_lm_gives(
     name: str, at_once: bool, schedule: list[tuple[int, Any]]
