@@ -17,9 +17,14 @@ from mlxspec.errors import OptionError
 from mlxspec.planning.cost_cache import CostCache, CostKey, KnownRange
 from mlxspec.planning.live_curve import KnownTime
 
+from ..examples import examples
+from ..hostile import harmless, json_values, mutated
+
 KEY = CostKey({"chip": "M4", "mlx": "0.32.4"}, {"type": "llama", "digest": "a1"})
 TIMES = (KnownTime(1, 0.025, 0.02), KnownTime(4, 0.036, 0.03), KnownTime(32, 0.13, 0.05))
 KNOWN = KnownRange(TIMES, "careful", "2026-01-31T10:00:00+00:00")
+TOP_LEVEL = ("format", "version", "machine", "model", "ranges", "times", "source", "updated")
+OF_A_TIME = ("rows", "seconds", "uncertainty")
 
 
 @pytest.fixture
@@ -172,20 +177,43 @@ def test_what_is_no_file_is_ignored_without_waiting_for_it(cache: CostCache):
         assert cache.read(KEY) == {}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(data=st.data())
-def test_flipped_bytes_are_found_or_harmless(cache: CostCache, data: st.DataObject):
-    cache.update(KEY, {1024: KNOWN})
-    path = only_file(cache)
-    content = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    path.write_bytes(content)
+def usable_or_ignored(cache: CostCache) -> None:
+    """A reader that ignores what it cannot use, and never fails."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for known in cache.read(KEY).values():
-            assert known.times[0].rows == 1
-            assert all(1e-6 <= time.seconds <= 1e4 for time in known.times)
+        known = harmless(lambda: [*cache.read(KEY).values(), *kept_in(cache)])
+    assert isinstance(known, list)
+    for times in (found.times for found in known):
+        assert times[0].rows == 1
+        assert all(1e-6 <= time.seconds <= 1e4 for time in times)
+
+
+def kept_in(cache: CostCache) -> list[KnownRange]:
+    return [known for _, ranges in cache.entries() for known in ranges.values()]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150))
+@given(data=st.data())
+def test_damaged_bytes_are_found_or_harmless(cache: CostCache, data: st.DataObject):
+    cache.update(KEY, {1024: KNOWN})
+    path = only_file(cache)
+    path.write_bytes(data.draw(mutated(path.read_bytes())))
+    usable_or_ignored(cache)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150))
+@given(
+    name=st.sampled_from([*TOP_LEVEL, *OF_A_TIME]),
+    value=json_values,
+)
+def test_values_that_nobody_expects_are_found_or_harmless(
+    cache: CostCache, name: str, value: object
+):
+    cache.directory.mkdir(exist_ok=True)
+    change = {name: value}
+    content = spoiled(times=plain(**change)) if name in OF_A_TIME else spoiled(**change)
+    (cache.directory / KEY.file_name).write_text(content)
+    usable_or_ignored(cache)
 
 
 def test_implausible_times_are_not_written(cache: CostCache):

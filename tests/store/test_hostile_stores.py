@@ -1,0 +1,66 @@
+"""Whatever stands in a store's file, it is refused, or what is drafted from it is a token."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxspec.errors import StoreError
+from mlxspec.store import build_store, open_store
+from mlxspec.store.store_file import Part, write_store_file
+from mlxspec.store.tokenizer_identity import identify
+
+from ..examples import examples
+from ..hostile import harmless, mutated
+from .tokenizers import FIRST
+
+TEXTS = [[1, 2, 3, 4, 5], [7, 2, 3, 9], [1, 2, 3, 4, 6]]
+IDENTITY = identify(FIRST)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store") / "s.store"
+
+
+@pytest.fixture(scope="module")
+def whole(path: Path) -> bytes:
+    build_store(path, TEXTS, FIRST)
+    return path.read_bytes()
+
+
+def drafts_tokens_or_is_refused(path: Path) -> None:
+    def read() -> list[int]:
+        store = open_store(path, FIRST)
+        found = store.occurrences([1, 2, 3], limit=8)
+        return [store.tokens[position] for _, position in found]
+
+    drafted = harmless(read)
+    if not isinstance(drafted, StoreError):
+        assert isinstance(drafted, list)
+        assert all(0 <= token < IDENTITY.vocab_size for token in drafted)
+
+
+@settings(max_examples=examples(150))
+@given(data=st.data())
+def test_damaged_bytes_are_found(path: Path, whole: bytes, data: st.DataObject) -> None:
+    path.write_bytes(data.draw(mutated(whole)))
+    drafts_tokens_or_is_refused(path)
+
+
+numbers = st.one_of(
+    st.integers(-2, 12), st.sampled_from([2**31 - 1, -(2**31), IDENTITY.vocab_size])
+)
+sections = st.lists(numbers, max_size=20).map(lambda values: np.array(values, dtype=np.int32))
+parts = st.builds(Part, sections, sections)
+
+
+@settings(max_examples=examples(150))
+@given(built=parts, learned=parts)
+def test_what_has_the_right_checksums_and_makes_no_sense_is_harmless(
+    path: Path, built: Part, learned: Part
+) -> None:
+    write_store_file(path, IDENTITY, built, learned)
+    drafts_tokens_or_is_refused(path)
