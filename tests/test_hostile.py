@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from mlxspec.errors import OptionError
+from mlxspec.errors import MlxspecError
 from tests import hostile
 from tests.hostile import harmless, json_values, mutated
 
@@ -54,8 +54,12 @@ def test_what_computes_long_and_what_only_waits_is_found_out(
 
 
 def test_a_message_that_repeats_its_input_is_found_out() -> None:
+    class Repeating(MlxspecError):
+        def __str__(self) -> str:
+            return "x" * 100_000
+
     def refuse() -> None:
-        raise OptionError("x" * 100_000)
+        raise Repeating
 
     with pytest.raises(AssertionError, match="characters"):
         harmless(refuse)
