@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from mlxspec.errors import MlxspecError
+from mlxspec.errors import MlxspecError, OptionError
 from tests import hostile
 from tests.hostile import harmless, json_values, mutated
 
