@@ -74,16 +74,14 @@ def on_loan(
     context = list(prompt)
     try:
         responses = start()
-        try:
-            for response in responses:
-                context.append(response.token)
-                if response.finish_reason:
-                    break
-                loan.pause(context, end=responses.close)
-                yield response
-                loan.resume()
-        finally:
-            responses.close()
+        loan.end = responses.close
+        for response in responses:
+            context.append(response.token)
+            if response.finish_reason:
+                break
+            loan.pause(context)
+            yield response
+            loan.resume()
     finally:
         loan.give_back(context, complete=len(context) > len(prompt))
     yield response

@@ -191,8 +191,9 @@ def _dispatch(
         argmaxes = choices if chooser.greedy else mx.argmax(logprobs, axis=-1)
         if len(tree) == 1:
             logprobs = logprobs.squeeze(0)
-    # All that outlives the step: what is still lazy can be read in this thread only.
-    mx.async_eval(choices, argmaxes, logprobs, target.states)
+    # All that outlives the step: what is lazy can be read in this thread only. (No choice may
+    # need a recurrent layer's last state, or the keys of a sparse layer's index.)
+    mx.async_eval(choices, argmaxes, logprobs, target.arrays)
     if len(tree) == 1:
         target.keep((0,))
     return _Flight(choices, argmaxes, logprobs)

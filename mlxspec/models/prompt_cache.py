@@ -34,8 +34,9 @@ _MLX_LM_CLASSES: dict[type, Any] = {
     TreeQuantizedKVCache: QuantizedKVCache,
     WindowKVCache: RotatingKVCache,
 }
-_exchange = threading.Lock()
-"""Held while caches and stand-ins change places, which no thread is to see half done."""
+_lock = threading.RLock()
+"""Held while caches change hands. One for all, and reentrant: a generation that is collected as
+garbage gives its caches back wherever that happens, here included."""
 _JUDGED = {*_MLX_LM_CLASSES.values(), ArraysCache}
 
 
@@ -65,13 +66,14 @@ def fitting_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
         PromptCacheError: it holds keys and values of another model.
     """
     lent = lent_caches(prompt_cache, make_prompt_cache(model))
-    with _exchange:
+    with _lock:
         # What an unfinished generation holds is looked at when another one takes it over.
         if any(type(cache) is _LentCache for cache in lent):
             return lent
-        # What a model's own kind of cache holds, its first token does not tell.
-        if all(type(part) in _JUDGED and not part.empty() for part in parts(lent)):
-            check_fits(lent, model, "prompt_cache")
+        held = [copy.copy(cache) for cache in lent]
+    # What a model's own kind of cache holds, its first token does not tell.
+    if all(type(part) in _JUDGED and not part.empty() for part in parts(held)):
+        check_fits(held, model, "prompt_cache")
     return lent
 
 
@@ -118,15 +120,17 @@ class Loan:
 
     Args:
         prompt_cache: the caller's list. Nothing is done with it until :meth:`take`.
+
+    Attributes:
+        end: ends the generation, before its caches are given to another one or back for good.
     """
 
     def __init__(self, prompt_cache: Sequence[Any]) -> None:
+        self.end: Callable[[], None] | None = None
         self._caches = list(prompt_cache)
-        self._lock = threading.RLock()
         self._state = _State.RETURNED
         self._target: Target | None = None
         self._context: Sequence[int] = ()
-        self._end: Callable[[], None] | None = None
         self._given: list[Any] = []
 
     def take(self, new_target: Callable[[list[Any]], Target]) -> Target:
@@ -140,22 +144,23 @@ class Loan:
         Raises:
             PromptCacheError: a generation is running on them, in another thread.
         """
-        reclaim(self._caches)
-        target = self._target = new_target([copy.copy(cache) for cache in self._caches])
-        self._start = target.length
-        self._caches = self._caches[: len(target.cache)]
-        self._lend()
+        with _lock:
+            reclaim(self._caches)
+            target = self._target = new_target([copy.copy(cache) for cache in self._caches])
+            self._start = target.length
+            self._caches = self._caches[: len(target.cache)]
+            self._lend()
         return target
 
-    def pause(self, context: Sequence[int], end: Callable[[], None] | None = None) -> None:
+    def pause(self, context: Sequence[int]) -> None:
         """Let the caches be used, until :meth:`resume`. Does nothing if they have been returned.
 
         Args:
             context: prompt and output taken so far, what the caches held before left out.
-            end: ends the generation, should another one take the caches.
         """
         if self._state is _State.RUNNING:
-            self._context, self._end, self._state = context, end, _State.PAUSED
+            self._context = context
+            self._state = _State.PAUSED
 
     def resume(self) -> None:
         """Go on with the caches.
@@ -163,7 +168,7 @@ class Loan:
         Raises:
             PromptCacheError: they have been changed, or another generation has taken them.
         """
-        with self._lock:
+        with _lock:
             if self._state is _State.RETURNED:
                 if self._target is None or not self._is_as_given():
                     raise PromptCacheError(
@@ -175,20 +180,21 @@ class Loan:
             self._state = _State.RUNNING
 
     def give_back(self, context: Sequence[int], complete: bool = True) -> None:
-        """Let the caches hold the prompt and as much of the output as was taken, for good.
-
-        Does nothing if they have been given back already.
+        """End the generation, and let the caches hold what was taken of it, for good.
 
         Args:
             context: as for :meth:`pause`.
             complete: run what the target has not seen of it; if not, it is left out.
         """
-        with self._lock:
+        with _lock:
+            end, self.end = self.end, None
+            if end:
+                end()
             if self._state in (_State.RUNNING, _State.PAUSED):
                 self._context = context
                 self._return(complete)
             if self._state is _State.RETURNED:
-                self._target, self._end, self._given = None, None, []
+                self._target, self._given = None, []
 
     def reclaim(self, for_good: bool = False) -> None:
         """Return the caches to the caller, while the generation is paused.
@@ -199,41 +205,48 @@ class Loan:
         Raises:
             PromptCacheError: it is running.
         """
-        with self._lock:
+        with _lock:
             if self._state in (_State.RUNNING, _State.RETURNING):
                 raise PromptCacheError(
                     "prompt_cache is in use by a generation that is running: use it between two "
                     "responses, or when the generation has ended"
                 )
-            if self._state is _State.PAUSED and not for_good:
+            if for_good:
+                self.give_back(self._context)
+            elif self._state is _State.PAUSED:
                 assert self._target is not None
                 with self._target.undone_at_the_end():
                     self._return(complete=True)
                 self._given = _contents(self._caches)
-            if for_good:
-                if self._end:
-                    self._end()
-                self.give_back(self._context)
 
-    def offset_of(self, place: int) -> int:
-        """The offset that mlx-lm's cache would have now; of one that has an offset."""
-        assert self._target is not None
+    def offset(self, place: int) -> int | None:
+        """The offset that mlx-lm's cache would have now; None when it has that cache again."""
+        target = self._target
+        if target is None or self._state in (_State.RETURNING, _State.RETURNED):
+            return None
         if self._state is _State.PAUSED:
             return self._start + len(self._context)
-        return int(self._target.cache[place].offset)
+        return int(target.cache[place].offset)
+
+    def kind(self, place: int) -> type:
+        """The class that mlx-lm's cache would have now."""
+        target = self._target
+        kind = type(self._caches[place] if target is None else target.cache[place])
+        return _MLX_LM_CLASSES.get(kind, kind)
 
     def _lend(self) -> None:
         """Put stand-ins in the place of the caches; their arrays are the target's alone.
 
-        MLX writes into an array in place only if nobody else holds it.
+        MLX writes into an array in place only if nobody else holds it. In between, a thread that
+        looks finds either all that a cache needs or all that a stand-in does.
         """
-        with _exchange:
-            for place, cache in enumerate(self._caches):
-                held = vars(cache)
-                told = place if "offset" in held else None
-                held.clear()
-                held.update(_loan=self, _place=told)
-                cache.__class__ = _LentCache
+        for place, cache in enumerate(self._caches):
+            held = vars(cache)
+            before = list(held)
+            held.update(_loan=self, _place=place, _has_offset="offset" in held)
+            cache.__class__ = _LentCache
+            for name in before:
+                del held[name]
         self._state = _State.RUNNING
 
     def _is_as_given(self) -> bool:
@@ -259,55 +272,13 @@ class Loan:
                     target.prefill(self._context[target.length - self._start :])
                 returned = [as_mlx_lms(cache) for cache in target.cache]
                 mx.eval([part.state for part in parts(returned)])
-            with _exchange:
-                for stand_in, cache in zip(self._caches, returned, strict=True):
-                    if type(stand_in) is _LentCache:  # all, unless an interrupt came between
-                        _turn_into(stand_in, cache)
+            for stand_in, cache in zip(self._caches, returned, strict=True):
+                if type(stand_in) is _LentCache:  # all, unless an interrupt came between
+                    _turn_into(stand_in, cache)
         except BaseException:
             self._state = before  # whoever uses a stand-in next tries again
             raise
         self._state = _State.RETURNED
-
-
-def _contents(caches: Iterable[Any]) -> list[Any]:
-    """The arrays and numbers that caches hold."""
-    return [value for part in parts(caches) for _, value in tree_flatten(vars(part))]
-
-
-class _LentCache:
-    """What a caller's cache is while it is lent: any use turns it into mlx-lm's cache again.
-
-    But its offset, which programs watch while they generate, is told without that.
-    """
-
-    def __getattribute__(self, name: str) -> Any:
-        loan, place = _lent_by(self)
-        if name == "offset" and place is not None:
-            return loan.offset_of(place)
-        loan.reclaim()
-        return getattr(self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        _lent_by(self)[0].reclaim()
-        setattr(self, name, value)
-
-    def __copy__(self) -> Any:
-        _lent_by(self)[0].reclaim()
-        return copy.copy(self)
-
-
-def _lent_by(stand_in: _LentCache) -> tuple[Loan, int | None]:
-    """The loan, and the cache's place in it if it has an offset."""
-    held = object.__getattribute__(stand_in, "__dict__")
-    return held["_loan"], held["_place"]
-
-
-def _turn_into(stand_in: _LentCache, cache: Any) -> None:
-    """Make a stand-in a cache of this class and content."""
-    held = object.__getattribute__(stand_in, "__dict__")
-    held.update(vars(cache))
-    object.__setattr__(stand_in, "__class__", type(cache))
-    del held["_loan"], held["_place"]
 
 
 def reclaim(caches: Iterable[Any]) -> None:
@@ -317,5 +288,63 @@ def reclaim(caches: Iterable[Any]) -> None:
         PromptCacheError: one is running.
     """
     for cache in caches:
-        if type(cache) is _LentCache:
-            _lent_by(cache)[0].reclaim(for_good=True)
+        if type(cache) is _LentCache and (loan := _held(cache).get("_loan")):
+            loan.reclaim(for_good=True)
+
+
+class _LentCache:
+    """What a caller's cache is while it is lent: any use turns it into mlx-lm's cache again.
+
+    Its class and its offset, which programs watch while they generate, are told without that.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        held = _held(self)
+        loan, place = held.get("_loan"), held.get("_place")
+        if loan is None or place is None:  # it has been turned back just now
+            return getattr(self, name)
+        if name == "__class__":
+            return loan.kind(place)
+        if name == "offset" and held.get("_has_offset"):
+            offset = loan.offset(place)
+            if offset is not None:
+                return offset
+        return getattr(_reclaimed(self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_reclaimed(self), name, value)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _reclaimed(self)[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _reclaimed(self)[index] = value
+
+    def __copy__(self) -> Any:
+        return copy.copy(_reclaimed(self))
+
+
+def _held(stand_in: _LentCache) -> dict[str, Any]:
+    held: dict[str, Any] = object.__getattribute__(stand_in, "__dict__")
+    return held
+
+
+def _reclaimed(stand_in: _LentCache) -> Any:
+    """The same object, which is mlx-lm's cache again."""
+    if loan := _held(stand_in).get("_loan"):
+        loan.reclaim()
+    return stand_in
+
+
+def _turn_into(stand_in: _LentCache, cache: Any) -> None:
+    """Make a stand-in a cache of this class and content."""
+    held = _held(stand_in)
+    held.update(vars(cache))
+    object.__setattr__(stand_in, "__class__", type(cache))
+    for name in ("_loan", "_place", "_has_offset"):
+        del held[name]
+
+
+def _contents(caches: Iterable[Any]) -> list[Any]:
+    """The arrays and numbers that caches hold."""
+    return [value for part in parts(caches) for _, value in tree_flatten(vars(part))]

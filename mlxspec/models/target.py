@@ -158,12 +158,6 @@ class Target:
         """All that the caches hold."""
         return held_arrays(parts(self.cache))
 
-    @property
-    def states(self) -> list[mx.array]:
-        """What the caches hold that cannot be cut back. No choice of the step may need it, so
-        it is to be evaluated beside them: a lazy array can be read in one thread only."""
-        return held_arrays(self._uncuttable)
-
     def _prefill_chunk(self, tokens: Sequence[int]) -> None:
         before, length = Snapshot(self._uncuttable), self.length + len(tokens)
         try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -24,9 +26,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlxspec
 from mlxspec import Decoder
-from mlxspec.decoders import responses
+from mlxspec.decoders import base, responses
 from mlxspec.drafting import NoDraft, PromptLookupDrafter
 from mlxspec.errors import OptionError, PromptCacheError
+from mlxspec.models.lockstep import target_for
+from mlxspec.models.target import Target
 
 from ..decoding.drafters import HostileDrafter
 from ..interrupts import interrupted
@@ -34,7 +38,7 @@ from .architectures import ARCHITECTURES
 from .random_models import random_model
 
 TURNS = ([3, 1, 4, 1, 5, 9] * 4, [2, 6, 5, 3, 5], [8, 9, 7, 9, 3], [7])
-NAMES = ("llama3", "gemma3", "mamba2", "qwen3_next")
+NAMES = ("llama3", "gemma3", "mamba2", "qwen3_next", "deepseek_v32")
 TOKENS = 12
 
 
@@ -295,3 +299,76 @@ def test_turns_on_a_cache_can_be_taken_in_any_thread(name: str) -> None:
             with ThreadPoolExecutor(1) as thread:
                 tokens.append(thread.submit(next, responses).result().token)
         assert tokens == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mlx_lm_goes_on_from_a_cache_whose_generation_waits(name: str) -> None:
+    decoder = decoder_of(name)
+    lent = make_prompt_cache(decoder.model)
+    kinds = [type(cache) for cache in lent]
+    expected = by_mlx_lm(decoder.model, TURNS[0], make_prompt_cache(decoder.model))
+    waiting = started(decoder, lent, TURNS[0], 3)
+    assert all(isinstance(*pair) for pair in zip(lent, kinds, strict=True))
+    whole = [*TURNS[0], *expected[:3], *TURNS[1]]
+    alone = by_mlx_lm(decoder.model, whole, make_prompt_cache(decoder.model))
+    assert by_mlx_lm(decoder.model, TURNS[1], lent) == alone
+    with pytest.raises(PromptCacheError, match="continued or changed"):
+        next(waiting)
+
+
+def test_a_cache_can_be_looked_at_and_closed_while_other_threads_generate_on_it() -> None:
+    decoder = decoder_of("llama3")
+    lent = make_prompt_cache(decoder.model)
+    made: list[Any] = []
+    ended = threading.Event()
+
+    def generate() -> None:
+        for turn in range(60):
+            try:
+                made.append(started(decoder, lent, [turn % 60 + 1], 2))
+            except PromptCacheError as error:
+                assert "is running" in str(error) or "continued" in str(error)  # noqa: PT017
+
+    def look() -> None:
+        while not ended.is_set():
+            assert lent[0].offset >= 0
+            assert isinstance(lent[0], KVCache)
+
+    def close() -> None:
+        while not ended.is_set() or made:
+            if made:
+                made.pop().close()
+
+    with ThreadPoolExecutor(4) as threads:
+        others = [threads.submit(look), threads.submit(close)]
+        generating = [threads.submit(generate) for _ in range(2)]
+        try:
+            for thread in generating:
+                thread.result(timeout=60)
+        finally:
+            ended.set()
+        for thread in others:
+            thread.result(timeout=60)
+    assert len(set(offsets(lent))) == 1
+
+
+def test_a_generation_is_collected_wherever_garbage_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of("llama3")
+    other, lent = make_prompt_cache(decoder.model), make_prompt_cache(decoder.model)
+    by_mlx_lm(decoder.model, TURNS[1], lent)
+    offset = lent[0].offset
+    left: list[Any] = [started(decoder, other, TURNS[0], 3)]
+    left.append(left)
+    del left
+
+    def collecting(*args: Any) -> Target:
+        gc.collect()
+        return target_for(*args)
+
+    monkeypatch.setattr(base, "target_for", collecting)
+    thread = threading.Thread(target=started, args=(decoder, lent, TURNS[0], 1), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert offsets(other) == [len(TURNS[0]) + 3] * len(other)
+    assert offsets(lent) == [offset + len(TURNS[0]) + 1] * len(lent)
