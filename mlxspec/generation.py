@@ -170,13 +170,14 @@ def decoder_of(
     size = sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
     with _keeping:
         kept = _kept.get(id(model))
-        if kept is None:
-            weakref.finalize(model, _kept.pop, id(model))
+        first = kept is None
         if kept is None or kept.tokenizer is not tokenizer or kept.size != size:
             wrapped = tokenizer
             if not isinstance(wrapped, TokenizerWrapper):
                 wrapped = TokenizerWrapper(wrapped)
             kept = _kept[id(model)] = _Kept(tokenizer, size, _KeptDecoder(model, wrapped))
+        if first:
+            weakref.finalize(model, _kept.pop, id(model))
     return kept.decoder
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from typing import BinaryIO
 
 from ..errors import PromptError
+
+_MOST_BYTES = 100_000_000  # no context holds as much, and some devices never end
 
 
 def read_prompt(text: str | None, file: str | None, ids: str | None) -> str | list[int]:
@@ -36,7 +38,8 @@ def read_prompt(text: str | None, file: str | None, ids: str | None) -> str | li
     if text == "-":
         if sys.stdin is None:
             raise PromptError("standard input is closed: give --prompt TEXT or --prompt-file FILE")
-        return _without_last_newline(sys.stdin.buffer.read(), "standard input")
+        read = _read(sys.stdin.buffer, "standard input")
+        return _without_last_newline(read, "standard input")
     # Bytes of an argument that are not UTF-8 have become lone surrogates.
     return _decode(str(text).encode(errors="surrogateescape"), "--prompt")
 
@@ -50,11 +53,19 @@ def _parse_ids(ids: str) -> list[int]:
 
 def _read_file(file: str) -> bytes:
     try:
-        return Path(file).read_bytes()
+        with open(file, "rb") as opened:
+            return _read(opened, f"--prompt-file {file}")
     except OSError as error:
         raise PromptError(
             f"--prompt-file {file} cannot be read ({error.strerror}): name a readable text file"
         ) from error
+
+
+def _read(file: BinaryIO, source: str) -> bytes:
+    data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise PromptError(f"{source} is more than {_MOST_BYTES:,} bytes: give a shorter text")
+    return data
 
 
 def _without_last_newline(data: bytes, source: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -60,15 +61,15 @@ class Session:
     see the kept first positions, which mlx-lm's mask hides from a prompt's rows.
 
     Args:
-        cache: mlx-lm's caches to begin with, from :func:`mlxspec.load_prompt_cache`; the
-            session keeps them.
+        cache: mlx-lm's caches to begin with, from :func:`mlxspec.load_prompt_cache`; they
+            stay as they are.
         tokens: what they hold.
     """
 
     def __init__(self, cache: Sequence[Any] = (), tokens: Sequence[int] = ()) -> None:
         self.index = ContextIndex()
         """The drafter's."""
-        self._first_cache = cache
+        self._first_cache: Sequence[Any] = copy.deepcopy(cache)  # MLX copies when it writes
         self._tokens = list(tokens)
         self._target: Target | None = None
         self._in_use = threading.Lock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
+from types import FunctionType
 from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
@@ -51,8 +52,9 @@ class _Pure(Generic[_Function]):
 
 def _is_pure(function: object) -> bool:
     """Whether a processor or sampler is marked as pure, or made by mlx-lm."""
-    own = getattr(function, "__globals__", None) is vars(sample_utils)
-    return own or isinstance(function, _Pure)
+    if isinstance(function, FunctionType):  # and nothing that forwards a function's attributes
+        return function.__globals__ is vars(sample_utils)
+    return isinstance(function, _Pure)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ signal would reach the main thread alone, an exception that is sent into a threa
 late and hit what follows, and a process of its own takes as long to start as a model to load.
 
 What one operation does, a line cannot stop. Powers, which with a few digits can take hours, are
-refused for that reason; no template has a use for them.
+refused for that reason; no template has a use for them. Texts of gigabytes, which a product or a
+filter can make at once, are refused by the system where it bounds what a process may have (Linux,
+not macOS).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -30,6 +33,7 @@ Messages = list[dict[str, str]]
 _SECONDS = 5.0
 _BYTES = 500_000_000
 _UNIT = 1 if sys.platform == "darwin" else 1024  # of what the system says about memory
+_SIZES = Path("/proc/self/statm")  # of the process, in pages; the first is its address space
 _LINES = 4  # between two looks at the memory, which take longer than those at the clock
 _WATCHED = ("<template>", jinja2.utils.__file__)  # in the latter is the text of a given length
 
@@ -48,7 +52,7 @@ def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: bool)
         _check(tokenizer.chat_template)
         with _watched():
             return tokenizer.apply_chat_template(messages, **how)
-    except _Endless:
+    except (_Endless, MemoryError):
         cause = "it does not end, or takes too much memory"
     except Exception as error:  # it may do anything
         cause = str(error) or type(error).__name__
@@ -86,11 +90,31 @@ def _watched() -> Iterator[None]:
         return on_line if frame.f_code.co_filename in _WATCHED else None
 
     previous = sys.gettrace()
-    sys.settrace(on_call)
+    with _bounded_memory():
+        sys.settrace(on_call)
+        try:
+            yield
+        finally:
+            sys.settrace(previous)
+
+
+@contextmanager
+def _bounded_memory() -> Iterator[None]:
+    """Let what would take too much memory fail, as far as the system can tell."""
+    try:
+        pages = int(_SIZES.read_text().split()[0])
+    except (OSError, ValueError):
+        yield
+        return
+    bound = pages * resource.getpagesize() + 2 * _BYTES
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        bound = min(bound, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (bound, hard))
     try:
         yield
     finally:
-        sys.settrace(previous)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _most_memory() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from ..errors import LoadError
 if TYPE_CHECKING:
     import mlx.nn as nn
 
+_COUNTS_LAYERS = re.compile(r"(^|_)(n|num)_(\w+_)?layers?$")  # and not vocab_size_per_layer_input
 _MOST_LAYERS = 1000  # that a model may have with fewer tensors than layers
 
 
@@ -64,7 +66,8 @@ def check_layers(settings: object, tensors: int) -> None:
     if not isinstance(settings, dict):
         return
     for key, value in settings.items():
-        if "layer" in str(key) and isinstance(value, int) and value > max(_MOST_LAYERS, tensors):
+        counts = _COUNTS_LAYERS.search(str(key))
+        if counts and isinstance(value, int) and value > max(_MOST_LAYERS, tensors):
             raise ValueError(f"{key} is {value}, and the weights have {tensors} tensors")
         check_layers(value, tensors)
 

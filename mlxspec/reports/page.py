@@ -45,8 +45,8 @@ def check_report(path: Path, option: str, *, force: bool) -> None:
     is_file = path.is_file() and not path.is_symlink()
     if not is_file and not path.is_dir() and os.path.lexists(path):
         raise OptionError(
-            f"{option} {path}: is a link, a pipe or a device; name a regular file, for a report "
-            "does not go to standard output, whatever that is redirected to"
+            f"{option} {path}: is a link, a pipe or a device; a report is written to a regular "
+            "file only"
         )
     try:
         check_writable(path, OptionError)

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from mlxspec.cli import prompt_source
 from mlxspec.cli.prompt_source import read_prompt
 from mlxspec.errors import PromptError
 
@@ -78,3 +79,8 @@ def test_what_is_no_utf8_text_is_refused(tmp_path: Path):
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
     assert "No such file" in error_for(file=str(tmp_path / "missing"))
     assert f"--prompt-file {tmp_path} cannot be read" in error_for(file=str(tmp_path))
+
+
+def test_what_never_ends_is_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_source, "_MOST_BYTES", 1000)
+    assert error_for(file="/dev/zero").startswith("--prompt-file /dev/zero is more than 1,000")

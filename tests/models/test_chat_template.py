@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -71,6 +72,24 @@ def test_one_that_takes_ever_more_memory_is_stopped(tokenizer: Any) -> None:
     start = "{% set n = namespace(s='aaaaaaaa') %}"
     told = refused(tokenizer, f"{start}{{% for i in range(99) %}}{doubled}{{% endfor %}}")
     assert "too much memory" in told
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the system bounds no memory")
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 9999999999 }}",
+        "{{ messages|tojson(indent=999999999) }}",
+        "{{ ('a' * 99999)|replace('a', 'b' * 99999) }}",
+        "{{ 'a'|center(9999999999) }}",
+        "{{ '%9999999999d'|format(1) }}",
+        "{{ 'x'|indent(9999999999, true) }}",
+    ],
+)
+def test_one_operation_that_takes_gigabytes_is_refused(tokenizer: Any, template: str) -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    assert "too much memory" in refused(tokenizer, template)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 def test_powers_are_refused_and_named_arguments_are_not(tokenizer: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 from mlxspec.convert.conversion import convert
 from mlxspec.errors import LoadError, MlxspecError
 from mlxspec.models.loading import load
-from mlxspec.models.model_files import local_path
+from mlxspec.models.model_files import check_layers, local_path
 from mlxspec.models.tokenizer_source import load_tokenizer_of
 from tests.cli.scripted_model import write_scripted_model
 
@@ -105,6 +105,14 @@ def test_a_setting_of_a_wrong_type_is_told_when_the_model_is_loaded(
 ) -> None:
     change_config(model, **changes)
     assert refused(model).startswith(f"{model}: ")
+
+
+def test_only_counts_of_layers_are_compared_with_the_weights() -> None:
+    gemma = {"text_config": {"vocab_size_per_layer_input": 262144, "num_hidden_layers": 35}}
+    check_layers(gemma, tensors=1000)
+    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_nextn_layers"):
+        with pytest.raises(ValueError, match=name):
+            check_layers({"text_config": {name: 262144}}, tensors=1000)
 
 
 def test_layers_without_weights_are_not_built(model: Path) -> None:
