@@ -53,12 +53,22 @@ def draft_end(model: nn.Module) -> int | None:
 
     if (sparse := sparse_crossing(model)) is not None and differs(sparse, fill=True):
         return 0
-    for position in sorted(named_positions(model)):
+    for position in sorted(named_positions(model) - _learned_positions(model)):
         if differs(position):
             return _last_true(
                 lambda end: error((end - _ROWS, _ROWS)) <= bound(0), below=position + _ROWS // 2
             )
     return None
+
+
+def _learned_positions(model: nn.Module) -> set[int]:
+    """Where tables of learned positions end (GPT-2's): what is read behind them is no position."""
+    return {
+        module.weight.shape[0]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
+        and any(word in name for word in ("wpe", "pos"))
+    }
 
 
 def first_crossing(model: nn.Module) -> int:

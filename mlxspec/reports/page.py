@@ -44,10 +44,7 @@ def check_report(path: Path, option: str, *, force: bool) -> None:
     """
     is_file = path.is_file() and not path.is_symlink()
     if not is_file and not path.is_dir() and os.path.lexists(path):
-        raise OptionError(
-            f"{option} {path}: is a link, a pipe or a device; a report is written to a regular "
-            "file only"
-        )
+        raise OptionError(f"{option} {path}: is a link, a pipe or a device; name a regular file")
     try:
         check_writable(path, OptionError)
     except OptionError as error:

@@ -75,7 +75,7 @@ def test_what_is_no_regular_file_stays_as_it_is(tmp_path: Path, kind: str, force
         lambda: check_report(path, "--svg", force=force),
         lambda: write_report(path, "new", "--svg", force=force),
     ):
-        with pytest.raises(OptionError, match=r"--svg .*: is a link, a pipe or a device; a rep"):
+        with pytest.raises(OptionError, match=r"--svg .*: is a link, a pipe or a device; name a"):
             write()
     assert os.path.samestat(os.lstat(path), before)
     assert report.read_text() == page("a")
