@@ -16,7 +16,7 @@ from ..decoders.options import GenerationOptions
 from ..errors import PromptCacheError
 from ..models.hub import is_downloaded, is_repository_name
 from ..models.loading import DEMO
-from ..models.prompt_cache_file import check_fits, load_prompt_cache, tokens_in
+from ..models.prompt_cache_file import check_fits, check_lengths, load_prompt_cache, tokens_in
 from ..models.step_caches import parts
 from ..terminal import visible
 from .prompt_tokens import templated_text
@@ -98,6 +98,7 @@ class CachedPrompt:
             OptionError: the chat template does not apply.
         """
         check_fits(self._cache, decoder.model, self.file)
+        check_lengths(self._cache, self.file)
         following = _following(prompt, decoder.tokenizer, templated)
         if self._tokens:
             session = Session(self._cache, self._tokens)

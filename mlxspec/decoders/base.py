@@ -21,6 +21,7 @@ from ..models.loading import load
 from ..models.lockstep import target_for
 from ..models.positions import context_length
 from ..models.prompt_cache import Loan, fitting_caches, tier_with
+from ..models.prompt_cache_file import check_lengths
 from ..models.target import Target, vocabulary_size
 from ..models.tier import Tier
 from ..models.tiers import chain_tier, find_tier
@@ -199,6 +200,7 @@ class Decoder:
 
         def continued(caches: Sequence[Any]) -> Target:
             lent = fitting_caches(caches, self.model)
+            check_lengths(lent, "prompt_cache")
             with_them = tier_with(lent, tier)
             return target_for(self.model, with_them, self.vocab_size, checked.cache, lent)
 

@@ -20,6 +20,7 @@ from ..models.cache_options import CacheOptions
 from ..models.prompt_cache import as_mlx_lms, tier_with
 from ..models.prompt_cache_file import (
     check_fits,
+    check_lengths,
     load_prompt_cache,
     save_prompt_cache,
     tokens_in,
@@ -177,6 +178,7 @@ class Session:
         """
         if self._first_cache:
             check_fits(self._first_cache, model, "the session's cache")
+            check_lengths(self._first_cache, "the session's cache")
         new = partial(Target, model, vocab_size=vocab_size, options=options, marks=_MARKS)
         target, self._target = self._target, None
         tokens, self._tokens = self._tokens, []

@@ -180,20 +180,13 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
         source: names the cache in errors.
 
     Raises:
-        PromptCacheError: layers or shapes are others, or layers end at different positions.
+        PromptCacheError: layers or shapes are others.
     """
     own = make_prompt_cache(model)
     if len(own) != len(cache):
         raise PromptCacheError(
             f"{source} is another model's: it caches {len(cache)} layers, the model has "
             f"{len(own)}; name the model that made it"
-        )
-    filled = [part for part in parts(cache) if hasattr(part, "offset") and not part.empty()]
-    lengths = {part.offset for part in filled}
-    if len(lengths) > 1:  # a draft model's, which may follow in a file, end elsewhere
-        raise PromptCacheError(
-            f"{source} is damaged: its layers end at {min(lengths)} and at {max(lengths)} "
-            "positions; make it again"
         )
     model(mx.array([[0]]), cache=own)
     try:
@@ -204,6 +197,25 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
         raise PromptCacheError(
             f"{source} is another model's: its keys and values have other shapes; name the "
             "model that made it"
+        )
+
+
+def check_lengths(cache: Sequence[Any], source: str) -> None:
+    """Refuse a cache whose layers hold different numbers of positions.
+
+    Args:
+        cache: of one model, and in nobody's use: layers that run are not equally long.
+        source: names the cache in errors.
+
+    Raises:
+        PromptCacheError: they do.
+    """
+    filled = [part for part in parts(cache) if hasattr(part, "offset") and not part.empty()]
+    lengths = {part.offset for part in filled}
+    if len(lengths) > 1:
+        raise PromptCacheError(
+            f"{source} is damaged: its layers end at {min(lengths)} and at {max(lengths)} "
+            "positions; make it again"
         )
 
 

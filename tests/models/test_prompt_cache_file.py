@@ -10,7 +10,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache as mlx_lm_load
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from mlx_lm.models.cache import save_prompt_cache as mlx_lm_save
 
 import mlxspec
@@ -152,3 +152,12 @@ def test_what_cannot_be_written_leaves_the_old_file(
         save_prompt_cache(tmp_path / "cache", cache)
     assert (tmp_path / "cache.safetensors").read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_draft_model_s_caches_behind_the_model_s_own_may_be_shorter(tmp_path: Path) -> None:
+    model = ARCHITECTURES["llama3"].model()
+    own, drafts = cached(model), cached(model)
+    trim_prompt_cache(drafts, 1)  # as mlx-lm's speculative decoding leaves them
+    mlx_lm_save(str(tmp_path / "c.safetensors"), [*own, *drafts])
+    loaded = load_prompt_cache(tmp_path / "c.safetensors")
+    assert [cache.offset for cache in loaded] == [cache.offset for cache in (*own, *drafts)]

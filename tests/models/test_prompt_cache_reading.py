@@ -19,7 +19,7 @@ from mlx_lm.models.cache import save_prompt_cache as mlx_lm_save
 
 from mlxspec import load_prompt_cache, save_prompt_cache
 from mlxspec.errors import PromptCacheError
-from mlxspec.models.prompt_cache_file import check_fits, tokens_in
+from mlxspec.models.prompt_cache_file import check_fits, check_lengths, tokens_in
 from tests.hostile import harmless, json_values, mutated
 
 from .architectures import ARCHITECTURES
@@ -79,6 +79,7 @@ def used(kind: str, path: Path) -> bool:
     assert all(0 <= token < 2**31 for token in tokens_in(loaded, metadata))
     model = model_of(kind)
     check_fits(loaded, model, "file")
+    check_lengths(loaded, "file")
     logits = model(mx.array([[5]]), cache=loaded)
     mx.eval(logits)
     return logits.shape[:2] == (1, 1)
