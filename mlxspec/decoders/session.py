@@ -158,10 +158,13 @@ class Session:
             try:
                 for response in responses:
                     taken.append(response.token)
+                    if response.finish_reason:
+                        break
                     yield response
             finally:
                 responses.close()
                 self._put_back(target, [*prompt, *taken])
+        yield response  # the last one: the next turn may begin
 
     def _take(
         self,

@@ -110,6 +110,15 @@ def test_whatever_happens_to_a_conversation_each_turn_is_as_on_a_fresh_cache(
         assert session.tokens == context[: len(session.tokens)]
 
 
+def test_the_next_turn_may_begin_with_the_last_response() -> None:
+    decoder, session = decoder_of("plain"), Session()
+    first = decoder.stream([3, 4, 5], 2, session=session)
+    said_first = [next(first).token, next(first).token]
+    context = [3, 4, 5, *said_first, 6]
+    second = [response.token for response in said(decoder, context, 3, session=session)]
+    assert second == fresh_output(decoder.model, context, 3)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exact_continuation_runs_nothing_again(kind: str) -> None:
     decoder, session = decoder_of(kind), Session()
