@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mlxspec._start import run
+from mlxspec.process import run
 
 if TYPE_CHECKING:
     from mlxspec import LookaheadDecoder, PromptLookupDecoder

@@ -21,12 +21,12 @@ import mlxspec  # noqa: F401  (before mlx.core, for OpenBLAS)
 # isort: split
 import mlx.core as mx
 
-from mlxspec.drafting import DraftTree, VerifiedStep
-from mlxspec.models.kv_caches import TreeKVCache, TreeQuantizedKVCache
-from mlxspec.models.step_caches import keep_rows
-from mlxspec.models.tree_rows import OpenMask, TreeRows
-from mlxspec.planning.chips import chip_curve
-from mlxspec.planning.planned_drafter import PlannedDrafter
+from mlxspec.draft.drafter import VerifiedStep
+from mlxspec.draft.tree import DraftTree
+from mlxspec.engine.caches import TreeKVCache, TreeQuantizedKVCache, keep_rows
+from mlxspec.engine.tree_attention import OpenMask, TreeRows
+from mlxspec.plan.cost_curve import chip_curve
+from mlxspec.plan.planner import PlannedDrafter
 
 _CONTEXTS = (1_000, 10_000, 100_000)
 _STEPS = 200

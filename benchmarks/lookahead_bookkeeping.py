@@ -14,8 +14,10 @@ from statistics import median, quantiles
 
 from planner_cost import made_up_text
 
-from mlxspec.decoding.acceptance import accept
-from mlxspec.drafting import DraftTree, LookaheadDrafter, VerifiedStep
+from mlxspec.draft.drafter import VerifiedStep
+from mlxspec.draft.lookahead import LookaheadDrafter
+from mlxspec.draft.tree import DraftTree
+from mlxspec.engine.step import accept
 
 _PROMPT, _OUTPUT = 2000, 2000
 _SIZES = ((5, 3, 5), (10, 5, 8), (15, 5, 15), (30, 5, 30))

@@ -23,9 +23,9 @@ from statistics import geometric_mean, mean, median
 
 import mlxspec
 from mlxspec import LookaheadDecoder, SpeculationStats
-from mlxspec.bench.prompts import bundled_prompts
-from mlxspec.drafting import NoDraft
-from mlxspec.response import GenerationResponse
+from mlxspec.draft.drafter import NoDraft
+from mlxspec.eval.bench_prompts import bundled_prompts
+from mlxspec.generation.response import GenerationResponse
 
 _TOKENS = 80
 _SIZES = [

@@ -14,7 +14,9 @@ import random
 import time
 from statistics import median
 
-from mlxspec.drafting import DraftTree, PromptLookupDrafter, VerifiedStep
+from mlxspec.draft.drafter import VerifiedStep
+from mlxspec.draft.prompt_lookup import PromptLookupDrafter
+from mlxspec.draft.tree import DraftTree
 
 STEPS = 2000
 EMITTED = 3

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from mlxspec.drafting import DraftTree
-from mlxspec.drafting.suffix_index import SuffixIndex
-from mlxspec.planning.chips import chip_curve
-from mlxspec.planning.guard import Guard
-from mlxspec.planning.planned_drafter import PlannedDrafter
-from mlxspec.replay.engine import replay
+from mlxspec.draft.suffix_index import SuffixIndex
+from mlxspec.draft.tree import DraftTree
+from mlxspec.eval.replay import replay
+from mlxspec.plan.cost_curve import chip_curve
+from mlxspec.plan.planner import PlannedDrafter
+from mlxspec.plan.policy import Guard
 
 _OUTPUT = 1000  # tokens decoded behind the context
 _CONTEXTS = (32_000, 100_000)

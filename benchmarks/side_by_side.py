@@ -15,9 +15,9 @@ import subprocess
 import sys
 from statistics import geometric_mean
 
-from mlxspec.bench.html_page import ratio_name
 from mlxspec.cli.bench_table import bench_tables
 from mlxspec.cli.report_output import print_tables
+from mlxspec.eval.bench_page import ratio_name
 
 COMMAND = [sys.executable, "-c", "from mlxspec.cli.main import main; main()"]
 KINDS = {

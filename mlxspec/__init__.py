@@ -1,37 +1,39 @@
 """Lossless speculative decoding for LLMs on Apple MLX, without a second model."""
 
-from ._blas import prefer_openblas
+from .process import prefer_openblas
 
 prefer_openblas()  # before anything imports mlx.core
 
 from typing import TYPE_CHECKING  # noqa: E402
 
 if TYPE_CHECKING:
-    from .augmentation import Augmentation, augment
-    from .batch import batch_generate
-    from .decoders import (
+    from .compat.augmentation import Augmentation, augment
+    from .compat.batch import batch_generate
+    from .compat.generation import generate, stream_generate
+    from .draft.combined import CombinedDrafter
+    from .draft.drafter import Drafter, VerifiedStep
+    from .draft.lookahead import LookaheadDrafter
+    from .draft.prompt_lookup import PromptLookupDrafter
+    from .draft.tree import DraftTree
+    from .engine.draft_model import DraftModelDrafter
+    from .engine.prompt_cache_file import load_prompt_cache, save_prompt_cache
+    from .engine.sampling import SamplingParams, pure
+    from .errors import MlxspecError
+    from .generation.decoder import Decoder
+    from .generation.decoders import (
         AutoDecoder,
         CombinedDecoder,
-        Decoder,
         LookaheadDecoder,
         PromptLookupDecoder,
-        Session,
     )
-    from .decoding import SamplingParams, pure
-    from .decoding.draft_model import DraftModelDrafter
-    from .drafting import (
-        CombinedDrafter,
-        Drafter,
-        DraftTree,
-        LookaheadDrafter,
-        PromptLookupDrafter,
-        VerifiedStep,
+    from .generation.response import (
+        GenerationResponse,
+        GenerationResult,
+        SpeculationStats,
+        TokenLogprobs,
     )
-    from .errors import MlxspecError
-    from .generation import generate, stream_generate
-    from .models.loading import load
-    from .models.prompt_cache_file import load_prompt_cache, save_prompt_cache
-    from .response import GenerationResponse, GenerationResult, SpeculationStats, TokenLogprobs
+    from .generation.session import Session
+    from .loading.model import load
 
 __version__ = "0.1.0"
 __all__ = [
@@ -66,34 +68,34 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AutoDecoder": ".decoders",
-    "CombinedDecoder": ".decoders",
-    "Decoder": ".decoders",
-    "LookaheadDecoder": ".decoders",
-    "PromptLookupDecoder": ".decoders",
-    "Session": ".decoders",
-    "SamplingParams": ".decoding",
-    "pure": ".decoding",
-    "DraftModelDrafter": ".decoding.draft_model",
-    "DraftTree": ".drafting",
-    "CombinedDrafter": ".drafting",
-    "Drafter": ".drafting",
-    "LookaheadDrafter": ".drafting",
-    "PromptLookupDrafter": ".drafting",
-    "VerifiedStep": ".drafting",
+    "Augmentation": ".compat.augmentation",
+    "augment": ".compat.augmentation",
+    "batch_generate": ".compat.batch",
+    "generate": ".compat.generation",
+    "stream_generate": ".compat.generation",
+    "CombinedDrafter": ".draft.combined",
+    "Drafter": ".draft.drafter",
+    "VerifiedStep": ".draft.drafter",
+    "LookaheadDrafter": ".draft.lookahead",
+    "PromptLookupDrafter": ".draft.prompt_lookup",
+    "DraftTree": ".draft.tree",
+    "DraftModelDrafter": ".engine.draft_model",
+    "load_prompt_cache": ".engine.prompt_cache_file",
+    "save_prompt_cache": ".engine.prompt_cache_file",
+    "SamplingParams": ".engine.sampling",
+    "pure": ".engine.sampling",
     "MlxspecError": ".errors",
-    "load": ".models.loading",
-    "load_prompt_cache": ".models.prompt_cache_file",
-    "save_prompt_cache": ".models.prompt_cache_file",
-    "Augmentation": ".augmentation",
-    "augment": ".augmentation",
-    "batch_generate": ".batch",
-    "generate": ".generation",
-    "stream_generate": ".generation",
-    "GenerationResponse": ".response",
-    "GenerationResult": ".response",
-    "SpeculationStats": ".response",
-    "TokenLogprobs": ".response",
+    "Decoder": ".generation.decoder",
+    "AutoDecoder": ".generation.decoders",
+    "CombinedDecoder": ".generation.decoders",
+    "LookaheadDecoder": ".generation.decoders",
+    "PromptLookupDecoder": ".generation.decoders",
+    "GenerationResponse": ".generation.response",
+    "GenerationResult": ".generation.response",
+    "SpeculationStats": ".generation.response",
+    "TokenLogprobs": ".generation.response",
+    "Session": ".generation.session",
+    "load": ".loading.model",
 }
 
 

@@ -65,7 +65,7 @@ def pytest_unconfigure() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say at how many near ties outputs differed, and by how much (invariant 1)."""
-    from .decoding.harness import NEAR_TIES
+    from tests.support.harness import NEAR_TIES
 
     margins = ", ".join(f"{margin:.1e}" for margin in NEAR_TIES)
     terminalreporter.write_line(f"outputs that differ at near ties: {len(NEAR_TIES)} {margins}")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from .openblas import needs_openblas
+from tests.support.openblas import needs_openblas
 
 PRODUCT = "import mlx.core as mx; a = mx.ones((64, 64)); mx.eval(a @ a)"
 # Nothing is loaded where there is no /proc.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mlxspec
-from tests.cli.scripted_model import write_scripted_model
+from tests.support.scripted_model import write_scripted_model
 
 ROOT = Path(mlxspec.__file__).parents[1]
 LIBRARY = "import os, sys, mlxspec; mlxspec.load(sys.argv[1]); os.write(3, b'loaded')"

@@ -17,10 +17,12 @@ from mlx_lm.models import cache
 import mlxspec
 from mlxspec import files, save_prompt_cache
 from mlxspec.errors import OptionError, PromptCacheError, StoreError
+from mlxspec.eval.page import write_report
 from mlxspec.files import replaced, sole_writer
-from mlxspec.reports import write_report
-from mlxspec.store import Learner, add_to_store, build_store, open_store
-from tests.store.tokenizers import FIRST
+from mlxspec.store.building import add_to_store, build_store
+from mlxspec.store.learner import Learner
+from mlxspec.store.store import open_store
+from tests.support.tokenizers import FIRST
 
 
 def names(path: Path) -> set[str]:
@@ -144,7 +146,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path):
     build_store(path, [[1, 2, 3]], FIRST)
     killing = (
         "import os, sys; from mlxspec.store import Learner\n"
-        "from tests.store.tokenizers import FIRST\n"
+        "from tests.support.tokenizers import FIRST\n"
         "os.fsync = lambda _: os.kill(os.getpid(), 9)\n"
         "with Learner(sys.argv[1], FIRST) as learner: learner.add([4, 5])"
     )

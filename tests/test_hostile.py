@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 
 from mlxspec.errors import MlxspecError, OptionError
-from tests import hostile
-from tests.hostile import harmless, json_values, mutated
+from tests.support import hostile
+from tests.support.hostile import harmless, json_values, mutated
 
 
 def test_results_and_the_packages_errors_are_returned() -> None:

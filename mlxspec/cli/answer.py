@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from ..decoders import AutoDecoder
-from ..decoders.options import GenerationOptions
+from ..engine.caches import cached_length
+from ..engine.positions import context_length
 from ..errors import OptionError, PromptError
-from ..models.detokenizer import detokenizer_of
-from ..models.positions import context_length
-from ..models.step_caches import cached_length
-from ..response import GenerationResponse, Transcript
+from ..generation.decoders import AutoDecoder
+from ..generation.options import GenerationOptions
+from ..generation.response import GenerationResponse, Transcript
+from ..loading.detokenizer import detokenizer_of
 from ..terminal import TokenPrinter
 from .cached_prompt import CachedPrompt
 from .consoles import error_console

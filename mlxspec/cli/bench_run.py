@@ -9,17 +9,21 @@ from pathlib import Path
 
 import click
 
-from ..bench.contestants import chosen_names
-from ..bench.html_page import bench_page, what_differs
-from ..bench.machine import machine_figures, model_figures
-from ..bench.measurement import MeasuredPrompt, Measurement
-from ..bench.prompts import BenchPrompt, bundled_prompts, limited, read_prompts, read_spec_bench
-from ..bench.report import bench_report
-from ..bench.rouge import require_rouge
-from ..decoding import SamplingParams
+from ..engine.sampling import SamplingParams
 from ..errors import OptionError, PromptError
-from ..models.loading import load
-from ..reports import check_report, write_report
+from ..eval.backends import chosen_names
+from ..eval.bench import MeasuredPrompt, Measurement, machine_figures, model_figures
+from ..eval.bench_page import bench_page, what_differs
+from ..eval.bench_prompts import (
+    BenchPrompt,
+    bundled_prompts,
+    limited,
+    read_prompts,
+    read_spec_bench,
+)
+from ..eval.bench_report import bench_report, require_rouge
+from ..eval.page import check_report, write_report
+from ..loading.model import load
 from .bench_table import bench_tables
 from .consoles import error_console
 from .measuring_progress import MeasuringProgress

@@ -8,14 +8,14 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..bench.html_page import ratio_name, verdict
-from ..bench.report import Report
+from ..eval.bench_page import ratio_name, verdict
+from ..eval.bench_report import Report
 from .folding_table import FoldingTable
 from .report_output import ratio, shown
 
 
 def bench_tables(report: Report) -> Iterator[RenderableType]:
-    """The tables of a report made by :func:`mlxspec.bench.report.bench_report`."""
+    """The tables of a report made by :func:`mlxspec.eval.bench_report.bench_report`."""
     model, machine = report["model"], report["machine"]
     yield shown(
         f"{model['name']}: {model['parameters']:,} parameters, {model['bits_per_weight']} bits "

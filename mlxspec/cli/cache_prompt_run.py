@@ -8,13 +8,13 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..decoders.prompt import prompt_ids as checked_ids
+from ..engine.caches import CacheOptions, check_quantization
+from ..engine.positions import context_length
+from ..engine.prompt_cache_file import check_replaceable, prompt_cache_path, save_prompt_cache
+from ..engine.target import vocabulary_size
 from ..errors import OptionError
-from ..models.cache_options import CacheOptions, check_quantization
-from ..models.loading import load
-from ..models.positions import context_length
-from ..models.prompt_cache_file import check_replaceable, prompt_cache_path, save_prompt_cache
-from ..models.target import vocabulary_size
+from ..generation.options import prompt_ids as checked_ids
+from ..loading.model import load
 from .answer import default_model, tell_of_default
 from .consoles import error_console
 from .memory_options import take_memory

@@ -11,18 +11,19 @@ import click
 from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoders import Decoder, Session
-from ..decoders.options import GenerationOptions
+from ..engine.caches import parts
+from ..engine.prompt_cache_file import check_fits, check_lengths, load_prompt_cache, tokens_in
 from ..errors import PromptCacheError
-from ..models.hub import is_downloaded, is_repository_name
-from ..models.loading import DEMO
-from ..models.prompt_cache_file import check_fits, check_lengths, load_prompt_cache, tokens_in
-from ..models.step_caches import parts
+from ..generation.decoder import Decoder
+from ..generation.options import GenerationOptions
+from ..generation.session import Session
+from ..loading.model import DEMO
+from ..loading.model_files import is_downloaded, is_repository_name
 from ..terminal import visible
 from .prompt_tokens import templated_text
 
 if TYPE_CHECKING:
-    from ..decoders.options import MemoryOptions
+    from ..generation.options import MemoryOptions
 
 _LONGEST_NAME = 200  # characters of a model's name that are shown
 _QUERY = "<query>"  # mlx-lm's word, for which no template has a use

@@ -11,15 +11,15 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from ..decoding.calibration import calibrate
-from ..decoding.measured_costs import cost_key, known_range
+from ..engine.calibration import calibrate
+from ..engine.capability import Tier, chain_tier
+from ..engine.costs import cost_key, known_range
 from ..errors import OptionError
-from ..models.loading import load
-from ..models.tiers import Tier, chain_tier
-from ..planning.cost_cache import CostCache, CostKey, KnownRange
-from ..planning.live_costs import context_range
-from ..planning.measurement import CAREFUL
-from ..reports import write_report
+from ..eval.page import write_report
+from ..loading.model import load
+from ..plan.cost_file import CostCache, CostKey, KnownRange
+from ..plan.live_costs import context_range
+from ..plan.measurement import CAREFUL
 from ..terminal import visible
 from .consoles import error_console, output_console
 from .cost_picture import check_picture, drawn_curve

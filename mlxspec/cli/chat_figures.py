@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.panel import Panel
 from rich.table import Table
 
-from ..response import GenerationResponse, SpeculationStats
+from ..generation.response import GenerationResponse, SpeculationStats
 
 
 class ChatFigures:

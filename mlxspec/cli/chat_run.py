@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 
 from ..distributed.launch import launched_rank
+from ..engine.positions import context_length
 from ..errors import MlxspecError, OptionError
-from ..models.positions import context_length
-from ..response import GenerationResponse, Transcript
-from ..store import Learner
+from ..generation.response import GenerationResponse, Transcript
+from ..store.learner import Learner
 from ..terminal import TokenPrinter, one_line, visible
 from .answer import default_model, tell_of_default
 from .chat_figures import ChatFigures, figures_line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.nn as nn
 
-from ..models.positions import context_length
+from ..engine.positions import context_length
 from .outcome import note
 
 

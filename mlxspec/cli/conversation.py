@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoders import Session
+from ..engine.target import Progress
 from ..errors import OptionError
-from ..models.detokenizer import detokenizer_of
-from ..models.target import Progress
-from ..response import GenerationResponse
+from ..generation.response import GenerationResponse
+from ..generation.session import Session
+from ..loading.detokenizer import detokenizer_of
 from .context_room import room_behind
 from .prompt_tokens import Messages, conversation_tokens
 

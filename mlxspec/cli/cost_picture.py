@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import OptionError
-from ..reports import check_report
+from ..eval.page import check_report
 from .cost_points import CostPoint
 
 _BLUE = "#0072b2"  # with grey beside it told apart with every kind of colour blindness

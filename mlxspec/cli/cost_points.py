@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..planning.live_curve import KnownTime
-from ..planning.measurement import RowsTime
+from ..plan.live_curve import KnownTime
+from ..plan.measurement import RowsTime
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict
 
-from ..decoders import AutoDecoder, CombinedDecoder, Decoder, LookaheadDecoder, Prompt
-from ..decoders.measured import MeasuredDecoder
-from ..decoders.options import GenerationOptions
-from ..drafting import Drafter, NoDraft
-from ..drafting.lookahead import check_sizes
-from ..drafting.lookup_names import lookup_drafter
+from ..draft.drafter import Drafter, NoDraft
+from ..draft.lookahead import check_sizes
+from ..draft.prompt_lookup import lookup_drafter
 from ..errors import OptionError
-from ..response import GenerationResponse
-from ..store import Learner
+from ..generation.decoder import Decoder, MeasuredDecoder, Prompt
+from ..generation.decoders import AutoDecoder, CombinedDecoder, LookaheadDecoder
+from ..generation.options import GenerationOptions
+from ..generation.response import GenerationResponse
+from ..store.learner import Learner
 from .lookahead_options import parse_window_size
 from .outcome import note
 

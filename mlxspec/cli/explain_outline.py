@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..drafting import DraftTree, VerifiedStep
+from ..draft.drafter import VerifiedStep
+from ..draft.tree import DraftTree
 from .explain_walk import Fate, bonus, fates
 
 BONUS = -1

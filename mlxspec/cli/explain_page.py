@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from ..drafting.recording import RecordedStep
-from ..reports import TreeDrawing, TreeNode, render
+from ..draft.recording import RecordedStep
+from ..eval.page import TreeDrawing, TreeNode, render
 from .explain_outline import BONUS, TreeShape
 from .explain_pieces import Pieces, shortened
 from .explain_walk import Fate, described_counts, fates

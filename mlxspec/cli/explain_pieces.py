@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.cells import cell_len, set_cell_size
 
-from ..models.detokenizer import detokenizer_of
+from ..loading.detokenizer import detokenizer_of
 from ..terminal import visible
 
 SPACE, NEWLINE, TAB = "·", "↵", "⇥"

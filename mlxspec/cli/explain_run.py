@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..decoders import Decoder
-from ..drafting.recording import RecordedStep, RecordingDrafter
+from ..draft.recording import RecordedStep, RecordingDrafter
+from ..engine.positions import context_length
 from ..errors import OptionError
-from ..models.positions import context_length
-from ..reports import check_report, write_report
-from ..response import GenerationResponse, SpeculationStats
+from ..eval.page import check_report, write_report
+from ..generation.decoder import Decoder
+from ..generation.response import GenerationResponse, SpeculationStats
 from .answer import default_model, tell_of_default
 from .consoles import error_console, output_console
 from .context_room import room_behind, tell_of_full_context

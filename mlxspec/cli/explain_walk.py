@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-from ..drafting import VerifiedStep
-from ..drafting.recording import RecordedStep
+from ..draft.drafter import VerifiedStep
+from ..draft.recording import RecordedStep
 
 
 class Fate(Enum):

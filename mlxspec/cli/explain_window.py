@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..drafting.recording import RecordedStep
+from ..draft.recording import RecordedStep
 from .explain_walk import Fate, fates
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..drafting.recording import RecordedStep
-from ..response import SpeculationStats
+from ..draft.recording import RecordedStep
+from ..generation.response import SpeculationStats
 from ..terminal import one_line
 from .explain_pieces import Pieces
 

@@ -138,7 +138,7 @@ def generate_command(**options: Any) -> None:
     """
     with reported():
         if launched_rank() is not None:
-            from ..distributed.supervisor import supervise
+            from ..distributed.launch import supervise
 
             supervise()
         # Here, so that --help does not wait for MLX.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from ..response import GenerationResult
+from ..generation.response import GenerationResult
 
 
 def json_report(result: GenerationResult, model: str) -> str:

@@ -11,7 +11,7 @@ import click
 from .option_groups import GroupedOption
 
 if TYPE_CHECKING:
-    from ..decoders.options import MemoryOptions
+    from ..generation.options import MemoryOptions
 
 _option = partial(click.option, cls=GroupedOption, type=int, group="Memory")
 
@@ -47,7 +47,7 @@ def take_memory(options: dict[str, Any]) -> MemoryOptions:
         OptionError: a value makes no sense.
     """
     # Here, so that --help does not wait for MLX.
-    from ..models.cache_options import CacheOptions
+    from ..engine.caches import CacheOptions
 
     taken: MemoryOptions = {
         "kv_bits": options.pop("kv_bits"),

@@ -9,9 +9,9 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from ..models.facts import CacheFacts, ModelFacts, facts_of
-from ..models.loading import load
-from ..models.tier import Tier
+from ..engine.facts import CacheFacts, ModelFacts, facts_of
+from ..engine.target import Tier
+from ..loading.model import load
 from ..terminal import one_line, visible
 from .consoles import output_console
 

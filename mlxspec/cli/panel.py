@@ -8,8 +8,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ..planning import StepTime
-from ..response import GenerationResult
+from ..generation.response import GenerationResult
+from ..plan.live_costs import StepTime
 from ..terminal import colored
 
 _NOTICEABLY_SLOW = 1.3

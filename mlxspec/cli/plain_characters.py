@@ -18,10 +18,10 @@ def write_plainly() -> None:
     One that has no plain form becomes a question mark on standard output. On standard error it
     is written as Python escapes it, so that the name of a file can be told.
     """
-    codecs.register_error("mlxspec.output", _plain_or(codecs.replace_errors))
+    codecs.register_error("mlxspec.generation.text", _plain_or(codecs.replace_errors))
     codecs.register_error("mlxspec.error", _plain_or(codecs.backslashreplace_errors))
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="mlxspec.output")
+        sys.stdout.reconfigure(errors="mlxspec.generation.text")
     if isinstance(sys.stderr, TextIOWrapper):
         sys.stderr.reconfigure(errors="mlxspec.error")
 

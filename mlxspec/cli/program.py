@@ -12,7 +12,7 @@ from types import TracebackType
 
 import click
 
-from ..augmentation import augment
+from ..compat.augmentation import augment
 from .outcome import INTERRUPTED
 
 

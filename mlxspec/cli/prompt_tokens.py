@@ -7,8 +7,8 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import OptionError, PromptError
-from ..models.chat_template import Messages, apply_template
-from ..models.loading import encode_prompt
+from ..loading.chat_template import Messages, apply_template
+from ..loading.model import encode_prompt
 
 
 def uses_template(prompt: str | list[int], tokenizer: TokenizerWrapper, chat: bool | None) -> bool:

@@ -11,14 +11,12 @@ import click
 from rich.console import RenderableType
 
 from ..errors import OptionError
-from ..planning.chips import chip_curve, chip_names, chip_source
-from ..planning.cost_curve import CostCurve
-from ..replay.comparison import AUTO, DECODERS, HINDSIGHT, chosen_decoders, compare
-from ..replay.curves import read_curve
-from ..replay.html_page import Comparison, replay_page, verdict
-from ..replay.report import ReplayReport
-from ..replay.workload import load_trace_tokenizer, read_workload
-from ..reports import check_report, write_report
+from ..eval.comparison import AUTO, DECODERS, HINDSIGHT, chosen_decoders, compare
+from ..eval.page import check_report, write_report
+from ..eval.replay import load_trace_tokenizer, read_curve, read_workload
+from ..eval.replay_page import Comparison, replay_page, verdict
+from ..eval.replay_report import ReplayReport
+from ..plan.cost_curve import CostCurve, chip_curve, chip_names, chip_source
 from .consoles import error_console
 from .folding_table import FoldingTable
 from .measuring_progress import MeasuringProgress

@@ -15,8 +15,9 @@ from .outcome import note, reported, say
 from .wording import counted, size_in_words
 
 if TYPE_CHECKING:
-    from ..store import Store, StoreInfo, Vocabulary
-    from ..store.text_files import Reading, TextFile
+    from ..store.building import Reading, TextFile
+    from ..store.store import Store, StoreInfo
+    from ..store.store_file import Vocabulary
 
 EPILOG = """\b
 Examples:
@@ -72,7 +73,7 @@ def build_command(
 ) -> None:
     """Make a store from files and directories: text, code, chat logs."""
     with reported():
-        from ..store import build_store
+        from ..store.building import build_store
 
         _write(
             paths,
@@ -93,7 +94,8 @@ def build_command(
 def add_command(file: str, paths: tuple[str, ...], model: str, max_tokens: int | None) -> None:
     """Add files and directories to the store in FILE."""
     with reported():
-        from ..store import add_to_store, open_store
+        from ..store.building import add_to_store
+        from ..store.store import open_store
 
         held = open_store(file).info
         _write(
@@ -113,7 +115,7 @@ def add_command(file: str, paths: tuple[str, ...], model: str, max_tokens: int |
 def info_command(file: str) -> None:
     """Verify the store in FILE and say what it holds."""
     with reported():
-        from ..store import open_store
+        from ..store.store import open_store
 
         info = open_store(file).info
         for name, value in (
@@ -144,9 +146,8 @@ def _write(
 
     ``held`` is what the store held before, of one that is added to.
     """
-    from ..models.tokenizer_source import load_tokenizer_of
-    from ..store.building import MAX_TOKENS
-    from ..store.text_files import Reading, find_files, read_texts
+    from ..loading.tokenizer import load_tokenizer_of
+    from ..store.building import MAX_TOKENS, Reading, find_files, read_texts
 
     started = time.perf_counter()
     limit = max_tokens or MAX_TOKENS

@@ -7,14 +7,9 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..errors import OptionError
-from ..models.model_files import check_name, check_readable
+from ..loading.model_files import check_name, check_readable
 from .hugging_face import open_hugging_face, plan_hugging_face
-from .model_writer import (
-    MAX_SHARD_BYTES,
-    Progress,
-    write_npz,
-    write_safetensors_model,
-)
+from .model_writer import MAX_SHARD_BYTES, Progress, write_npz, write_safetensors_model
 from .original_checkpoint import open_original
 from .output_directory import check_outside, output_directory
 from .plan_original import plan_hugging_face_layout, plan_mlx_examples_layout

@@ -11,8 +11,13 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import ConversionError
-from ..models.hub import download, is_repository_name
-from ..models.model_files import check_layers, load_mlx_lm_model, local_path
+from ..loading.model_files import (
+    check_layers,
+    download,
+    is_repository_name,
+    load_mlx_lm_model,
+    local_path,
+)
 from .messages import printable
 from .planned_model import PlannedModel, TensorGroup
 from .quantization import Quantization
@@ -197,7 +202,7 @@ def _group(arrays: dict[str, mx.array], bits: int | None) -> TensorGroup:
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
     """Copy the tokenizer as it is, or make ``tokenizer.json`` where only SentencePiece's is."""
-    from ..models.tokenizer_loading import load_tokenizer
+    from ..loading.tokenizer import load_tokenizer
 
     for pattern in _COPIED:
         for path in sorted(source.glob(pattern)):

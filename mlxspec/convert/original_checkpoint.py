@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ConversionError, LoadError
-from ..models.weight_names import complete_params, expected_shapes
+from ..loading.npz import complete_params, expected_shapes
 from .messages import printable
 from .safetensors_file import read_safetensors
 from .stored_tensor import StoredTensor, mlx_array

@@ -5,7 +5,7 @@ import math
 
 import mlx.core as mx
 
-from ..models.weight_names import config_from_params, original_to_mlx_name
+from ..loading.npz import config_from_params, original_to_mlx_name
 from .original_checkpoint import OriginalCheckpoint, OriginalTensor
 from .planned_model import PlannedModel, TensorGroup
 from .quantization import Quantization

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ConversionError
-from ..models.safetensors_header import LENGTH, DamagedHeader, Place, read_header
+from ..loading.safetensors_header import LENGTH, DamagedHeader, Place, read_header
 from .messages import printable
 from .stored_tensor import StoredTensor, contiguous_strides, item_size, map_file
 

@@ -54,7 +54,7 @@ def special_token_ids(tokenizer_model: Path) -> dict[str, int]:
 
 def write_sentencepiece_files(tokenizer_model: Path, directory: Path) -> None:
     """Write ``tokenizer.json``, whose ids are SentencePiece's, its settings and the original."""
-    from ..models.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
+    from ..loading.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
 
     build_tokenizer(tokenizer_model).save(str(directory / "tokenizer.json"))
     config = json.dumps(tokenizer_config(tokenizer_model), indent=2, ensure_ascii=False)

@@ -13,12 +13,7 @@ import numpy as np
 
 from ..errors import ConversionError
 from .messages import printable
-from .state_dict_pickle import (
-    MAX_PICKLE_BYTES,
-    Storage,
-    TensorLayout,
-    read_state_dict,
-)
+from .state_dict_pickle import MAX_PICKLE_BYTES, Storage, TensorLayout, read_state_dict
 from .stored_tensor import StoredTensor, item_size, map_file
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and the extra field

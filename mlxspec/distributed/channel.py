@@ -16,8 +16,7 @@ from queue import SimpleQueue
 from signal import SIGTERM
 from typing import Any
 
-from .ending import end_with
-from .supervisor import supervisor_descriptor
+from .launch import end_with, supervisor_descriptor
 
 Message = list[Any]
 """A name and its arguments; anything that JSON holds."""

@@ -10,13 +10,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
-from ..drafting import DraftTree
-from ..models.cache_options import CacheOptions
-from ..models.chain_probe import row_error
-from ..models.target import Target
-from ..models.tier import Tier
-from ..models.tree_probe import tree_agrees
-from ..models.trials import rounding_noise
+from ..draft.tree import DraftTree
+from ..engine.caches import CacheOptions
+from ..engine.capability import rounding_noise, row_error, tree_agrees
+from ..engine.target import Target, Tier
 from .channel import Channel
 from .leader import is_known, share, wait_for_all
 from .sharding import load_shard

@@ -14,13 +14,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..drafting import DraftTree
+from ..draft.tree import DraftTree
+from ..engine.caches import CacheOptions
+from ..engine.target import Target, Tier
 from ..errors import OptionError
-from ..models.cache_options import CacheOptions
-from ..models.target import Target
-from ..models.tier import Tier
 from .channel import Channel
-from .interrupts import uninterrupted
+from .launch import uninterrupted
 from .sharding import load_shard
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..engine.target import vocabulary_size
 from ..errors import LoadError
-from ..models.loading import load
-from ..models.target import vocabulary_size
+from ..loading.model import load
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper

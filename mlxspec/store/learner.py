@@ -10,10 +10,18 @@ from types import TracebackType
 
 from ..errors import OptionError, StoreError
 from ..files import check_writable, sole_writer
-from .sequences import as_texts, divided, joined, newest
 from .store import check_tokenizer
-from .store_file import EMPTY, read_store_file, write_store_file
-from .tokenizer_identity import Vocabulary, identify
+from .store_file import (
+    EMPTY,
+    Vocabulary,
+    as_texts,
+    divided,
+    identify,
+    joined,
+    newest,
+    read_store_file,
+    write_store_file,
+)
 
 LEARNED_TOKENS = 250_000
 """Tokens of outputs that a store keeps; of more, the oldest outputs go."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from .scripted_model import write_scripted_model
+from tests.support.scripted_model import write_scripted_model
 
 ROUND = ("one", " two", " three", " four", "\n")
 HOSTILE = (

@@ -15,10 +15,10 @@ from click.testing import CliRunner, Result
 import mlxspec
 from mlxspec.cli.main import main
 from mlxspec.cli.outcome import run_command
-from mlxspec.reports import page
+from mlxspec.eval import page
 
 ROOT = Path(mlxspec.__file__).parents[1]
-START = "from mlxspec._start import main; main()"
+START = "from mlxspec.process import main; main()"
 LONG = "x" * 300
 PROMPT = ("--prompt", "a")
 

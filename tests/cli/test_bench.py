@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from mlxspec.bench.contestants import CONTESTANTS, Drafting
 from mlxspec.cli.bench import bench_command
-from mlxspec.drafting import NoDraft
+from mlxspec.draft.drafter import NoDraft
+from mlxspec.eval.backends import CONTESTANTS, Drafting
 
 QUICK = ("--max-tokens", "8", "--repeats", "1")
 

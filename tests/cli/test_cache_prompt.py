@@ -21,8 +21,8 @@ from mlxspec.cli import cached_prompt
 from mlxspec.cli.cache_prompt import cache_prompt_command
 from mlxspec.cli.generate import generate_command
 from mlxspec.errors import LoadError
-from mlxspec.models import loading
-from mlxspec.models.loading import DEMO_DIRECTORY
+from mlxspec.loading import model as loading
+from mlxspec.loading.model import DEMO_DIRECTORY
 
 BEGINNING = 'Repeat the following phrase 4 times: "The red fox sees'
 END = ' the river.".'

@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 from mlxspec.cli import calibration_report, cost_picture
 from mlxspec.cli.calibrate import calibrate_command
 from mlxspec.cli.measuring_progress import MeasuringProgress
-from mlxspec.models.tiers import Tier
-from mlxspec.planning.measurement import RowsTime
+from mlxspec.engine.capability import Tier
+from mlxspec.plan.measurement import RowsTime
 
 pytest.importorskip("plotext")
 

@@ -17,8 +17,7 @@ from click.testing import CliRunner, Result
 
 from mlxspec.cli.chat import chat_command
 from mlxspec.cli.chat_input import ChatInput
-
-from .test_process import ROOT, Window
+from tests.cli.test_process import ROOT, Window
 
 LINE = "one two three four\n"
 

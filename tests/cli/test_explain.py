@@ -12,8 +12,7 @@ from click.testing import CliRunner, Result
 
 from mlxspec.cli.explain import explain_command
 from mlxspec.cli.generate import generate_command
-
-from .scripted_model import write_scripted_model
+from tests.support.scripted_model import write_scripted_model
 
 DECODERS = next(
     param.type.choices

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from mlxspec.cli.explain_outline import BONUS, outline
 from mlxspec.cli.explain_walk import Fate, fates, telling_run
-from mlxspec.drafting import DraftTree, VerifiedStep
-from mlxspec.drafting.recording import RecordedStep
-
-from .explained_steps import lookahead_step, verified
+from mlxspec.draft.drafter import VerifiedStep
+from mlxspec.draft.recording import RecordedStep
+from mlxspec.draft.tree import DraftTree
+from tests.support.explained_steps import lookahead_step, verified
 
 
 @st.composite

@@ -12,11 +12,10 @@ from click.testing import CliRunner
 
 from mlxspec.cli.explain import explain_command
 from mlxspec.cli.explain_page import explain_page
-from mlxspec.drafting.recording import RecordedStep
-
-from ..browser import screenshot, shown_document
-from .explained_steps import Letters, explained, lookahead_step
-from .scripted_model import write_scripted_model
+from mlxspec.draft.recording import RecordedStep
+from tests.support.browser import screenshot, shown_document
+from tests.support.explained_steps import Letters, explained, lookahead_step
+from tests.support.scripted_model import write_scripted_model
 
 ATTACK = ("</title><script>alert(1)</script>", '"onload="alert(2)', "&lt;b&gt;", "<img/src=x>")
 ACCEPTED = (11, 98, 196)  # the page's blue

@@ -9,10 +9,9 @@ import pytest
 from rich.console import Console
 
 from mlxspec.cli.explain_terminal import print_explained
-from mlxspec.drafting import DraftTree
-from mlxspec.drafting.recording import RecordedStep
-
-from .explained_steps import Letters, explained, lookahead_step, verified
+from mlxspec.draft.recording import RecordedStep
+from mlxspec.draft.tree import DraftTree
+from tests.support.explained_steps import Letters, explained, lookahead_step, verified
 
 TREE = """\
 ● a

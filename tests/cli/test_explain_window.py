@@ -9,12 +9,11 @@ import pytest
 
 from mlxspec.cli.explain_walk import Fate
 from mlxspec.cli.explain_window import window_levels
-from mlxspec.decoders import Decoder
-from mlxspec.drafting import LookaheadDrafter
-from mlxspec.drafting.recording import RecordedStep, RecordingDrafter
-
-from ..demo import demo_decoder
-from .explained_steps import lookahead_step
+from mlxspec.draft.lookahead import LookaheadDrafter
+from mlxspec.draft.recording import RecordedStep, RecordingDrafter
+from mlxspec.generation.decoder import Decoder
+from tests.support.demo import demo_decoder
+from tests.support.explained_steps import lookahead_step
 
 PROMPT = "def sub("
 COLUMNS, LEVELS = 4, 3

@@ -9,12 +9,11 @@ from click.testing import CliRunner, Result
 
 from mlxspec import load
 from mlxspec.cli.generate import generate_command
-from mlxspec.models.target import Target
-from mlxspec.response import GenerationResponse, Transcript
-from mlxspec.store import open_store
-
-from .conftest import HOSTILE
-from .scripted_model import BOS
+from mlxspec.engine.target import Target
+from mlxspec.generation.response import GenerationResponse, Transcript
+from mlxspec.store.store import open_store
+from tests.cli.conftest import HOSTILE
+from tests.support.scripted_model import BOS
 
 LINE = "one two three four\n"
 
@@ -174,7 +173,7 @@ def test_without_mlx_model_a_line_says_that_the_demo_model_answers(
 def test_a_bad_option_is_one_line_before_any_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], named: str
 ):
-    monkeypatch.setattr("mlxspec.decoders.base.load", lambda name: 1 / 0)
+    monkeypatch.setattr("mlxspec.generation.decoder.load", lambda name: 1 / 0)
     assert_one_line_error(generate("--model", "any/model", *arguments), named)
 
 
@@ -239,7 +238,7 @@ def test_ctrl_c_while_the_model_loads_is_quiet(monkeypatch: pytest.MonkeyPatch):
     def load(name: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mlxspec.decoders.base.load", load)
+    monkeypatch.setattr("mlxspec.generation.decoder.load", load)
     result = generate("--model", "any", "--prompt", "a")
     assert result.exit_code == 130
     assert result.stderr.strip() == "Interrupted."

@@ -18,8 +18,8 @@ from mlxspec.cli.explain import explain_command
 from mlxspec.cli.generate import generate_command
 from mlxspec.cli.inspect import inspect_command
 from mlxspec.cli.replay import replay_command
-from tests.examples import examples
-from tests.hostile import harmless
+from tests.support.examples import examples
+from tests.support.hostile import harmless
 
 _NUMBERS = ["0", "1", "-1", "2", "4", "8", "64", "99999999999", "1" + "0" * 25, "-" + "9" * 25]
 _FLOATS = ["nan", "inf", "-inf", "0.5", "1e-300", "1e400", "1e38", "٣", "²"]

@@ -9,8 +9,7 @@ from click.testing import CliRunner, Result
 
 from mlxspec.cli import model_report
 from mlxspec.cli.main import main
-
-from ..models.architectures import ARCHITECTURES
+from tests.support.architectures import ARCHITECTURES
 
 
 def inspect(*arguments: str) -> Result:

@@ -73,7 +73,7 @@ def test_a_window_that_never_runs_is_told(endless: Path) -> None:
 def test_what_makes_no_sense_is_one_line_before_a_model_is_loaded(
     options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxspec.decoders.base.load", lambda name: 1 / 0)
+    monkeypatch.setattr("mlxspec.generation.decoder.load", lambda name: 1 / 0)
     result = generate("--model", "none", "--prompt", "a", *options)
     assert result.exit_code == 1
     assert message in result.stderr

@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console, RenderableType
 
 from mlxspec.cli.panel import figures_panel, machine_line, step_times_table
-from mlxspec.planning import StepTime
-from mlxspec.response import GenerationResult, SpeculationStats
+from mlxspec.generation.response import GenerationResult, SpeculationStats
+from mlxspec.plan.live_costs import StepTime
 
 RESULT = GenerationResult(
     text="",

@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlxspec.cli.replay import replay_command
-from mlxspec.planning.chips import chip_names
-from mlxspec.replay.comparison import DECODERS
-from mlxspec.replay.policies import POLICIES
+from mlxspec.eval.baselines import POLICIES
+from mlxspec.eval.comparison import DECODERS
+from mlxspec.plan.cost_curve import chip_names
 
 TOKENIZER = Path(__file__).parents[2] / "mlxspec" / "demo_model"
 FIGURES = ("speedup", "worst", "share_below_098", "tokens_per_step", "rows_per_step")

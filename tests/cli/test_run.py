@@ -9,9 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlxspec.cli.main import main
-from mlxspec.generation import decoder_of
-
-from ..drop_in import demo_with_costs, write_float32_demo
+from mlxspec.compat.generation import decoder_of
+from tests.support.drop_in import demo_with_costs, write_float32_demo
 
 SCRIPT = """
 import sys
@@ -35,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run(monkeypatch: pytest.MonkeyPatch):
     """Runs the command in this process, whose state is restored afterwards."""
     costs = decoder_of(*demo_with_costs()).costs
-    monkeypatch.setattr("mlxspec.decoders.measured.costs_for", lambda *_, **__: costs)
+    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: costs)
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
 

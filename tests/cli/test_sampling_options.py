@@ -13,10 +13,9 @@ from click.testing import CliRunner
 
 from mlxspec import load
 from mlxspec.cli.sampling_options import sampling_options, sparing_line_ends, take_sampling
-from mlxspec.decoding import SamplingParams
-
-from .scripted_model import EOS
-from .test_generate import assert_one_line_error, generate, report
+from mlxspec.engine.sampling import SamplingParams
+from tests.cli.test_generate import assert_one_line_error, generate, report
+from tests.support.scripted_model import EOS
 
 
 def taken(*arguments: object) -> tuple[SamplingParams, dict[str, Any]]:
@@ -125,7 +124,7 @@ def test_log_probabilities_stand_in_the_json(endless: Path) -> None:
 def test_a_bad_option_is_one_line_before_any_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], named: str
 ) -> None:
-    monkeypatch.setattr("mlxspec.decoders.base.load", lambda name: 1 / 0)
+    monkeypatch.setattr("mlxspec.generation.decoder.load", lambda name: 1 / 0)
     assert_one_line_error(generate("--model", "any", "--prompt", "a", *arguments), named)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from sentencepiece import SentencePieceTrainer
 
-from tests.convert import original
+from tests.support import original
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import pytest
 
 from mlxspec.convert.torch_zip import read_torch_zip
 from mlxspec.errors import ConversionError
-from tests.convert import torch_file
+from tests.support import torch_file
 
 torch = pytest.importorskip("torch", reason="needs PyTorch as the reference")
 

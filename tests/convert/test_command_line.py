@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from mlxspec.cli.convert import convert_command
 from mlxspec.cli.main import main
 from mlxspec.convert import conversion
-from tests.convert import original
+from tests.support import original
 
 SCRIPT = Path(__file__).resolve().parents[2] / "convert.py"
 
@@ -69,7 +69,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, checkpoint: 
 
 
 def test_a_checkpoint_that_would_run_code_is_refused_by_name(tmp_path: Path, tokenizer_model: Path):
-    from tests.convert.torch_file import Call, Global, dumps, write_archive
+    from tests.support.torch_file import Call, Global, dumps, write_archive
 
     source = original.write_checkpoint(tmp_path / "x", tokenizer_model)
     trace = tmp_path / "trace"

@@ -15,8 +15,8 @@ import mlxspec
 from mlxspec.convert.conversion import convert
 from mlxspec.convert.torch_zip import read_torch_zip
 from mlxspec.errors import ConversionError, OptionError
-from tests.convert import original, torch_file
-from tests.convert.comparison import assert_same_bits, tensors
+from tests.support import original, torch_file
+from tests.support.comparison import assert_same_bits, tensors
 
 WEIGHTS = original.random_weights()
 TOKENS = [1, 17, 300, 5, 42, 42, 260, 7, 99]

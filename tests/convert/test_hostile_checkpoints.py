@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from mlxspec.convert.conversion import convert
 from mlxspec.convert.torch_zip import read_torch_zip
 from mlxspec.errors import ConversionError, MlxspecError
-from tests.convert import original, torch_file
-from tests.examples import examples
-from tests.hostile import harmless, json_values, mutated
+from tests.support import original, torch_file
+from tests.support.examples import examples
+from tests.support.hostile import harmless, json_values, mutated
 
 SHARD = "consolidated.00.pth"
 Write = Callable[[str, bytes], Path]

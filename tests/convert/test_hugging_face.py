@@ -14,7 +14,7 @@ from mlxspec.convert import hugging_face
 from mlxspec.convert.conversion import convert
 from mlxspec.convert.tokenizer_files import write_sentencepiece_files
 from mlxspec.errors import MlxspecError
-from tests.convert.comparison import assert_same_bits, tensors
+from tests.support.comparison import assert_same_bits, tensors
 
 SMALL = {
     "hidden_size": 64,

@@ -10,7 +10,7 @@ import pytest
 
 from mlxspec.convert.original_checkpoint import open_original
 from mlxspec.errors import ConversionError
-from tests.convert import original, torch_file
+from tests.support import original, torch_file
 
 WEIGHTS = original.random_weights()
 

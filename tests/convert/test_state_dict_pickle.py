@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlxspec.convert.state_dict_pickle import Storage, TensorLayout, read_state_dict
 from mlxspec.errors import ConversionError
-from tests.convert.torch_file import Call, Global, Persistent, Raw, dumps, storage, tensor
+from tests.support.torch_file import Call, Global, Persistent, Raw, dumps, storage, tensor
 
 PLACE = storage("bfloat16", "0", 6)
 VIEW = tensor(PLACE, (2, 3), (3, 1))

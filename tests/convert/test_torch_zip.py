@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from mlxspec.convert.torch_zip import read_torch_zip
 from mlxspec.errors import ConversionError
-from tests.convert import torch_file
-from tests.convert.torch_file import Call, Global, dumps, storage, tensor, write_archive
+from tests.support import torch_file
+from tests.support.torch_file import Call, Global, dumps, storage, tensor, write_archive
 
 VALUES = np.arange(12, dtype=np.float32)
 PLACE = storage("float32", "0", 12)

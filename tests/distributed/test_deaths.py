@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import SECONDS, launched
+from tests.distributed.conftest import SECONDS, launched
 
 # Now and then MLX crashes before the thread that watches the other ranks has had its turn.
 SURVIVOR = (
@@ -38,7 +38,7 @@ def test_each_process_adds_a_line(
 ) -> None:
     endless = ("--decoder", "plain", "--max-tokens", "1000000")
     command = ("generate", "--model", str(small_model), "--prompt", "a", *endless)
-    script = ("-m", "tests.distributed.command", str(tmp_path))
+    script = ("-m", "tests.support.command", str(tmp_path))
     with launched(*script, *command, folder=tmp_path) as launcher:
         assert launcher.stdout
         assert launcher.stdout.read(1)

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 
 import mlxspec
-from mlxspec.bench.equality import first_difference
-from mlxspec.decoders import Decoder
-from mlxspec.decoding import SamplingParams
-from mlxspec.models.tier import Tier
-
-from ..decoding.harness import NEAR_TIES, assert_same_output, plain
-from ..models.architectures import ARCHITECTURES
-from .conftest import SECONDS, launched
-from .settings import ARCHITECTURE, ARCHITECTURE_PROMPT, PROMPT, SETTINGS
+from mlxspec.engine.sampling import SamplingParams
+from mlxspec.engine.target import Tier
+from mlxspec.eval.equality import first_difference
+from mlxspec.generation.decoder import Decoder
+from tests.distributed.conftest import SECONDS, launched
+from tests.support.architectures import ARCHITECTURES
+from tests.support.harness import NEAR_TIES, assert_same_output, plain
+from tests.support.settings import ARCHITECTURE, ARCHITECTURE_PROMPT, PROMPT, SETTINGS
 
 QUANTISED_KV = 1e-2
 """The gap below which a difference is a near tie when keys and values are quantised."""
@@ -35,7 +34,7 @@ def report(
     small_model: Path, replayed: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """What rank 0 of :mod:`.rank` printed."""
-    command = ("-m", "tests.distributed.rank", str(small_model), json.dumps(replayed))
+    command = ("-m", "tests.support.rank", str(small_model), json.dumps(replayed))
     with launched(*command, folder=tmp_path_factory.mktemp("costs")) as launcher:
         output, errors = launcher.communicate(timeout=SECONDS)
     assert errors == ""

@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-from mlxspec.distributed.interrupts import uninterrupted
+from mlxspec.distributed.launch import uninterrupted
 
 
 def test_an_interrupt_comes_after_the_block() -> None:

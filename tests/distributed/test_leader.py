@@ -3,11 +3,10 @@ from typing import Any, cast
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.decoders import Decoder
 from mlxspec.distributed.leader import Leader
 from mlxspec.errors import OptionError
-
-from .settings import PROMPT, SETTINGS
+from mlxspec.generation.decoder import Decoder
+from tests.support.settings import PROMPT, SETTINGS
 
 
 def test_a_prompt_cache_is_refused_where_the_model_is_split(small_model: Any) -> None:

@@ -1,7 +1,7 @@
 import json
 import socket
 
-from mlxspec.distributed.rendezvous import _accept
+from mlxspec.distributed.group import _accept
 
 
 def test_a_stranger_is_turned_away() -> None:

@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.errors import StoreError
-from mlxspec.store import build_store, open_store
-from mlxspec.store.store_file import Part, write_store_file
-from mlxspec.store.tokenizer_identity import identify
-
-from ..examples import examples
-from ..hostile import harmless, mutated
-from .tokenizers import FIRST
+from mlxspec.store.building import build_store
+from mlxspec.store.store import open_store
+from mlxspec.store.store_file import Part, identify, write_store_file
+from tests.support.examples import examples
+from tests.support.hostile import harmless, mutated
+from tests.support.tokenizers import FIRST
 
 TEXTS = [[1, 2, 3, 4, 5], [7, 2, 3, 9], [1, 2, 3, 4, 6]]
 IDENTITY = identify(FIRST)

@@ -8,15 +8,17 @@ import pytest
 
 import mlxspec
 from mlxspec.errors import OptionError
-from mlxspec.store import Learner, build_store, open_store
+from mlxspec.store.building import build_store
+from mlxspec.store.learner import Learner
+from mlxspec.store.store import open_store
 from tests.store.test_store import texts_in
-from tests.store.tokenizers import FIRST
+from tests.support.tokenizers import FIRST
 
 # Learns 20 outputs of its own, one after the other, each with a write of the file.
 LEARNING = """
 import sys
 from mlxspec.store import Learner
-from tests.store.tokenizers import FIRST
+from tests.support.tokenizers import FIRST
 path, number = sys.argv[1], int(sys.argv[2])
 print("ready", flush=True)
 sys.stdin.readline()

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.drafting.suffix_index import Occurrence
-from mlxspec.store.place_order import sorted_places
-from mlxspec.store.place_search import PlaceSearch
+from mlxspec.draft.suffix_index import Occurrence
+from mlxspec.store.store import PlaceSearch
+from mlxspec.store.store_file import sorted_places
 
 TEXT = st.lists(st.integers(-1, 3), max_size=120)
 TAIL = st.lists(st.integers(0, 3), max_size=12)

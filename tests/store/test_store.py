@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 import mlxspec
 from mlxspec.errors import OptionError, StoreError
-from mlxspec.store import Learner, Store, add_to_store, build_store, open_store
+from mlxspec.store.building import add_to_store, build_store
+from mlxspec.store.learner import Learner
+from mlxspec.store.store import Store, open_store
 from tests.store.test_place_search import scan
-from tests.store.tokenizers import FIRST, SECOND, FakeTokenizer
+from tests.support.tokenizers import FIRST, SECOND, FakeTokenizer
 
 TEXTS = [[1, 2, 3, 4, 5], [7, 2, 3, 9], [1, 2, 3, 4, 6]]
 
@@ -206,7 +208,7 @@ def test_a_large_text_is_searched_right(tmp_path: Path):
 
 def test_nothing_of_mlx_is_needed():
     code = (
-        "import sys, mlxspec.store, mlxspec.store.text_files\n"
+        "import sys, mlxspec.store, mlxspec.store.building\n"
         "sys.exit(bool({'mlx.core', 'mlx_lm', 'transformers'} & set(sys.modules)))"
     )
     root = Path(mlxspec.__file__).parents[1]

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from mlxspec.errors import StoreError
-from mlxspec.store import Learner, Store, build_store, open_store
-from tests.store.tokenizers import FIRST, FakeTokenizer
+from mlxspec.store.building import build_store
+from mlxspec.store.learner import Learner
+from mlxspec.store.store import Store, open_store
+from tests.support.tokenizers import FIRST, FakeTokenizer
 
 HEADER = 256
 LENGTHS, CHECKSUMS, HEADER_CHECKSUM = 16, 32, 252

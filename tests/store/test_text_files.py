@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlxspec.errors import StoreError
-from mlxspec.store.text_files import Reading, find_files, read_texts
+from mlxspec.store.building import Reading, find_files, read_texts
 
 
 def read(*paths: Path) -> tuple[list[str], Reading]:

@@ -4,8 +4,8 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from mlxspec.errors import StoreError
-from mlxspec.store import identify
-from tests.store.tokenizers import FIRST, FakeTokenizer
+from mlxspec.store.store_file import identify
+from tests.support.tokenizers import FIRST, FakeTokenizer
 
 
 def test_the_vocabulary_decides_and_not_the_name():

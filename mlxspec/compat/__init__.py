@@ -1,0 +1,1 @@
+"""mlx-lm's functions under their own names, with drafts."""

@@ -1,0 +1,140 @@
+"""Speculation under programs that call mlx-lm's generation functions, without changing them."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import OptionError
+from ..generation.response import GenerationResponse
+from . import batch, generation
+
+_mlx_lm = import_module("mlx_lm.generate")  # the package has a function of that name
+_PACKAGE = __name__.partition(".")[0]
+
+_active: list[Augmentation] = []
+_told: set[str] = set()
+
+
+def augment() -> Augmentation:
+    """Let mlx-lm's ``generate``, ``stream_generate`` and ``batch_generate`` speculate.
+
+    They are replaced in all modules that have been imported so far, under whatever name, and in
+    mlx-lm itself for those that will be. What they generate stays what they are asked for. An
+    argument or a model that mlxspec cannot serve goes to mlx-lm's own function; a warning says
+    so, once for each reason.
+
+    Not covered: functions kept elsewhere than in a module (in a class, in ``partial``), calls
+    of ``generate_step`` and of ``BatchGenerator``. So ``mlx_lm.server`` speculates for the
+    requests that it does not batch: those with a seed, with ``--kv-bits``, with a draft model,
+    and all of a model whose caches cannot be batched.
+
+    Returns:
+        a handle to undo it; a context manager that does so at its end. With several, the last
+        one to be undone puts mlx-lm's functions back.
+    """
+    handle = Augmentation()
+    if not _active:
+        _exchange(_STAND_INS)
+    _active.append(handle)
+    return handle
+
+
+class Augmentation:
+    """What :func:`augment` has done, until it is undone."""
+
+    def undo(self) -> None:
+        """Put mlx-lm's functions back, unless another augmentation still needs them replaced."""
+        if self in _active:
+            _active.remove(self)
+            if not _active:
+                _exchange({own: theirs for theirs, own in _STAND_INS.items()})
+
+    def __enter__(self) -> Augmentation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def _exchange(replacements: Mapping[Any, Any]) -> None:
+    """Replace functions in all modules but mlxspec's own."""
+    by_identity = {id(old): new for old, new in replacements.items()}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == _PACKAGE:
+            continue
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in by_identity:
+                setattr(module, name, by_identity[id(value)])
+
+
+def _known(*functions: Callable[..., Any]) -> set[str]:
+    """The names of the arguments that mlx-lm knows; about others it is to complain itself."""
+    return {name for function in functions for name in signature(function).parameters}
+
+
+_STREAM_ARGUMENTS = _known(
+    _mlx_lm.stream_generate, _mlx_lm.generate_step, _mlx_lm.speculative_generate_step
+)
+_BATCH_ARGUMENTS = _known(_mlx_lm.batch_generate, _mlx_lm.BatchGenerator)
+
+
+@functools.wraps(_mlx_lm.stream_generate)
+def _stream_generate(*args: Any, **options: Any) -> Generator[GenerationResponse, None, None]:
+    responses = None
+    if options.keys() <= _STREAM_ARGUMENTS:
+        with _told_if_it_fails():
+            responses = generation.stream_generate(*args, **options)
+    yield from responses or generation.plainly(*args, **options)
+
+
+@functools.wraps(_mlx_lm.generate)
+def _generate(
+    model: Any, tokenizer: Any, prompt: Any, verbose: bool = False, **options: Any
+) -> str:
+    return generation.joined(_stream_generate(model, tokenizer, prompt, **options), verbose)
+
+
+@functools.wraps(_mlx_lm.batch_generate)
+def _batch_generate(*args: Any, **options: Any) -> Any:
+    run: Callable[[], Any] = functools.partial(batch.generate_in_batch, *args, **options)
+    if options.keys() <= _BATCH_ARGUMENTS:
+        with _told_if_it_fails():
+            signature(batch.batch_generate).bind(*args, **options)
+            run = batch.prepared(*args, **options)
+    return run()
+
+
+_STAND_INS = {
+    _mlx_lm.stream_generate: _stream_generate,
+    _mlx_lm.generate: _generate,
+    _mlx_lm.batch_generate: _batch_generate,
+}
+
+
+@contextmanager
+def _told_if_it_fails() -> Iterator[None]:
+    """Turn what mlxspec cannot serve into a warning, the first time.
+
+    For what comes before a generation: what is raised in one goes to the caller, whose own
+    processor may have raised it.
+    """
+    try:
+        if mx.distributed.init().size() > 1:
+            raise OptionError("several machines share the model; use mlxspec generate there")
+        yield
+    except Exception as error:  # a model or an argument that only mlx-lm may know what to do with
+        reason = " ".join(str(error).split()) or type(error).__name__
+        kind = re.sub(r"\d+", "#", reason)
+        if kind not in _told:
+            _told.add(kind)
+            warnings.warn(f"mlx-lm generates without speculation: {reason}", stacklevel=2)

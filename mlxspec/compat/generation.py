@@ -1,0 +1,232 @@
+"""Generation as functions of a loaded model, with mlx-lm's arguments and responses."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Generator, Iterable
+from inspect import signature
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.generate import stream_generate as stream_generate_plainly
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..engine.target import Progress
+from ..errors import OptionError
+from ..generation.decoder import Prompt
+from ..generation.decoders import AutoDecoder, stream_with_draft_model
+from ..generation.options import GenerationOptions
+from ..generation.response import GenerationResponse, SpeculationStats
+from ..generation.text import Detokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from typing_extensions import Unpack
+
+
+_PLAIN_OPTIONS = signature(generate_step).parameters
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper | PreTrainedTokenizerBase,
+    prompt: Prompt,
+    verbose: bool = False,
+    **options: Any,
+) -> str:
+    """Generate a whole answer.
+
+    Args:
+        model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
+        prompt: text, or token ids.
+        verbose: print the text as it comes, and figures at its end.
+        options: those of :func:`stream_generate`.
+
+    Raises:
+        PromptError, OptionError, TypeError: as :func:`stream_generate`.
+    """
+    return joined(stream_generate(model, tokenizer, prompt, **options), verbose)
+
+
+def joined(responses: Iterable[GenerationResponse], verbose: bool) -> str:
+    """The text of responses, printed as it comes if ``verbose``, with figures at its end."""
+    if verbose:
+        print("=" * 10)
+    text = ""
+    for response in responses:
+        text += response.text
+        if verbose:
+            print(response.text, end="", flush=True)
+    if verbose:
+        print(f"\n{'=' * 10}")
+        print(_figures(response) if text else "No text generated for this prompt")
+    return text
+
+
+def stream_generate(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper | PreTrainedTokenizerBase,
+    prompt: Prompt,
+    max_tokens: int = 256,
+    draft_model: nn.Module | None = None,
+    stream: Any = None,
+    *,
+    num_draft_tokens: int = 2,
+    prompt_progress_callback: Progress | None = None,
+    input_embeddings: mx.array | None = None,
+    **options: Unpack[GenerationOptions],
+) -> Generator[GenerationResponse, None, None]:
+    """Generate with the default decoder, one response per token; the text is mlx-lm's.
+
+    What the decoder has measured of the model and remembers of its outputs serves the next
+    call with the same model and tokenizer. The arguments of mlx-lm mean what they mean there;
+    they are checked at once, not with the first response. Logits processors and samplers of
+    your own are called as mlx-lm calls them, without drafts, unless they are marked with
+    :func:`mlxspec.pure`. What a sampler draws depends on ``mx.random.seed`` as with mlx-lm, but
+    the samples are others: random numbers are keyed by position here.
+
+    Args:
+        model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
+        prompt: text, or token ids.
+        max_tokens: how many tokens to generate at most; -1 for no limit.
+        draft_model: a small model with the same tokenizer, to draft where no text repeats.
+        stream: where mlx-lm would run; everything runs on its ``generation_stream`` here.
+        num_draft_tokens: how many tokens ``draft_model`` drafts at most.
+        prompt_progress_callback: called with prompt tokens done and prompt tokens in all.
+        input_embeddings: stand in for the prompt's embeddings; then mlx-lm generates, plainly,
+            and takes its own options only.
+        options: how to sample and where to end, the memory of the cache and ``prompt_cache``,
+            as in :meth:`mlxspec.Decoder.decode`. With a draft model ``max_kv_size`` is ignored,
+            as by mlx-lm.
+
+    Raises:
+        PromptError, PromptCacheError, OptionError: as :meth:`mlxspec.Decoder.decode`, or the
+            draft model has another vocabulary.
+        TypeError: there is no such option.
+    """
+    if input_embeddings is not None:
+        for name in options.keys() - _PLAIN_OPTIONS:
+            raise OptionError(
+                f"{name} is given with input_embeddings, where mlx-lm generates and does not "
+                "know it: leave it out"
+            )
+        return plainly(
+            model,
+            tokenizer,
+            prompt,
+            max_tokens,
+            draft_model=draft_model,
+            prompt_progress_callback=prompt_progress_callback,
+            input_embeddings=input_embeddings,
+            **options,
+        )
+    decoder = decoder_of(model, tokenizer)
+    if max_tokens == -1:
+        max_tokens = sys.maxsize
+    if prompt_progress_callback is not None:
+        options["on_progress"] = _one_more(prompt_progress_callback)
+    if draft_model is None:
+        responses = decoder.stream(prompt, max_tokens, **options)
+    else:
+        options.pop("max_kv_size", None)
+        responses = stream_with_draft_model(
+            decoder, draft_model, prompt, max_tokens, num_draft_tokens, **options
+        )
+    if prompt_progress_callback is None:
+        return responses
+    return _telling_the_end(responses, prompt_progress_callback)
+
+
+class _KeptDecoder(AutoDecoder):
+    """Is kept as long as its model lives, so it must not keep it alive; writes mlx-lm's text."""
+
+    def _new_detokenizer(self) -> Detokenizer:
+        return cast(Detokenizer, self.tokenizer.detokenizer)
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        assert model is not None  # who generates with it has it
+        return model
+
+    @model.setter
+    def model(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+
+def decoder_of(
+    model: nn.Module, tokenizer: TokenizerWrapper | PreTrainedTokenizerBase
+) -> AutoDecoder:
+    """The default decoder of a model and a tokenizer.
+
+    The same one as long as the model lives, its weights keep their sizes (those of other layers,
+    quantised or adapted, have other costs) and no other tokenizer comes in between.
+    """
+    size = sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
+    with _keeping:
+        kept = _kept.get(id(model))
+        first = kept is None
+        if kept is None or kept.tokenizer is not tokenizer or kept.size != size:
+            wrapped = tokenizer
+            if not isinstance(wrapped, TokenizerWrapper):
+                wrapped = TokenizerWrapper(wrapped)
+            kept = _kept[id(model)] = _Kept(tokenizer, size, _KeptDecoder(model, wrapped))
+        if first:
+            weakref.finalize(model, _kept.pop, id(model))
+    return kept.decoder
+
+
+class _Kept(NamedTuple):
+    """A decoder, and what of tokenizer and model it was made for."""
+
+    tokenizer: TokenizerWrapper | PreTrainedTokenizerBase
+    size: int
+    decoder: AutoDecoder
+
+
+# By the model's id: a model cannot be hashed, and an attribute of it would go into its copies.
+_kept: dict[int, _Kept] = {}
+_keeping = threading.Lock()
+
+
+def plainly(*args: Any, **options: Any) -> Generator[GenerationResponse, None, None]:
+    """What mlx-lm's own ``stream_generate`` generates, as responses of plain decoding."""
+    for count, response in enumerate(stream_generate_plainly(*args, **options), start=1):
+        stats = SpeculationStats(steps=count, rows=count, emitted=count)
+        yield GenerationResponse(**vars(response), stats=stats)
+
+
+def _one_more(callback: Progress) -> Progress:
+    """mlx-lm counts the prompt's last token too, which belongs to the first step here."""
+    return lambda done, total: callback(done, total + 1)
+
+
+def _telling_the_end(
+    responses: Generator[GenerationResponse, None, None], callback: Progress
+) -> Generator[GenerationResponse, None, None]:
+    """Tell the callback that the whole prompt is done once the first token is there."""
+    try:
+        for response in responses:
+            if response.generation_tokens == 1:
+                run = response.prompt_tokens - response.reused_tokens
+                callback(run, run)
+            yield response
+    finally:
+        responses.close()
+
+
+def _figures(last: GenerationResponse) -> str:
+    """mlx-lm's three lines, and what speculation did."""
+    stats = last.stats
+    return (
+        f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec\n"
+        f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec\n"
+        f"Speculation: {stats.tokens_per_step:.2f} tokens per step, "
+        f"{stats.accepted} of {stats.drafted} draft tokens accepted\n"
+        f"Peak memory: {last.peak_memory:.3f} GB"
+    )

@@ -1,0 +1,156 @@
+"""Two drafters in one tree: the first one's draft, and the second one's beside it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
+from .drafter import Drafter, VerifiedStep
+from .tree import DraftTree, TreeBuilder
+
+
+@runtime_checkable
+class RowFiller(Protocol):
+    """A drafter that can fit its draft to the rows that are left."""
+
+    def propose_beside(self, rows: int, budget: int, max_rows: int) -> DraftTree:
+        """Draft for a step that has ``rows`` rows already and may have ``max_rows``."""
+
+
+class CombinedDrafter:
+    """Drafts what either of two drafters proposes; common beginnings are verified once.
+
+    Each drafter observes a step as if its own tree had been verified: with the target's choices
+    after its own nodes, and all emitted tokens, whoever proposed them. A target that verifies
+    no branches gets the first drafter's chain, or the second's where the first has none.
+
+    Args:
+        first: comes first where rows are limited, and where drafts are cut to a chain.
+        second: gets the rows that the first leaves.
+        max_rows: of a step, the current token's included; None does not limit them. A drafter
+            that offers ``propose_beside`` fits its draft to what is left, that of any other is
+            cut.
+    """
+
+    branching = True
+
+    def __init__(self, first: Drafter, second: Drafter, max_rows: int | None = None) -> None:
+        self.first = first
+        self.second = second
+        self.max_rows = sys.maxsize if max_rows is None else max_rows
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether neither drafter expects a draft soon."""
+        return self.first.pipelined and self.second.pipelined
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.first.begin(list(prompt))
+        self.second.begin(list(prompt))
+
+    def propose(self, budget: int) -> DraftTree:
+        first = self.first.propose(budget)
+        merged = _Merger(first.tokens[0], self.max_rows)
+        merged.add(first)
+        if isinstance(self.second, RowFiller):
+            second = self.second.propose_beside(len(merged), budget, self.max_rows)
+        else:
+            second = self.second.propose(budget)
+        merged.add(second)
+        self._parts = first, second
+        self._merged = merged
+        return merged.tree()
+
+    def observe(self, step: VerifiedStep) -> None:
+        first, second = self._parts
+        self.first.observe(view(step, first))
+        self.second.observe(view(step, second))
+
+    def end(self) -> None:
+        try:
+            self.first.end()
+        finally:
+            self.second.end()
+
+    def origins(self) -> tuple[str, ...]:
+        """Per node of the tree proposed last, what its first proposer says of it, or "draft"."""
+        origins = ["root"] + [""] * (len(self._merged) - 1)
+        for drafter, tree, nodes in zip(
+            (self.first, self.second), self._parts, self._merged.nodes, strict=True
+        ):
+            told = getattr(drafter, "origins", None)
+            own = told() if told else ("root", *["draft"] * (len(tree) - 1))
+            for node, origin in zip(nodes, own, strict=True):
+                if node is not None:
+                    origins[node] = origins[node] or origin
+        return tuple(origins)
+
+    def window_rows(self) -> dict[tuple[int, int], int]:
+        """The node of each row (level, column) of a drafter's lookahead window, if one has any."""
+        rows: dict[tuple[int, int], int] = {}
+        for drafter, nodes in zip((self.first, self.second), self._merged.nodes, strict=True):
+            told = getattr(drafter, "window_rows", None)
+            for row, own in (told() if told else {}).items():
+                node = nodes[own]
+                if node is not None:
+                    rows[row] = node
+        return rows
+
+
+def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
+    """A step as it is for a tree whose nodes are among the verified ones.
+
+    Args:
+        step: what was verified.
+        tree: a draft for the same token; what the step has not verified of it is left out.
+
+    Returns:
+        the target's choices after the nodes of ``tree``, and those of them that were accepted.
+        Tokens that were accepted elsewhere are among the emitted ones only.
+    """
+    children: dict[tuple[int, int], int] = {}
+    for node in range(len(step.tree) - 1, 0, -1):  # so that the first of equal siblings remains
+        children[step.tree.parents[node], step.tree.tokens[node]] = node
+    verified: list[int | None] = [0]
+    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
+        above = verified[parent]
+        verified.append(None if above is None else children.get((above, token)))
+    kept = [node for node, same in enumerate(verified) if same is not None]
+    rows = [same for same in verified if same is not None]
+    if len(kept) < len(tree):
+        renumbered = {node: index for index, node in enumerate(kept)} | {-1: -1}
+        tree = DraftTree(
+            tuple(tree.tokens[node] for node in kept),
+            tuple(renumbered[tree.parents[node]] for node in kept),
+        )
+    own = {same: node for node, same in reversed(list(enumerate(rows)))}
+    accepted = [own[node] for node in step.accepted if node in own]
+    return replace(
+        step,
+        tree=tree,
+        choices=tuple(step.choices[row] for row in rows),
+        argmaxes=tuple(step.argmaxes[row] for row in rows),
+        accepted=tuple(accepted),
+    )
+
+
+class _Merger(TreeBuilder):
+    """Grows a tree from several, up to a number of rows.
+
+    ``nodes`` has, per tree that was added, its nodes' numbers here, None for what was cut.
+    """
+
+    def __init__(self, root: int, max_rows: int) -> None:
+        super().__init__(root)
+        self.nodes: list[list[int | None]] = []
+        self._max_rows = max_rows
+
+    def add(self, tree: DraftTree) -> None:
+        nodes: list[int | None] = [0]
+        for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
+            above = nodes[parent]
+            room = above is not None and (len(self) < self._max_rows or self.has(above, token))
+            nodes.append(self.child(above, token) if above is not None and room else None)
+        self.nodes.append(nodes)

@@ -1,0 +1,127 @@
+"""The texts that a generation drafts from: its context, and earlier outputs."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from .suffix_index import MAX_LENGTH, SEPARATOR, SuffixIndex
+
+
+class OutputMemory:
+    """The last outputs of this process, first in, first out. Threads may share it.
+
+    There is no lock: a generation that is collected as garbage adds its output wherever that
+    happens, which might be here. What each line does with the deque it does at once.
+
+    Args:
+        max_tokens: how much is remembered; 0 remembers nothing.
+    """
+
+    def __init__(self, max_tokens: int = 16384) -> None:
+        self.max_tokens = max_tokens
+        self._outputs: deque[list[int]] = deque()
+
+    def add(self, output: Sequence[int]) -> None:
+        """Remember an output; of one that is too long, its end. The oldest ones make room."""
+        kept = list(output)[max(0, len(output) - self.max_tokens) :]
+        if not kept:
+            return
+        self._outputs.append(kept)
+        surplus = sum(map(len, self._outputs.copy())) - self.max_tokens
+        while surplus > 0:
+            surplus -= len(self._outputs.popleft())
+
+    def text(self) -> list[int]:
+        """All of it, the oldest first, a separator after each output."""
+        return [token for output in self._outputs.copy() for token in (*output, SEPARATOR)]
+
+
+_MOST_TEXT = 4  # times what an index built anew would hold; the rest are abandoned turns
+
+
+class ContextIndex:
+    """Indexes earlier outputs and a prompt beside the prefill, in a thread.
+
+    The next prompt of a conversation begins with most of the last context: then only the rest
+    is added. Where the two part, the abandoned turn stays in the index as one more text to
+    draft from, and the new one stands behind a separator, with enough of what precedes it for
+    matches of any length.
+    """
+
+    def __init__(self) -> None:
+        self._building: Future[SuffixIndex] | None = None
+        self._prompt: array[int] = array("i")
+        self._prompt_end = 0
+        """Where in the index's text the prompt ends and the output begins."""
+        self.memory_end = 0
+        """How many tokens of earlier outputs the text begins with."""
+
+    @property
+    def index(self) -> SuffixIndex:
+        """The index of the context; waits until it is built."""
+        assert self._building is not None
+        return self._building.result()
+
+    @property
+    def output(self) -> Sequence[int]:
+        """What was added since the prompt."""
+        return self.index.tokens[self._prompt_end :]
+
+    def begin(self, prompt: Sequence[int], earlier: Sequence[int] = ()) -> None:
+        """Start the index of a context.
+
+        Args:
+            prompt: what it begins with.
+            earlier: other outputs, for an index that is built anew.
+        """
+        tokens = array("i", prompt)
+        kept = self._continued(tokens) if self._building else None
+        self._prompt = tokens
+        if kept is not None:
+            index, added = kept
+            self._prompt_end = len(index) + len(added)
+            self._run(lambda: _extended(index, added))
+        else:
+            self.memory_end = len(earlier)
+            self._prompt_end = len(earlier) + len(tokens)
+            self._run(lambda: SuffixIndex([*earlier, *tokens]))
+
+    def _continued(self, prompt: array[int]) -> tuple[SuffixIndex, array[int]] | None:
+        """The index so far and what to add to it; None where a new one is better.
+
+        That is so if there is less to index anew, or if too much has been abandoned.
+        """
+        context = self._prompt + array("i", self.output)
+        common = common_length(context, prompt)
+        added = prompt[common:]
+        if common < len(context):
+            added = array("i", [SEPARATOR]) + prompt[max(0, common - MAX_LENGTH) :]
+        needed = self.memory_end + max(len(context), len(prompt))
+        if len(added) >= common or len(self.index) + len(added) > _MOST_TEXT * needed:
+            return None
+        return self.index, added
+
+    def _run(self, build: Callable[[], SuffixIndex]) -> None:
+        executor = ThreadPoolExecutor(max_workers=1)
+        self._building = executor.submit(build)
+        executor.shutdown(wait=False)
+
+
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences of one type begin with in common."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:  # halving the slices, which compare fast, instead of token by token
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _extended(index: SuffixIndex, tokens: Sequence[int]) -> SuffixIndex:
+    index.extend(tokens)
+    return index

@@ -1,0 +1,169 @@
+"""Where an n-gram first stood in a growing text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import TypeGuard
+
+from ..errors import OptionError
+from .drafter import Drafter, NoDraft, VerifiedStep
+from .tree import DraftTree
+
+# Token ids are packed into one integer per n-gram; no vocabulary has 2**24 tokens.
+_TOKEN_BITS = 24
+
+
+class NgramIndex:
+    """Maps every n-gram of a token sequence, n_min <= n <= n_max, to its earliest end.
+
+    Adding a token costs one dictionary entry per n and a look-up one probe per n, whatever
+    the length of the text; nothing is ever scanned.
+    """
+
+    def __init__(self, n_min: int, n_max: int) -> None:
+        self.tokens: list[int] = []
+        self._sizes = tuple(range(n_max, n_min - 1, -1))
+        self._masks = {n: (1 << n * _TOKEN_BITS) - 1 for n in self._sizes}
+        self._ends: dict[int, dict[int, int]] = {n: {} for n in self._sizes}
+        self._suffix = 0  # the last n_max tokens, packed
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens (ids >= 0) to the text."""
+        suffix, longest = self._suffix, self._masks[self._sizes[0]]
+        text = self.tokens
+        tables = [(n, self._masks[n], self._ends[n]) for n in self._sizes]
+        for token in tokens:
+            text.append(token)
+            suffix = (suffix << _TOKEN_BITS | token) & longest
+            end = len(text)
+            for n, mask, ends in tables:
+                if n <= end:
+                    ends.setdefault(suffix & mask, end)
+        self._suffix = suffix
+
+    def continuation(self, length: int) -> Sequence[int]:
+        """What followed the earliest earlier occurrence of the longest n-gram that ends the text.
+
+        Returns:
+            up to ``length`` tokens; none if no n-gram at the end has occurred before.
+        """
+        for n in self._sizes:
+            end = self._ends[n].get(self._suffix & self._masks[n])
+            # The n-gram at the very end has been entered too: there it continues with nothing.
+            if end is not None and end < len(self.tokens) >= n:
+                return self.tokens[end : end + length]
+        return ()
+
+
+_LONGEST_NGRAM = 64  # each length is indexed, at a cost in time and memory
+
+
+class PromptLookupDrafter:
+    """Drafts a chain by looking the context's last tokens up in the context itself.
+
+    For n from ``ngram_max`` down to ``ngram_min``, the last n tokens of prompt and output are
+    looked up in what stands before them; the tokens after the earliest occurrence of the
+    longest match are the draft. (Apoorv Saxena, "Prompt Lookup Decoding", 2023; the earliest
+    match is the one that transformers takes too.)
+
+    Args:
+        n_draft: how many tokens to draft at most.
+        ngram_max: the longest n-gram looked up, at most 64.
+        ngram_min: the shortest.
+
+    Raises:
+        OptionError: a number is out of range, or ``ngram_min`` exceeds ``ngram_max``.
+    """
+
+    pipelined = False
+    branching = False
+
+    def __init__(self, n_draft: int = 10, ngram_max: int = 3, ngram_min: int = 1) -> None:
+        if n_draft < 1:
+            raise OptionError(f"n_draft is {n_draft}: draft at least 1 token")
+        if not 1 <= ngram_min <= ngram_max <= _LONGEST_NGRAM:
+            raise OptionError(
+                f"ngram_min is {ngram_min} and ngram_max {ngram_max}: "
+                f"choose 1 <= ngram_min <= ngram_max <= {_LONGEST_NGRAM}"
+            )
+        self.n_draft = n_draft
+        self.ngram_max = ngram_max
+        self.ngram_min = ngram_min
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._index = NgramIndex(self.ngram_min, self.ngram_max)
+        self._index.extend(prompt)
+
+    def propose(self, budget: int) -> DraftTree:
+        draft = self._index.continuation(min(budget, self.n_draft))
+        self._drafted = len(draft)
+        return DraftTree.chain(self._index.tokens[-1], draft)
+
+    def origins(self) -> tuple[str, ...]:
+        """Per node of the tree proposed last, where it came from."""
+        return "root", *["lookup"] * self._drafted
+
+    def observe(self, step: VerifiedStep) -> None:
+        self._index.extend(step.tokens)
+
+    def end(self) -> None:
+        del self._index
+
+
+def lookup_drafter(
+    n_draft: int, ngram_max: int, ngram_min: int, config: str | Sequence[object] | None = None
+) -> tuple[Drafter, str | None]:
+    """The drafter for these parameters: none if ``n_draft`` is 0.
+
+    Args:
+        n_draft, ngram_max, ngram_min: see :class:`mlxspec.PromptLookupDrafter`.
+        config: TensorRT-LLM's ``prompt_lookup_config``, in place of the first two.
+
+    Returns:
+        the drafter, and a note for the user where a part of ``config`` is ignored.
+
+    Raises:
+        OptionError: a parameter makes no sense.
+    """
+    note = None
+    if config is not None:
+        n_draft, ngram_max, note = parse_lookup_config(config)
+    if n_draft < 0:
+        raise OptionError(f"n_draft is {n_draft}: draft 1 token or more, or 0 for none")
+    if n_draft == 0:
+        return NoDraft(), note
+    return PromptLookupDrafter(n_draft, ngram_max, ngram_min), note
+
+
+def parse_lookup_config(config: str | Sequence[object]) -> tuple[int, int, str | None]:
+    """Understand TensorRT-LLM's ``prompt_lookup_config``, ``"[10,2,[0]]"`` or the list itself.
+
+    Args:
+        config: draft tokens, longest n-gram, and optionally a list of devices.
+
+    Returns:
+        the number of draft tokens, the longest n-gram, and a note for the user when a device
+        list was ignored.
+
+    Raises:
+        OptionError: it has another form.
+    """
+    try:
+        values = json.loads(config) if isinstance(config, str) else list(config)
+        n_draft, ngram_max, *devices = values
+        if not _is_count(n_draft) or not _is_count(ngram_max) or len(devices) > 1:
+            raise ValueError
+    except (TypeError, ValueError, RecursionError):
+        raise OptionError(
+            f"prompt_lookup_config is {config!r}: write it as [draft tokens, longest n-gram], "
+            "for example [10,2]"
+        ) from None
+    note = None
+    if devices:
+        note = f"prompt_lookup_config: the device list {devices[0]} is ignored, MLX has one device"
+    return n_draft, ngram_max, note
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and value >= 0

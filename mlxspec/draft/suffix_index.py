@@ -1,0 +1,235 @@
+"""Where the end of a growing text has stood before: the candidates for what comes next."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+SEPARATOR = -1
+"""Stands between the texts of one index; it is no token, so no draft leads across it."""
+
+MAX_LENGTH = 64
+"""Matches are measured up to this many tokens."""
+
+_SIZES = (8, 4, 2, 1)  # the n-grams under which positions are filed, longest first
+_MAX_OCCURRENCES = 8  # looked up per n-gram
+_MAX_LINKS = 32  # followed per n-gram, those of other n-grams in the same bucket included
+_MIN_BITS = 12  # 4096 buckets
+
+# The hash of an n-gram is a polynomial in _BASE over its tokens, the newest times _BASE itself,
+# modulo 2**28: so products stay small numbers for Python. Its high bits number the bucket.
+_HASH_BITS = 28
+_WORD = (1 << _HASH_BITS) - 1
+_BASE = 0x9E3779B
+
+
+class Occurrence(NamedTuple):
+    """An earlier place of the text that may continue as its end will.
+
+    Attributes:
+        length: how many tokens before the place equal the text's last ones.
+        position: index of the token that followed there.
+    """
+
+    length: int
+    position: int
+
+
+class SuffixIndex:
+    """Finds the earlier occurrences of a text's end, the longest matches first.
+
+    Every position is filed under the 8-, 4-, 2- and 1-gram before it in hash chains as in
+    Deflate (RFC 1951, section 4): per n-gram size, a table holds the newest position of each
+    bucket, and one link per position leads to the next older. This takes 28 to 52 bytes a token
+    whatever the text is, and the time to file a token does not depend on the text's length.
+
+    Args:
+        tokens: the text to begin with.
+    """
+
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
+        self.tokens = array("i", tokens)
+        self._whole = False
+        """Whether all of the text is filed; not so behind an interrupt."""
+        self._file_all()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens to the text."""
+        text, shift, start = self.tokens, self._shift, len(self.tokens)
+        whole, self._whole = self._whole, False
+        text.extend(tokens)
+        if not whole or start < _SIZES[0] or len(text) > 1 << _HASH_BITS - shift:
+            self._file_all()
+            return
+        added = text[start:]
+        for size, leaving, heads, links in self._tables:
+            value, end, append = self._hashes[size], start, links.append
+            for token in added:
+                value = (value + token) * _BASE - text[end - size] * leaving & _WORD
+                bucket = value >> shift
+                append(heads[bucket])
+                end += 1
+                heads[bucket] = end
+            self._hashes[size] = value
+        self._whole = True
+
+    def occurrences(self) -> list[Occurrence]:
+        """Where the text's last tokens stood before, the longest matches first, then the newest.
+
+        The newest eight places are looked up for each n-gram size; for single tokens only if
+        the longer n-grams gave fewer than eight.
+        """
+        text = self.tokens
+        end = len(text)
+        lengths: dict[int, int] = {}
+        for size, _, _, links in self._tables:
+            if size > end or (size == 1 and len(lengths) >= _MAX_OCCURRENCES):
+                continue
+            position, found = links[end], 0
+            for _ in range(_MAX_LINKS):
+                if position == 0 or found == _MAX_OCCURRENCES:
+                    break
+                length = lengths.get(position) or _match_length(text, position, end)
+                if length >= size:
+                    lengths[position] = length
+                    found += 1
+                position = links[position]
+        occurrences = [Occurrence(length, position) for position, length in lengths.items()]
+        occurrences.sort(reverse=True)
+        return occurrences
+
+    def _file_all(self) -> None:
+        """File the whole text at once, in tables with room for twice as much."""
+        bits = max(_MIN_BITS, (2 * len(self.tokens)).bit_length())
+        self._shift = _HASH_BITS - bits
+        self._tables: list[tuple[int, int, array[int], array[int]]] = []
+        self._hashes: dict[int, int] = {}
+        tokens = np.frombuffer(self.tokens, dtype=np.int32).astype(np.uint64)
+        for size in _SIZES:
+            hashes = _ngram_hashes(tokens, size)
+            heads, links = _hash_chains(hashes >> self._shift, bits)
+            self._tables.append((size, pow(_BASE, size + 1, 1 << _HASH_BITS), heads, links))
+            self._hashes[size] = int(hashes[-1]) if len(hashes) else 0
+        self._whole = True
+
+
+def _match_length(text: array[int], position: int, end: int) -> int:
+    """How many tokens before ``position`` equal those before ``end``, at most MAX_LENGTH."""
+    length = 0
+    longest = min(position, MAX_LENGTH)
+    while length < longest and text[position - 1 - length] == text[end - 1 - length]:
+        length += 1
+    return length
+
+
+def _ngram_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
+    """The hash of the ``size``-gram that ends with each token, (tokens,) of int64.
+
+    Before the text stand zeros. ``size`` is a power of two: a hash is that of its two halves.
+    """
+    # Arithmetic modulo 2**64 is right modulo 2**28 too.
+    hashes = tokens * np.uint64(_BASE)
+    half = 1
+    while half < size:
+        longer = hashes.copy()
+        longer[half:] += hashes[:-half] * np.uint64(pow(_BASE, half, 1 << _HASH_BITS))
+        hashes = longer
+        half *= 2
+    return (hashes & np.uint64(_WORD)).astype(np.int64)
+
+
+def _hash_chains(buckets: np.ndarray, bits: int) -> tuple[array[int], array[int]]:
+    """Chain the positions 1, 2, … whose buckets are given.
+
+    Returns:
+        per bucket its last position, and per position the last one before it in its bucket;
+        0 where there is none.
+    """
+    order = np.argsort(buckets, kind="stable")
+    same = np.diff(buckets[order]) == 0
+    links = np.zeros(len(buckets) + 1, dtype=np.int32)
+    links[order[1:][same] + 1] = order[:-1][same] + 1
+    last = np.append(~same, True) if len(order) else same
+    heads = np.zeros(1 << bits, dtype=np.int32)
+    heads[buckets[order[last]]] = order[last] + 1
+    return array("i", heads.tobytes()), array("i", links.tobytes())
+
+
+class TextStore(Protocol):
+    """Other texts to draft from, such as :class:`mlxspec.store.Store`."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """All of them, a SEPARATOR behind each."""
+
+    def occurrences(self, tail: Sequence[int], limit: int) -> list[Occurrence]:
+        """Where ``tail`` stands in them, best first; positions are negative: from their end."""
+
+
+class Continuation(NamedTuple):
+    """A token that followed at one or more of the occurrences.
+
+    Attributes:
+        token: its id.
+        length: the longest match among its occurrences, in tokens before the draft.
+        newest: the last position among its occurrences.
+        occurrences: those that go on with it, the longest match first.
+    """
+
+    token: int
+    length: int
+    newest: int
+    occurrences: list[Occurrence]
+
+
+def continuations(
+    text: Sequence[int],
+    occurrences: list[Occurrence],
+    path: Sequence[int],
+    stored: Sequence[int] = (),
+) -> list[Continuation]:
+    """Group occurrences by the token that follows a path drafted from them.
+
+    Args:
+        text: the indexed text.
+        occurrences: those at which all of ``path`` follows, the longest match first.
+        path: draft tokens behind the text's end.
+        stored: the text of the occurrences whose positions are negative.
+
+    Returns:
+        the different next tokens, best first: by longest match, then number of occurrences,
+        then recency. Where an occurrence has reached the text's end, the path itself goes on:
+        so a loop is drafted to any length.
+    """
+    depth, end = len(path), len(text)
+    groups: dict[int, list[Occurrence]] = {}
+    for occurrence in occurrences:
+        at = occurrence.position + depth
+        source = text if occurrence.position >= 0 else stored
+        token = source[at] if at < end else path[at - end]
+        if token in groups:
+            groups[token].append(occurrence)
+        else:
+            groups[token] = [occurrence]
+    groups.pop(SEPARATOR, None)
+    found = [
+        Continuation(token, group[0].length, max(map(_POSITION, group)), group)
+        for token, group in groups.items()
+    ]
+    if len(found) > 1:
+        found.sort(key=_rank, reverse=True)
+    return found
+
+
+_POSITION = itemgetter(1)
+
+
+def _rank(continuation: Continuation) -> tuple[int, int, int]:
+    return continuation.length, len(continuation.occurrences), continuation.newest

@@ -1,0 +1,1 @@
+"""The engine: one step at a time, propose, verify, accept, commit."""

@@ -1,0 +1,159 @@
+"""T(rows) of a loaded model on this machine, from steps of the decoding loop itself."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream, wired_limit
+
+from ..draft.drafter import VerifiedStep
+from ..draft.tree import DraftTree
+from ..errors import OptionError
+from ..plan.measurement import Effort, RowsTime, ShareDone, measure
+from .capability import chain_tier
+from .chooser import Chooser
+from .positions import context_length
+from .sampling import SamplingParams
+from .step import decode
+from .target import Progress, Target, target_for, vocabulary_size
+
+_UNENDING = 1 << 30  # tokens
+
+
+def calibrate(
+    model: nn.Module,
+    effort: Effort,
+    *,
+    context: int | None = None,
+    on_prefill: Progress | None = None,
+    on_progress: ShareDone | None = None,
+) -> list[RowsTime]:
+    """Measure how long plain and drafted steps of a model take.
+
+    Args:
+        model: an mlx-lm model.
+        effort: which steps, and for how long; see :data:`mlxspec.plan.measurement.QUICK`.
+        context: tokens of context, in place of the effort's own number. Where the model's context
+            is too short for all steps behind it, there are fewer rounds of them, and the
+            effort's own number becomes smaller.
+        on_prefill: called with context tokens done and context tokens in all.
+        on_progress: called with the share of the steps that is done.
+
+    Returns:
+        one entry per number of rows, fewest first. A model that cannot verify drafts has one.
+
+    Raises:
+        OptionError: ``context`` is no length that the model can have.
+    """
+    started = time.perf_counter()
+    window = context_length(model) or _UNENDING
+    longest = window - effort.within(0).room
+    if context is None:
+        context = max(1, min(effort.context, window - effort.within(window - 1).room))
+    elif not 1 <= context <= longest:
+        raise OptionError(
+            f"a context of {context} tokens: choose 1 to {longest} for this model"
+            if longest > 0
+            else "the model's context is too short for a measurement"
+        )
+    effort = effort.within(window - context)
+    with wired_limit(model, [generation_stream]):
+        steps = ModelSteps(model, context, on_prefill)
+        # The context grows by a token a step, and the widest step must fit in at the end.
+        room = min(steps.target.max_rows, window - context - effort.tokens)
+        return measure(steps, effort, max(1, room), started, time.perf_counter, on_progress)
+
+
+def _target(model: nn.Module) -> Target:
+    """An empty target that verifies chains, if any drafts."""
+    tier = chain_tier(model)
+    return target_for(model, tier, vocabulary_size(model))
+
+
+class ModelSteps:
+    """Runs steps of the decoding loop on a model, for their time.
+
+    Tokens are random: in a mixture of experts, a token repeated would meet the same experts
+    and make wide steps look cheap.
+
+    Args:
+        model: an mlx-lm model.
+        context: tokens before the first step.
+        on_prefill: called with tokens done and tokens in all.
+    """
+
+    def __init__(self, model: nn.Module, context: int, on_prefill: Progress | None = None) -> None:
+        self.target = _target(model)
+        self._drafter = _RandomChains(self.target.vocab_size)
+        self._last_step = (0, 0.0, False)
+        self._steps = decode(
+            self.target,
+            self._drafter.tokens(context),
+            self._drafter,
+            Chooser(SamplingParams()),
+            max_tokens=_UNENDING,
+            ends=lambda token: False,
+            record_time=self._record,
+            on_progress=on_prefill,
+        )
+        next(self._steps)
+
+    def plain(self, tokens: int) -> list[float]:
+        """Seconds of each of so many pipelined plain steps."""
+        self._drafter.pipelined, self._drafter.rows = True, 1
+        times: list[float] = []
+        while len(times) < tokens:
+            _, seconds, pipelined = self._step()
+            if pipelined:
+                times.append(seconds)
+        return times
+
+    def drafted(self, rows: int) -> float:
+        """Seconds of one whole drafted step: proposal, forward, reading, acceptance, commit."""
+        self._drafter.pipelined, self._drafter.rows = False, rows
+        while True:  # a plain step that is on its way ends first
+            taken, seconds, _ = self._step()
+            if taken == rows:
+                return seconds
+
+    def _step(self) -> tuple[int, float, bool]:
+        next(self._steps)
+        return self._last_step
+
+    def _record(self, rows: int, seconds: float, pipelined: bool) -> None:
+        self._last_step = rows, seconds, pipelined
+
+
+class _RandomChains:
+    """Drafts chains of random tokens, as many as make a step of ``rows`` rows.
+
+    In tier REPLAY rejected drafts leave pending rows; a plain step runs them where they are more.
+    """
+
+    branching = False
+
+    def __init__(self, vocab_size: int) -> None:
+        self.pipelined = False
+        self.rows = 1
+        self._vocab_size = vocab_size
+        self._random = random.Random(0)
+        self._last = self._pending = 0
+
+    def tokens(self, count: int) -> list[int]:
+        """So many random tokens."""
+        return [self._random.randrange(self._vocab_size) for _ in range(count)]
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._last = prompt[-1]
+
+    def propose(self, budget: int) -> DraftTree:
+        return DraftTree.chain(self._last, self.tokens(self.rows - self._pending - 1))
+
+    def observe(self, step: VerifiedStep) -> None:
+        self._last, self._pending = step.tokens[-1], step.pending
+
+    def end(self) -> None:
+        pass

@@ -1,0 +1,178 @@
+"""What the speed of a model depends on, to tell measurements of one from those of another."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
+from importlib.metadata import version
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import get_total_parameters
+
+from ..plan.cost_file import CostCache, CostKey, KnownRange, Ranges
+from ..plan.live_costs import LiveCosts, context_range
+from ..plan.live_curve import KnownTime
+from ..plan.measurement import QUICK, Effort, RowsTime, ShareDone
+from .calibration import calibrate
+
+
+def machine_identity() -> dict[str, str | int | float | None]:
+    """Chip, device and libraries; no name of host or user."""
+    device = mx.default_device()
+    info = mx.device_info(device)
+    identity: dict[str, str | int | float | None] = {
+        "chip": str(info["device_name"]),
+        "device": device.type.name,
+        "mlx": version("mlx"),
+    }
+    if device.type == mx.cpu:
+        identity |= {"cores": _usable_cores(), "blas": global_blas()}
+    else:
+        # Chips of one name differ in the number of cores, and that goes with the memory.
+        identity["memory"] = int(info.get("memory_size", 0))
+    return identity
+
+
+def model_identity(model: nn.Module) -> dict[str, str | int | float | None]:
+    """Kind and size for the eye, and a digest of configuration, shapes and data types.
+
+    Packed weights and their scales show bits and group size of a quantisation in their shapes.
+    A fine-tuned model has the identity of its base, and its speed.
+    """
+    weights = tree_flatten(model.parameters())
+    digest = hashlib.sha256(type(model).__module__.encode())
+    digest.update(json.dumps(_configuration(model), sort_keys=True, default=repr).encode())
+    for name, weight in sorted(weights):
+        digest.update(f"{name} {weight.shape} {weight.dtype}\n".encode())
+    parameters = get_total_parameters(model)
+    nbytes = sum(weight.nbytes for _, weight in weights)
+    return {
+        "type": str(getattr(model, "model_type", type(model).__name__)),
+        "parameters": parameters,
+        "bits_per_weight": round(8 * nbytes / parameters, 2),
+        "digest": digest.hexdigest()[:32],
+    }
+
+
+def global_blas() -> str:
+    """The library whose BLAS comes before the one in MLX's CPU wheel; "own" without one.
+
+    MLX's symbols resolve to the first library that was loaded globally, and then T(M)/T(1) is
+    another curve altogether (see :mod:`mlxspec.process`).
+    """
+    if sys.platform != "linux":
+        return "own"
+    everything = ctypes.CDLL(None)
+    try:
+        address = ctypes.cast(everything.cblas_sgemm, ctypes.c_void_p)
+    except AttributeError:
+        return "own"
+    found = _SymbolInfo()
+    everything.dladdr(address, ctypes.byref(found))
+    return os.path.basename(found.file_name or b"unknown").decode(errors="replace")
+
+
+class _SymbolInfo(ctypes.Structure):
+    """``Dl_info`` of dladdr(3)."""
+
+    _fields_ = (
+        ("file_name", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol_name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _configuration(model: nn.Module) -> Any:
+    args = getattr(model, "args", None)
+    return asdict(args) if is_dataclass(args) and not isinstance(args, type) else repr(args)
+
+
+_STEPS_WORTH_SAVING = 32
+_SECONDS_BETWEEN_SAVES = 30.0
+
+
+def cost_key(model: nn.Module) -> CostKey:
+    """What the step times of this model on this machine are kept under."""
+    return CostKey(machine_identity(), model_identity(model))
+
+
+def costs_for(
+    model: nn.Module, *, cache: CostCache | None = None, on_progress: ShareDone | None = None
+) -> KeptCosts:
+    """What steps of a model cost on this machine.
+
+    Args:
+        model: an mlx-lm model.
+        cache: where measured times are kept; the user's own by default.
+        on_progress: told the share that is done while a first measurement runs, which takes
+            less than 3 seconds.
+    """
+    cache = cache or CostCache()
+    key = cost_key(model)
+    ranges = cache.read(key)
+    if not ranges:
+        times = calibrate(model, QUICK, on_progress=on_progress)
+        ranges = {context_range(QUICK.context): known_range(times, QUICK, "quick")}
+        cache.update(key, ranges)
+    return KeptCosts(cache, key, ranges)
+
+
+def known_range(times: list[RowsTime], effort: Effort, source: str) -> KnownRange:
+    """A measurement as the cache keeps it."""
+    return KnownRange.now([time.known(effort.least_uncertainty) for time in times], source)
+
+
+class KeptCosts(LiveCosts):
+    """Costs whose corrections by real steps are kept for the next run.
+
+    Args:
+        cache: where they are kept.
+        key: of the model on this machine.
+        ranges: what was kept so far, at least one range.
+        clock: tells the time in seconds.
+    """
+
+    def __init__(
+        self,
+        cache: CostCache,
+        key: CostKey,
+        ranges: Ranges,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__({end: known.times for end, known in ranges.items()})
+        self._cache = cache
+        self._key = key
+        self._sources = {end: known.source for end, known in ranges.items()}
+        self._clock = clock
+        self._next_save = clock()
+
+    def save(self) -> None:
+        """Keep what was learned, if it is worth it and the last time is a while ago.
+
+        To be called after each generation.
+        """
+        if self.unsaved_steps < _STEPS_WORTH_SAVING or self._clock() < self._next_save:
+            return
+        self._next_save = self._clock() + _SECONDS_BETWEEN_SAVES
+        self._cache.update(
+            self._key, {end: self._range(end, times) for end, times in self.changes().items()}
+        )
+
+    def _range(self, end: int, times: list[KnownTime]) -> KnownRange:
+        return KnownRange.now(times, self._sources.get(end, "steps"))

@@ -1,0 +1,149 @@
+"""A small model as a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..draft.drafter import VerifiedStep
+from ..draft.tree import DraftTree
+from ..errors import OptionError
+from .capability import cache_tier
+from .prompt_cache import Loan, lent_caches, tier_with
+from .target import Target, Tier, vocabulary_size
+
+_MOST_PADDING = 1024  # by which output layers over one tokenizer's vocabulary may differ
+
+
+class DraftModelDrafter:
+    """Drafts a chain with another model, token by token: what that one thinks most likely.
+
+    (Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding",
+    ICML 2023, arXiv 2211.17192; drafts are greedy here, and the target keeps them as far as
+    they are its own choices.) The model has a KV cache of its own, which is cut back when
+    drafts are rejected. As the second of a :class:`mlxspec.CombinedDrafter` it rests whenever
+    the first one has a draft.
+
+    Args:
+        model: an mlx-lm model with the target's tokenizer.
+        num_draft_tokens: how many tokens to draft at most; mlx-lm's default.
+        prompt_cache: caches of the draft model to continue; see ``loan``.
+
+    Raises:
+        OptionError: ``num_draft_tokens`` is below 1, or the cache is another model's.
+    """
+
+    pipelined = False
+    branching = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_draft_tokens: int = 2,
+        prompt_cache: list[Any] | None = None,
+    ) -> None:
+        if num_draft_tokens < 1:
+            raise OptionError(f"num_draft_tokens is {num_draft_tokens}: draft at least 1 token")
+        self.model = model
+        self.num_draft_tokens = num_draft_tokens
+        # What its rounding does to a row costs at most a draft, so only caches matter.
+        self._tier = Tier.REPLAY if cache_tier(model) is Tier.REPLAY else Tier.CHAIN
+        self._vocab_size = vocabulary_size(model)
+        self.loan: Loan | None = None
+        """Of ``prompt_cache``, which holds prompt and output when the generation has ended."""
+        if prompt_cache is not None:
+            lent_caches(prompt_cache, make_prompt_cache(model))
+            self.loan = Loan(prompt_cache)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a generation, with a prefill of the draft model's own."""
+        self._target = self.loan.take(self._new_target) if self.loan else self._new_target()
+        self._start = self._target.length
+        self._context = list(prompt)
+        with mx.stream(generation_stream):
+            self._target.prefill(self._context[:-1])
+
+    def propose(self, budget: int) -> DraftTree:
+        count = min(budget, self.num_draft_tokens)
+        # Drafted tokens, lazy: they are read once, after the last one was dispatched.
+        drafted: list[mx.array] = []
+        if count > 0:
+            rows = mx.array(self._unseen())
+            for _ in range(count):
+                rows = self._next_token(rows)
+                drafted.append(rows)
+        self._draft = cast(list[int], mx.concatenate(drafted).tolist()) if drafted else []
+        return DraftTree.chain(self._context[-1], self._draft)
+
+    def propose_beside(self, rows: int, budget: int, max_rows: int) -> DraftTree:
+        """Draft for a step that has ``rows`` rows already: nothing, if another has a draft."""
+        return self.propose(min(budget, max_rows - rows) if rows == 1 else 0)
+
+    def origins(self) -> tuple[str, ...]:
+        """Per node of the tree proposed last, where it came from."""
+        return "root", *["draft model"] * len(self._draft)
+
+    def observe(self, step: VerifiedStep) -> None:
+        right = 0
+        while right < min(len(self._draft), len(step.tokens)) and (
+            self._draft[right] == step.tokens[right]
+        ):
+            right += 1
+        right += len(self._context)
+        self._context += step.tokens
+        self._cut(min(right, len(self._context) - 1))  # the last token is for the next step
+
+    def end(self) -> None:
+        if self.loan:
+            self.loan.pause(self._context)
+
+    def _new_target(self, caches: Sequence[Any] | None = None) -> Target:
+        tier = self._tier
+        if caches is not None:
+            caches = lent_caches(caches, make_prompt_cache(self.model))
+            tier = tier_with(caches, tier)
+        undoable = self.num_draft_tokens + 1
+        return Target(self.model, tier, self._vocab_size, cache=caches, undoable=undoable)
+
+    def _unseen(self) -> list[int]:
+        """The context's tokens that the model has not been fed, at least its last one."""
+        return self._context[self._target.length - self._start :]
+
+    def _cut(self, length: int) -> None:
+        """Forget what stands behind the first tokens of the context."""
+        with mx.stream(generation_stream):
+            self._target.truncate(min(self._target.length, self._start + length))
+
+    def _next_token(self, tokens: mx.array) -> mx.array:
+        """Feed tokens, (rows,); the most likely one after them, (1,)."""
+        tree = DraftTree.chain(0, [0] * (len(tokens) - 1))  # of their shape
+        with mx.stream(generation_stream):
+            logits = self._target.forward(tokens, tree)
+            token = mx.argmax(logits[-1:], axis=-1)
+        self._target.keep(range(len(tokens)))
+        mx.async_eval(token)
+        return token
+
+
+def check_vocabularies(draft_model: nn.Module, vocab_size: int, tokenizer_size: int) -> None:
+    """Refuse a draft model that cannot have the target's tokenizer.
+
+    Args:
+        draft_model: the drafter.
+        vocab_size: the number of token ids that the target knows, padding included.
+        tokenizer_size: the number of tokens of its tokenizer.
+
+    Raises:
+        OptionError: the draft model lacks tokens, or has many that the target lacks.
+    """
+    own = vocabulary_size(draft_model)
+    if own < min(tokenizer_size, vocab_size) or abs(own - vocab_size) > _MOST_PADDING:
+        raise OptionError(
+            f"draft_model has a vocabulary of {own} tokens and the model one of {vocab_size}: "
+            "choose a draft model with the same tokenizer"
+        )

@@ -1,0 +1,370 @@
+"""The tiers of targets: what drafts a model can verify."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..draft.tree import DraftTree
+from .caches import (
+    CacheOptions,
+    Moment,
+    Snapshot,
+    cached_length,
+    can_be_cut,
+    can_be_cut_anywhere,
+    check_cut,
+    cut,
+    for_steps,
+    held_arrays,
+    keep_rows,
+    masked_for,
+    parts,
+)
+from .tree_attention import OpenMask, RowPositions, TreeRows
+
+
+class Tier(enum.Enum):
+    """What a target can verify, the richest first."""
+
+    TREE = "tree"
+    """Branching drafts: KV caches, and positions that come from RoPE modules alone."""
+
+    CHAIN = "chain"
+    """Drafts in a row: every cache can be cut back."""
+
+    REPLAY = "replay"
+    """Drafts in a row, at a price: some state cannot be cut back (state-space and linear
+    attention). It is restored after a rejection, and accepted tokens run once more."""
+
+    PLAIN = "plain"
+    """No drafts: several rows in one forward do not give what they give one by one."""
+
+
+Progress = Callable[[int, int], None]
+"""Called with the number of prompt tokens processed so far and the number in all."""
+
+_AFTER_MARK = 16  # tokens of a prompt; a chat template's opening of an answer is shorter
+_MOST_PENDING = 15  # accepted tokens that run again; with the current one a step of 16 rows
+
+
+def vocabulary_size(model: nn.Module) -> int:
+    """The number of token ids that a model knows, tokens that pad its output layer included."""
+    # The graph is built for its shape and never evaluated.
+    return model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
+
+
+class Target:
+    """Runs forwards over rows and keeps the cache at exactly what was accepted.
+
+    In tier REPLAY state cannot be cut back. After a partial rejection it is restored to what it
+    was before the step, and the accepted tokens become **pending**: they stand in front of the
+    next step's rows. So a rejection costs width, not a forward. A step that keeps all its rows
+    leaves nothing pending.
+
+    Args:
+        model: an mlx-lm model.
+        tier: what drafts the model can verify, from :mod:`mlxspec.engine.capability`.
+        vocab_size: from :func:`vocabulary_size`.
+        options: the memory of the cache.
+        cache: mlx-lm's caches to continue, with what they hold; by default new ones. They are
+            used as they are until the end of the prefill.
+        undoable: how many of the last forwards :meth:`truncate` can undo in tier REPLAY.
+        marks: how many of the last prefills :meth:`rewind` can return to, where the caches cannot
+            be cut to any length. The mark stands 16 tokens before a prefill's end, since the next
+            turn of a conversation may open its answer otherwise.
+
+    Attributes:
+        length: positions of the context that the target has seen, pending ones included.
+        pending: accepted tokens that the cache does not hold (tier REPLAY).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tier: Tier,
+        vocab_size: int,
+        options: CacheOptions | None = None,
+        cache: Sequence[Any] | None = None,
+        undoable: int = 2,
+        marks: int = 0,
+    ) -> None:
+        self.model = model
+        self.tier = tier
+        self.vocab_size = vocab_size
+        self.pending: tuple[int, ...] = ()
+        self.options = options or CacheOptions()
+        self._quantizes_later = self.options.kv_bits is not None
+        self._replays = tier in (Tier.REPLAY, Tier.PLAIN)
+        if cache is None:
+            cache = make_prompt_cache(model, self.options.max_kv_size)
+        self._use(list(cache))
+        self.length = cached_length(self.cache)
+        self._tree: DraftTree
+        """The rows of the last forward."""
+        self._mask = OpenMask()
+        self._unfinished = False
+        """Tier REPLAY: whether the state is not that of ``length`` and ``pending``."""
+        # A plain step is dispatched ahead of another: a generation undoes two at most.
+        self._moments: deque[Moment] = deque(maxlen=undoable)
+        self._marks: deque[Moment] = deque(maxlen=marks)
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows that a step may ever have, pending ones included."""
+        if self.tier is Tier.PLAIN:
+            return 1
+        return _MOST_PENDING + 1 if self.tier is Tier.REPLAY else sys.maxsize
+
+    @property
+    def max_depth(self) -> int:
+        """How many tokens deep the next draft may be."""
+        depth = self.max_rows - 1 - len(self.pending)
+        if self._quantizes_later:
+            # mlx-lm quantises the cache between two tokens, and so must we.
+            depth = min(depth, self.options.quantized_kv_start - 2 - self.length)
+        return max(0, depth)
+
+    def prefill(self, tokens: Sequence[int], on_progress: Progress | None = None) -> None:
+        """Put prompt tokens into the cache, ``prefill_step_size`` of the options at a time.
+
+        The first prefill runs on mlx-lm's own caches, which become cuttable ones at the end.
+        """
+        marks = self._marks.maxlen and not all(
+            map(can_be_cut_anywhere, parts(map(for_steps, self.cache)))
+        )
+        early = max(0, len(tokens) - _AFTER_MARK) if marks else 0
+        chunk = self.options.prefill_step_size
+        starts = [*range(0, early, chunk), *range(early, len(tokens), chunk)]
+        try:
+            for start, end in pairwise((*starts, len(tokens))):
+                if on_progress:
+                    on_progress(start, len(tokens))
+                if marks and start == early:
+                    self._mark()
+                self._prefill_chunk(tokens[start:end])
+        finally:
+            self._change_for_steps()
+        if on_progress:
+            on_progress(len(tokens), len(tokens))
+
+    def _change_for_steps(self) -> None:
+        self._use([for_steps(cache) for cache in self.cache])
+        mx.eval(self.arrays)
+
+    def _mark(self) -> None:
+        """Keep the state as it is, if the caches cannot be cut back to it."""
+        self._change_for_steps()
+        uncuttable = [cache for cache in parts(self.cache) if not can_be_cut_anywhere(cache)]
+        if self.length:
+            self._marks.append(Moment(self.length, (), Snapshot(uncuttable)))
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All that the caches hold."""
+        return held_arrays(parts(self.cache))
+
+    def _prefill_chunk(self, tokens: Sequence[int]) -> None:
+        before, length = Snapshot(self._uncuttable), self.length + len(tokens)
+        try:
+            self.model(mx.array(list(tokens))[None], cache=self.cache)
+            self.length = length
+        except BaseException:  # an interrupt in the middle of the layers
+            before.restore()
+            raise
+        self._quantize_if_due()
+        mx.eval([cache.state for cache in self.cache])
+        mx.clear_cache()
+
+    def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
+        """Run the rows of a tree, without waiting for the result.
+
+        The cache then holds all rows until :meth:`keep` says which of them stay.
+
+        Args:
+            tokens: (rows,), the tree's tokens; an array, since a pipelined token is not yet known.
+            tree: says how the rows hang together.
+
+        Returns:
+            lazy logits, (rows, vocabulary).
+        """
+        if self._replays:
+            return self._forward_replayed(tokens, tree)
+        self._tree = tree
+        if tree.is_chain:
+            return self.model(tokens[None], cache=self.cache)[0]
+        rows = TreeRows(tree, self._mask)
+        with masked_for(rows, self._cuttable), self._positions.follow(rows):
+            return self.model(tokens[None], cache=self.cache)[0]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the last forward, by node index, and forget the others."""
+        pending: tuple[int, ...] = ()
+        if len(rows) < len(self._tree):
+            if self._replays:
+                self._undo_forward()
+                pending = (*self.pending, *(self._tree.tokens[row] for row in rows))
+            else:
+                keep_rows(self._cuttable, self.length, rows)
+        # All at once and last: whatever is interrupted before, the length tells what is committed.
+        length = self.length + len(rows)
+        self.pending, self.length, self._unfinished = pending, length, False
+        if self._quantizes_later:
+            self._quantize_if_due()
+
+    def truncate(self, length: int) -> None:
+        """Return to the first ``length`` positions, from a forward that was not kept as well.
+
+        In tier REPLAY ``undoable`` forwards can be undone, and the length may become shorter
+        than asked for: a forward is undone with all its rows.
+
+        Raises:
+            ValueError: the state from that time is gone.
+        """
+        if self._replays:
+            self._drop_pending(length)
+            while self._unfinished or self.length > length:
+                if not self._moments:
+                    raise ValueError(f"the state at {length} positions has not been kept")
+                self._undo_forward()
+                self._drop_pending(length)
+        else:
+            self.length = length
+        cut(self._cuttable, self.length - len(self.pending))
+        self._forget_marks_behind()
+
+    def rewind(self, length: int) -> None:
+        """Return to the first ``length`` positions, or to a mark before them.
+
+        Raises:
+            ValueError: no such state has been kept. The target is of no more use.
+        """
+        self._change_for_steps()  # should an interrupt have kept the prefill from it
+        start = self.options.quantized_kv_start
+        quantized = self.options.kv_bits is not None and not self._quantizes_later
+        if quantized and length < min(start, self.length):
+            raise ValueError(f"the cache was quantised, and is not at {length} positions")
+        try:
+            check_cut(self._cuttable, length)
+            self.truncate(length)
+        except ValueError:
+            self.length = length
+            self._forget_marks_behind()
+            if not self._marks:
+                raise
+            self._moments.clear()
+            self._return_to(self._marks[-1])
+
+    def _forget_marks_behind(self) -> None:
+        """Forget the marks in what was cut off: other tokens will stand there."""
+        while self._marks and self._marks[-1].length > self.length:
+            self._marks.pop()
+
+    def _drop_pending(self, length: int) -> None:
+        """Come as close to a length as giving up pending tokens does."""
+        if not self._unfinished and self.pending:
+            dropped = min(max(0, self.length - length), len(self.pending))
+            left, length = self.pending[: len(self.pending) - dropped], self.length - dropped
+            self.pending, self.length = left, length
+
+    @contextmanager
+    def undone_at_the_end(self) -> Iterator[None]:
+        """While entered, the target can be used; then it is what it was."""
+        attributes = {**vars(self), "_moments": self._moments.copy(), "_marks": self._marks.copy()}
+        held = Snapshot(parts(self.cache))
+        try:
+            yield
+        finally:
+            vars(self).update(attributes)
+            held.restore()
+
+    def commit(self) -> None:
+        """Run pending tokens, so that the cache holds all ``length`` positions."""
+        tokens = self.pending
+        self.pending, self.length = (), self.length - len(tokens)
+        self._moments.clear()
+        if tokens:
+            self._prefill_chunk(tokens)
+
+    def _forward_replayed(self, tokens: mx.array, tree: DraftTree) -> mx.array:
+        self._moments.append(Moment(self.length, self.pending, Snapshot(self._uncuttable)))
+        self._tree, self._unfinished = tree, True
+        if not self.pending:
+            return self.model(tokens[None], cache=self.cache)[0]
+        rows = mx.concatenate([mx.array(self.pending, tokens.dtype), tokens])
+        return self.model(rows[None], cache=self.cache)[0, len(self.pending) :]
+
+    def _undo_forward(self) -> None:
+        """Tier REPLAY: return to the state before the last forward."""
+        self._return_to(self._moments[-1])
+        self._moments.pop()
+
+    def _return_to(self, moment: Moment) -> None:
+        self._unfinished = True
+        moment.state.restore()
+        cut(self._cuttable, moment.length - len(moment.pending))
+        self.length, self.pending, self._unfinished = moment.length, moment.pending, False
+
+    def _quantize_if_due(self) -> None:
+        """Quantise the cache where mlx-lm does: after the first step that reaches the start."""
+        options = self.options
+        if self._quantizes_later and self.length >= options.quantized_kv_start:
+            quantized = self.cache.copy()
+            maybe_quantize_kv_cache(quantized, 0, options.kv_group_size, options.kv_bits)
+            self._use(quantized)
+            self._quantizes_later = False
+
+    @cached_property
+    def _positions(self) -> RowPositions:
+        return RowPositions(self.model)
+
+    def _use(self, caches: list[Any]) -> None:
+        """Run on these caches from now on, sorted by whether they can be cut back."""
+        cuttable = [cache for cache in parts(caches) if can_be_cut(cache)]
+        uncuttable = [cache for cache in parts(caches) if not can_be_cut(cache)]
+        self.cache, self._cuttable, self._uncuttable = caches, cuttable, uncuttable
+
+
+Result = TypeVar("Result")
+
+
+def target_for(
+    model: nn.Module,
+    tier: Tier,
+    vocab_size: int,
+    options: CacheOptions | None = None,
+    cache: Sequence[Any] | None = None,
+) -> Target:
+    """A :class:`Target` of a model, on all machines over which the model is split.
+
+    The arguments are those of :class:`Target`.
+
+    Raises:
+        OptionError: caches are lent to a model that is split.
+    """
+    leader = getattr(model, "leader", None)
+    make = leader.target if leader else Target
+    return make(model, tier, vocab_size, options, cache)
+
+
+def together(function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:
+    """Call a function that runs forwards of a model, on all machines over which it is split.
+
+    Args:
+        function: one of :data:`mlxspec.distributed.follower.TOGETHER`.
+        model: its first argument.
+        args: its others, such as JSON holds.
+    """
+    leader = getattr(model, "leader", None)
+    return leader.run(function, model, *args) if leader else function(model, *args)

@@ -1,0 +1,1 @@
+"""Measuring and comparing: bench on a model, replay of recorded outputs, and their reports."""

@@ -1,0 +1,1 @@
+"""What users call: decoders, their options, sessions and responses."""

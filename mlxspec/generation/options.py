@@ -1,0 +1,236 @@
+"""The token ids of a prompt, as users pass it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypedDict, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.sample_utils import greedy_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..engine.caches import CacheOptions, check_quantization
+from ..engine.prompt_cache import fitting_caches
+from ..engine.sampling import LogitsProcessor, Sampler, SamplingParams
+from ..engine.target import Progress
+from ..errors import OptionError, PromptError
+from ..loading.model import encode_prompt
+from .session import Session
+
+Prompt = str | Sequence[int] | mx.array
+"""A text, or token ids that are taken as they are."""
+
+
+def prompt_ids(
+    prompt: Prompt, tokenizer: TokenizerWrapper, vocab_size: int, longest: int | None
+) -> list[int]:
+    """Turn a prompt into token ids.
+
+    Args:
+        prompt: text, or token ids.
+        tokenizer: the model's.
+        vocab_size: the number of token ids that the model knows.
+        longest: the model's context in tokens, where it is known.
+
+    Raises:
+        PromptError: it is neither text nor token ids, is empty, longer than the context, or
+            holds an id that is no token.
+    """
+    if isinstance(prompt, str):
+        if not prompt:
+            raise PromptError("the prompt is empty: write a text, or pass the BOS id alone")
+        tokens = encode_prompt(tokenizer, prompt)
+    else:
+        ids: Any = prompt.tolist() if isinstance(prompt, mx.array) else prompt
+        try:
+            tokens = [operator.index(token) for token in ids]
+        except TypeError as error:
+            raise PromptError(
+                f"the prompt is no row of token ids ({error}): pass a text, or a list of integers"
+            ) from error
+    if not tokens:
+        raise PromptError("the prompt holds no token: pass at least the BOS id")
+    if not all(0 <= token < vocab_size for token in tokens):
+        unknown = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise PromptError(
+            f"the prompt holds the id {unknown}: the model's are 0 to {vocab_size - 1}"
+        )
+    if longest is not None and len(tokens) > longest:
+        raise PromptError(
+            f"the prompt has {len(tokens)} tokens and the model's context {longest}: "
+            "shorten the prompt"
+        )
+    return tokens
+
+
+def stop_token_ids(
+    tokenizer: TokenizerWrapper, extra: int | str | Collection[int | str], vocab_size: int
+) -> set[int]:
+    """The tokenizer's own end tokens, and further ones.
+
+    Args:
+        tokenizer: the model's.
+        extra: token ids, or texts that are one token: as they stand in the vocabulary
+            (``</s>``, ``▁river``), or in plain.
+        vocab_size: the number of token ids that the model knows.
+
+    Raises:
+        OptionError: one of them is no token of the model.
+    """
+    ids = set(tokenizer.eos_token_ids)
+    for token in [extra] if isinstance(extra, (int, str)) else extra:
+        token_id = _id_of(tokenizer, token) if isinstance(token, str) else int(token)
+        if token_id is None or not 0 <= token_id < vocab_size:
+            raise OptionError(
+                f"the stop token {token!r} is no token of the model: give an id from 0 to "
+                f"{vocab_size - 1}, the text of one token, or use a stop string"
+            )
+        ids.add(token_id)
+    return ids
+
+
+def _id_of(tokenizer: TokenizerWrapper, text: str) -> int | None:
+    """The id of the token that stands like this in the vocabulary, or that the text becomes."""
+    token_id = tokenizer.get_vocab().get(text)
+    if token_id is not None:
+        return token_id
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids[0] if len(ids) == 1 and ids[0] != tokenizer.unk_token_id else None
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of :class:`mlxspec.SamplingParams`, one by one."""
+
+    temp: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    min_tokens_to_keep: int
+    xtc_probability: float
+    xtc_threshold: float
+    xtc_special_tokens: Sequence[int]
+    logit_bias: Mapping[int, float] | None
+    repetition_penalty: float | None
+    repetition_context_size: int
+    presence_penalty: float | None
+    presence_context_size: int
+    frequency_penalty: float | None
+    frequency_context_size: int
+    logits_processors: Sequence[LogitsProcessor] | None
+    sampler: Sampler | None
+
+
+class EndOptions(TypedDict, total=False):
+    """What ends the output before it is full."""
+
+    stop: str | Sequence[str]
+    stop_tokens: int | str | Collection[int | str]
+
+
+class MemoryOptions(TypedDict, total=False):
+    """The fields of :class:`mlxspec.engine.caches.CacheOptions`, one by one."""
+
+    kv_bits: int | None
+    kv_group_size: int
+    quantized_kv_start: int
+    max_kv_size: int | None
+    prefill_step_size: int
+
+
+class GenerationOptions(SamplingOptions, EndOptions, MemoryOptions, total=False):
+    """What every decoder's ``stream`` takes; see :meth:`mlxspec.Decoder.decode`."""
+
+    sampling: SamplingParams | None
+    on_progress: Progress | None
+    session: Session | None
+    prompt_cache: list[Any] | None
+
+
+class CheckedOptions(NamedTuple):
+    """What the options of a generation amount to.
+
+    Attributes:
+        sampling: how to pick a token.
+        stop: the texts that end the output.
+        stop_tokens: the tokens that end it, the tokenizer's own included.
+        cache: the memory of the cache.
+    """
+
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    stop_tokens: set[int]
+    cache: CacheOptions
+
+
+def sampling_from(
+    params: SamplingParams | None, fields: SamplingOptions, vocab_size: int
+) -> SamplingParams:
+    """The settings, with the fields that are given by name put into them.
+
+    Raises:
+        OptionError: as :class:`mlxspec.SamplingParams`, or the model lacks one of the tokens.
+    """
+    if fields.get("sampler") is greedy_sampler:  # what make_sampler gives at temperature 0
+        fields = {**fields, "sampler": None}
+    if params is None and fields.get("sampler") is not None:
+        # Who passes mlx-lm's sampler expects that repeated calls differ.
+        params = SamplingParams(seed=None)
+    params = replace(params or SamplingParams(), **fields)
+    for name in ("logit_bias", "xtc_special_tokens"):
+        for token in getattr(params, name) or ():
+            if not 0 <= token < vocab_size:
+                raise OptionError(
+                    f"{name} holds the id {token}: the model's are 0 to {vocab_size - 1}"
+                )
+    return params
+
+
+def sampling_of(options: GenerationOptions, vocab_size: int) -> SamplingParams:
+    """The settings among the options of a generation.
+
+    Raises:
+        OptionError: as :func:`sampling_from`.
+    """
+    fields = {name: options.get(name) for name in SamplingOptions.__annotations__ & options.keys()}
+    return sampling_from(options.get("sampling"), cast(SamplingOptions, fields), vocab_size)
+
+
+def check_options(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    vocab_size: int,
+    max_tokens: int,
+    options: GenerationOptions,
+) -> CheckedOptions:
+    """What :meth:`mlxspec.Decoder.decode` makes of its options; nothing runs.
+
+    Raises:
+        OptionError, PromptCacheError: as there.
+        TypeError: there is no such option.
+    """
+    left: dict[str, Any] = {**options}
+    stop, stop_tokens = left.pop("stop", ()), left.pop("stop_tokens", ())
+    session, prompt_cache = left.pop("session", None), left.pop("prompt_cache", None)
+    sampling, _ = left.pop("sampling", None), left.pop("on_progress", None)
+    memory = {name: left.pop(name) for name in MemoryOptions.__annotations__ if name in left}
+    if max_tokens < 1:
+        raise OptionError(f"max_tokens is {max_tokens}: generate at least 1 token")
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(stop):
+        raise OptionError("stop holds an empty string: it would end every output at once")
+    if session is not None and prompt_cache is not None:
+        raise OptionError("session and prompt_cache are given together: choose one")
+    cache = CacheOptions(**memory)
+    check_quantization(model, cache)
+    if prompt_cache is not None:
+        fitting_caches(prompt_cache, model)
+    return CheckedOptions(
+        sampling_from(sampling, cast(SamplingOptions, left), vocab_size),
+        stop,
+        stop_token_ids(tokenizer, stop_tokens, vocab_size),
+        cache,
+    )

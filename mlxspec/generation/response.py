@@ -1,0 +1,185 @@
+"""What a decoder returns: one response per token, and the result of a generation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationResponse as MlxLmResponse
+
+from ..errors import OptionError
+from ..plan.live_costs import StepTime, StepTimes
+
+
+@dataclass(frozen=True)
+class SpeculationStats:
+    """What speculation has done so far in a generation.
+
+    Attributes:
+        steps: target forwards after the prefill.
+        rows: positions that those forwards verified: per step the current token and its draft.
+        drafted: draft tokens proposed.
+        accepted: draft tokens accepted and emitted.
+        emitted: tokens emitted, bonus tokens included.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Emitted tokens per target forward, 1 for plain decoding (the papers' MAT)."""
+        return self.emitted / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The share of proposed draft tokens that was accepted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities where a token was chosen.
+
+    They are the model's after penalties and processors, before filters and temperature.
+
+    Attributes:
+        logprob: the chosen token's.
+        top: the likeliest tokens and theirs, best first; impossible tokens are left out.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass
+class GenerationResponse(MlxLmResponse):
+    """One generated token: mlx-lm's response with the speculative figures.
+
+    Attributes:
+        text: the next segment of text; empty while a character or a possible stop string is
+            incomplete.
+        token: the token id.
+        logprobs: lazy log-probabilities of the vocabulary where the token was chosen,
+            (vocabulary,), after penalties and processors, before filters and temperature.
+        from_draft: whether the token was an accepted draft token.
+        prompt_tokens: tokens in the prompt.
+        prompt_tps: prompt tokens per second, of those that were run.
+        generation_tokens: tokens generated so far.
+        generation_tps: generated tokens per second so far.
+        peak_memory: peak memory used so far, in GB.
+        finish_reason: "stop" or "length" with the last token, None before.
+        stats: figures of the generation so far, the step of this token included.
+        reused_tokens: prompt tokens that a session's cache held already.
+    """
+
+    text: str
+    token: int
+    logprobs: mx.array
+    from_draft: bool
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    peak_memory: float
+    finish_reason: str | None = None
+    stats: SpeculationStats = SpeculationStats()
+    reused_tokens: int = 0
+
+    def token_logprobs(self, count: int = 0) -> TokenLogprobs:
+        """The token's log-probability, and the ``count`` likeliest tokens in its place.
+
+        Raises:
+            OptionError: ``count`` is below 0.
+        """
+        if count < 0:
+            raise OptionError(f"count is {count}: ask for 0 of the likeliest tokens or more")
+        likeliest = mx.argsort(-self.logprobs)[: min(count, self.logprobs.size)]
+        values = cast(list[float], self.logprobs[likeliest].tolist())
+        top = zip(cast(list[int], likeliest.tolist()), values, strict=True)
+        return TokenLogprobs(
+            logprob=cast(float, self.logprobs[self.token].item()),
+            top=[(token, value) for token, value in top if value > -math.inf],
+        )
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """A finished or interrupted generation.
+
+    Attributes:
+        text: the generated text, without the stop string or stop token that ended it.
+        tokens: the generated token ids, the stop token included.
+        from_draft: per token, whether it was an accepted draft token or the target's own.
+        finish_reason: "stop", "length", or "interrupted".
+        prompt_tokens: tokens in the prompt.
+        prompt_tps: prompt tokens per second.
+        generation_tps: generated tokens per second.
+        peak_memory: in GB.
+        stats: what speculation did.
+        step_times: T(rows), measured on this decoder's steps so far.
+        logprobs: per token, where they were asked for.
+        reused_tokens: prompt tokens that a session's cache held already.
+    """
+
+    text: str
+    tokens: list[int]
+    from_draft: list[bool]
+    finish_reason: str
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tps: float
+    peak_memory: float
+    stats: SpeculationStats
+    step_times: list[StepTime]
+    logprobs: list[TokenLogprobs] | None = None
+    reused_tokens: int = 0
+
+
+class Transcript:
+    """Collects the responses of one generation; gives its result at any time.
+
+    Args:
+        logprobs: collect each token's log-probability and those of this many likeliest tokens
+            in its place; None collects none.
+    """
+
+    def __init__(self, logprobs: int | None = None) -> None:
+        self._top = logprobs
+        self._logprobs: list[TokenLogprobs] = []
+        self._text: list[str] = []
+        self.tokens: list[int] = []
+        self._from_draft: list[bool] = []
+        self._last: GenerationResponse | None = None
+
+    def add(self, response: GenerationResponse) -> None:
+        """Append the next response."""
+        self._text.append(response.text)
+        self.tokens.append(response.token)
+        self._from_draft.append(response.from_draft)
+        if self._top is not None:
+            self._logprobs.append(response.token_logprobs(self._top))
+        self._last = response
+
+    def result(self, step_times: StepTimes) -> GenerationResult:
+        """What has been generated so far; "interrupted" unless it was the whole."""
+        last = self._last
+        return GenerationResult(
+            text="".join(self._text),
+            tokens=self.tokens.copy(),
+            from_draft=self._from_draft.copy(),
+            finish_reason=(last and last.finish_reason) or "interrupted",
+            prompt_tokens=last.prompt_tokens if last else 0,
+            prompt_tps=last.prompt_tps if last else 0.0,
+            generation_tps=last.generation_tps if last else 0.0,
+            peak_memory=last.peak_memory if last else 0.0,
+            stats=last.stats if last else SpeculationStats(),
+            step_times=step_times.table(),
+            logprobs=self._logprobs.copy() if self._top is not None else None,
+            reused_tokens=last.reused_tokens if last else 0,
+        )

@@ -1,0 +1,215 @@
+"""What a conversation keeps from one turn to the next."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+
+from ..draft.context_index import ContextIndex, common_length
+from ..engine.caches import CacheOptions
+from ..engine.prompt_cache import as_mlx_lms, tier_with
+from ..engine.prompt_cache_file import (
+    check_fits,
+    check_lengths,
+    load_prompt_cache,
+    save_prompt_cache,
+    tokens_in,
+)
+from ..engine.target import Target, Tier
+from ..errors import OptionError, PromptCacheError
+from .response import GenerationResponse
+
+_MARKS = 2  # prefills to return to where a cache cannot be cut; each holds its state once more
+_CUTTABLE = {Tier.TREE, Tier.CHAIN}
+
+Generation = Callable[..., Generator[GenerationResponse, None, None]]
+
+
+class Session:
+    """A conversation's KV cache and its drafter's index, from one turn to the next.
+
+    Every turn passes the whole conversation, as to a model without memory, and only what
+    follows the longest common prefix with the last context is run::
+
+        session = mlxspec.Session()
+        messages = []
+        for question in questions:
+            messages.append({"role": "user", "content": question})
+            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+            answer = "".join(r.text for r in decoder.stream(prompt, session=session))
+            messages.append({"role": "assistant", "content": answer})
+
+    An edited, trimmed or regenerated conversation is as right as a continued one. Where the
+    cache cannot be cut back to the common prefix (state-space models, windows that have moved
+    on) it returns to the end of one of the last two prompts, or begins anew. What a session
+    holds serves one model and one set of cache options; with others it begins anew, too.
+
+    :meth:`save` keeps a conversation's cache in a file, :meth:`load` goes on with it, or with a
+    document that ``mlxspec cache-prompt`` has cached.
+
+    A quantised cache is what the conversation's turns have made it, as with mlx-lm: in one
+    prefill it would be quantised at another place. In one that ``max_kv_size`` bounds, prompts
+    see the kept first positions, which mlx-lm's mask hides from a prompt's rows.
+
+    Args:
+        cache: mlx-lm's caches to begin with, from :func:`mlxspec.load_prompt_cache`; they
+            stay as they are.
+        tokens: what they hold.
+    """
+
+    def __init__(self, cache: Sequence[Any] = (), tokens: Sequence[int] = ()) -> None:
+        self.index = ContextIndex()
+        """The drafter's."""
+        self._first_cache: Sequence[Any] = copy.deepcopy(cache)  # MLX copies when it writes
+        self._tokens = list(tokens)
+        self._target: Target | None = None
+        self._in_use = threading.Lock()
+
+    @classmethod
+    def load(cls, file_name: str | os.PathLike[str]) -> Session:
+        """A session that begins with the cache of a file.
+
+        Raises:
+            PromptCacheError: it cannot be read, or does not say what its cache holds. (Those of
+                mlx-lm do not; pass what :func:`mlxspec.load_prompt_cache` returns as
+                ``prompt_cache``.)
+        """
+        cache, metadata = load_prompt_cache(file_name, return_metadata=True)
+        tokens = tokens_in(cache, metadata)
+        if not tokens:
+            raise PromptCacheError(
+                f"{file_name} does not say what its cache holds: load it with load_prompt_cache "
+                "and pass it as prompt_cache"
+            )
+        return cls(cache, tokens)
+
+    def save(
+        self, file_name: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        """Save the cache as :func:`mlxspec.save_prompt_cache` does.
+
+        Raises:
+            OptionError: the session holds nothing yet, or is in the middle of a generation.
+            PromptCacheError: the file cannot be written; what was there before is as it was.
+        """
+        with self._used(), mx.stream(generation_stream):
+            if self._target is None:
+                raise OptionError("session has no cache to save: finish a generation before")
+            try:
+                self._target.commit()
+            finally:  # an interrupted one leaves a shorter context
+                del self._tokens[self._target.length :]
+            cache = [as_mlx_lms(layer) for layer in self._target.cache]
+            save_prompt_cache(file_name, cache, metadata, tokens=self._tokens)
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        """Keep out whatever else would use the session, in this thread or another."""
+        if not self._in_use.acquire(blocking=False):
+            raise OptionError("session is generating: close that generation before the next one")
+        try:
+            yield
+        finally:
+            self._in_use.release()
+
+    @property
+    def tokens(self) -> list[int]:
+        """What the cache holds."""
+        return self._tokens.copy()
+
+    def run(
+        self,
+        generation: Generation,
+        prompt: list[int],
+        model: nn.Module,
+        tier: Tier,
+        vocab_size: int,
+        options: CacheOptions,
+    ) -> Generator[GenerationResponse, None, None]:
+        """Run a generation on the session's cache; decoders call this.
+
+        Args:
+            generation: called with the target and, as ``held``, how much of the prompt it holds.
+            prompt: of the whole conversation.
+            model, tier, vocab_size, options: as for :class:`mlxspec.engine.target.Target`.
+
+        Raises:
+            OptionError: the session is in the middle of another generation, or the model is
+                split over several machines.
+            PromptCacheError: the cache that it begins with is another model's.
+        """
+        if getattr(model, "leader", None):
+            raise OptionError("session holds one machine's cache: leave it out for a split model")
+        taken: list[int] = []
+        with self._used():
+            with mx.stream(generation_stream):
+                target = self._take(prompt, model, tier, vocab_size, options)
+            responses = generation(target, held=target.length)
+            try:
+                for response in responses:
+                    taken.append(response.token)
+                    if response.finish_reason:
+                        break
+                    yield response
+            finally:
+                responses.close()
+                self._put_back(target, [*prompt, *taken])
+        yield response  # the last one: the next turn may begin
+
+    def _take(
+        self,
+        prompt: list[int],
+        model: nn.Module,
+        tier: Tier,
+        vocab_size: int,
+        options: CacheOptions,
+    ) -> Target:
+        """The target, with as much of the prompt in its cache as can be had.
+
+        Until it is put back the session has none: if anything goes wrong, the next turn begins
+        anew.
+        """
+        if self._first_cache:
+            check_fits(self._first_cache, model, "the session's cache")
+            check_lengths(self._first_cache, "the session's cache")
+        new = partial(Target, model, vocab_size=vocab_size, options=options, marks=_MARKS)
+        target, self._target = self._target, None
+        tokens, self._tokens = self._tokens, []
+        if self._first_cache:
+            lent, self._first_cache = list(self._first_cache), ()
+            target = new(tier_with(lent, tier), cache=lent)
+            target.prefill([])  # its caches can be cut from now on
+            target.length = len(tokens)
+        if target is None or not _serves(target, model, tier, options):
+            return new(tier)
+        # The prompt's last token belongs to the first step.
+        common = min(common_length(tokens, prompt), len(prompt) - 1)
+        try:
+            target.rewind(common)
+        except ValueError:
+            return new(tier)
+        target.commit()
+        return target
+
+    def _put_back(self, target: Target, context: list[int]) -> None:
+        """Keep what the consumer has seen of a generation."""
+        with suppress(ValueError), mx.stream(generation_stream):
+            target.truncate(min(target.length, len(context)))
+            self._target = target
+            self._tokens = context[: target.length]
+
+
+def _serves(target: Target, model: nn.Module, tier: Tier, options: CacheOptions) -> bool:
+    """Whether a target can go on with this model and these options."""
+    if {target.tier, tier} <= _CUTTABLE:
+        target.tier = tier  # which depends on whether the drafts of a turn may branch
+    return target.model is model and target.tier is tier and target.options == options

@@ -1,0 +1,125 @@
+"""JSON lines, and conversations logged in them, as other programs write them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def load_json(text: str | bytes) -> Any:
+    """The value of a JSON text; bytes are UTF-8.
+
+    Half a surrogate pair (``"\\ud800"``), which no encoding can write, becomes a question mark.
+
+    Raises:
+        ValueError, RecursionError: it is no JSON, or nested too deeply.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8-sig")
+    value = json.loads(text)
+    if _SURROGATE.search(text):
+        whole = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()
+        value = json.loads(whole)
+    return value
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation: who speaks ("user", "assistant", "tool", …) and what."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A recorded conversation.
+
+    Attributes:
+        messages: all turns.
+        completions: the indices of the turns that a model wrote.
+    """
+
+    messages: tuple[Message, ...]
+    completions: tuple[int, ...]
+
+    @property
+    def outputs(self) -> list[str]:
+        """What the model wrote, turn by turn."""
+        return [self.messages[index].content for index in self.completions]
+
+
+def conversation_of(record: object) -> Conversation:
+    """The conversation in one record of a log.
+
+    A record is ``{"messages": [{"role": …, "content": …}, …]}``. A content is a text, a list
+    of parts, of which the texts count, or null. Calls of tools count as a model writes them, a
+    line each: ``{"name": …, "arguments": …}``, and those of custom tools as the tool's name and
+    its input. A model has written the assistant's messages, or in a trace the ones that
+    ``"completions": [index, …]`` names.
+
+    Raises:
+        ValueError: it is no such record.
+    """
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if not isinstance(record, dict) or not isinstance(messages, list):
+        raise ValueError('it has no list of "messages"')
+    read = tuple(map(_message, messages))
+    written = [index for index, message in enumerate(read) if message.role == "assistant"]
+    completions = record.get("completions", written)
+    if not isinstance(completions, list) or not all(
+        type(index) is int and 0 <= index < len(read) for index in completions
+    ):
+        raise ValueError('its "completions" are no list of indices of messages')
+    return Conversation(read, tuple(completions))
+
+
+def _message(message: object) -> Message:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError('a message has no "role"')
+    calls = _list(message, "tool_calls")
+    if isinstance(message.get("function_call"), dict):  # what OpenAI had before tools
+        calls = [{"function": message["function_call"]}, *calls]
+    texts = [_content(message), *map(_call, calls)]
+    return Message(message["role"], "\n".join(text for text in texts if text))
+
+
+def _content(message: dict[str, Any]) -> str:
+    if isinstance(message.get("content"), str):
+        return str(message["content"])
+    texts = []
+    for part in _list(message, "content"):
+        if not isinstance(part, dict):
+            raise ValueError("a part of a message's content is no object")
+        if isinstance(part.get("text"), str):
+            texts.append(part["text"])
+    return "".join(texts)
+
+
+def _call(call: object) -> str:
+    """What a model writes to call a tool."""
+    for kind, said in (("function", "arguments"), ("custom", "input")):
+        tool = call.get(kind) if isinstance(call, dict) else None
+        if isinstance(tool, dict):
+            name, content = tool.get("name"), tool.get(said)
+            if kind == "custom":
+                return f"{name}\n{content}"
+            # OpenAI's arguments are the model's own text; elsewhere they are parsed.
+            arguments = content if isinstance(content, str) else _json(content)
+            return f'{{"name": {_json(name)}, "arguments": {arguments}}}'
+    raise ValueError("a tool call is neither of a function nor of a custom tool")
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _list(message: dict[str, Any], key: str) -> list[Any]:
+    value = message.get(key)
+    if value is not None and not isinstance(value, list):
+        raise ValueError(f'the "{key}" of a message are no list')
+    return value or []

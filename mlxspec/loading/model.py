@@ -1,0 +1,299 @@
+"""A model and its tokenizer from a directory, the Hub, or this package.
+
+mlx-lm and transformers take a second to import, so they are imported when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..errors import LoadError
+from ..process import occupy_standard_descriptors
+from .model_files import (
+    check_layers,
+    check_readable,
+    download,
+    is_repository_name,
+    load_mlx_lm_model,
+    local_path,
+)
+from .npz import load_npz_model, npz_files
+from .safetensors_header import DamagedHeader, read_header
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+
+DEMO = "demo"
+DEMO_DIRECTORY = Path(__file__).resolve().parents[1] / "demo_model"
+_HALF_PRECISION = (mx.float16, mx.bfloat16)
+
+
+@overload
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    lazy: bool = False,
+    return_config: Literal[False] = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[nn.Module, TokenizerWrapper]: ...
+
+
+@overload
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    lazy: bool = False,
+    *,
+    return_config: Literal[True],
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]: ...
+
+
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[nn.Module, TokenizerWrapper] | tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    """Load a model of mlx-lm's classes, and its tokenizer; the arguments are mlx-lm's.
+
+    No code of a model's repository is ever run. On the CPU back end, where half precision is
+    emulated, half-precision weights become float32.
+
+    Args:
+        path_or_hf_repo: ``"demo"`` for the bundled model (``"./demo"`` is a directory of that
+            name), a local directory with ``config.json`` and ``model*.safetensors`` or
+            ``weights.npz``, or a repository on the Hugging Face Hub, which is downloaded once.
+        tokenizer_config: settings of the tokenizer, in place of those that come with it.
+        model_config: settings of the model, in place of those in ``config.json``.
+        adapter_path: a directory of LoRA adapters that mlx-lm has trained.
+        lazy: leave the weights on disk until they are used.
+        return_config: return the model's settings too.
+        revision: branch, tag or commit of the repository.
+        trust_remote_code: there for mlx-lm's callers, here and in ``tokenizer_config``; a model
+            that needs such code is refused all the same.
+
+    Returns:
+        The model, mlx-lm's tokenizer wrapper, and the settings if they are asked for. With this
+        tokenizer decoders lose no space of an output; mlx-lm's functions, and those that stand
+        in for them, drop the first one.
+
+    Raises:
+        LoadError: what is missing, damaged or not supported, and what to do about it.
+    """
+    occupy_standard_descriptors()  # also in programs that have closed them
+    directory = _find(path_or_hf_repo, revision)
+    check_readable(directory)
+    model, config = _load_model(directory, _read_config(directory), model_config or {})
+    if adapter_path is not None:
+        model = _with_adapters(model, adapter_path)
+    if mx.default_device().type == mx.cpu:
+        model.apply(lambda p: p.astype(mx.float32) if p.dtype in _HALF_PRECISION else p)
+    if not lazy:
+        _evaluate(model, directory)
+
+    from .tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(directory, config.get("eos_token_id"), tokenizer_config)
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def encode_prompt(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a prompt: with BOS, unless ``text`` starts with its name already.
+
+    That is mlx-lm's rule. An empty text gives BOS alone, or nothing where there is no BOS.
+    """
+    bos = tokenizer.bos_token
+    has_bos = bos is not None and text.startswith(bos)
+    return tokenizer.encode(text, add_special_tokens=not has_bos)
+
+
+def _find(path_or_repo: str | Path, revision: str | None) -> Path:
+    """The directory with the model's files."""
+    if path_or_repo == DEMO:
+        return DEMO_DIRECTORY
+    path = local_path(path_or_repo)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise LoadError(f"{path_or_repo}: a file; name the directory with the model's config.json")
+    name = os.fspath(path_or_repo)
+    if not is_repository_name(name):
+        raise LoadError(f"{name}: no such directory, and no name of a Hub repository (owner/name)")
+    return download(name, revision)
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """``config.json``, with the EOS ids of ``generation_config.json`` where that has any."""
+    if not (directory / "config.json").is_file():
+        raise LoadError(f"{directory}: no config.json; {_remedy(directory)}")
+    config = _read_json_object(directory / "config.json")
+    if config.get("model_file") is not None:
+        raise LoadError(
+            f"{directory}: the model needs Python code from its repository "
+            f"({config['model_file']}), which is never run here; if you trust it, load it with "
+            "mlx_lm.load and pass on what that returns"
+        )
+    generation = directory / "generation_config.json"
+    if generation.is_file() and (eos := _read_json_object(generation).get("eos_token_id")):
+        config["eos_token_id"] = eos
+    return config
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise LoadError(f"{path}: no valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise LoadError(f"{path}: no JSON object")
+    return content
+
+
+def _remedy(directory: Path) -> str:
+    """What to do with a directory that is no model of MLX."""
+    if any(directory.glob("consolidated*")):
+        return "convert the original checkpoint with `mlxspec convert --torch-path`"
+    if any(directory.glob("pytorch_model*.bin")):
+        return "it has PyTorch's weights; use a version of the model with safetensors"
+    return "name a directory that a converter for MLX has written"
+
+
+def _load_model(
+    directory: Path, config: dict[str, Any], changes: dict[str, Any]
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model with its weights, which are not evaluated yet, and its settings."""
+    has_safetensors = any(directory.glob("model*.safetensors"))
+    if not has_safetensors and not npz_files(directory):
+        raise LoadError(
+            f"{directory}: no model*.safetensors and no weights.npz; {_remedy(directory)}"
+        )
+    tensors = _check_shards(directory) if has_safetensors else 0
+    try:
+        if has_safetensors:
+            check_layers(config | changes, tensors)
+            model, config = load_mlx_lm_model(directory, changes)
+        else:
+            config = config | changes
+            model = load_npz_model(directory, config)
+        _try(model)
+    except LoadError:
+        raise
+    except SystemExit as error:  # of mlx-lm's OLMo 1, with a text that names the package
+        raise LoadError(f"{directory}: the model needs a package that is not installed") from error
+    except Exception as error:  # whatever a wrong configuration or file makes mlx-lm raise
+        raise LoadError(f"{directory}: {_reason(error)}") from error
+    return model, config
+
+
+def _try(model: nn.Module) -> None:
+    """Raise whatever a setting of a wrong type makes a model raise only when it runs.
+
+    The graph of a small forward is built and never evaluated.
+    """
+    from mlx_lm.models.cache import make_prompt_cache
+
+    model(mx.array([[0]]), cache=make_prompt_cache(model))
+
+
+def _with_adapters(model: nn.Module, path: str | Path) -> nn.Module:
+    """The model with LoRA adapters put in."""
+    from mlx_lm.utils import load_adapters
+
+    directory = local_path(path)
+    try:
+        if directory.is_dir():
+            check_readable(directory)
+            if (weights := directory / "adapters.safetensors").is_file():
+                _check_weights(weights)
+        model = load_adapters(model, os.fspath(path))
+    except LoadError:
+        raise
+    except Exception as error:  # as above
+        raise LoadError(f"{path}: the adapters cannot be loaded: {_one_line(error)}") from error
+    model.eval()
+    return model
+
+
+def _check_shards(directory: Path) -> int:
+    """How many tensors the safetensors files hold.
+
+    Raises:
+        LoadError: one of them is listed and missing, cut short or damaged.
+    """
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        listed = _read_json_object(index).get("weight_map") or {}
+        if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
+            raise LoadError(f"{index}: weight_map is no table of file names; fetch it again")
+        for name in sorted(set(listed.values())):
+            if not (directory / name).is_file():
+                raise LoadError(f"{directory}: the weights file {name} is missing; fetch it again")
+    return sum(map(_check_weights, sorted(directory.glob("model*.safetensors"))))
+
+
+def _check_weights(path: Path) -> int:
+    """How many tensors a safetensors file holds.
+
+    Raises:
+        LoadError: it is cut short or damaged, or cannot be read.
+    """
+    try:
+        tensors = read_header(path)  # MLX would believe whatever stands there
+        mx.load(str(path))  # knows fewer types
+    except OSError as error:
+        raise LoadError(
+            f"{path}: cannot be read ({error.strerror}); give yourself the permission"
+        ) from error
+    except (DamagedHeader, RuntimeError, ValueError) as error:
+        raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error
+    return len(tensors)
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong with a model that mlx-lm does not load, in one line."""
+    text = _one_line(error)
+    if missing := re.search(r"missing \d+ required positional arguments?: (.*)", text):
+        return f"config.json lacks {missing[1]}"
+    if isinstance(error, KeyError):
+        place = "the weights lack" if "." in text else "config.json lacks"
+        return f"{place} {text}"
+    if re.search(r"[Mm]odel type .* not supported", text):
+        return f"{text.rstrip('.')} by this version of mlx-lm; update it"
+    if re.match(r"Missing|Received|Expected shape", text):
+        return f"the weights do not fit config.json: {text}"
+    if isinstance(error, TypeError):
+        return "config.json has a value of a wrong type for this kind of model"
+    return f"config.json and weights do not make a model: {text or type(error).__name__}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _evaluate(model: nn.Module, directory: Path) -> None:
+    """Read the weights one after another, so that no second copy of them all is held."""
+    try:
+        for _, parameter in tree_flatten(model.parameters()):
+            mx.eval(parameter)
+    except RuntimeError as error:
+        raise LoadError(f"{directory}: the weights cannot be read ({error})") from error

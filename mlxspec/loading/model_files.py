@@ -1,0 +1,177 @@
+"""A model's files: on the Hub, in a directory, and what they must be."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from ..errors import LoadError
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+
+# What a model and its tokenizer are loaded from; no repository's code, no other formats.
+_TOKENIZER_AND_SETTINGS = [
+    "*.json",
+    "*.jsonl",
+    "*.jinja",
+    "*.txt",
+    "tokenizer.model",
+]
+_WEIGHTS = ["model*.safetensors", "weights*.npz"]
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_repository_name(name: str) -> bool:
+    """Whether ``name`` is ``owner/name``, as on the Hub."""
+    return _REPOSITORY.fullmatch(name) is not None
+
+
+def is_downloaded(repository: str) -> bool:
+    """Whether a repository's settings and weights are on this machine, as far as a look tells."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        patterns = _TOKENIZER_AND_SETTINGS + _WEIGHTS
+        directory = Path(
+            snapshot_download(repository, allow_patterns=patterns, local_files_only=True)
+        )
+    except (OSError, ValueError, HfHubHTTPError):
+        return False
+    has_weights = any(any(directory.glob(pattern)) for pattern in _WEIGHTS)
+    return has_weights and (directory / "config.json").is_file()
+
+
+def download(repository: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The local copy of a repository's model files, fetched or completed with a progress bar.
+
+    Args:
+        repository: ``owner/name``.
+        revision: branch, tag or commit; the main branch by default.
+        weights: False leaves the weights out, for which the tokenizer has no use.
+
+    Raises:
+        LoadError: there is no such repository or revision, it asks for a licence or a login,
+            or the network or the disk does not allow the download.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    patterns = _TOKENIZER_AND_SETTINGS + (_WEIGHTS if weights else [])
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise LoadError(
+            f"{repository}: the repository is gated; accept its terms at huggingface.co and "
+            "log in with `hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise LoadError(
+            f"{repository}: neither a local directory nor a repository on the Hub that can be "
+            "read (a private one needs `hf auth login`)"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise LoadError(f"{repository}: the repository has no revision {revision!r}") from error
+    except LocalEntryNotFoundError as error:
+        raise LoadError(
+            f"{repository}: neither a local directory nor downloaded before, and the Hub cannot "
+            "be reached; check the name and the network"
+        ) from error
+    except Exception as error:  # the HTTP library differs between versions of huggingface-hub
+        reason = str(error).strip().splitlines()
+        raise LoadError(
+            f"{repository}: the download failed ({reason[0] if reason else type(error).__name__}); "
+            "what has arrived is kept, try again"
+        ) from error
+
+
+_COUNTS_LAYERS = re.compile(r"(^|_)(n|num)_(\w+_)?layers?$")  # and not vocab_size_per_layer_input
+_MOST_LAYERS = 1000  # that a model may have with fewer tensors than layers
+
+
+def local_path(name: str | os.PathLike[str]) -> Path:
+    """A name as a path, with ``~`` for a home directory where there is such a user."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # of somebody who has none
+        return Path(name)
+
+
+def check_readable(directory: Path) -> None:
+    """Refuse a directory with pipes, sockets or devices in it: reading one could wait for ever.
+
+    Raises:
+        LoadError: which one, or MLX takes no name like the directory's.
+    """
+    check_name(directory)
+    with suppress(OSError):  # what cannot be listed is told by what reads it
+        for path in sorted(directory.iterdir()):
+            if path.exists() and not path.is_file() and not path.is_dir():
+                raise LoadError(f"{path}: no regular file; remove it, or replace it by one")
+
+
+def check_name(path: Path) -> None:
+    """Refuse a name that is not UTF-8: MLX and the tokenizers open no such file.
+
+    Raises:
+        LoadError: it is not.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise LoadError(f"{path}: a name that is not UTF-8 text; rename it") from None
+
+
+def check_layers(settings: object, tensors: int) -> None:
+    """Refuse more layers than there is a tensor for, each of which would be built.
+
+    Args:
+        settings: of ``config.json``, or a part of them.
+        tensors: how many the weights have.
+
+    Raises:
+        ValueError: there are too many.
+    """
+    if not isinstance(settings, dict):
+        return
+    for key, value in settings.items():
+        counts = _COUNTS_LAYERS.search(str(key))
+        if counts and isinstance(value, int) and value > max(_MOST_LAYERS, tensors):
+            raise ValueError(f"{key} is {value}, and the weights have {tensors} tensors")
+        check_layers(value, tensors)
+
+
+def load_mlx_lm_model(directory: Path, changes: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """What mlx-lm makes of a directory, whatever it raises; the weights are not evaluated yet."""
+    from mlx_lm.utils import load_model
+
+    with _without_patterns(directory) as place:
+        return load_model(place, lazy=True, model_config=changes)
+
+
+@contextmanager
+def _without_patterns(directory: Path) -> Iterator[Path]:
+    """The directory under a name that means itself where mlx-lm takes names for patterns.
+
+    What was opened below it stays open afterwards.
+    """
+    if glob.escape(str(directory)) == str(directory):
+        yield directory
+        return
+    with TemporaryDirectory() as place:
+        link = Path(place) / "model"
+        link.symlink_to(directory.absolute(), target_is_directory=True)
+        yield link

@@ -1,0 +1,112 @@
+"""The verify cost T(M)/T(1): what a step over M rows costs, in steps over one row."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from ..errors import OptionError
+
+
+class CostCurve:
+    """T(rows) / T(1), linear between the points where it is known.
+
+    Args:
+        points: pairs of rows and cost, rows ascending; the first is (1, 1).
+
+    Attributes:
+        widest: the most rows at which the cost is known; planning goes no further.
+        table: ``table[rows]`` is the cost for 1 <= rows <= widest; ``table[0]`` is 0.
+        cheapest_rows: ``cheapest_rows[w]`` is what each row beyond 1 + w costs at least, however
+            many are added; infinite at the end.
+
+    Raises:
+        OptionError: the points are no such curve.
+    """
+
+    def __init__(self, points: Iterable[tuple[int, float]]) -> None:
+        self._points = tuple(points)
+        rows = [row for row, _ in self._points]
+        first_is_plain = rows[:1] == [1] and self._points[0][1] == 1
+        if not first_is_plain or rows != sorted(set(rows)):
+            raise OptionError(
+                f"cost curve with the points {list(self._points)[:3]}…: give (rows, cost) pairs "
+                "with ascending rows, the first (1, 1)"
+            )
+        if not all(0 < cost < float("inf") for _, cost in self._points):
+            raise OptionError("a cost curve's costs are positive numbers")
+        self._rows = rows
+        self.widest = rows[-1]
+        self.table = [0.0, *(self(row) for row in range(1, self.widest + 1))]
+        self.cheapest_rows = _least_slopes(self.table[1:])
+
+    def __call__(self, rows: int) -> float:
+        """The cost of a step over ``rows`` rows; beyond ``widest`` the last slope goes on."""
+        if len(self._rows) == 1:
+            return float(rows)
+        after = min(max(bisect_right(self._rows, rows), 1), len(self._rows) - 1)
+        (left, low), (right, high) = self._points[after - 1], self._points[after]
+        return low + (high - low) * (rows - left) / (right - left)
+
+
+def _least_slopes(costs: Sequence[float]) -> list[float]:
+    """Per point the least slope of a line to a later one; infinite for the last.
+
+    That line leads to the next corner of the lower convex hull (Andrew's monotone chain).
+    """
+    slopes = [float("inf")] * len(costs)
+    corners = [len(costs) - 1]
+
+    def slope(left: int, right: int) -> float:
+        return (costs[right] - costs[left]) / (right - left)
+
+    for point in range(len(costs) - 2, -1, -1):
+        while len(corners) > 1 and slope(point, corners[-2]) <= slope(point, corners[-1]):
+            corners.pop()
+        slopes[point] = slope(point, corners[-1])
+        corners.append(point)
+    return slopes
+
+
+def chip_names() -> list[str]:
+    """The chips whose curves come with the package."""
+    return list(_chips())
+
+
+def chip_curve(name: str) -> CostCurve:
+    """The verify cost of a chip.
+
+    Raises:
+        OptionError: there is no curve of that name.
+    """
+    chip = _chip(name)
+    return CostCurve(zip(chip["rows"], chip["cost"], strict=True))
+
+
+def chip_source(name: str) -> str:
+    """Where the figures of a chip come from, and which of them are estimates.
+
+    Raises:
+        OptionError: there is no curve of that name.
+    """
+    return str(_chip(name)["source"])
+
+
+def _chip(name: str) -> dict[str, Any]:
+    try:
+        return _chips()[name]
+    except KeyError:
+        raise OptionError(
+            f"no cost curve for the chip {name!r}: choose one of {', '.join(chip_names())}"
+        ) from None
+
+
+@cache
+def _chips() -> dict[str, dict[str, Any]]:
+    text = files(__package__).joinpath("chips.json").read_text(encoding="utf-8")
+    chips: dict[str, dict[str, Any]] = json.loads(text)["chips"]
+    return chips

@@ -1,0 +1,265 @@
+"""Measured step times on disk: one small JSON file per machine and model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from ..errors import MlxspecError, OptionError
+from ..files import replaced
+from .live_costs import context_range
+from .live_curve import WIDEST, KnownTime
+
+ENVIRONMENT_VARIABLE = "MLXSPEC_CACHE_DIR"
+
+_FORMAT = "mlxspec step times"
+_VERSION = 1
+_MAX_BYTES = 1 << 20
+_UNUSABLE = (OSError, ValueError, RecursionError)
+_SECONDS = (1e-6, 1e4)  # of a step: what is beyond was not measured
+_MAX_UNCERTAINTY = 10.0
+_MOST = 1e18  # of whatever is counted of a machine or model
+_SOURCES = ("steps", "quick", "careful")  # the better the later
+_COST_PER_ROW = (0.2, 20.0)  # T(M) is no less than the first times T(1), nor more than M·20·T(1)
+
+Identity = dict[str, str | int | float | None]
+
+
+@dataclass(frozen=True)
+class CostKey:
+    """What step times hold for.
+
+    Attributes:
+        machine: what the steps run on: chip, device, libraries.
+        model: what they run: configuration, data types, quantisation.
+    """
+
+    machine: Identity
+    model: Identity
+
+    @property
+    def file_name(self) -> str:
+        text = json.dumps([_VERSION, self.machine, self.model], sort_keys=True)
+        return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+
+@dataclass(frozen=True)
+class KnownRange:
+    """What is known at the context lengths of one range.
+
+    Attributes:
+        times: T(rows), fewest rows first.
+        source: "quick" or "careful" for a measurement, "steps" where decoding alone has told.
+        updated: when this was last measured or corrected, in UTC, as ISO 8601 has it.
+    """
+
+    times: tuple[KnownTime, ...]
+    source: str
+    updated: str
+
+    @classmethod
+    def now(cls, times: list[KnownTime], source: str) -> KnownRange:
+        """What has just been measured or learned."""
+        updated = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return cls(tuple(times), source, updated)
+
+
+Ranges = dict[int, KnownRange]
+"""By the end of the range; see :func:`mlxspec.plan.live_costs.context_range`."""
+
+
+class CostCache:
+    """Keeps what is known of step times from run to run.
+
+    A file appears whole or not at all, readable by the user alone. Of several processes that
+    write at a time, the last one's corrections of a range stay. A file that is damaged, of
+    another program or of a later version is ignored with a warning, and so is a directory that
+    cannot be written: the times are then measured again.
+
+    Args:
+        directory: where the files are; by default ``step_times`` in the directory that
+            ``MLXSPEC_CACHE_DIR`` names, or else in the user's cache directory.
+
+    Raises:
+        OptionError: ``MLXSPEC_CACHE_DIR`` begins with the name of a user who is not known.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self.directory = directory or _cache_directory() / "step_times"
+
+    def read(self, key: CostKey) -> Ranges:
+        """What is kept for a key; empty where there is nothing, or nothing of use."""
+        path = self.directory / key.file_name
+        found: list[Ranges] = []
+        with _unusable_ignored(path):
+            found.append(_read(path, key))
+        return found[0] if found else {}
+
+    def entries(self) -> list[tuple[CostKey, Ranges]]:
+        """All that is kept, for whatever machine and model."""
+        entries = []
+        for path in sorted(self.directory.glob("*.json")):
+            with _unusable_ignored(path):
+                entries.append(_parse(path))
+        return entries
+
+    def update(self, key: CostKey, ranges: Mapping[int, KnownRange]) -> None:
+        """Replace these ranges, where they are plausible, and leave the others as they are.
+
+        A range that is known better stays, too: a careful measurement gives way to a quick one
+        only if it was of plain steps alone, and among equals the one of more numbers of rows
+        stays. What MLX, the model or the machine has changed since has another key.
+        """
+        path = self.directory / key.file_name
+        kept: Ranges = {}
+        with suppress(*_UNUSABLE):
+            kept = _read(path, key)
+        for end, known in ranges.items():
+            with suppress(ValueError):
+                _check(known.times)
+                if end not in kept or _rank(kept[end]) <= _rank(known):
+                    kept[end] = known
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "machine": key.machine,
+            "model": key.model,
+            "ranges": {end: asdict(known) for end, known in sorted(kept.items())},
+        }
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replaced(path, MlxspecError) as file:
+                file.write(json.dumps(content, indent=1).encode())
+        except (OSError, MlxspecError) as error:
+            failure = error if isinstance(error, OSError) else error.__cause__
+            reason = getattr(failure, "strerror", None) or error
+            warnings.warn(
+                f"step times are not kept in {self.directory} ({reason}); "
+                f"{ENVIRONMENT_VARIABLE} names another place",
+                stacklevel=2,
+            )
+
+
+def _rank(known: KnownRange) -> tuple[bool, int, int]:
+    """How good it is, to be compared."""
+    return len(known.times) > 1, _SOURCES.index(known.source), len(known.times)
+
+
+def _cache_directory() -> Path:
+    chosen = os.environ.get(ENVIRONMENT_VARIABLE)
+    if not chosen:
+        return platformdirs.user_cache_path("mlxspec")
+    try:
+        return Path(chosen).expanduser()
+    except RuntimeError:
+        raise OptionError(
+            f"{ENVIRONMENT_VARIABLE} is {chosen!r}: that user's home directory is not known; "
+            "name another directory"
+        ) from None
+
+
+@contextmanager
+def _unusable_ignored(path: Path) -> Iterator[None]:
+    """Pass over a file that is not what it should be, with a warning if it is there."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except _UNUSABLE as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        warnings.warn(f"ignoring the step times in {path}: {reason}", stacklevel=4)
+
+
+def _read(path: Path, key: CostKey) -> Ranges:
+    """The ranges in the file of a key.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError, RecursionError: it is not what it should be.
+    """
+    found, ranges = _parse(path)
+    if found != key:
+        raise ValueError("for another machine or model")
+    return ranges
+
+
+def _parse(path: Path) -> tuple[CostKey, Ranges]:
+    """The content of a file, all that decoding relies on checked; raises as :func:`_read` does."""
+    if path.stat().st_size > _MAX_BYTES or not path.is_file():
+        raise ValueError("no file of step times")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ValueError("not written by mlxspec")
+    if content.get("version") != _VERSION:
+        raise ValueError("written by another version of mlxspec")
+    key = CostKey(_identity(content.get("machine")), _identity(content.get("model")))
+    ranges = content.get("ranges")
+    if not isinstance(ranges, dict):
+        raise ValueError("no ranges of context lengths")
+    return key, dict(_range(end, known) for end, known in ranges.items())
+
+
+def _identity(value: Any) -> Identity:
+    if not isinstance(value, dict) or not all(
+        isinstance(field, (str, int, float, type(None))) for field in value.values()
+    ):
+        raise ValueError("it does not say which machine and model it is for")
+    for name, field in value.items():
+        is_number = not isinstance(field, (str, type(None)))
+        if is_number and not 0 <= field <= _MOST:  # false for a NaN, too
+            raise ValueError(f"an implausible number of {name!r}")
+    if isinstance(value.get("parameters"), str):
+        raise ValueError("a number of parameters that is none")
+    return value
+
+
+def _range(end: str, known: Any) -> tuple[int, KnownRange]:
+    if not end.isascii() or not end.isdigit() or len(end) > 12:
+        raise ValueError("a range of context lengths that is no number")
+    if int(end) < 1 or context_range(int(end) - 1) != int(end):
+        raise ValueError(f"no range of context lengths ends at {end}")
+    if not isinstance(known, dict) or not isinstance(known.get("times"), list):
+        raise ValueError("a range without times")
+    times = tuple(_time(time) for time in known["times"])
+    _check(times)
+    source, updated = known.get("source"), str(known.get("updated"))
+    if source not in _SOURCES:
+        raise ValueError("a range of unknown source")
+    datetime.fromisoformat(updated)
+    return int(end), KnownRange(times, source, updated)
+
+
+def _time(value: Any) -> KnownTime:
+    if not isinstance(value, dict):
+        raise ValueError("a time that is none")
+    rows: Any = value.get("rows")
+    seconds: Any = value.get("seconds")
+    uncertainty: Any = value.get("uncertainty")
+    if type(rows) is not int or not {type(seconds), type(uncertainty)} <= {int, float}:
+        raise ValueError("a time without its figures")
+    return KnownTime(rows, seconds, uncertainty)
+
+
+def _check(times: tuple[KnownTime, ...]) -> None:
+    """Raise ValueError unless these may have been measured. No comparison holds for a NaN."""
+    rows = [time.rows for time in times]
+    if rows[:1] != [1] or rows != sorted(set(rows)) or rows[-1] > WIDEST:
+        raise ValueError("times that are not in the order of their rows from 1 on")
+    low, high = _COST_PER_ROW
+    for time in times:
+        if not (
+            _SECONDS[0] <= time.seconds <= _SECONDS[1]
+            and low <= time.seconds / times[0].seconds <= high * time.rows
+            and 0 <= time.uncertainty <= _MAX_UNCERTAINTY
+        ):
+            raise ValueError(f"an implausible time of {time.rows} rows")

@@ -1,0 +1,262 @@
+"""What steps cost: wall time by number of rows, measured on the steps that run."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
+
+from .cost_curve import CostCurve
+from .live_curve import KnownTime, LiveCurve
+
+_KEPT = 64  # recent steps per number of rows: enough for a median, and a hot chip is noticed
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """T(rows) as measured.
+
+    Attributes:
+        rows: rows per forward.
+        pipelined: whether the forward was dispatched during the step before, as in plain
+            decoding; such a step has one row.
+        steps: how many steps of this width ran.
+        seconds: median wall time of the recent ones.
+        cost: T(rows) / T(1), the verify cost, with T(1) pipelined if such a step has run; None
+            while no step of one row has.
+    """
+
+    rows: int
+    pipelined: bool
+    steps: int
+    seconds: float
+    cost: float | None
+
+
+class StepTimes:
+    """T(rows): the wall time of whole steps by their number of rows.
+
+    A whole step is proposing, forward, reading, acceptance and cache commit. Times hold for one
+    model on one machine in one data type. Threads may record at once.
+    """
+
+    def __init__(self) -> None:
+        self._recent: dict[tuple[int, bool], deque[float]] = {}
+        self._steps: Counter[tuple[int, bool]] = Counter()
+        self._lock = threading.Lock()
+
+    def record(self, rows: int, seconds: float, pipelined: bool = False) -> None:
+        """Add the wall time of one step."""
+        with self._lock:
+            self._recent.setdefault((rows, pipelined), deque(maxlen=_KEPT)).append(seconds)
+            self._steps[rows, pipelined] += 1
+
+    def table(self) -> list[StepTime]:
+        """One entry per kind of step that has run, fewest rows first."""
+        with self._lock:
+            seconds = {kind: median(recent) for kind, recent in self._recent.items()}
+            steps = self._steps.copy()
+        one_row = seconds.get((1, True)) or seconds.get((1, False))
+        return [
+            StepTime(*kind, steps[kind], time, time / one_row if one_row else None)
+            for kind, time in sorted(seconds.items())
+        ]
+
+
+USUAL_WAITING_COST = 0.02
+"""What a plain step is taken to cost more that is not pipelined, until some have waited."""
+
+_MOST = 0.5
+_DOUBT = 0.1**2  # variances: of the usual cost at first,
+_CHANGE = 0.005**2  # and of its change from one run of plain steps to the next
+_STEPS_NOISE = 6  # a run's surplus over 2 T(1): a step of 2 T(1), a short one, and T(1) itself
+_CLIP = 3.0  # standard deviations
+
+
+class WaitingCost:
+    """The cost of waiting, as a share of a pipelined plain step, learned from runs of such steps.
+
+    The first step of a run waits for its token and for a part of the second's forward, and the
+    last one finds its own forward nearly done. What both take beyond 2 T(1) is a small difference
+    of large times: where other programs disturb the steps, one run says next to nothing. So each
+    run counts as much as its noise allows (a Kalman filter of one number).
+    """
+
+    def __init__(self) -> None:
+        self._mean, self._variance = USUAL_WAITING_COST, _DOUBT
+
+    @property
+    def value(self) -> float:
+        """From 0 to 0.5."""
+        return min(max(self._mean, 0.0), _MOST)
+
+    def learn(self, surplus: float, noise: float) -> None:
+        """Learn from a run of plain steps.
+
+        Args:
+            surplus: by how many T(1) its first and last step took longer than pipelined ones.
+            noise: relative standard deviation of a step's time.
+        """
+        variance = self._variance + _CHANGE
+        of_surplus = variance + _STEPS_NOISE * noise * noise
+        limit = _CLIP * math.sqrt(of_surplus)
+        error = min(max(surplus - self._mean, -limit), limit)
+        self._mean += variance / of_surplus * error
+        self._variance = variance - variance / of_surplus * variance
+
+
+_Costs = TypeVar("_Costs", bound="LiveCosts")
+
+_SHORTEST_RANGE = 1024
+_RANGE_FACTOR = 4
+_PLAIN_STEPS_PER_LESSON = 8  # in a row; to learn from each would slow them down
+_MOST_DOUBT = 0.05  # of all costs of drafted steps together, before plain steps are sought
+_OTHER_CONTEXT = 0.15  # relative uncertainty of a cost that was measured in another range
+
+
+def context_range(context: int) -> int:
+    """The end of the range that a context length falls in: 1024, 4096, 16384, and so on.
+
+    Reading the KV cache adds to a step what the weights do not depend on. Within a factor of
+    four that changes the curve by less than the steps correct at once, so each range has its
+    own curve.
+    """
+    end = _SHORTEST_RANGE
+    while context >= end:
+        end *= _RANGE_FACTOR
+    return end
+
+
+class LiveCosts:
+    """T(rows) at the context length at hand, corrected by every step.
+
+    A range of context lengths that nobody has measured starts with what is known of the
+    nearest one. Where generations run beside each other, each has its own :meth:`for_generation`,
+    and all learn together.
+
+    Args:
+        known: per range, by its end as :func:`context_range` has it, the measured times; at
+            least one range.
+    """
+
+    def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
+        self._lock = threading.RLock()
+        self._curves = {end: LiveCurve(times) for end, times in known.items()}
+        self._waiting = WaitingCost()
+        self._unsaved: Counter[int] = Counter()  # steps by range
+        # What follows is each generation's own.
+        self._plain_steps = 0  # in a row
+        self._enter(min(self._curves))
+        # Seconds of the last run of plain steps: the one that waited, and the last pipelined one.
+        self._last_waiting: float | None = None
+        self._last_pipelined: float | None = None
+
+    def for_generation(self: _Costs) -> _Costs:
+        """The same costs at the context length and in the steps of one generation."""
+        return copy.copy(self)
+
+    @property
+    def unsaved_steps(self) -> int:
+        """Steps recorded since the last :meth:`changes`."""
+        with self._lock:
+            return sum(self._unsaved.values())
+
+    def move_to(self, context: int) -> None:
+        """Say how long the context is by now; cheap enough for every step."""
+        if not self._start <= context < self._end:
+            self._enter(context_range(context))
+
+    @property
+    def curve(self) -> CostCurve:
+        """T(rows)/T(1) for the planner; the same object until a cost has changed noticeably."""
+        with self._lock:
+            return self._live.curve
+
+    def cost(self, rows: int) -> float:
+        """T(rows)/T(1)."""
+        return self.curve(rows)
+
+    def seconds(self, rows: int) -> float:
+        """The wall time that a step over ``rows`` rows would take now."""
+        with self._lock:
+            return self._live.seconds(rows)
+
+    @property
+    def slowdown(self) -> float:
+        """Time of a plain step now against the measured one; above 1 on a hot or busy machine."""
+        return self._live.slowdown
+
+    @property
+    def waiting_cost(self) -> float:
+        """What plain steps cost more if the first of them waits, as a share of a pipelined one."""
+        return self._waiting.value
+
+    @property
+    def wants_plain_steps(self) -> bool:
+        """Whether plain steps should run between drafted ones, to tell what drafts cost.
+
+        Nothing else tells costs apart from the machine's speed: where hardly any run, a T(1)
+        that was measured on a busy machine would stay, and make all drafts look cheap.
+        """
+        return self._live.doubt > _MOST_DOUBT
+
+    def record(self, rows: int, seconds: float, pipelined: bool) -> None:
+        """Learn from a step.
+
+        Plain steps teach T(1) only in the middle of a pipeline. The first and the last one tell
+        what waiting costs; see :class:`.waiting_cost.WaitingCost`.
+
+        Args:
+            rows: its rows.
+            seconds: its wall time.
+            pipelined: whether its forward had been dispatched during the step before.
+        """
+        with self._lock:
+            self._record(rows, seconds, pipelined)
+
+    def _record(self, rows: int, seconds: float, pipelined: bool) -> None:
+        before, self._last_pipelined = self._last_pipelined, seconds if pipelined else None
+        if not pipelined:
+            if self._last_waiting is not None:
+                self._learn_waiting(self._last_waiting, before)
+            self._last_waiting = seconds if rows == 1 else None
+        if rows == 1:
+            if not pipelined or before is None:
+                return
+            seconds = before  # which was not the last one, as is known only now
+            self._plain_steps += 1
+            surplus = self._plain_steps - _PLAIN_STEPS_PER_LESSON
+            if surplus > 0 and surplus % _PLAIN_STEPS_PER_LESSON:
+                return
+        else:
+            self._plain_steps = 0
+        self._live.record(rows, seconds)
+        self._unsaved[self._end] += 1
+
+    def changes(self) -> dict[int, list[KnownTime]]:
+        """What is known by now of the ranges in which steps ran since the last call."""
+        with self._lock:
+            changed = {end: self._curves[end].known() for end in sorted(self._unsaved)}
+            self._unsaved.clear()
+            return changed
+
+    def _learn_waiting(self, first: float, last: float | None) -> None:
+        """Learn from a run of plain steps: the one that waited, and the last pipelined one."""
+        steps, seconds = (1, first) if last is None else (2, first + last)
+        self._waiting.learn(seconds / self.seconds(1) - steps, self._live.noise)
+
+    def _enter(self, end: int) -> None:
+        with self._lock:
+            if end not in self._curves:
+                nearest = min(self._curves, key=lambda other: abs(math.log(other / end)))
+                self._curves[end] = LiveCurve(self._curves[nearest].known(doubt=_OTHER_CONTEXT))
+            self._live = self._curves[end]
+            self._live.reopen()
+        self._plain_steps = 0
+        self._end = end
+        self._start = end // _RANGE_FACTOR if end > _SHORTEST_RANGE else 0

@@ -1,0 +1,486 @@
+"""Lookahead's guesses with their probabilities, and the window that is worth its rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ..draft.context_index import common_length
+from ..draft.drafter import VerifiedStep
+from ..draft.lookahead import JacobiWindow, LookaheadTree, NgramPool
+from ..draft.tree import DraftTree
+from .cost_curve import CostCurve
+from .live_costs import USUAL_WAITING_COST
+from .policy import (
+    Guard,
+    PlainSteps,
+    RecentSteps,
+    Rest,
+    expected_shortfall,
+    expected_tokens,
+    price_of_time,
+    widths_by_worth,
+)
+
+_RANKS = 4  # siblings that are considered
+_CLASSES = 8  # of agreement with the text, in tokens
+
+# How often the guess at a rank was right, by its agreement from 1 to 8 tokens, with N = 5 on the
+# Spec-Bench answers of Vicuna-7B. Rarer cells are smoothed.
+_PRIOR = (
+    (0.27, 0.51, 0.63, 0.66, 0.67, 0.74, 0.81, 0.85),
+    (0.08, 0.13, 0.16, 0.20, 0.20, 0.20, 0.25, 0.30),
+    (0.05, 0.06, 0.06, 0.07, 0.08, 0.10, 0.10, 0.10),
+    (0.03, 0.04, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05),
+)
+_CELL_RATE, _COMMON_RATE, _COMMON_LIMIT = 0.1, 0.1, 1.5
+
+Guess = tuple[tuple[int, ...], int]
+"""What may follow, and how many of the text's last tokens agree with its n-gram."""
+
+
+class GuessOdds:
+    """How likely a guess is right, by its agreement with the text and its rank.
+
+    Logits are learned by stochastic gradient from every emitted token: one per cell of the
+    table, and one that all have in common, which follows the kind of text at hand.
+    """
+
+    def __init__(self) -> None:
+        self._cells = [[_logit(p) for p in row] for row in _PRIOR]
+        self._common = 0.0
+
+    def begin(self) -> None:
+        """Start a text; what was learned of the cells stays."""
+        self._common = 0.0
+
+    def probability(self, agreement: int, rank: int) -> float:
+        """That a token follows, given the tokens before it."""
+        logit = self._cells[rank][min(agreement, _CLASSES) - 1] + self._common
+        return 1 / (1 + math.exp(-logit))
+
+    def learn(self, agreement: int, rank: int, right: bool) -> None:
+        """Learn what came of a guess, whether it was verified or not."""
+        error = right - self.probability(agreement, rank)
+        self._cells[rank][min(agreement, _CLASSES) - 1] += _CELL_RATE * error
+        if rank == 0:
+            common = self._common + _COMMON_RATE * error
+            self._common = min(_COMMON_LIMIT, max(-_COMMON_LIMIT, common))
+
+
+class LiveGuesses:
+    """The guesses for the current token, and those of the tokens before that still hold.
+
+    An n-gram that was recalled one token ago and named the current token agrees with two tokens
+    of the text, and so on: that tells likely guesses from mere successors of one token.
+
+    Args:
+        pool: where guesses are recalled from.
+        ngram_size: N; an n-gram agrees with N - 1 tokens at most before its last.
+    """
+
+    def __init__(self, pool: NgramPool, ngram_size: int) -> None:
+        self._pool = pool
+        self._longest = ngram_size - 1
+        self._live: list[Guess] = []  # sorted by agreement, as are all below
+        self._guesses: list[Guess] = []
+        self._streak = 0  # how many tokens in a row a whole n-gram's guess has foretold
+
+    def at(self, current: int) -> list[Guess]:
+        """What may follow the current token, best first."""
+        fresh = [(tail, 1) for tail in self._pool.guesses(current)]
+        self._guesses = [*self._live, *fresh]
+        return [
+            (tail, agreement + self._streak if agreement == self._longest else agreement)
+            for tail, agreement in self._guesses
+        ]
+
+    def advance(self, tokens: Iterable[int]) -> None:
+        """The text goes on by these tokens; :meth:`at` was asked about the one before them."""
+        for token in tokens:
+            guesses = self._guesses
+            whole = bool(guesses) and guesses[0][1] == self._longest
+            self._streak = self._streak + 1 if whole and guesses[0][0][0] == token else 0
+            self._live = [
+                (tail[1:], agreement + 1)
+                for tail, agreement in guesses
+                if tail[0] == token and len(tail) > 1
+            ]
+            self.at(token)
+
+    def forget(self) -> None:
+        """The text goes on unobserved."""
+        self._live, self._guesses, self._streak = [], [], 0
+
+
+class GuessTree:
+    """Guesses merged into one tree; nodes are numbered so that parents come first.
+
+    Args:
+        guesses: best first.
+        odds: gives their probabilities.
+        max_depth: of a node.
+        least_reach: less likely nodes are left out.
+        branching: whether nodes may have siblings.
+
+    Attributes:
+        reach: per node from the root, 1.0, the probability that it is accepted.
+    """
+
+    def __init__(
+        self,
+        guesses: Sequence[Guess],
+        odds: GuessOdds,
+        *,
+        max_depth: int,
+        least_reach: float,
+        branching: bool,
+    ) -> None:
+        self._odds = odds
+        self._children: list[dict[int, int]] = [{}]
+        self._agreements = [0]
+        self._paths: list[tuple[int, ...]] = [()]
+        self.reach = [1.0]
+        ranks = _RANKS if branching else 1
+        for tail, agreement in guesses:
+            node = 0
+            for depth, token in enumerate(tail[:max_depth]):
+                siblings = self._children[node]
+                if token not in siblings:
+                    rank = len(siblings)
+                    if rank >= ranks:
+                        break
+                    reach = self.reach[node] * odds.probability(agreement + depth, rank)
+                    if reach < least_reach and node:
+                        break
+                    siblings[token] = len(self.reach)
+                    self._children.append({})
+                    self._agreements.append(agreement + depth)
+                    self._paths.append(tail[: depth + 1])
+                    self.reach.append(reach)
+                node = siblings[token]
+        self._order = sorted(range(1, len(self.reach)), key=lambda node: -self.reach[node])
+
+    def best_reach(self) -> list[float]:
+        """The probabilities of the nodes, the likeliest first, the root left out."""
+        return [self.reach[node] for node in self._order]
+
+    def reach_by_depth(self, width: int) -> list[float]:
+        """Per depth from 1, the probability that so many of the ``width`` best are accepted."""
+        by_depth = [0.0] * max((len(self._paths[node]) for node in self._order[:width]), default=0)
+        for node in self._order[:width]:
+            by_depth[len(self._paths[node]) - 1] += self.reach[node]
+        return by_depth
+
+    def paths(self, width: int) -> list[tuple[int, ...]]:
+        """The tokens that lead to each of the ``width`` likeliest nodes."""
+        return [self._paths[node] for node in self._order[:width]]
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Learn from the tokens that followed."""
+        node = 0
+        for token in tokens:
+            for rank, (guess, child) in enumerate(self._children[node].items()):
+                self._odds.learn(self._agreements[child], rank, guess == token)
+            if token not in self._children[node]:
+                break
+            node = self._children[node][token]
+
+
+def _logit(probability: float) -> float:
+    return math.log(probability / (1 - probability))
+
+
+_RATE = 0.05
+_RELAXATION = 0.003
+_MOST = 3.0
+_TRIAL_STEPS = 12
+_NOTICEABLE = 0.05  # tokens per step
+
+
+class WindowSize(NamedTuple):
+    """A window's number of columns W and its n-gram size N."""
+
+    columns: int
+    ngram_size: int
+
+    @property
+    def rows(self) -> int:
+        """Rows that it adds to a step; that of column 0, level 0 is there in any case."""
+        return (self.ngram_size - 1) * self.columns - 1
+
+
+# Tokens per step that a window adds to a pool of the text's own n-grams.
+_USUAL_GAINS = {
+    WindowSize(3, 3): 0.08,
+    WindowSize(5, 4): 0.2,
+    WindowSize(7, 5): 0.3,
+    WindowSize(10, 5): 0.36,
+    WindowSize(15, 5): 0.42,
+}
+
+
+class WindowGain:
+    """How many tokens per step a window adds, learned while one is on.
+
+    What is learned is one factor on the gains that windows of each size have on average. While
+    there is no window it slowly returns to 1, so that one is tried again.
+    """
+
+    def __init__(self) -> None:
+        self._factor = 1.0
+
+    def of(self, size: WindowSize) -> float:
+        """Tokens per step."""
+        return self._factor * _USUAL_GAINS[size]
+
+    def learn(self, size: WindowSize, tokens: int) -> None:
+        """A step has emitted so many tokens that it would not have without the window."""
+        factor = self._factor + _RATE * (tokens / _USUAL_GAINS[size] - self._factor)
+        self._factor = min(factor, _MOST)
+
+    def relax(self) -> None:
+        """A step ran without a window."""
+        self._factor += _RELAXATION * (1 - self._factor)
+
+
+def best_window(
+    gain: WindowGain,
+    expected: Sequence[float],
+    costs: Sequence[float],
+    price: float,
+    max_ngram_size: int,
+    bank: float,
+    now: WindowSize | None,
+) -> WindowSize | None:
+    """The window that is worth most beside the guesses at hand; None where none is.
+
+    Args:
+        gain: what windows earn.
+        expected: E(w), the tokens that a step without a window emits with w guess nodes.
+        costs: ``costs[rows]`` is T(rows) / T(1).
+        price: of a plain token's time, in tokens.
+        max_ngram_size: the longest n-grams.
+        bank: the time, in plain tokens, that the first steps with a window may cost.
+        now: the window at hand, which stays while it pays, unless another is worth noticeably
+            more: a new one takes N - 2 steps until it earns.
+    """
+    worths: dict[WindowSize | None, float] = {None: _worth(expected, costs, price, 0)}
+    for size in _USUAL_GAINS:
+        if size.ngram_size > max_ngram_size or size.rows + 1 >= len(costs):
+            continue
+        if size == now or _TRIAL_STEPS * (costs[1 + size.rows] - costs[1]) <= bank:
+            worths[size] = gain.of(size) + _worth(expected, costs, price, size.rows)
+    best = max(worths, key=worths.__getitem__)
+    pays = now is None or (now in worths and worths[now] > worths[None])
+    return now if pays and worths[best] < worths[now] + _NOTICEABLE else best
+
+
+def _worth(expected: Sequence[float], costs: Sequence[float], price: float, rows: int) -> float:
+    """Tokens less the price of the time at the best number of guesses beside further rows."""
+    return max(
+        tokens - price * cost for tokens, cost in zip(expected, costs[1 + rows :], strict=False)
+    )
+
+
+_STEPS_BETWEEN_SIZES = 8
+_SUREST = 0.98  # no guess is surer; where a row costs more, nothing need be looked up
+
+
+class LookaheadKnowledge:
+    """What outlasts a generation: how likely guesses are right and what a window earns."""
+
+    def __init__(self) -> None:
+        self.odds = GuessOdds()
+        self.gain = WindowGain()
+
+
+class PlannedLookahead:
+    """Lookahead decoding that verifies what is worth its time: often no window, or nothing.
+
+    Each step takes the guesses, likeliest first, up to the number at which expected tokens less
+    the price of the time are greatest. A window is added where the tokens that windows have
+    lately earned are worth its rows, within what the guard allows. So W, N and G change from
+    step to step; where each row costs as much as a plain step, all of them are zero.
+
+    Args:
+        curve: the verify cost. May be replaced between steps (attribute ``curve``) by a newly
+            measured one.
+        ngram_size: the longest n-grams.
+        guess_set_size: how many are kept for one first token; -1 for 64.
+        pool_from_prompt: whether the pool starts with the prompt's n-grams.
+        waiting_cost: what a plain step costs more when its forward is dispatched only after the
+            last token was read, as a share of a pipelined one. May be replaced too.
+        branching: whether the target verifies trees; otherwise drafts are chains, without a
+            window.
+        knowledge: what was learned from earlier generations of the same target.
+    """
+
+    def __init__(
+        self,
+        curve: CostCurve,
+        *,
+        ngram_size: int = 5,
+        guess_set_size: int = 16,
+        pool_from_prompt: bool = True,
+        waiting_cost: float = USUAL_WAITING_COST,
+        branching: bool = True,
+        knowledge: LookaheadKnowledge | None = None,
+    ) -> None:
+        self.curve = curve
+        self.waiting_cost = waiting_cost
+        self.plain_steps = PlainSteps()
+        """While they are sought, steps are pipelined wherever nothing is drafted."""
+        self.branching = branching
+        self._ngram_size = ngram_size
+        self._guess_set_size = guess_set_size
+        self._pool_from_prompt = pool_from_prompt
+        self._knowledge = knowledge or LookaheadKnowledge()
+        self._guard = Guard()
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._text = list(prompt)
+        self._pool = NgramPool(self._ngram_size, self._guess_set_size)
+        self._pool.read(prompt if self._pool_from_prompt else prompt[-1:])
+        self._live = LiveGuesses(self._pool, self._ngram_size)
+        self._knowledge.odds.begin()
+        self._guard.begin()
+        self._size: WindowSize | None = None
+        self._window: JacobiWindow | None = None
+        self._steps = self._pending = 0
+        self._rest = Rest()
+        self._recent = RecentSteps()
+
+    def propose(self, budget: int) -> DraftTree:
+        return self.propose_beside(1, budget, self.curve.widest)
+
+    def propose_beside(self, rows: int, budget: int, max_rows: int) -> DraftTree:
+        """Draft for a step that has ``rows`` rows already and may have ``max_rows``."""
+        self._rows_beside = rows + self._pending
+        self._hopeless = self.curve.cheapest_rows[0] >= _SUREST or self._rest.due(self.curve)
+        self._guesses = GuessTree(
+            () if self._hopeless else self._live.at(self._text[-1]),
+            self._knowledge.odds,
+            max_depth=min(budget, self._ngram_size - 1),
+            least_reach=self.curve.cheapest_rows[0],
+            branching=self.branching,
+        )
+        self._plan = self._choose(budget, min(max_rows, self.curve.widest))
+        self._tree = LookaheadTree(self._text[-1])
+        self._tree.add_guesses(self._guesses.paths(self._plan.width))
+        if self._plan.window:
+            self._tree.add_window(self._plan.window.levels)
+        self._draft = self._tree.tree()
+        return self._draft
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether to dispatch the next forward before the next token is known.
+
+        Not where drafts have lately been worth more than it costs to wait for the token.
+        """
+        return self.plain_steps.sought or self._recent.worth <= self.waiting_cost
+
+    def observe(self, step: VerifiedStep) -> None:
+        tokens, cost = step.tokens, self.curve(self._rows_beside + step.drafted)
+        self._pending = step.pending  # rows that the next step begins with
+        self._steps += 1
+        self._rest.count(drafted=self._plan.width > 0 or self._plan.window is not None)
+        self.plain_steps.count()
+        self._recent.add(step, cost, self._plan.worth)
+        self._guard.settle(len(tokens), cost)
+        if self._hopeless:
+            self._live.forget()
+        else:
+            self._guesses.learn(tokens)
+            self._live.advance(tokens)
+        if self._window and self._size:
+            self._advance(self._window, self._size, step)
+        else:
+            self._knowledge.gain.relax()
+        self._pool.read(tokens)
+        self._text += tokens
+
+    def end(self) -> None:
+        del self._text, self._pool, self._live, self._window
+
+    def origins(self) -> tuple[str, ...]:
+        """Per node of the tree proposed last: "root", "guess" or "window"."""
+        return self._tree.origins()
+
+    def window_rows(self) -> dict[tuple[int, int], int]:
+        """The node of each window row (level, column) in the tree proposed last."""
+        return self._tree.window_rows()
+
+    def _choose(self, budget: int, max_rows: int) -> _Plan:
+        """Choose the window, and how many guesses to verify beside it."""
+        if self.plain_steps.due or self._hopeless or self._rows_beside > max_rows:
+            self._window = self._size = None
+            return _Plan(0, None, 0.0)
+        expected = expected_tokens(self._guesses.best_reach())
+        if self._steps % _STEPS_BETWEEN_SIZES == 0 and self.branching:
+            self._resize(expected, max_rows)
+        window, size = self._window, self._size
+        gain, rows = 0.0, self._rows_beside
+        if window and size and window.depth <= budget and rows + size.rows <= max_rows:
+            gain, rows = self._knowledge.gain.of(size), rows + size.rows
+        else:
+            window = None
+        costs = [0.0, *self.curve.table[rows : max_rows + 1]]
+        expected = [tokens + gain for tokens in expected[: len(costs) - 1]]
+        price = price_of_time(expected, costs, self._recent.rate)
+        worth_of_window = gain - price * (costs[1] - self.curve.table[self._rows_beside])
+        entry_cost = self._recent.entry_cost(self.waiting_cost)
+        widths = [*widths_by_worth(expected, costs, price, entry_cost), (0.0, 0)]
+        for worth, width in widths:
+            if not width and not window:
+                break
+            reached = self._guesses.reach_by_depth(width)
+            if self._guard.allows(expected_shortfall(costs[width + 1], reached) - gain):
+                return _Plan(width, window, max(worth + worth_of_window, 0.0))
+        return _Plan(0, None, 0.0)
+
+    def _resize(self, expected: Sequence[float], max_rows: int) -> None:
+        """Begin, end or exchange the window, where another size is worth more."""
+        costs = self.curve.table[self._rows_beside - 1 : max_rows + 1]
+        price = price_of_time(expected[: len(costs) - 1], costs, self._recent.rate)
+        size = best_window(
+            self._knowledge.gain,
+            expected,
+            costs,
+            price,
+            max_ngram_size=self._ngram_size,
+            bank=self._guard.bank,
+            now=self._size,
+        )
+        if size != self._size:
+            self._size = size
+            self._window = JacobiWindow(size.columns, size.ngram_size, self._text) if size else None
+
+    def _advance(self, window: JacobiWindow, size: WindowSize, step: VerifiedStep) -> None:
+        rows = self._tree.rows
+        if not rows or step.tree != self._draft:
+            window.skip(step.tokens[-1])
+            return
+        ngrams = window.advance([step.argmaxes[node] for node in rows[-1]], step.tokens[-1])
+        if ngrams:
+            self._knowledge.gain.learn(size, self._earned(step))
+        for ngram in ngrams:
+            self._pool.add(ngram)
+
+    def _earned(self, step: VerifiedStep) -> int:
+        """How many tokens of a step no guess from the text would have given."""
+        accepted = step.tokens[: len(step.accepted)]
+        guessed = (
+            common_length(guess, accepted) for guess in self._pool.text_guesses(step.tree.tokens[0])
+        )
+        return len(accepted) - max(guessed, default=0)
+
+
+class _Plan(NamedTuple):
+    """How many guesses to verify, the window beside them, and what both are worth."""
+
+    width: int
+    window: JacobiWindow | None
+    worth: float

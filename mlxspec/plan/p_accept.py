@@ -1,0 +1,240 @@
+"""What kind of text a token is: a few classes that tell how predictable it is."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Container, Iterable, Sequence
+from enum import IntEnum
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from ..draft.suffix_index import Continuation
+
+
+class TokenClass(IntEnum):
+    """The kinds; how easily a token is foreseen differs between them."""
+
+    WORD_START = 0
+    CONTINUATION = 1
+    PUNCTUATION = 2
+    DIGIT = 3
+    BYTE_OR_NEWLINE = 4
+    SPECIAL = 5
+    SPACED_PUNCTUATION = 6
+    UNKNOWN = 7
+
+
+def token_classes(pieces: Iterable[str], special: Container[int]) -> bytes:
+    """Classify a vocabulary.
+
+    Args:
+        pieces: each token's piece in order of the ids, as SentencePiece (``▁the``, ``<0x0A>``)
+            or byte-level BPE (``Ġthe``, ``Ċ``) writes it.
+        special: ids of control tokens.
+
+    Returns:
+        one :class:`TokenClass` per token id.
+    """
+    return bytes(
+        TokenClass.SPECIAL if token in special else _class_of(piece)
+        for token, piece in enumerate(pieces)
+    )
+
+
+def _class_of(piece: str) -> TokenClass:
+    if piece.startswith("<0x") and piece.endswith(">"):
+        return TokenClass.BYTE_OR_NEWLINE
+    text = piece.replace("▁", " ").replace("Ġ", " ").replace("Ċ", "\n").replace("ĉ", "\t")
+    word = text.lstrip(" ")
+    if "\n" in text or "\t" in text:
+        return TokenClass.BYTE_OR_NEWLINE
+    if not word:
+        return TokenClass.WORD_START
+    if word != text:
+        return TokenClass.WORD_START if word[0].isalnum() else TokenClass.SPACED_PUNCTUATION
+    if word.isdigit():
+        return TokenClass.DIGIT
+    return TokenClass.CONTINUATION if word[0].isalpha() else TokenClass.PUNCTUATION
+
+
+_MAX_LENGTH = 512  # beyond, a match is as good as one of this length
+_LOWEST, _HIGHEST = 1e-4, 0.998
+
+_BIAS_RATE, _BIAS_LIMIT = 0.1, 2.0
+# The biases of match lengths 12–19 and 20–31 at first, which the fitted weights trust too much
+# where a copy may be about to begin (docs/planner-notes.md).
+_FIRST_LENGTH_BIASES = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -0.4, -0.4, 0.0)
+_RECENT_RATE = 0.1
+_AVERAGE_RATE = 0.03
+_FIRST_AVERAGE = 0.3
+
+
+class Estimate(NamedTuple):
+    """The hazard of one continuation.
+
+    Attributes:
+        hazard: the probability that it is right, given that its path is and that the
+            better-ranked continuations are not.
+        kind: which bias of its rank and origin was added.
+        length_class: which bias of its match length was added.
+    """
+
+    hazard: float
+    kind: int
+    length_class: int
+
+
+class HazardModel:
+    """A logistic model of a continuation's hazard, with biases that are learned online.
+
+    Evidence: length of the match, number of occurrences that agree and disagree, distance,
+    the kind of token, rank among the continuations, and how well recent drafts did. One weight
+    vector holds for continuations without a competitor, one for the best of several and one
+    for the others. They were fitted on replayed outputs; ``p_accept_prior.json`` holds them.
+
+    Args:
+        classes: per token id its :class:`TokenClass`; tokens beyond its end are UNKNOWN.
+    """
+
+    def __init__(self, classes: bytes = b"") -> None:
+        self._classes = classes
+        prior = _prior()
+        self._unanimous = _Weights(prior["unanimous"])
+        self._divided = _Weights(prior["divided"])
+        self._lower_ranked = _Weights(prior["lower_ranked"])
+        self.begin(0)
+
+    def begin(self, memory_end: int) -> None:
+        """Forget what was learned; the text before ``memory_end`` is an earlier output's."""
+        self._memory_end = memory_end
+        self._recent = self._average = _FIRST_AVERAGE
+        self._kind_biases = [0.0] * 4
+        self._length_biases = [*_FIRST_LENGTH_BIASES]
+
+    def refresh(self) -> None:
+        """Take what was learned since into account; to be called once a step."""
+        recent, average = _logit(self._recent), _logit(self._average)
+        for weights in (self._unanimous, self._divided, self._lower_ranked):
+            weights.standing = weights.logit_recent * recent + weights.logit_average * average
+
+    def estimate(
+        self, found: Sequence[Continuation], end: int, depth: int, before: int, limit: int
+    ) -> list[Estimate]:
+        """Estimate the hazards of the continuations of one node.
+
+        Args:
+            found: all continuations of the node, best first.
+            end: length of the indexed text.
+            depth: of the node: 0 for the root, the text's last token.
+            before: the node's own token.
+            limit: how many to estimate.
+        """
+        class_before = self._class_of(before)
+        occurrences = sum(len(continuation.occurrences) for continuation in found)
+        estimates = []
+        for rank, continuation in enumerate(found[:limit]):
+            length = min(continuation.length + depth, _MAX_LENGTH)
+            agreeing = len(continuation.occurrences)
+            if rank > 0:
+                weights = self._lower_ranked
+                z = weights.by_rank[min(rank, 4)]
+            elif len(found) > 1:
+                weights = self._divided
+                gap = min(continuation.length - found[1].length, 4)
+                z = weights.by_gap[gap]
+            else:
+                weights = self._unanimous
+                z = 0.0
+            z += weights.standing + weights.by_length[length]
+            z += weights.share * agreeing / occurrences
+            z += weights.log_agreeing * _LOG[agreeing]
+            z += weights.log_occurrences * _LOG[occurrences]
+            z += weights.log_age * math.log(end - continuation.newest + 1)
+            z += weights.by_class[self._class_of(continuation.token)]
+            z += weights.by_class_before[class_before]
+            if depth == 0:
+                z += weights.first
+            kind = 2 if rank else 0
+            if continuation.newest < self._memory_end:
+                z += weights.from_memory
+                kind += 1
+            length_class = _LENGTH_CLASSES[length]
+            z += self._kind_biases[kind] + self._length_biases[length_class]
+            hazard = 1 / (1 + math.exp(-z))
+            estimates.append(Estimate(min(_HIGHEST, max(_LOWEST, hazard)), kind, length_class))
+        return estimates
+
+    def learn(self, estimates: Sequence[Estimate], right: int | None, *, at_root: bool) -> None:
+        """Learn what came of a node's continuations.
+
+        Args:
+            estimates: theirs, best first.
+            right: the rank of the right one; None if none was.
+            at_root: whether the node was the root.
+        """
+        tried = estimates if right is None else estimates[: right + 1]
+        for rank, (hazard, kind, length_class) in enumerate(tried):
+            change = _BIAS_RATE * ((rank == right) - hazard)
+            for biases, index in ((self._kind_biases, kind), (self._length_biases, length_class)):
+                biases[index] = min(_BIAS_LIMIT, max(-_BIAS_LIMIT, biases[index] + change))
+        hit = right == 0
+        self._recent += _RECENT_RATE * (hit - self._recent)
+        if at_root:
+            self._average += _AVERAGE_RATE * (hit - self._average)
+
+    def _class_of(self, token: int) -> int:
+        return self._classes[token] if token < len(self._classes) else TokenClass.UNKNOWN
+
+
+class _Weights:
+    """One weight vector, its non-linear terms tabulated.
+
+    ``standing`` is the part of the logit that holds for a whole step.
+    """
+
+    def __init__(self, prior: dict[str, Any]) -> None:
+        logs = [math.log(length + 1) for length in range(_MAX_LENGTH + 1)]
+        constant, inverse = prior["constant"], prior["inverse_length"]
+        linear, square = prior["log_length"], prior["log_length_squared"]
+        self.by_length = [
+            constant + linear * x + square * x * x + inverse / (n + 1) for n, x in enumerate(logs)
+        ]
+        self.by_rank: list[float] = [0.0, 0.0, *prior.get("rank", ())]
+        if "gap" in prior:
+            # How much longer the match is than the second best: 0, 1, 2 to 3, 4 or more tokens.
+            none, one, few, many = prior["gap"]
+            self.by_gap = [none, one, few, few, many]
+        self.by_class: list[float] = prior["class"]
+        self.by_class_before: list[float] = prior["class_before"]
+        self.share: float = prior.get("share", 0.0)
+        self.log_agreeing: float = prior["log_agreeing"]
+        self.log_occurrences: float = prior.get("log_occurrences", 0.0)
+        self.log_age: float = prior["log_age"]
+        self.logit_recent: float = prior["logit_recent"]
+        self.logit_average: float = prior["logit_average"]
+        self.first: float = prior["first"]
+        self.from_memory: float = prior["from_memory"]
+        self.standing = 0.0
+
+
+@cache
+def _prior() -> dict[str, dict[str, Any]]:
+    text = files(__package__).joinpath("p_accept_prior.json").read_text(encoding="utf-8")
+    prior: dict[str, dict[str, Any]] = json.loads(text)
+    return prior
+
+
+def _logit(average: float) -> float:
+    clipped = min(0.98, max(0.02, average))
+    return math.log(clipped / (1 - clipped))
+
+
+def _length_class(length: int) -> int:
+    """0 to 5 as they are, then 6–7, 8–11, 12–19, 20–31, 32 and more."""
+    return length if length < 6 else 6 + sum(length >= bound for bound in (8, 12, 20, 32))
+
+
+_LENGTH_CLASSES = [_length_class(length) for length in range(_MAX_LENGTH + 1)]
+_LOG = [0.0, *(math.log(count) for count in range(1, 129))]  # of counts of occurrences

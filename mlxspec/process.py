@@ -1,0 +1,124 @@
+"""What mlxspec asks of the process that it runs in: BLAS, descriptors, start and end."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+
+def occupy_standard_descriptors() -> None:
+    """Open the null device on each of the descriptors 0, 1 and 2 that is closed.
+
+    The next file to be opened would get its number. MLX takes the number 0 for a failure, and
+    what is written to standard output or error would end up in the file.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            os.set_inheritable(descriptor, True)
+
+
+ENVIRONMENT_VARIABLE = "MLXSPEC_OPENBLAS"
+_LIBRARIES = ("libopenblas.so.0", "libopenblasp.so.0")
+
+# Cycles, as a power of two, that OpenBLAS's threads spin for more work before they sleep: about
+# what waking one takes. By default it is 2^26, many steps long, and through all of them they
+# take cores from the thread that builds the next forward.
+_SPINNING = "OPENBLAS_THREAD_TIMEOUT"
+_SPINNING_CYCLES = "16"
+
+
+def prefer_openblas() -> None:
+    """Load OpenBLAS for MLX's CPU back end on Linux, where it is installed.
+
+    Works only before ``mlx.core`` is first imported; warns when that has happened already.
+    ``MLXSPEC_OPENBLAS=0`` turns it off. Does nothing on other systems or back ends.
+    """
+    if sys.platform != "linux" or os.environ.get(ENVIRONMENT_VARIABLE) == "0":
+        return
+    try:
+        version("mlx-cpu")
+    except PackageNotFoundError:
+        return
+    if _load(os.RTLD_NOLOAD):
+        return  # preloaded by the user, or by an earlier call
+    if "mlx.core" not in sys.modules:
+        os.environ.setdefault(_SPINNING, _SPINNING_CYCLES)  # read once, while it is loaded
+        _load(ctypes.RTLD_GLOBAL)
+    elif _load(ctypes.RTLD_LOCAL):
+        warnings.warn(
+            "mlx.core was imported before mlxspec, so its CPU back end runs without OpenBLAS, "
+            "about 16 times slower in float32: import mlxspec first "
+            f"(or set {ENVIRONMENT_VARIABLE}=0 to do without it)",
+            stacklevel=3,
+        )
+
+
+def _load(mode: int) -> bool:
+    """Open the first OpenBLAS that is there."""
+    for name in _LIBRARIES:
+        try:
+            ctypes.CDLL(name, mode=mode)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+_LONG_ENOUGH = 0.05  # seconds; a millisecond does it on an idle machine
+
+_awaited = False
+
+
+def await_at_exit() -> None:
+    """Let the process, when it ends, wait until this thread has ended altogether.
+
+    MLX frees what a thread has compiled when Python takes the thread for ended already, and
+    needs the interpreter's lock for it. Up to Python 3.12 an interpreter that is ending refuses
+    the lock, and the process is aborted ("terminate called without an active exception").
+    """
+    global _awaited
+    if not _awaited and threading.current_thread() is not threading.main_thread():
+        _awaited = True
+        atexit.register(time.sleep, _LONG_ENOUGH)  # without the lock
+
+
+_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+def main() -> None:
+    """The ``mlxspec`` command."""
+    run("mlxspec.cli.main", "main", "mlxspec")
+
+
+def run(module: str, command: str, name: str) -> None:
+    """Import a click command and run it; Ctrl-C ends the import with one line and status 130.
+
+    Args:
+        module: where the command is.
+        command: its name there.
+        name: what the user calls it.
+    """
+    occupy_standard_descriptors()
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is signal.default_int_handler:  # and not ignored, as behind nohup
+        signal.signal(signal.SIGINT, _quit)
+    start = getattr(import_module(module), command)
+    run_command = import_module("mlxspec.cli.outcome").run_command
+    signal.signal(signal.SIGINT, usual)
+    run_command(start, name)
+
+
+def _quit(*_: object) -> None:
+    os.write(2, b"\nInterrupted.\n")
+    os._exit(_INTERRUPTED)

@@ -1,1 +1,0 @@
-"""Replay: recorded outputs through the drafters that decode, without a model."""

@@ -1,0 +1,171 @@
+"""Programs that call mlx-lm's functions speculate, and say what they would say."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+
+import mlxspec
+from mlxspec.compat import augmentation
+from tests.support.drop_in import FREE, REPEAT, demo_with_costs, fields, give_costs
+
+MLX_LM = import_module("mlx_lm.generate")
+ORIGINALS = {
+    name: getattr(MLX_LM, name) for name in ("generate", "stream_generate", "batch_generate")
+}
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple:
+    return demo_with_costs()
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(augmentation, "_told", set())
+
+
+@pytest.fixture
+def program() -> Iterator[ModuleType]:
+    """A module that has imported mlx-lm's functions before."""
+    module = ModuleType("a_program")
+    exec("from mlx_lm import generate as answer, stream_generate, batch_generate", vars(module))
+    sys.modules["a_program"] = module
+    yield module
+    del sys.modules["a_program"]
+
+
+def test_a_program_speculates_until_it_is_undone(demo: tuple, program: ModuleType) -> None:
+    expected = fields(program.stream_generate(*demo, REPEAT, max_tokens=24))
+    text = program.answer(*demo, REPEAT, max_tokens=24)
+    with mlxspec.augment():
+        responses = list(program.stream_generate(*demo, REPEAT, max_tokens=24))
+        assert program.answer(*demo, REPEAT, max_tokens=24) == text
+        answers = program.batch_generate(*demo, [demo[1].encode(REPEAT)], max_tokens=8)
+        assert answers.stats.generation_steps < 8
+    assert fields(responses) == expected
+    assert responses[-1].stats.steps < 16
+    assert program.answer is ORIGINALS["generate"]
+
+
+def test_mlx_lm_s_own_programs_are_reached_whenever_they_were_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat = import_module("mlx_lm.chat")
+    monkeypatch.delitem(sys.modules, "mlx_lm.benchmark", raising=False)
+    with mlxspec.augment():
+        later = import_module("mlx_lm.benchmark")
+        stand_in = MLX_LM.stream_generate
+        assert stand_in is not ORIGINALS["stream_generate"]
+        for module in (mlx_lm, chat, later):
+            assert module.stream_generate is stand_in
+    for module in (mlx_lm, chat, later):
+        assert module.stream_generate is ORIGINALS["stream_generate"]
+
+
+def test_augmenting_twice_is_augmenting_once(program: ModuleType) -> None:
+    outer, inner = mlxspec.augment(), mlxspec.augment()
+    stand_in = program.stream_generate
+    inner.undo()
+    inner.undo()
+    assert program.stream_generate is stand_in
+    outer.undo()
+    assert {name: getattr(MLX_LM, name) for name in ORIGINALS} == ORIGINALS
+    with mlxspec.augment():
+        assert program.stream_generate is stand_in
+    assert program.stream_generate is ORIGINALS["stream_generate"]
+
+
+def test_what_cannot_be_served_goes_to_mlx_lm_with_one_warning(
+    demo: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo[0].args, "max_position_embeddings", 8)
+    prompt = [5] * 9
+    options = {"max_tokens": 3}
+    expected = fields(mlx_lm.stream_generate(*demo, prompt, **options))
+    with mlxspec.augment():
+        with pytest.warns(UserWarning, match="without speculation: the prompt has 9 tokens"):
+            assert fields(mlx_lm.stream_generate(*demo, prompt, **options)) == expected
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert fields(mlx_lm.stream_generate(*demo, prompt, **options)) == expected
+
+
+def test_the_same_reason_with_other_numbers_is_told_once(
+    demo: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo[0].args, "max_position_embeddings", 8)
+    with mlxspec.augment(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for length in (9, 10, 11):
+            list(mlx_lm.stream_generate(*demo, [5] * length, max_tokens=1))
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_what_a_program_s_own_processor_raises_comes_through_at_once(
+    demo: tuple, batched: bool
+) -> None:
+    calls = 0
+
+    def fails_later(tokens: mx.array, logits: mx.array) -> mx.array:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise ZeroDivisionError
+        return logits
+
+    with mlxspec.augment(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate = mlx_lm.batch_generate if batched else mlx_lm.generate
+        given = [[5, 6, 7]] if batched else [5, 6, 7]
+        with pytest.raises(ZeroDivisionError):
+            generate(*demo, given, max_tokens=8, logits_processors=[fails_later])
+    assert calls == 3
+
+
+def test_a_batch_that_cannot_be_served_goes_to_mlx_lm(
+    demo: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo[0].args, "max_position_embeddings", 8)
+    prompts, options = [[5, 6, 7], [5] * 9], {"max_tokens": 3}
+    expected = mlx_lm.batch_generate(*demo, prompts, **options).texts
+    with mlxspec.augment(), pytest.warns(UserWarning, match="the prompt has 9 tokens"):
+        assert mlx_lm.batch_generate(*demo, prompts, **options).texts == expected
+
+
+def test_a_model_that_cannot_be_examined_goes_to_mlx_lm(demo: tuple) -> None:
+    class Wrapped(type(demo[0])):  # type: ignore[misc]
+        """Takes several rows in the prefill only."""
+
+        def __call__(self, inputs: mx.array, cache: list | None = None) -> mx.array:
+            if cache and cache[0].offset and inputs.shape[1] > 1:
+                raise NotImplementedError("such steps")
+            return super().__call__(inputs, cache=cache)
+
+    model = Wrapped(demo[0].args)
+    model.update(demo[0].parameters())
+    prompt = [7, 8, 9]
+    expected = fields(mlx_lm.stream_generate(model, demo[1], prompt, max_tokens=3))
+    give_costs(model, demo[1])
+    with mlxspec.augment(), pytest.warns(UserWarning, match="without speculation: such steps"):
+        actual = list(mlx_lm.stream_generate(model, demo[1], prompt, max_tokens=3))
+    assert fields(actual) == expected
+
+
+@pytest.mark.parametrize("options", [{"temp": 0.5}, {"max_tokens": 0}, {"foo": 1}])
+def test_errors_are_mlx_lm_s_own(demo: tuple, options: dict) -> None:
+    with pytest.raises((TypeError, ValueError)) as expected:
+        mlx_lm.generate(*demo, FREE, **options)
+    with mlxspec.augment(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(expected.type) as actual:
+            mlx_lm.generate(*demo, FREE, **options)
+    assert str(actual.value) == str(expected.value)

@@ -1,0 +1,116 @@
+"""Watching a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from mlxspec.draft.drafter import Drafter, NoDraft, VerifiedStep
+from mlxspec.draft.recording import RecordedStep, RecordingDrafter
+from mlxspec.draft.tree import DraftTree
+
+#      0
+#    1   4
+#   2 3   5
+TREE = DraftTree((10, 11, 12, 13, 14, 15), (-1, 0, 1, 1, 0, 4))
+
+
+class Talkative:
+    """Tells where its tokens come from, until the step is over."""
+
+    pipelined = False
+    branching = True
+
+    def __init__(self, tree: DraftTree) -> None:
+        self.calls: list[str] = []
+        self._tree = tree
+        self._over = False
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.calls.append(f"begin {list(prompt)}")
+
+    def propose(self, budget: int) -> DraftTree:
+        self.calls.append(f"propose {budget}")
+        return self._tree
+
+    def observe(self, step: VerifiedStep) -> None:
+        self.calls.append(f"observe {step.tokens}")
+        self._over = True
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+    def origins(self) -> tuple[str, ...]:
+        assert not self._over
+        return tuple(f"origin of {token}" for token in self._tree.tokens)
+
+    def window_rows(self) -> dict[tuple[int, int], int]:
+        assert not self._over
+        return {(0, 0): 0, (0, 1): 4, (1, 0): 1, (1, 1): 5}
+
+
+def step(tree: DraftTree) -> VerifiedStep:
+    return VerifiedStep(tree, (0,) * len(tree), (0,) * len(tree), (), (7,))
+
+
+def record(drafter: Drafter, verified: VerifiedStep) -> RecordedStep:
+    steps: list[RecordedStep] = []
+    recording = RecordingDrafter(drafter, steps)
+    recording.begin([1, 10])
+    recording.propose(8)
+    recording.observe(verified)
+    recording.end()
+    assert len(steps) == 1
+    return steps[0]
+
+
+def test_the_drafter_is_asked_and_told_as_without_a_recording():
+    drafter = Talkative(TREE)
+    record(drafter, step(TREE))
+    assert drafter.calls == ["begin [1, 10]", "propose 8", "observe (7,)", "end"]
+    for other in (drafter, NoDraft()):
+        recording = RecordingDrafter(other, [])
+        assert (recording.pipelined, recording.branching) == (other.pipelined, other.branching)
+
+
+@pytest.mark.parametrize(
+    "verified",
+    [
+        TREE,
+        TREE.pruned(max_depth=1, vocab_size=100),
+        TREE.pruned(max_depth=9, vocab_size=13),
+        TREE.first_chain(),
+        DraftTree.chain(10),
+    ],
+)
+def test_origins_and_window_follow_the_nodes_that_the_loop_has_kept(verified: DraftTree):
+    recorded = record(Talkative(TREE), step(verified))
+    assert recorded.origins == tuple(f"origin of {token}" for token in verified.tokens)
+    places = {(0, 0): 10, (0, 1): 14, (1, 0): 11, (1, 1): 15}
+    kept = {place: token for place, token in places.items() if token in verified.tokens}
+    assert {place: verified.tokens[node] for place, node in recorded.window.items()} == kept
+
+
+def test_equal_siblings_keep_their_own_origins():
+    tree = DraftTree((1, 5, 5, 6), (-1, 0, 0, 2))
+
+    class Twins(Talkative):
+        def origins(self) -> tuple[str, ...]:
+            return ("root", "first", "second", "below the second")
+
+        def window_rows(self) -> dict[tuple[int, int], int]:
+            return {}
+
+    recorded = record(Twins(tree), step(tree))
+    assert recorded.origins == ("root", "first", "second", "below the second")
+
+
+def test_a_drafter_that_tells_nothing_has_drafts():
+    class Silent(NoDraft):
+        def propose(self, budget: int) -> DraftTree:
+            return TREE
+
+    recorded = record(Silent(), step(TREE))
+    assert recorded.origins == ("root", *["draft"] * 5)
+    assert recorded.window == {}

@@ -1,0 +1,94 @@
+"""Every architecture decodes what mlx-lm decodes, whatever is drafted and rejected."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.models
+import pytest
+from mlx_lm.generate import generate_step
+
+from mlxspec.draft.prompt_lookup import PromptLookupDrafter
+from mlxspec.engine.capability import Finding, Tier, examine, finite
+from mlxspec.engine.sampling import SamplingParams
+from tests.support.architecture_settings import WINDOW
+from tests.support.architecture_table import notes, row
+from tests.support.architectures import ARCHITECTURES
+from tests.support.drafters import HostileDrafter, PartlyRightDrafter
+from tests.support.harness import assert_same_output, plain, run
+from tests.support.rarer_architectures import NOT_TRIED
+
+SHORT_PROMPT = [7, 3, 9, 3]
+LONG_PROMPT = [(7 * i * i + 3 * i) % 64 for i in range(2 * WINDOW + 5)]  # the window has wrapped
+MAX_TOKENS = 40  # the window wraps in the middle of drafts
+ODD_TOKEN = 5
+
+
+@cache
+def examined(name: str) -> tuple[nn.Module, Finding]:
+    model = ARCHITECTURES[name].model()
+    return model, examine(model)
+
+
+@cache
+def published_page() -> list[str]:
+    return (Path(__file__).parents[2] / "docs/architectures.md").read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architecture(name: str) -> None:
+    model, finding = examined(name)
+    assert finding.tier is ARCHITECTURES[name].tier
+    assert row(ARCHITECTURES[name], finding) in published_page()
+    options = {"max_tokens": MAX_TOKENS, "tier": finding.tier}
+    accepted = rejecting = moved = 0
+    for prompt in (SHORT_PROMPT, LONG_PROMPT):
+        steps = list(generate_step(mx.array(prompt), model, max_tokens=MAX_TOKENS))
+        expected = [token for token, _ in steps]
+        logprobs = mx.stack([logprobs for _, logprobs in steps])
+        for drafter in (
+            PartlyRightDrafter(expected, 64, seed=1),
+            PromptLookupDrafter(ngram_max=1)
+            if prompt is SHORT_PROMPT
+            else HostileDrafter(expected, 64, ODD_TOKEN, seed=4),
+        ):
+            outcome = run(model, prompt, drafter, **options)
+            assert_same_output(model, prompt, expected, outcome.tokens)
+            if outcome.tokens == expected:
+                # Finer than the tokens: whatever steps filled the cache, what it holds is right.
+                assert mx.max(mx.abs(finite(outcome.logprobs) - finite(logprobs))).item() < 1e-4
+            accepted += outcome.accepted
+            rejecting += outcome.rejecting
+            moved += outcome.moved
+    if finding.tier is Tier.PLAIN:
+        assert accepted == rejecting == 0
+        return
+    assert accepted > MAX_TOKENS / 2
+    assert rejecting > 10
+    assert (moved > 3) == (finding.tier is Tier.TREE)
+
+    options["params"] = params = SamplingParams(temp=0.8, seed=3)
+    expected = plain(model, LONG_PROMPT, **options)
+    sampled = run(model, LONG_PROMPT, PartlyRightDrafter(expected, 64, seed=3), **options)
+    assert_same_output(model, LONG_PROMPT, expected, sampled.tokens, params)
+
+
+def test_the_page_names_every_architecture_that_mlx_lm_has() -> None:
+    found = {
+        path.stem
+        for path in Path(mlx_lm.models.__path__[0]).glob("*.py")
+        # Read and not imported: one of them ends the process where a package is missing.
+        if re.search(r"^class Model\b|\bimport Model\b", path.read_text(), re.MULTILINE)
+    }
+    tried = {architecture.model_type for architecture in ARCHITECTURES.values()}
+    assert found == tried | NOT_TRIED.keys()
+    assert not tried & NOT_TRIED.keys()
+    assert published_page()[-len(notes()) :] == notes()
+
+
+def test_the_page_has_no_other_rows() -> None:
+    assert sum(line.startswith("| ") for line in published_page()) == 1 + len(ARCHITECTURES)

@@ -1,0 +1,157 @@
+"""The steps that a calibration runs; how long they take is not tested."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.nn as nn
+import pytest
+
+from mlxspec.engine import calibration
+from mlxspec.engine.calibration import ModelSteps, calibrate
+from mlxspec.engine.target import Tier
+from mlxspec.errors import OptionError
+from mlxspec.plan.measurement import CAREFUL, QUICK
+from tests.support.random_models import MAMBA_2, SLIDING_GEMMA_3, random_model
+
+SMALL = replace(QUICK, rows=(2, 4, 16), rounds=2, plain_tokens=2, seconds=1e9, context=8)
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    return random_model("llama")
+
+
+@pytest.fixture
+def forwards(llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of every forward that a target runs from now on."""
+    rows: list[int] = []
+    forward = calibration.Target.forward
+
+    def counting(self, tokens, tree):
+        rows.append(len(tree))
+        return forward(self, tokens, tree)
+
+    monkeypatch.setattr(calibration.Target, "forward", counting)
+    return rows
+
+
+def test_a_drafted_step_is_one_forward_over_its_rows(llama: nn.Module, forwards: list[int]):
+    steps = ModelSteps(llama, context=8)
+    forwards.clear()
+    assert steps.drafted(5) > 0
+    assert forwards == [5]
+
+
+def test_plain_steps_are_pipelined_and_a_drafted_step_waits_for_the_last(
+    llama: nn.Module, forwards: list[int]
+):
+    steps = ModelSteps(llama, context=8)
+    forwards.clear()
+    times = steps.plain(3)
+    assert len(times) == 3
+    assert all(seconds > 0 for seconds in times)
+    assert forwards == [1] * 5  # one to begin with, three, and one on its way
+    forwards.clear()
+    steps.drafted(4)
+    assert forwards == [4]
+
+
+def test_the_context_grows_no_further_than_the_effort_says(llama: nn.Module):
+    steps = ModelSteps(llama, context=8)
+    for _ in range(SMALL.rounds):
+        steps.plain(SMALL.plain_tokens)
+        for rows in SMALL.rows:
+            steps.drafted(rows)
+    assert 8 < steps.target.length <= 8 + SMALL.tokens + 2
+
+
+def test_a_calibration_gives_every_number_of_rows_its_time(llama: nn.Module):
+    shares: list[float] = []
+    prefill: list[tuple[int, int]] = []
+    times = calibrate(
+        llama,
+        SMALL,
+        on_prefill=lambda done, total: prefill.append((done, total)),
+        on_progress=shares.append,
+    )
+    assert [(time.rows, time.steps) for time in times] == [(1, 4), (2, 2), (4, 2), (16, 2)]
+    assert all(time.seconds > 0 for time in times)
+    assert prefill[-1] == (7, 7)
+    assert shares[-1] == 1
+
+
+def test_where_accepted_tokens_run_again_a_step_is_measured_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    model = random_model("mamba2", **MAMBA_2)
+    steps = ModelSteps(model, context=8)
+    rows: list[int] = []
+    ordinary = type(model).__call__
+
+    def counting(self, tokens, cache):
+        rows.append(tokens.shape[1])
+        return ordinary(self, tokens, cache)
+
+    monkeypatch.setattr(type(model), "__call__", counting)
+    for wanted in (4, 4, 16, 2):
+        steps.drafted(wanted)
+        assert rows[-1] == wanted
+
+
+def test_state_that_cannot_be_cut_bounds_the_rows_to_16():
+    effort = replace(SMALL, rows=(2, 16, 24))
+    times = calibrate(random_model("mamba2", **MAMBA_2), effort)
+    assert [time.rows for time in times] == [1, 2, 16]
+
+
+def test_a_model_that_verifies_no_drafts_has_plain_steps_only(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(calibration, "chain_tier", lambda model: Tier.PLAIN)
+    assert [time.rows for time in calibrate(random_model("llama"), SMALL)] == [1]
+
+
+def test_a_sliding_window_bounds_neither_rows_nor_context():
+    model = random_model("gemma3_text", **{**SLIDING_GEMMA_3, "sliding_window": 12})
+    assert [time.rows for time in calibrate(model, SMALL, context=30)] == [1, 2, 4, 16]
+
+
+def test_a_short_context_is_not_outgrown(monkeypatch: pytest.MonkeyPatch):
+    longest = 0
+    forward = calibration.Target.forward
+
+    def watching(self, tokens, tree):
+        nonlocal longest
+        longest = max(longest, self.length + len(tree))
+        return forward(self, tokens, tree)
+
+    monkeypatch.setattr(calibration.Target, "forward", watching)
+    model = random_model("llama", max_position_embeddings=48)
+    calibrate(model, replace(SMALL, context=40))
+    assert 16 < longest <= 48
+
+
+@pytest.mark.parametrize(
+    ("window", "widest"), [(512, 64), (200, 64), (116, 64), (100, 48), (24, 5)]
+)
+def test_a_careful_calibration_measures_as_wide_as_a_short_context_allows(
+    window: int, widest: int, monkeypatch: pytest.MonkeyPatch
+):
+    longest = 0
+    forward = calibration.Target.forward
+
+    def watching(self, tokens, tree):
+        nonlocal longest
+        longest = max(longest, self.length + len(tree))
+        return forward(self, tokens, tree)
+
+    monkeypatch.setattr(calibration.Target, "forward", watching)
+    model = random_model("llama", max_position_embeddings=window)
+    times = calibrate(model, replace(CAREFUL, seconds=1e9))
+    assert times[-1].rows == widest
+    assert longest <= window
+
+
+@pytest.mark.parametrize("context", [0, -5, 40_000])
+def test_a_context_that_the_model_cannot_have_is_refused(llama: nn.Module, context: int):
+    with pytest.raises(OptionError, match=f"context of {context} tokens: choose 1 to"):
+        calibrate(llama, SMALL, context=context)

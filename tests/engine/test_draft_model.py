@@ -1,0 +1,121 @@
+"""A draft model drafts what it would say itself, and never changes the output."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+import mlxspec
+from mlxspec import CombinedDrafter, DraftModelDrafter, PromptLookupDrafter
+from mlxspec.compat.generation import decoder_of
+from mlxspec.draft.drafter import NoDraft, VerifiedStep
+from mlxspec.draft.tree import DraftTree
+from mlxspec.errors import OptionError
+from tests.support.architectures import ARCHITECTURES
+from tests.support.drop_in import FREE, REPEAT, demo_with_costs, fields, stream_generate
+from tests.support.harness import assert_same_output
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6] * 3
+DRAFT_MODELS = ("llama3", "gemma3", "mamba2", "qwen3_next")
+
+
+def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
+    """What mlx-lm generates."""
+    return [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=count)]
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple:
+    return demo_with_costs()
+
+
+@pytest.fixture(scope="module")
+def smaller(demo: tuple) -> nn.Module:
+    """The demo model without its last layer: often right, often wrong."""
+    model = copy.deepcopy(demo[0])
+    model.model.layers = model.model.layers[:-1]
+    return model
+
+
+@pytest.mark.parametrize("name", DRAFT_MODELS)
+def test_it_drafts_what_the_model_says_however_much_was_rejected(name: str) -> None:
+    model = ARCHITECTURES[name].model()
+    drafter, context = DraftModelDrafter(model, 4), list(PROMPT)
+    drafter.begin(PROMPT)
+    for right, bonus in ((0, [11]), (4, [12]), (2, [13]), (1, []), (0, [9, 8, 7]), (3, [1])):
+        tree = drafter.propose(100)
+        assert tree == DraftTree.chain(context[-1], greedy(model, context, 4))
+        emitted = (*tree.tokens[1 : 1 + right], *bonus)
+        drafter.observe(VerifiedStep(tree, (), (), tuple(range(1, 1 + right)), emitted))
+        context += emitted
+    assert len(drafter.propose(2)) == 3
+    assert len(drafter.propose(0)) == 1
+    drafter.end()
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_the_output_is_that_of_plain_decoding(demo: tuple, smaller: nn.Module, temp: float) -> None:
+    decoder, prompt = decoder_of(*demo), demo[1].encode(FREE)
+    sampling = mlxspec.SamplingParams(temp=temp, seed=2)
+    both = CombinedDrafter(PromptLookupDrafter(ngram_max=1), DraftModelDrafter(smaller, 3))
+    expected, actual = (
+        [r.token for r in decoder.decode(prompt, drafter, max_tokens=24, sampling=sampling)]
+        for drafter in (NoDraft(), both)
+    )
+    assert_same_output(demo[0], prompt, expected, actual, sampling)
+
+
+def test_look_ups_go_first_and_it_drafts_where_they_have_none(demo: tuple) -> None:
+    drafter = CombinedDrafter(PromptLookupDrafter(), DraftModelDrafter(demo[0], 3))
+    drafter.begin([5, 6, 7, 5, 6])
+    drafter.propose(10)
+    assert set(drafter.origins()) == {"root", "lookup"}
+    drafter.observe(VerifiedStep(DraftTree.chain(6), (9,), (9,), (), (9,)))
+    assert len(drafter.propose(10)) == 4
+    assert drafter.origins() == ("root", *["draft model"] * 3)
+    drafter.end()
+
+
+@pytest.mark.parametrize("prompt", [FREE, REPEAT])
+def test_draft_model_is_an_argument_as_with_mlx_lm(
+    demo: tuple, smaller: nn.Module, prompt: str
+) -> None:
+    options = {"max_tokens": 24, "draft_model": smaller, "num_draft_tokens": 3}
+    expected = list(stream_generate(*demo, prompt, **options))
+    actual = list(mlxspec.stream_generate(*demo, prompt, **options))
+    assert fields(actual) == fields(expected)
+    assert actual[-1].stats.steps < 20
+    assert any(response.from_draft for response in actual)
+
+
+def test_a_cache_of_both_models_goes_on_as_with_mlx_lm(demo: tuple, smaller: nn.Module) -> None:
+    model, tokenizer = demo
+    theirs = make_prompt_cache(model)
+    own = make_prompt_cache(model) + make_prompt_cache(smaller)
+    position = 0
+    for text in (REPEAT, " [INST] Again. [/INST]", FREE):
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+        options: dict[str, Any] = {"max_tokens": 16}
+        expected = fields(stream_generate(*demo, prompt, prompt_cache=theirs, **options))
+        responses = mlxspec.stream_generate(
+            *demo, prompt, prompt_cache=own, draft_model=smaller, **options
+        )
+        assert fields(responses) == expected
+        position += len(prompt) + len(expected)
+        assert {cache.offset for cache in own} == {position}
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(demo: tuple) -> None:
+    with pytest.raises(OptionError, match=r"draft_model has a vocabulary of 64 .* one of 4096"):
+        mlxspec.stream_generate(*demo, FREE, draft_model=ARCHITECTURES["llama3"].model())
+
+
+def test_an_impossible_number_of_draft_tokens_is_refused(demo: tuple) -> None:
+    with pytest.raises(OptionError, match="num_draft_tokens is 0"):
+        mlxspec.stream_generate(*demo, FREE, draft_model=demo[0], num_draft_tokens=0)

@@ -1,0 +1,110 @@
+"""Invariant 1: a drafter can never change the output, only the speed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.generate import generate_step
+
+import mlxspec
+from mlxspec.draft.prompt_lookup import PromptLookupDrafter
+from mlxspec.engine.capability import Tier
+from mlxspec.engine.sampling import SamplingParams
+from tests.support.drafters import HostileDrafter
+from tests.support.harness import assert_same_output, plain, run
+from tests.support.llama2c import decode_llama2c
+
+BOS = 1
+TEMPERATURES = [0.0, 0.7, 1.0]
+RENAME = """[INST] Rename `total` to `river` in this code:
+```python
+def total(a):
+    total = 0
+    for node in a:
+        total += node
+    return total
+``` [/INST]"""
+
+
+def test_stories260k_writes_its_published_text(stories: nn.Module, shared: Path) -> None:
+    page = (shared / "models/stories260K/stories260K.md").read_text()
+    published = page.split("-t 0.0\n")[1].split("\n```")[0]
+    tokenizer = shared / "models/stories260K/tok512.bin"
+    for drafter in (None, PromptLookupDrafter()):
+        options = {"max_tokens": 256, "stop_tokens": {BOS}}
+        if drafter is None:
+            tokens = plain(stories, [BOS], **options)
+        else:
+            tokens = run(stories, [BOS], drafter, **options).tokens
+        assert decode_llama2c(tokenizer, tokens) == published
+
+
+@pytest.mark.parametrize("temp", TEMPERATURES)
+@pytest.mark.parametrize("name", ["stories", "babyllama"])
+def test_hostile_and_real_drafters_leave_the_output_as_it_is(
+    name: str, temp: float, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(name)
+    vocab_size = model.args.vocab_size
+    accepted = {"tree": 0, "chain": 0, "lookup": 0}
+    for seed in range(3):
+        mx.random.seed(seed)
+        prompt = [BOS, *mx.random.randint(3, vocab_size, (5 * seed,)).tolist()]
+        params = SamplingParams(temp=temp, seed=seed)
+        options = {"max_tokens": 60, "params": params, "stop_tokens": {BOS}}
+        expected = plain(model, prompt, **options)
+        for kind, drafter in {
+            "tree": HostileDrafter(expected, vocab_size, BOS, seed),
+            "chain": HostileDrafter(expected, vocab_size, BOS, seed, chains=True),
+            "lookup": PromptLookupDrafter(),
+        }.items():
+            tier = Tier.TREE if kind == "tree" else Tier.CHAIN
+            outcome = run(model, prompt, drafter, tier=tier, **options)
+            assert_same_output(model, prompt, expected, outcome.tokens, params)
+            accepted[kind] += outcome.accepted
+    assert min(accepted.values()) > 0  # otherwise nothing was tested
+
+
+@pytest.mark.parametrize("temp", TEMPERATURES)
+def test_the_demo_model_writes_the_same_with_every_drafter(temp: float) -> None:
+    model, tokenizer = mlxspec.load("demo")
+    prompt = tokenizer.encode(RENAME)
+    params = SamplingParams(temp=temp, top_p=0.9, seed=7)
+    stop_tokens = tokenizer.eos_token_ids
+    options = {"max_tokens": 60, "params": params, "stop_tokens": stop_tokens}
+    expected = plain(model, prompt, **options)
+    (stop_token,) = stop_tokens
+    for drafter in (
+        PromptLookupDrafter(),
+        HostileDrafter(expected, len(tokenizer), stop_token, seed=1),
+    ):
+        outcome = run(model, prompt, drafter, **options)
+        assert outcome.accepted > 0
+        assert_same_output(model, prompt, expected, outcome.tokens, params)
+
+
+def test_greedy_output_equals_mlx_lm(stories: nn.Module) -> None:
+    prompt = [BOS, 403, 407]
+    expected = [token for token, _ in generate_step(mx.array(prompt), stories, max_tokens=200)]
+    assert plain(stories, prompt, max_tokens=200) == expected
+    actual = run(stories, prompt, PromptLookupDrafter(), max_tokens=200).tokens
+    assert_same_output(stories, prompt, expected, actual)
+
+
+def test_a_model_without_trees_verifies_the_first_chain(stories: nn.Module) -> None:
+    expected = plain(stories, [BOS], max_tokens=100)
+    hostile = HostileDrafter(expected, stories.args.vocab_size, BOS, seed=2)
+    outcome = run(stories, [BOS], hostile, max_tokens=100, tier=Tier.CHAIN)
+    assert outcome.accepted > 0
+    assert_same_output(stories, [BOS], expected, outcome.tokens)
+
+
+def test_a_model_that_cannot_be_cut_back_is_never_given_a_draft(stories: nn.Module) -> None:
+    expected = plain(stories, [BOS], max_tokens=50)
+    hostile = HostileDrafter(expected, stories.args.vocab_size, BOS, seed=2)
+    outcome = run(stories, [BOS], hostile, max_tokens=50, tier=Tier.PLAIN)
+    assert outcome.tokens == expected
+    assert outcome.steps == 50

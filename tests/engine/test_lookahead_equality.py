@@ -1,0 +1,96 @@
+"""Invariant 1 for lookahead decoding, and what it gains on the bundled demo model."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+import mlxspec
+from mlxspec.draft.combined import CombinedDrafter
+from mlxspec.draft.lookahead import LookaheadDrafter
+from mlxspec.draft.prompt_lookup import PromptLookupDrafter
+from mlxspec.engine.capability import Tier
+from mlxspec.engine.sampling import SamplingParams
+from tests.support.harness import Run, assert_same_output, plain, run
+
+BOS = 1
+REPEAT = (
+    '[INST] Repeat the following phrase 10 times: "The quick brown fox jumps over the lazy dog.". '
+    "Don't say anything else. [/INST]"
+)
+CODE = "import os\nimport sys\n\nclass Queue:\n    def __init__(self, size):\n"
+PROMPTS = 15  # every size with and without the prompt in its pool
+SIZES = [(2, 2, 2), (3, 3, 2), (5, 4, -1), (3, 5, 3), (10, 5, 8)]
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("name", ["stories", "babyllama"])
+def test_output_is_plain_decodings(name: str, temp: float, request: pytest.FixtureRequest) -> None:
+    model: nn.Module = request.getfixturevalue(name)
+    accepted = 0
+    for seed in range(PROMPTS):
+        mx.random.seed(seed)
+        drawn = mx.random.randint(3, model.args.vocab_size, (seed % 15,)).tolist()
+        prompt = [BOS, *drawn]  # most are shorter than the window
+        params = SamplingParams(temp=temp, seed=seed)
+        options = {"max_tokens": 12, "params": params}
+        expected = plain(model, prompt, **options)
+        for size in (SIZES[seed % 5], SIZES[(seed + 1) % 3]):
+            drafter = LookaheadDrafter(*size, pool_from_prompt=seed % 2 == 0)
+            outcome = run(model, prompt, drafter, **options)
+            assert_same_output(model, prompt, expected, outcome.tokens, params)
+            accepted += outcome.accepted
+    assert accepted > 0
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple:
+    return mlxspec.load("demo")
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.7])
+def test_the_demo_model_writes_the_same(demo: tuple, temp: float) -> None:
+    model, tokenizer = demo
+    params = SamplingParams(temp=temp, seed=3)
+    options = {"max_tokens": 20, "params": params, "stop_tokens": tokenizer.eos_token_ids}
+    for text in (REPEAT, CODE):
+        prompt = tokenizer.encode(text)
+        expected = plain(model, prompt, **options)
+        for drafter in (
+            LookaheadDrafter(3, 4, 3),
+            CombinedDrafter(PromptLookupDrafter(), LookaheadDrafter(3, 3, 3), max_rows=10),
+            CombinedDrafter(LookaheadDrafter(3, 3, 3), PromptLookupDrafter(4)),
+        ):
+            outcome = run(model, prompt, drafter, **options)
+            assert outcome.accepted > 0
+            assert_same_output(model, prompt, expected, outcome.tokens, params)
+
+
+def test_a_model_without_trees_gets_the_newest_guess(stories: nn.Module) -> None:
+    expected = plain(stories, [BOS], max_tokens=100)
+    drafter = LookaheadDrafter(5, 4, 4)
+    outcome = run(stories, [BOS], drafter, max_tokens=100, tier=Tier.CHAIN)
+    assert outcome.accepted > 0
+    assert_same_output(stories, [BOS], expected, outcome.tokens)
+
+
+def decode_demo(demo: tuple, text: str, pool_from_prompt: bool) -> Run:
+    model, tokenizer = demo
+    return run(
+        model,
+        tokenizer.encode(text),
+        LookaheadDrafter(10, 5, 8, pool_from_prompt=pool_from_prompt),
+        max_tokens=30,
+        stop_tokens=tokenizer.eos_token_ids,
+    )
+
+
+def test_a_text_that_repeats_the_prompt_takes_few_steps(demo: tuple) -> None:
+    outcome = decode_demo(demo, REPEAT, pool_from_prompt=True)
+    assert len(outcome.tokens) / outcome.steps > 3.5
+
+
+def test_code_takes_few_steps_without_anything_to_copy(demo: tuple) -> None:
+    outcome = decode_demo(demo, CODE, pool_from_prompt=False)
+    assert len(outcome.tokens) / outcome.steps > 2.2

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.nn as nn
+import pytest
+
+from mlxspec.engine import costs as measured_costs
+from mlxspec.engine.costs import KeptCosts, cost_key, costs_for
+from mlxspec.plan.cost_file import CostCache, KnownRange
+from mlxspec.plan.live_curve import KnownTime
+from mlxspec.plan.measurement import RowsTime
+from tests.support.random_models import random_model
+
+TIMES = [RowsTime(1, 0.02, 0.01, 25), RowsTime(8, 0.04, 0.01, 5)]
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    return random_model("llama")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> CostCache:
+    return CostCache(tmp_path)
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The models that are measured from now on, each with the result TIMES."""
+    measured: list[nn.Module] = []
+
+    def calibrate(model, effort, *, on_progress=None):
+        measured.append(model)
+        if on_progress:
+            on_progress(1.0)
+        return TIMES
+
+    monkeypatch.setattr(measured_costs, "calibrate", calibrate)
+    return measured
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def learn(costs: KeptCosts, steps: int = 100, wide: float = 0.06) -> None:
+    for _ in range(steps // 2):
+        costs.record(1, 0.02, True)
+        costs.record(1, 0.02, True)
+        costs.record(8, wide, False)
+
+
+def test_the_first_use_measures_and_the_next_one_knows(
+    llama: nn.Module, cache: CostCache, measurements: list[nn.Module]
+):
+    shares: list[float] = []
+    first = costs_for(llama, cache=cache, on_progress=shares.append)
+    assert measurements == [llama]
+    assert shares == [1.0]
+    again = costs_for(llama, cache=cache)
+    assert measurements == [llama]
+    assert first.cost(8) == again.cost(8) == pytest.approx(2.0)
+    assert again.seconds(1) == pytest.approx(0.02)
+
+
+def test_a_spoiled_cache_is_measured_anew(
+    llama: nn.Module, cache: CostCache, measurements: list[nn.Module]
+):
+    costs_for(llama, cache=cache)
+    (cache.directory / cost_key(llama).file_name).write_text("{")
+    with pytest.warns(UserWarning, match="ignoring"):
+        assert costs_for(llama, cache=cache).cost(8) == pytest.approx(2.0)
+    assert len(measurements) == 2
+    assert costs_for(llama, cache=cache).cost(8) == pytest.approx(2.0)
+    assert len(measurements) == 2
+
+
+def test_an_interrupted_measurement_leaves_the_cache_as_it_was(
+    llama: nn.Module, cache: CostCache, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measured_costs, "calibrate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        costs_for(llama, cache=cache)
+    assert list(cache.directory.iterdir()) == []
+
+
+def test_what_steps_have_taught_is_kept(
+    llama: nn.Module, cache: CostCache, measurements: list[nn.Module]
+):
+    costs = costs_for(llama, cache=cache)
+    learn(costs)
+    costs.save()
+    assert costs_for(llama, cache=cache).cost(8) == pytest.approx(3.0, rel=0.05)
+    (known,) = cache.read(cost_key(llama)).values()
+    assert known.source == "quick"
+
+
+def test_saving_waits_until_it_is_worth_it(llama: nn.Module, cache: CostCache):
+    key, clock = cost_key(llama), Clock()
+    known = KnownRange.now([KnownTime(1, 0.02, 0.1), KnownTime(8, 0.04, 0.1)], "careful")
+    costs = KeptCosts(cache, key, {1024: known}, clock)
+
+    def kept_cost() -> float:
+        times = cache.read(key)[1024].times
+        return times[-1].seconds / times[0].seconds
+
+    learn(costs, steps=10)
+    costs.save()
+    assert cache.read(key) == {}  # too few steps
+    learn(costs, steps=100, wide=0.06)
+    costs.save()
+    assert kept_cost() == pytest.approx(3.0, rel=0.05)
+    learn(costs, steps=300, wide=0.08)
+    costs.save()
+    assert kept_cost() == pytest.approx(3.0, rel=0.05)  # too soon
+    clock.now += 60
+    costs.save()
+    assert kept_cost() == pytest.approx(4.0, rel=0.05)
+
+
+def test_a_range_that_only_steps_have_seen_says_so(llama: nn.Module, cache: CostCache):
+    known = KnownRange.now([KnownTime(1, 0.02, 0.1), KnownTime(8, 0.04, 0.1)], "careful")
+    costs = KeptCosts(cache, cost_key(llama), {1024: known})
+    costs.move_to(2000)
+    learn(costs)
+    costs.save()
+    assert {end: known.source for end, known in cache.read(cost_key(llama)).items()} == {
+        4096: "steps"
+    }

@@ -1,0 +1,25 @@
+"""Some equality tests once more, with OpenBLAS, where rows are summed in another order."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.openblas import needs_openblas
+
+CHOSEN = "demo_model or published_text or babyllama-0.7 or equals_mlx_lm"
+
+
+@needs_openblas
+def test_outputs_are_equal_up_to_near_ties_with_openblas() -> None:
+    here = Path(__file__).parent
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", here / "test_equality.py", "-k", CHOSEN],
+        cwd=here.parents[1],
+        env={**os.environ, "MLXSPEC_OPENBLAS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout

@@ -1,0 +1,155 @@
+"""State that cannot be cut back is restored, and what was accepted runs again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlxspec.draft.drafter import Drafter, NoDraft
+from mlxspec.draft.tree import DraftTree
+from mlxspec.engine.caches import CacheOptions
+from mlxspec.engine.chooser import Chooser
+from mlxspec.engine.sampling import SamplingParams
+from mlxspec.engine.step import DecodedStep, RecordTime, decode
+from mlxspec.engine.target import Target, Tier
+from tests.support.architectures import ARCHITECTURES
+from tests.support.drafters import HostileDrafter
+from tests.support.harness import new_target, plain
+
+PROMPT = [7, 3, 9, 3]
+LENGTH = 60
+
+
+@pytest.fixture(scope="module", params=["mamba2", "lfm2", "recurrent_gemma", "llama3"])
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    """Three kinds of state, and a model that is replayed though it need not be."""
+    return ARCHITECTURES[request.param].model()
+
+
+@pytest.fixture(scope="module")
+def truth(model: nn.Module) -> list[int]:
+    return plain(model, PROMPT, max_tokens=LENGTH, tier=Tier.REPLAY)
+
+
+def generation(
+    target: Target, drafter: Drafter, record_time: RecordTime | None = None
+) -> Iterator[DecodedStep]:
+    return decode(
+        target,
+        PROMPT,
+        drafter,
+        Chooser(SamplingParams()),
+        max_tokens=LENGTH,
+        ends=lambda _: False,
+        record_time=record_time,
+    )
+
+
+def assert_goes_on_rightly(target: Target, context: list[int]) -> None:
+    """The next forward gives what the context gives in one forward of mlx-lm's."""
+    assert target.length == len(context) - 1
+    logits = target.forward(mx.array(context[-1:]), DraftTree.chain(context[-1]))[-1]
+    fresh = target.model(mx.array(context)[None], cache=make_prompt_cache(target.model))[0, -1]
+    assert mx.max(mx.abs(logits - fresh)).item() < 1e-4
+
+
+@pytest.mark.parametrize("steps", [1, 4, 7, None])
+def test_wherever_a_generation_ends_the_state_is_the_contexts(
+    model: nn.Module, truth: list[int], steps: int | None
+) -> None:
+    for drafter in (NoDraft(), HostileDrafter(truth, 64, 5, seed=1)):
+        target = new_target(model, Tier.REPLAY)
+        stream = generation(target, drafter)
+        taken = list(itertools.islice(stream, steps))
+        stream.close()
+        tokens = [token for step in taken for token in step.verified.tokens]
+        assert tokens == truth[: len(tokens)]
+        assert_goes_on_rightly(target, PROMPT + tokens)
+
+
+def test_pending_tokens_stay_below_16_and_a_step_without_a_draft_runs_them(
+    model: nn.Module, truth: list[int]
+) -> None:
+    target, before = new_target(model, Tier.REPLAY), 0
+    seen, committed = set(), 0
+    timed: list[int] = []
+    drafter = HostileDrafter(truth, 64, 5, seed=2)
+    for step in generation(target, drafter, lambda rows, *_: timed.append(rows)):
+        rows = before + len(step.verified.tree)
+        assert rows == timed[-1] <= 16
+        if len(step.verified.accepted) == step.verified.drafted:
+            assert step.verified.pending == 0
+            committed += before > 0
+        before = step.verified.pending
+        assert before == len(target.pending) < 16
+        seen.add(before)
+    assert len(seen) > 4
+    assert committed > 0
+
+
+def test_a_commit_runs_pending_tokens_so_that_the_cache_holds_the_context(
+    model: nn.Module, truth: list[int]
+) -> None:
+    target = new_target(model, Tier.REPLAY)
+    context = PROMPT.copy()
+    for step in generation(target, HostileDrafter(truth, 64, 5, seed=3)):
+        context += step.verified.tokens
+        if step.verified.pending > 2:
+            break
+    target.commit()
+    assert target.pending == ()
+    assert_goes_on_rightly(target, context)
+
+
+def test_an_interrupt_inside_a_prefill_leaves_the_state_of_the_chunks_before(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = [*PROMPT, 5, 8, 2, 6, 1]
+    target = new_target(model, Tier.REPLAY, CacheOptions(prefill_step_size=4))
+    last_layer = model.layers[-1]
+    block = type(last_layer)
+    ordinary = block.__call__
+    chunks = 0
+
+    def interrupt(self: nn.Module, *args: object, **kwargs: object) -> object:
+        nonlocal chunks
+        chunks += self is last_layer
+        if chunks == 2:
+            raise KeyboardInterrupt
+        return ordinary(self, *args, **kwargs)
+
+    monkeypatch.setattr(block, "__call__", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        target.prefill(prompt[:-1])
+    monkeypatch.undo()
+    target.truncate(target.length)
+    assert_goes_on_rightly(target, prompt[:5])
+
+
+@pytest.mark.parametrize("draft", [True, False])
+def test_an_interrupt_inside_a_forward_leaves_the_state_of_before(
+    model: nn.Module, truth: list[int], draft: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = HostileDrafter(truth, 64, 5, seed=1) if draft else NoDraft()
+    target = new_target(model, Tier.REPLAY)
+    stream = generation(target, drafter)
+    tokens = [t for step in itertools.islice(stream, 3) for t in step.verified.tokens]
+    last_layer = model.layers[-1]
+    block = type(last_layer)
+    ordinary = block.__call__
+
+    def interrupt(self: nn.Module, *args: object, **kwargs: object) -> object:
+        if self is last_layer:
+            raise KeyboardInterrupt
+        return ordinary(self, *args, **kwargs)
+
+    monkeypatch.setattr(block, "__call__", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    monkeypatch.undo()
+    assert_goes_on_rightly(target, PROMPT + tokens)

@@ -1,0 +1,246 @@
+"""Sampling against exact distributions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.sample_utils import make_sampler
+
+from mlxspec.engine.chooser import Chooser
+from mlxspec.engine.sampling import SamplingParams
+from mlxspec.errors import OptionError
+from tests.support.drafters import HostileDrafter
+from tests.support.harness import plain, run
+
+FILTERS = [
+    {},
+    {"top_p": 0.8},
+    {"top_k": 4},
+    {"min_p": 0.15},
+    {"min_p": 0.9, "min_tokens_to_keep": 3},
+    {"min_p": 0.9, "min_tokens_to_keep": 99},
+    {"top_p": 0.9, "top_k": 5},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.08},
+    {"xtc_probability": 0.4, "xtc_threshold": 0.08},
+    {"xtc_probability": 0.4, "xtc_threshold": 0.05, "xtc_special_tokens": [3, 6]},
+    {"top_p": 0.95, "min_p": 0.1, "xtc_probability": 0.6, "xtc_threshold": 0.1, "top_k": 2},
+]
+
+
+def exact(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """The distribution by definition: mlx-lm's order, filters before temperature."""
+    tossed = params.xtc_probability
+    return tossed * exact_given_xtc(logits, params, True) + (1 - tossed) * exact_given_xtc(
+        logits, params, False
+    )
+
+
+def exact_given_xtc(logits: np.ndarray, params: SamplingParams, xtc: bool) -> np.ndarray:
+    """The distribution where XTC's coin has fallen on that side."""
+    probabilities = np.exp(logits - logits.max())
+    probabilities /= probabilities.sum()
+    order = np.argsort(-probabilities)
+    kept = np.ones(len(logits), dtype=bool)
+    if params.top_p < 1:
+        before = np.cumsum(probabilities[order]) - probabilities[order]
+        kept[order[before >= params.top_p]] = False
+    too_unlikely = probabilities < params.min_p * probabilities.max()
+    too_unlikely[order[: params.min_tokens_to_keep]] = False
+    kept &= ~too_unlikely
+    if xtc:
+        among_kept = np.where(kept, probabilities, 0) / probabilities[kept].sum()
+        top_choices = [token for token in order if among_kept[token] > params.xtc_threshold]
+        dropped = set(top_choices[:-1]) - set(params.xtc_special_tokens)
+        kept[list(dropped)] = False
+    if params.top_k:
+        ranked = [token for token in order if kept[token]]
+        kept[ranked[params.top_k :]] = False
+    tempered = np.where(kept, probabilities, 0) ** (1 / params.temp)
+    return tempered / tempered.sum()
+
+
+def chi_square_limit(degrees: int) -> float:
+    """The value that chi-square exceeds with probability 1e-4 (Wilson and Hilferty 1931)."""
+    ninth = 2 / (9 * degrees)
+    return degrees * (1 - ninth + 3.719 * math.sqrt(ninth)) ** 3
+
+
+def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> tuple[float, int]:
+    """Pearson's statistic and its degrees of freedom; rare outcomes are pooled."""
+    expected = probabilities * counts.sum()
+    common = expected >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    expected = np.append(expected[common], expected[~common].sum())
+    used = expected > 0
+    return float(((observed - expected)[used] ** 2 / expected[used]).sum()), int(used.sum()) - 1
+
+
+@pytest.mark.parametrize("temp", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_choices_follow_the_exact_distribution(temp: float, filters: dict) -> None:
+    params = SamplingParams(temp=temp, seed=3, **filters)
+    logits = np.random.default_rng(1).normal(0, 1.5, 12).astype(np.float32)
+    rows = mx.repeat(mx.array(logits)[None], 20_000, axis=0)
+    choices, _ = Chooser(params).choose(rows, range(5, 20_005))
+    probabilities = exact(logits, params)
+    counts = np.bincount(np.array(choices), minlength=12)
+    assert counts[probabilities == 0].sum() == 0
+    statistic, degrees = chi_square(counts, probabilities)
+    assert statistic < chi_square_limit(degrees)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.95, "xtc_probability": 0.5}], ids=str)
+def test_speculated_pairs_follow_the_exact_joint_distribution(
+    tiny: nn.Module, filters: dict
+) -> None:
+    """Two tokens through the loop under hostile trees, over seeds, against all 64 pairs."""
+    prompt, runs = [1, 2, 3], 1000
+    at = SamplingParams(temp=0.9, **filters)
+
+    def row(context: list[int]) -> np.ndarray:
+        return exact(np.array(tiny(mx.array(context)[None])[0, -1]), at)
+
+    joint = np.zeros((8, 8))
+    for first in range(8):
+        joint[first] = row(prompt)[first] * row([*prompt, first])
+    counts = np.zeros((8, 8))
+    accepted = 0
+    for seed in range(runs):
+        drafter = HostileDrafter([seed % 8, seed // 8 % 8], 8, 0, seed)
+        params = SamplingParams(temp=0.9, seed=seed, **filters)
+        outcome = run(tiny, prompt, drafter, max_tokens=2, params=params)
+        counts[tuple(outcome.tokens)] += 1
+        accepted += outcome.accepted
+    assert accepted > runs / 10
+    assert counts[joint == 0].sum() == 0
+    statistic, degrees = chi_square(counts.ravel(), joint.ravel())
+    assert degrees > 8
+    assert statistic < chi_square_limit(degrees)
+
+
+def test_a_choice_depends_on_seed_and_position_alone() -> None:
+    logits = mx.random.normal((6, 50), key=mx.random.key(4))
+    positions = [9, 10, 10, 11, 10, 12]  # as in a tree: siblings share their position
+    chooser = Chooser(SamplingParams(temp=1.0, seed=2))
+    together, _ = chooser.choose(logits, positions)
+    alone = [chooser.choose(logits[i : i + 1], [positions[i]])[0].item() for i in range(6)]
+    assert together.tolist() == alone
+    mx.random.seed(99)  # MLX's global state plays no part
+    assert chooser.choose(logits, positions)[0].tolist() == alone
+
+
+def test_xtc_tosses_one_coin_for_each_position() -> None:
+    logits = mx.log(mx.array([[0.5, 0.3, 0.1, 0.1]]))
+    chooser = Chooser(SamplingParams(temp=1e-9, seed=5, xtc_probability=0.5, xtc_threshold=0.2))
+    positions = [*range(40), *range(40)]
+    choices = chooser.choose(mx.repeat(logits, 80, axis=0), positions)[0].tolist()
+    assert set(choices) == {0, 1}  # 1 where XTC drops the best token
+    assert choices[:40] == choices[40:]
+    assert choices[:40] == [chooser.choose(logits, [p])[0].item() for p in range(40)]
+
+
+@pytest.mark.parametrize("best", range(4))
+def test_xtcs_coin_says_nothing_about_the_noise_of_any_token(best: int) -> None:
+    params = SamplingParams(temp=1.0, seed=6, xtc_probability=0.5, xtc_threshold=0.25)
+    logits = np.roll(np.log(np.array([0.4, 0.3, 0.2, 0.1], dtype=np.float32)), best)
+    rows = mx.repeat(mx.array(logits)[None], 20_000, axis=0)
+    choices, _ = Chooser(params).choose(rows, range(20_000))
+    counts = np.bincount(np.array(choices), minlength=4)
+    statistic, degrees = chi_square(counts, exact(logits, params))
+    assert statistic < chi_square_limit(degrees)
+
+
+def test_of_tokens_that_rounding_makes_equal_mlx_lm_s_choice_is_taken() -> None:
+    # Once their log-sum is taken off, the two best are equal, and the first of them wins.
+    logits = mx.concatenate([mx.array([1.0, 1.0 + 2**-23]), mx.zeros(5000)])[None]
+    assert mx.argmax(logits).item() == 1
+    theirs = make_sampler(temp=0.0)(logits - mx.logsumexp(logits, keepdims=True))
+    choices, _ = Chooser(SamplingParams()).choose(logits, [7])
+    assert choices.item() == theirs.item() == 0
+
+
+def test_seeds_and_positions_give_independent_noise() -> None:
+    flat = mx.zeros((1, 1000))
+    choices = [
+        Chooser(SamplingParams(temp=1.0, seed=seed)).choose(flat, [position])[0].item()
+        for seed, position in itertools.product([0, 1, 2**32, 2**64 - 1], range(8))
+    ]
+    assert len(set(choices)) > 28  # of 32 draws from 1000
+
+
+@pytest.mark.parametrize("temp", [1e-30, 1e-7])
+def test_a_low_temperature_is_as_good_as_greedy(temp: float) -> None:
+    logits = mx.random.normal((20, 50), key=mx.random.key(1))
+    choices, _ = Chooser(SamplingParams(temp=temp, seed=1)).choose(logits, range(20))
+    assert choices.tolist() == mx.argmax(logits, axis=-1).tolist()
+
+
+def test_sampling_leaves_the_random_state_of_mlx_alone() -> None:
+    logits = mx.random.normal((3, 20), key=mx.random.key(4))
+    filters = {"top_p": 0.9, "min_p": 0.01, "top_k": 9, "xtc_probability": 0.5}
+    mx.random.seed(17)
+    undisturbed = mx.random.uniform().item()
+    mx.random.seed(17)
+    Chooser(SamplingParams(temp=0.8, seed=3, **filters)).choose(logits, [4, 5, 5])
+    assert mx.random.uniform().item() == undisturbed
+
+
+def test_without_a_seed_one_is_drawn_from_the_random_state_of_mlx() -> None:
+    flat = mx.zeros((64, 1000))
+
+    def sample() -> list[int]:
+        return Chooser(SamplingParams(temp=1.0, seed=None)).choose(flat, range(64))[0].tolist()
+
+    mx.random.seed(23)
+    first, second = sample(), sample()
+    assert first != second
+    mx.random.seed(23)
+    assert sample() == first
+
+
+def test_the_seed_determines_the_output(stories: nn.Module) -> None:
+    def sample(seed: int) -> list[int]:
+        return plain(stories, [1], max_tokens=40, params=SamplingParams(temp=1.0, seed=seed))
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temp": -0.1},
+        {"temp": 1e-42},
+        {"temp": float("nan")},
+        {"top_p": 1.5},
+        {"min_p": -1},
+        {"top_k": -2},
+        {"seed": -1},
+        {"seed": 2**64},
+        {"min_tokens_to_keep": 0},
+        {"xtc_probability": 1.1},
+        {"xtc_threshold": 0.6},
+        {"repetition_penalty": -1.0},
+        {"repetition_penalty": float("inf")},
+        {"presence_penalty": float("nan")},
+        {"frequency_penalty": float("-inf")},
+        {"presence_context_size": -1},
+    ],
+    ids=str,
+)
+def test_values_out_of_range_are_refused_by_name(values: dict) -> None:
+    (name,) = values
+    with pytest.raises(OptionError, match=f"^{name} is ") as raised:
+        SamplingParams(**values)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("bias", [float("nan"), float("inf")])
+def test_a_bias_that_is_no_number_is_refused(bias: float) -> None:
+    with pytest.raises(OptionError, match="logit_bias of token 5"):
+        SamplingParams(logit_bias={4: -math.inf, 5: bias})

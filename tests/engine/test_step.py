@@ -1,0 +1,351 @@
+"""Invariants 3 to 5: the cache, the end of the output, interrupts."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlxspec.draft.drafter import Drafter, NoDraft, VerifiedStep
+from mlxspec.draft.prompt_lookup import PromptLookupDrafter
+from mlxspec.draft.tree import DraftTree
+from mlxspec.engine.capability import Tier
+from mlxspec.engine.chooser import Chooser
+from mlxspec.engine.sampling import SamplingParams
+from mlxspec.engine.step import decode
+from mlxspec.engine.target import Target
+from mlxspec.plan.live_costs import StepTimes
+from tests.support.drafters import HostileDrafter
+from tests.support.harness import new_target, plain, run
+
+BOS = 1
+PROMPT = [BOS, 300, 301, 302]
+
+
+def assert_holds_exactly(target: Target, context: list[int]) -> None:
+    """The target's cache equals a fresh prefill of the context without its last token."""
+    fresh = make_prompt_cache(target.model)
+    target.model(mx.array(context[:-1])[None], cache=fresh)
+    assert target.length == len(context) - 1
+    for held, expected in zip(target.cache, fresh, strict=True):
+        assert held.offset == expected.offset == len(context) - 1
+        for ours, theirs in zip(held.keys_and_values(), expected.keys_and_values(), strict=True):
+            assert mx.max(mx.abs(ours - theirs)).item() < 1e-5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_after_every_step_the_cache_holds_the_context_without_its_last_token(
+    stories: nn.Module, seed: int
+) -> None:
+    truth = plain(stories, PROMPT, max_tokens=60)
+    drafter = HostileDrafter(truth, 512, BOS, seed)
+    target = new_target(stories)
+    context, moved = PROMPT.copy(), 0
+    for step in decode(
+        target, PROMPT, drafter, Chooser(SamplingParams()), max_tokens=60, ends=lambda _: False
+    ):
+        context += step.verified.tokens
+        accepted = step.verified.accepted
+        moved += accepted != tuple(range(1, len(accepted) + 1))
+        assert_holds_exactly(target, context)
+    assert moved > 0  # some accepted rows had to be moved together
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 7, 31])
+def test_max_tokens_is_never_overshot(stories: nn.Module, max_tokens: int) -> None:
+    truth = plain(stories, PROMPT, max_tokens=200)
+    for drafter in (NoDraft(), PromptLookupDrafter(50), HostileDrafter(truth, 512, BOS, 3)):
+        outcome = run(stories, PROMPT, drafter, max_tokens=max_tokens)
+        assert outcome.tokens == truth[:max_tokens]
+        assert_holds_exactly(outcome.target, PROMPT + outcome.tokens)
+
+
+class Oracle:
+    """Drafts the true continuation, so that whole drafts are accepted."""
+
+    pipelined = False
+    branching = False
+
+    def __init__(self, truth: list[int]) -> None:
+        self._truth = truth
+
+    def begin(self, prompt: list[int]) -> None:
+        self._emitted = 0
+
+    def propose(self, budget: int) -> DraftTree:
+        return DraftTree.chain(0, self._truth[self._emitted : self._emitted + budget])
+
+    def observe(self, step: VerifiedStep) -> None:
+        self._emitted += len(step.tokens)
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("stop_at", [0, 1, 5, 19])
+@pytest.mark.parametrize("drafter_class", [Oracle, lambda truth: NoDraft()])
+def test_a_stop_token_inside_an_accepted_draft_ends_the_output_there(
+    stories: nn.Module, stop_at: int, drafter_class: type
+) -> None:
+    truth = plain(stories, PROMPT, max_tokens=40)
+    stop_at = next(i for i in range(stop_at, 40) if truth[i] not in truth[:i])
+    outcome = run(
+        stories, PROMPT, drafter_class(truth), max_tokens=40, stop_tokens={truth[stop_at]}
+    )
+    assert outcome.tokens == truth[: stop_at + 1]
+    assert_holds_exactly(outcome.target, PROMPT + outcome.tokens)
+
+
+def test_an_accepted_draft_of_n_tokens_gives_n_plus_one(stories: nn.Module) -> None:
+    truth = plain(stories, PROMPT, max_tokens=40)
+    outcome = run(stories, PROMPT, Oracle(truth), max_tokens=40)
+    assert outcome.tokens == truth
+    assert outcome.steps == 1
+    assert outcome.accepted == 39
+
+
+@pytest.mark.parametrize("drafter", [NoDraft(), PromptLookupDrafter()])
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_a_closed_generation_leaves_the_cache_usable(
+    stories: nn.Module, drafter: Drafter, steps: int
+) -> None:
+    truth = plain(stories, PROMPT, max_tokens=60)
+    target = new_target(stories)
+    chooser = Chooser(SamplingParams())
+    generation = decode(target, PROMPT, drafter, chooser, max_tokens=60, ends=lambda _: False)
+    tokens = [t for step in itertools.islice(generation, steps) for t in step.verified.tokens]
+    generation.close()
+    if steps:
+        assert_holds_exactly(target, PROMPT + tokens)
+    assert run(stories, PROMPT, drafter, max_tokens=60).tokens == truth
+
+
+@pytest.mark.parametrize("drafter", [NoDraft(), Oracle([])])
+def test_an_interrupt_inside_a_forward_leaves_every_layer_at_the_same_length(
+    stories: nn.Module, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = new_target(stories)
+    chooser = Chooser(SamplingParams())
+    generation = decode(target, PROMPT, drafter, chooser, max_tokens=60, ends=lambda _: False)
+    tokens = [t for step in itertools.islice(generation, 3) for t in step.verified.tokens]
+    attention = type(stories.layers[2].self_attn)
+    ordinary, interrupted = attention.__call__, stories.layers[2].self_attn
+
+    def interrupt(self: nn.Module, *args: object, **kwargs: object) -> mx.array:
+        if self is interrupted:
+            raise KeyboardInterrupt
+        return ordinary(self, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "__call__", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        next(generation)
+    monkeypatch.undo()
+    assert {cache.offset for cache in target.cache} == {len(PROMPT) + len(tokens) - 1}
+    assert_holds_exactly(target, PROMPT + tokens)
+
+
+def test_an_interrupt_during_the_prefill_ends_the_drafter_and_keeps_whole_chunks(
+    stories: nn.Module,
+) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    drafter, target = Oracle([]), new_target(stories)
+    chooser = Chooser(SamplingParams())
+    with pytest.raises(KeyboardInterrupt):
+        next(
+            decode(
+                target,
+                PROMPT,
+                drafter,
+                chooser,
+                max_tokens=9,
+                ends=lambda _: False,
+                on_progress=interrupt,
+            )
+        )
+    assert drafter.ended
+    assert {cache.offset for cache in target.cache} == {target.length} == {0}
+
+
+def test_an_error_in_the_drafter_ends_it_and_leaves_the_cache_usable(
+    stories: nn.Module,
+) -> None:
+    class Broken(Oracle):
+        def propose(self, budget: int) -> DraftTree:
+            raise RuntimeError("no idea")
+
+    drafter, target = Broken([]), new_target(stories)
+    with pytest.raises(RuntimeError, match="no idea"):
+        next(
+            decode(
+                target,
+                PROMPT,
+                drafter,
+                Chooser(SamplingParams()),
+                max_tokens=9,
+                ends=lambda _: False,
+            )
+        )
+    assert drafter.ended
+    assert_holds_exactly(target, PROMPT)
+
+
+def test_a_step_returns_choice_and_argmax_per_node(stories: nn.Module) -> None:
+    """Each node's choice and argmax equal those of its path decoded in a row."""
+    params = SamplingParams(temp=1.0, seed=11)
+    truth = plain(stories, PROMPT, max_tokens=30, params=params)
+    drafter = HostileDrafter(truth, 512, BOS, seed=5)
+    context = PROMPT.copy()
+    chooser = Chooser(params)
+    for step in decode(
+        new_target(stories), PROMPT, drafter, chooser, max_tokens=30, ends=lambda _: False
+    ):
+        tree, choices = step.verified.tree, step.verified.choices
+        for node in range(len(tree)):
+            path: list[int] = []
+            ancestor = node
+            while ancestor > 0:
+                path.insert(0, tree.tokens[ancestor])
+                ancestor = tree.parents[ancestor]
+            logits = stories(mx.array(context + path)[None])[0, -1:]
+            choice, logprobs = chooser.choose(logits, [len(context) + len(path)])
+            assert choices[node] == choice.item()
+            assert step.verified.argmaxes[node] == mx.argmax(logprobs).item()
+        context += step.verified.tokens
+
+
+def test_a_drafter_may_do_as_it_likes_with_the_prompt_it_is_given(stories: nn.Module) -> None:
+    class Greedy(Oracle):
+        def begin(self, prompt: list[int]) -> None:
+            super().begin(prompt)
+            self.context = prompt
+
+        def observe(self, step: VerifiedStep) -> None:
+            super().observe(step)
+            self.context += step.tokens
+
+    class Destructive(Oracle):
+        def begin(self, prompt: list[int]) -> None:
+            super().begin(prompt)
+            prompt.clear()
+
+    truth = plain(stories, PROMPT, max_tokens=30)
+    for drafter in (Greedy(truth), Destructive(truth)):
+        outcome = run(stories, PROMPT, drafter, max_tokens=30)
+        assert outcome.tokens == truth
+        assert_holds_exactly(outcome.target, PROMPT + truth)
+
+
+def test_tree_steps_in_two_threads_leave_the_model_as_it_is(stories: nn.Module) -> None:
+    truth = plain(stories, PROMPT, max_tokens=10)
+    outputs: list[list[int]] = []
+
+    def generate(first_seed: int) -> None:
+        for seed in range(first_seed, first_seed + 25):
+            drafter = HostileDrafter(truth, 512, BOS, seed)
+            outputs.append(run(stories, PROMPT, drafter, max_tokens=10).tokens)
+
+    threads = [threading.Thread(target=generate, args=(seed,)) for seed in (0, 100)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert outputs == [truth] * 50
+    assert {type(layer.self_attn.rope) for layer in stories.layers} == {nn.RoPE}
+
+
+class Moody(Oracle):
+    """Drafts now and then, and lets the loop run ahead while it does not."""
+
+    pipelined = True
+
+    def __init__(self, truth: list[int]) -> None:
+        super().__init__(truth)
+        self.offered = 0
+
+    def propose(self, budget: int) -> DraftTree:
+        draft = super().propose(min(budget, 3)) if self._emitted % 7 > 4 else DraftTree.chain(0)
+        self.offered += len(draft) > 1
+        return draft
+
+
+def test_a_drafter_may_enter_and_leave_the_pipeline(stories: nn.Module) -> None:
+    """No step's work is lost: each forward's rows are verified, and the cache stays exact."""
+    truth = plain(stories, PROMPT, max_tokens=60)
+    drafter, target, kinds = Moody(truth), new_target(stories), []
+    context = PROMPT.copy()
+    for step in decode(
+        target,
+        PROMPT,
+        drafter,
+        Chooser(SamplingParams()),
+        max_tokens=60,
+        ends=lambda _: False,
+        record_time=lambda rows, seconds, pipelined: kinds.append((rows, pipelined)),
+    ):
+        context += step.verified.tokens
+        ahead = target.length - (len(context) - 1)
+        assert ahead in (0, 1)
+        if not ahead:
+            assert_holds_exactly(target, context)
+    assert context[len(PROMPT) :] == truth
+    assert_holds_exactly(target, context)
+    assert {(1, True), (1, False), (4, False)} <= set(kinds)
+    assert (4, True) not in kinds
+
+
+def test_steps_are_timed_by_their_rows(stories: nn.Module) -> None:
+    times = StepTimes()
+    steps = list(
+        decode(
+            new_target(stories, Tier.CHAIN),
+            PROMPT,
+            PromptLookupDrafter(4),
+            Chooser(SamplingParams()),
+            max_tokens=80,
+            ends=lambda _: False,
+            record_time=times.record,
+        )
+    )
+    widths = [len(step.verified.tree) for step in steps]
+    assert {row.rows: row.steps for row in times.table()} == {
+        rows: widths.count(rows) for rows in set(widths)
+    }
+    assert all(row.seconds > 0 for row in times.table())
+
+
+def test_recording_a_step_counts_for_the_next_one_and_the_consumer_for_none(
+    stories: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    recorded: list[float] = []
+
+    def record(rows: int, seconds: float, pipelined: bool) -> None:
+        nonlocal now
+        recorded.append(seconds)
+        now += 3.0
+
+    monkeypatch.setattr("mlxspec.engine.step.time", SimpleNamespace(perf_counter=lambda: now))
+    for _ in decode(
+        new_target(stories),
+        PROMPT,
+        NoDraft(),
+        Chooser(SamplingParams()),
+        max_tokens=3,
+        ends=lambda _: False,
+        record_time=record,
+    ):
+        now += 50.0
+    assert recorded == [0.0, 3.0, 3.0]

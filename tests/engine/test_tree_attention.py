@@ -1,0 +1,109 @@
+"""A tree step's logits equal those of its paths, each decoded in a row."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlxspec.draft.tree import DraftTree
+from mlxspec.engine.tree_attention import TreeRows
+from tests.draft.test_tree import path, trees
+from tests.support.harness import new_target
+from tests.support.random_models import LLAMA_3_SCALING, YARN_SCALING, random_model
+
+PROMPT = [5, 9, 2, 6, 1]
+
+
+@pytest.mark.parametrize("config", [{}, LLAMA_3_SCALING, YARN_SCALING], ids=["", "3", "yarn"])
+def test_each_node_sees_the_cache_and_its_ancestors_at_the_right_positions(config: dict) -> None:
+    model = random_model("llama", **config)
+
+    @settings(max_examples=15, deadline=None)
+    @given(trees())
+    def check(tree: DraftTree) -> None:
+        tree = DraftTree(tuple(token % 64 for token in tree.tokens), tree.parents)
+        target = new_target(model)
+        target.prefill(PROMPT)
+        logits = target.forward(mx.array(tree.tokens), tree)
+        for node in range(len(tree)):
+            nodes = path(tree, node)
+            in_a_row = [*PROMPT, *(tree.tokens[n] for n in nodes)]
+            expected = model(mx.array(in_a_row)[None], cache=make_prompt_cache(model))[0, -1]
+            assert mx.max(mx.abs(logits[node] - expected)).item() < 1e-5
+        # Whatever path is kept, decoding goes on as if nothing else had been there.
+        target.keep(nodes)
+        goes_on = target.forward(mx.array([3]), DraftTree.chain(3))[-1]
+        expected = model(mx.array([*in_a_row, 3])[None], cache=make_prompt_cache(model))[0, -1]
+        assert mx.max(mx.abs(goes_on - expected)).item() < 1e-5
+
+    check()
+
+
+def test_the_model_is_as_before_after_a_tree_step() -> None:
+    model = random_model("llama")
+    modules = dict(model.named_modules())
+    target = new_target(model)
+    target.prefill(PROMPT)
+    tree = DraftTree.from_branches(1, [[2, 3], [4]])
+    target.forward(mx.array(tree.tokens), tree)
+    assert dict(model.named_modules()).keys() == modules.keys()
+    assert all(new is modules[name] for name, new in model.named_modules())
+
+
+@pytest.mark.parametrize("changes", range(5))
+def test_the_model_computes_as_before_if_ctrl_c_hits_its_modules_exchange(
+    changes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model("llama")
+    target = new_target(model)
+    target.prefill(PROMPT)
+    before = model(mx.array(PROMPT)[None], cache=make_prompt_cache(model))
+    tree = DraftTree.from_branches(1, [[2, 3], [4]])
+    ordinary, left = nn.Module.__setattr__, changes
+
+    def interrupt(self: nn.Module, name: str, value: object) -> None:
+        nonlocal left
+        if name == "rope":
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+        ordinary(self, name, value)
+
+    monkeypatch.setattr(nn.Module, "__setattr__", interrupt)
+    # Both layers' modules are exchanged, and exchanged back.
+    with pytest.raises(KeyboardInterrupt) if changes < 4 else nullcontext():
+        target.forward(mx.array(tree.tokens), tree)
+    monkeypatch.undo()
+    after = model(mx.array(PROMPT)[None], cache=make_prompt_cache(model))
+    assert mx.array_equal(before, after).item()
+
+
+def test_a_truncated_cache_has_no_tree_left_that_an_interrupt_left_there() -> None:
+    model = random_model("llama")
+    target = new_target(model)
+    target.prefill(PROMPT)
+    for cache in target.cache:
+        cache.rows = TreeRows(DraftTree.from_branches(1, [[2, 3], [4]]))
+    target.truncate(4)
+    goes_on = target.forward(mx.array([1, 8]), DraftTree.chain(1, [8]))
+    expected = model(mx.array([[*PROMPT[:4], 1, 8]]), cache=make_prompt_cache(model))[0, -2:]
+    assert mx.max(mx.abs(goes_on - expected)).item() < 1e-5
+
+
+@given(trees(), st.integers(0, 9), st.integers(1, 6))
+def test_a_window_counts_positions_and_not_indices(
+    tree: DraftTree, offset: int, window_size: int
+) -> None:
+    expected = np.zeros((len(tree), offset + len(tree)), dtype=bool)
+    for node in range(len(tree)):
+        seen = [*range(offset), *(offset + n for n in path(tree, node))]
+        # One attended position after the other, so the window is the end of the list.
+        expected[node, seen[-window_size:]] = True
+    assert (np.array(TreeRows(tree).mask(offset, window_size)) == expected).all()

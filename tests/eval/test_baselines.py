@@ -1,0 +1,129 @@
+"""The policies of other engines against their rules, spelled out over whole texts."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from mlxspec.draft.drafter import Drafter
+from mlxspec.eval.baselines import (
+    POLICIES,
+    FullDraftLookup,
+    NgramSimple,
+    SuffixDecoding,
+    TensorRTPool,
+)
+from mlxspec.eval.replay import replay
+
+
+def proposal(drafter: Drafter, text: Sequence[int], fed: int = 3) -> list[int]:
+    """The draft after ``text``, of which the last tokens come one by one."""
+    known = []
+
+    class Spy:
+        pipelined, branching = False, drafter.branching
+        begin, observe, end = drafter.begin, drafter.observe, drafter.end
+
+        def propose(self, budget: int):
+            known.append(drafter.propose(budget))
+            return type(known[-1]).chain(known[-1].tokens[0])
+
+    replay(text[:-fed], [*text[-fed:], 0], Spy())
+    return list(known[-1].tokens[1:])
+
+
+def random_texts() -> list[list[int]]:
+    source = random.Random(5)
+    return [[source.randrange(2, 6) for _ in range(source.randrange(8, 60))] for _ in range(60)]
+
+
+def full_draft(text: list[int]) -> list[int]:
+    for n in (3, 2, 1):
+        for start in range(len(text) - n):
+            draft = text[start + n : start + n + 10]
+            if text[start : start + n] == text[-n:] and len(draft) == 10:
+                return draft
+    return []
+
+
+def earliest_of(sizes: Sequence[int], count: int) -> Callable[[list[int]], list[int]]:
+    def draft(text: list[int]) -> list[int]:
+        for n in sizes:
+            for start in range(len(text) - n):
+                if text[start : start + n] == text[-n:]:
+                    return text[start + n : start + n + count]
+        return []
+
+    return draft
+
+
+def newest_long_copy(text: list[int]) -> list[int]:
+    n, m = 2, 6
+    if len(text) <= n + m + 1:
+        return []
+    for start in range(len(text) - n - 1, 0, -1):
+        if text[start : start + n] == text[-n:]:
+            draft = text[start + n : start + n + m]
+            return draft if len(draft) >= n else []
+    return []
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rule"),
+    [
+        (FullDraftLookup, full_draft),
+        (POLICIES["transformers"], earliest_of((2, 1), 10)),
+        (POLICIES["vllm"], earliest_of((5,), 5)),
+        (TensorRTPool, earliest_of((2, 1), 10)),
+        (lambda: NgramSimple(2, 6), newest_long_copy),
+    ],
+)
+def test_drafts_follow_the_rule(
+    drafter: Callable[[], Drafter], rule: Callable[[list[int]], list[int]]
+) -> None:
+    for text in random_texts():
+        expected = rule(text)
+        # The pool drops an n-gram's shorter first draft for a full one: by then the earliest is.
+        if drafter is TensorRTPool and len(expected) < 10:
+            continue
+        assert proposal(drafter(), text) == expected
+
+
+def test_the_pool_can_propose_the_newest_or_keep_it_alone() -> None:
+    text = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2]
+    assert proposal(TensorRTPool(2, 2, is_use_oldest=False), text) == [4, 9]
+    assert proposal(TensorRTPool(2, 2, is_keep_all=False), text) == [4, 9]
+    assert proposal(TensorRTPool(2, 2), text) == [3, 9]
+
+
+def test_suffix_decoding_drafts_the_most_frequent_path() -> None:
+    # "1 2" goes on with 3 twice and with 4 once; two matched tokens give a draft of two.
+    text = [1, 2, 3, 7, 0, 1, 2, 4, 8, 0, 1, 2, 3, 7, 9, 1, 2]
+    assert proposal(SuffixDecoding(), text) == [3, 7]
+
+
+def test_suffix_decoding_drafts_a_tree_by_probability() -> None:
+    text = [1, 2, 3, 7, 0, 1, 2, 4, 8, 0, 1, 2, 3, 7, 9, 1, 2]
+    drafter = SuffixDecoding(tree=True, max_spec_factor=2.0)
+    drafter.begin(text)
+    tree = drafter.propose(100)
+    # Of 4 occurrences, the end counted: 3 and then 7 have 2/4, 4 and then 8 have 1/4.
+    assert tree.tokens[1:3] == (3, 7)
+    assert tree.parents[:3] == (-1, 0, 1)
+    assert len(tree) == 5
+
+
+def test_suffix_decoding_stops_at_improbable_tokens() -> None:
+    # The end counted, each of ten continuations has 1/11, less than the least of 0.1.
+    text = [t for token in range(10, 20) for t in (1, token)] + [1]
+    assert proposal(SuffixDecoding(), text) == []
+    assert len(proposal(SuffixDecoding(min_token_prob=0.01), text)) == 1
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_replays_an_output_to_its_end(name: str) -> None:
+    source = random.Random(6)
+    output = [source.randrange(30) for _ in range(200)]
+    replayed = replay([3, *output[:80]], output, POLICIES[name]())
+    assert replayed.tokens == 200
+    assert len(replayed.rows) <= 200

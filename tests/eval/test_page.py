@@ -1,0 +1,121 @@
+"""Writing reports: over older ones, and over nothing else that is not to be lost."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mlxspec.cli.cost_picture import drawn_curve
+from mlxspec.cli.cost_points import CostPoint
+from mlxspec.cli.main import main
+from mlxspec.errors import OptionError
+from mlxspec.eval.page import check_report, render, write_report
+
+
+def page(name: str) -> str:
+    """A page with a name of the user's in its title."""
+    return render("page.html", name=name)
+
+
+def curve(kind: str) -> bytes:
+    pytest.importorskip("matplotlib")
+    return drawn_curve(kind, [CostPoint(1, 1.0, 1.0, 0.1), CostPoint(2, 1.5, 1.5, 0.1)], "a", "b")
+
+
+@pytest.mark.parametrize("kind", ["html", "svg", "png", "nothing yet"])
+def test_a_report_replaces_an_older_one_and_leaves_nothing_else(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "report"
+    older = {"html": page("a").encode(), "nothing yet": b""}
+    path.write_bytes(older[kind] if kind in older else curve(kind))
+    check_report(path, "--html", force=False)
+    write_report(path, "new ×", "--html", force=False)
+    assert path.read_text(encoding="utf-8") == "new ×"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "content", [b"# mlxspec\n", b"<!DOCTYPE html>\n<html>", b"\x89PNG", b"\xff"]
+)
+def test_another_file_is_replaced_with_force_alone(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "notes"
+    path.write_bytes(content)
+    for write in (
+        lambda: check_report(path, "--html", force=False),
+        lambda: write_report(path, "new", "--html", force=False),
+    ):
+        with pytest.raises(OptionError, match=r"--html .*notes: exists and is no report .*--force"):
+            write()
+    assert path.read_bytes() == content
+    write_report(path, "new", "--html", force=True)
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("force", [True, False])
+@pytest.mark.parametrize("kind", ["device", "pipe", "socket", "link to a report", "dangling link"])
+def test_what_is_no_regular_file_stays_as_it_is(tmp_path: Path, kind: str, force: bool) -> None:
+    path, report = tmp_path / "page.html", tmp_path / "report.html"
+    report.write_text(page("a"))
+    if kind == "device":
+        path = Path(os.devnull)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(path))
+    else:
+        path.symlink_to(report if kind == "link to a report" else "nowhere")
+    before = os.lstat(path)
+    for write in (
+        lambda: check_report(path, "--svg", force=force),
+        lambda: write_report(path, "new", "--svg", force=force),
+    ):
+        with pytest.raises(OptionError, match=r"--svg .*: is a link, a pipe or a device; name a"):
+            write()
+    assert os.path.samestat(os.lstat(path), before)
+    assert report.read_text() == page("a")
+
+
+def test_names_that_are_no_utf_8_do_not_keep_a_page_from_being_written(tmp_path: Path) -> None:
+    write_report(tmp_path / "page", "half \ud800", "--html", force=False)
+    assert (tmp_path / "page").read_text() == "half ?"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [(".", "is a directory"), ("missing/page.html", "cannot be written")]
+)
+def test_a_place_that_takes_no_page_is_known_before(tmp_path: Path, name: str, reason: str) -> None:
+    with pytest.raises(OptionError, match=f"--html .*{reason}"):
+        check_report(tmp_path / name, "--html", force=False)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["explain", "--model", "owner/none", "--prompt", "a", "--html"],
+        ["bench", "owner/none", "--html"],
+        ["replay", "nowhere.jsonl", "--tokenizer", "owner/none", "--html"],
+        ["calibrate", "owner/none", "--svg"],
+        ["calibrate", "owner/none", "--png"],
+    ],
+)
+def test_every_command_refuses_another_file_before_its_work(
+    tmp_path: Path, command: list[str]
+) -> None:
+    if command[0] == "calibrate":
+        pytest.importorskip("matplotlib")
+    notes = tmp_path / "notes"
+    notes.write_text("irreplaceable")
+    for path, force, refusal in (
+        (notes, [], f"Error: {command[-1]} {notes}: exists and is no report"),
+        (Path(os.devnull), ["--force"], f"Error: {command[-1]} {os.devnull}: is a link, a pipe"),
+    ):
+        result = CliRunner().invoke(main, [*command, str(path), *force])
+        assert result.exit_code == 1
+        assert result.stderr.startswith(refusal)
+        assert result.stderr.count("\n") == 1
+    assert notes.read_text() == "irreplaceable"

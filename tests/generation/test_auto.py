@@ -1,0 +1,144 @@
+"""The default decoder on the bundled demo model, with costs that are given, not measured."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+
+import mlxspec
+from mlxspec import AutoDecoder
+from mlxspec.engine.capability import Tier
+from mlxspec.engine.costs import KeptCosts
+from mlxspec.eval.equality import NEAR_TIE_FLOAT32, first_difference
+from mlxspec.plan.cost_file import CostCache, CostKey, KnownRange
+from mlxspec.plan.live_curve import KnownTime
+from mlxspec.store.learner import Learner
+from tests.support.demo import demo_decoder
+
+PROMPT = '[INST] Repeat the following phrase 8 times: "The red fox sees the river.". [/INST]'
+FLAT = {1: 1.0, 16: 1.05, 64: 16.0}  # wider steps would take their time here, too
+LINEAR = {1: 1.0, 64: 64.0}
+
+
+class FixedCosts(KeptCosts):
+    """Costs that no step corrects."""
+
+    def record(self, rows: int, seconds: float, pipelined: bool) -> None:
+        pass
+
+
+@pytest.fixture
+def decoder_with(tmp_path: Path) -> Iterator:
+    def make(curve: dict[int, float], **options: object) -> AutoDecoder:
+        decoder = demo_decoder(AutoDecoder, **options)
+        times = [KnownTime(rows, 0.01 * cost, 0.001) for rows, cost in curve.items()]
+        key = CostKey({"chip": "none"}, {"type": "none"})
+        decoder.costs = FixedCosts(CostCache(tmp_path), key, {1024: KnownRange.now(times, "test")})
+        return decoder
+
+    return make
+
+
+def tokens(decoder: AutoDecoder, prompt: str = PROMPT, **options: object) -> list[int]:
+    return [response.token for response in decoder.stream(prompt, 60, **options)]
+
+
+@pytest.mark.parametrize("curve", [FLAT, LINEAR], ids=["flat", "linear"])
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_output_is_that_of_plain_decoding(decoder_with, curve: dict, temp: float) -> None:
+    decoder = decoder_with(curve)
+    sampling = mlxspec.SamplingParams(temp=temp, seed=5)
+    plain = mlxspec.PromptLookupDecoder(decoder.model, decoder.tokenizer)
+    expected = [r.token for r in plain.stream(PROMPT, 60, n_draft=0, temp=temp, seed=5)]
+    for _ in range(2):  # the second time it remembers the first output
+        actual = tokens(decoder, temp=temp, seed=5)
+        difference = first_difference(
+            decoder.model, decoder.tokenizer.encode(PROMPT), expected, actual, sampling
+        )
+        assert difference is None or difference.margin < NEAR_TIE_FLOAT32
+
+
+def test_it_drafts_where_rows_are_cheap_and_hardly_where_they_are_not(decoder_with) -> None:
+    def stats(curve: dict) -> mlxspec.SpeculationStats:
+        *_, last = decoder_with(curve).stream(PROMPT, 90)
+        return last.stats
+
+    assert stats(FLAT).tokens_per_step > 3
+    linear = stats(LINEAR)
+    assert linear.rows < 1.05 * linear.emitted
+
+
+def test_earlier_outputs_are_drafted_from(decoder_with) -> None:
+    prompt = "The history of the"
+    with_memory, without = decoder_with(FLAT), decoder_with(FLAT, memory_tokens=0)
+    for decoder in (with_memory, without):
+        list(decoder.stream(prompt, 50))
+    *_, second = with_memory.stream(prompt, 50)
+    *_, forgetful = without.stream(prompt, 50)
+    assert second.stats.steps < forgetful.stats.steps
+
+
+def test_a_store_is_drafted_from(decoder_with, tmp_path: Path) -> None:
+    prompt, store = "The history of the", tmp_path / "outputs.store"
+    decoder = decoder_with(FLAT)
+    *first, without = decoder.stream(prompt, 50)
+    with Learner(store, decoder.tokenizer) as learner:
+        learner.add([response.token for response in (*first, without)])
+    *_, last = decoder_with(FLAT, store=store).stream(prompt, 50)
+    assert last.stats.steps < without.stats.steps
+
+
+def test_stream_generate_takes_models_of_mlx_lm(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = Path(mlxspec.__file__).parent / "demo_model"
+    model, tokenizer = mlx_lm.load(str(directory))
+    model.set_dtype(mx.float32)
+    measured: list[nn.Module] = []
+
+    def costs_for(model: nn.Module, on_progress: object) -> KeptCosts:
+        measured.append(model)
+        known = KnownRange.now([KnownTime(r, c / 100, 0.001) for r, c in FLAT.items()], "test")
+        return FixedCosts(CostCache(directory), CostKey({}, {}), {1024: known})
+
+    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", costs_for)
+    monkeypatch.setattr(FixedCosts, "save", lambda self: None)
+    expected = [r.token for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=24)]
+    for _ in range(2):
+        responses = list(mlxspec.stream_generate(model, tokenizer, PROMPT, max_tokens=24))
+        assert [response.token for response in responses] == expected
+    assert len(measured) == 1  # the second call goes on with what the first has found out
+
+    alive = weakref.ref(model)
+    gc.disable()  # which could take minutes to come to the weights
+    try:
+        del model, measured[:]
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_plain_steps_are_sought_where_the_text_has_none(decoder_with) -> None:
+    drafter = decoder_with(FLAT).drafter()
+    drafter.begin([5, 6, 7, 8] * 20)
+    drafter.plain_steps.sought = True
+    drafted = []
+    for token in [5, 6, 7, 8] * 15:
+        drafted.append(len(drafter.propose(100)) > 1)
+        assert drafter.pipelined
+        drafter.observe(mlxspec.VerifiedStep(mlxspec.DraftTree.chain(8), (), (), (), (token,)))
+    drafter.end()
+    assert drafted[12:18] == [False] * 6
+    assert sum(drafted) > 30
+
+
+def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(decoder_with) -> None:
+    decoder = decoder_with(FLAT)
+    decoder.chain_tier = Tier.PLAIN
+    *_, last = decoder.stream(PROMPT, 30)
+    assert (last.stats.steps, last.stats.drafted) == (30, 0)

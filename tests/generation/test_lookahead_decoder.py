@@ -1,0 +1,129 @@
+"""The lookahead and the combined decoder on the bundled demo model, with given costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import mlxspec
+from mlxspec import (
+    CombinedDecoder,
+    CombinedDrafter,
+    LookaheadDecoder,
+    LookaheadDrafter,
+    PromptLookupDrafter,
+)
+from mlxspec.draft.drafter import NoDraft
+from mlxspec.engine.capability import Tier
+from mlxspec.errors import OptionError, PromptError
+from mlxspec.eval.equality import NEAR_TIE_FLOAT32, first_difference
+from mlxspec.plan.cost_file import CostCache, CostKey, KnownRange
+from mlxspec.plan.live_curve import KnownTime
+from tests.generation.test_auto import FLAT, LINEAR, FixedCosts
+from tests.support.demo import demo, demo_decoder
+
+PROMPT = '[INST] Repeat the following phrase 8 times: "The red fox sees the river.". [/INST]'
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator:
+    def make(kind: type = LookaheadDecoder, curve: dict[int, float] = FLAT) -> LookaheadDecoder:
+        decoder = demo_decoder(kind)
+        times = [KnownTime(rows, 0.01 * cost, 0.001) for rows, cost in curve.items()]
+        key = CostKey({"chip": "none"}, {"type": "none"})
+        decoder.costs = FixedCosts(CostCache(tmp_path), key, {1024: KnownRange.now(times, "test")})
+        return decoder
+
+    return make
+
+
+FREE = "The history of the"
+
+
+@cache
+def plain(prompt: str, **sampling: float) -> list[int]:
+    stream = demo().decode(prompt, NoDraft(), max_tokens=24, **sampling)
+    return [response.token for response in stream]
+
+
+@pytest.mark.parametrize("window_size", ["auto", 3, 0])
+@pytest.mark.parametrize("kind", [LookaheadDecoder, CombinedDecoder])
+def test_output_is_plain_decodings_sampling_included(make, kind: type, window_size: object) -> None:
+    expected = plain(FREE, temp=0.9, seed=5)
+    assert expected != plain(FREE)
+    stream = make(kind).stream(FREE, 24, window_size, 4, temp=0.9, seed=5)
+    actual = [response.token for response in stream]
+    sampling = mlxspec.SamplingParams(temp=0.9, seed=5)
+    prompt = demo().tokenizer.encode(FREE)
+    difference = first_difference(demo().model, prompt, expected, actual, sampling)
+    assert difference is None or difference.margin < NEAR_TIE_FLOAT32
+
+
+def test_lookahead_writes_the_text_and_returns_the_result(make, capsys) -> None:
+    options = {"window_size": 3, "ngram_size": 3, "guess_set_size": 4, "pool_from_prompt": False}
+    responses = list(make().stream(PROMPT, 30, **options))
+    result = make().lookahead(prompt=PROMPT, max_tokens=30, temp=0.0, seed=0, color=True, **options)
+    assert result.tokens == [response.token for response in responses]
+    assert result.stats == responses[-1].stats
+    assert result.stats.tokens_per_step > 1.2
+    assert capsys.readouterr().out.strip() == result.text.strip()
+
+
+@pytest.mark.parametrize("kind", [LookaheadDecoder, CombinedDecoder])
+def test_sizes_follow_the_costs(make, kind: type) -> None:
+    *_, flat = make(kind).stream(PROMPT, 50)
+    assert flat.stats.tokens_per_step > 1.5
+    *_, linear = make(kind, LINEAR).stream(PROMPT, 50)
+    assert linear.stats.rows < 1.05 * linear.stats.emitted
+
+
+def test_without_a_window_nothing_is_measured(make) -> None:
+    decoder = make()
+    del decoder.costs
+    decoder._on_measuring = lambda share: 1 / 0
+    assert len(list(decoder.stream(PROMPT, 5, 0))) == 5
+
+
+def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(make, monkeypatch) -> None:
+    for kind in (LookaheadDecoder, CombinedDecoder):
+        decoder = make(kind)
+        decoder.chain_tier = Tier.PLAIN
+        *_, last = decoder.stream(PROMPT, 20)
+        assert (last.stats.steps, last.stats.drafted) == (20, 0)
+
+
+def test_ones_own_drafter_comes_first_with_lookahead_as_its_fallback(make) -> None:
+    expected = plain(PROMPT)
+    shy = CombinedDrafter(NoDraft(), LookaheadDrafter(3, 4, 3))
+    *_, last = make().decode(PROMPT, shy, max_tokens=24)
+    assert last.stats.tokens_per_step > 1.5
+    for fallback in (LookaheadDrafter(3, 4, 3), NoDraft()):
+        own = CombinedDrafter(PromptLookupDrafter(), fallback)
+        assert [r.token for r in make().decode(PROMPT, own, max_tokens=24)] == expected
+    *_, last = make(CombinedDecoder).stream(PROMPT, 24, drafter=PromptLookupDrafter(4, 2, 2))
+    assert last.stats.tokens_per_step > 1.5
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"prompt": ""}, PromptError, "prompt is empty"),
+        ({"window_size": -1}, OptionError, "window_size is -1"),
+        ({"window_size": "wide"}, OptionError, "window_size is 'wide'"),
+        ({"ngram_size": 1}, OptionError, "ngram_size is 1"),
+        ({"ngram_size": 0, "window_size": 4}, OptionError, "ngram_size is 0"),
+        ({"guess_set_size": 0}, OptionError, "guess_set_size is 0"),
+        ({"guess_set_size": -3, "window_size": 4}, OptionError, "guess_set_size is -3"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_bad_input_is_refused_in_one_line_before_anything_runs(
+    make, options: dict, error: type[Exception], message: str
+) -> None:
+    for kind in (LookaheadDecoder, CombinedDecoder):
+        with pytest.raises(error, match=message) as raised:
+            make(kind).stream(**{"prompt": PROMPT, **options})
+        assert "\n" not in str(raised.value)

@@ -1,0 +1,110 @@
+"""What decoders measure, and when, on the bundled demo model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import mlxspec
+from mlxspec.engine.costs import KeptCosts
+from mlxspec.engine.target import Tier
+from mlxspec.errors import MlxspecError
+from mlxspec.generation.decoder import MeasuredDecoder
+from mlxspec.generation.decoders import stream_with_draft_model
+from mlxspec.plan.cost_file import CostCache, CostKey, KnownRange
+from mlxspec.plan.live_curve import KnownTime
+
+KINDS = [mlxspec.AutoDecoder, mlxspec.LookaheadDecoder, mlxspec.CombinedDecoder]
+
+
+class Measured(Exception):
+    """Raised in place of a measurement."""
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple:
+    return mlxspec.load("demo")
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__)
+def unmeasured(
+    request: pytest.FixtureRequest, loaded: tuple, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MeasuredDecoder]:
+    def measure(*_: object, **__: object) -> None:
+        raise Measured
+
+    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", measure)
+    return request.param(*loaded)
+
+
+def test_a_first_generation_measures(unmeasured: MeasuredDecoder) -> None:
+    with pytest.raises(Measured):
+        unmeasured.stream("The river", 5, temp=0.5, stop=["x"], stop_tokens=7, kv_bits=8, top_k=3)
+
+
+def test_for_a_model_that_cannot_verify_drafts_nothing_is_measured(
+    unmeasured: MeasuredDecoder,
+) -> None:
+    unmeasured.chain_tier = Tier.PLAIN
+    *_, last = unmeasured.stream("The river", 5)
+    assert (last.stats.steps, last.stats.drafted) == (5, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": ""}, "prompt is empty"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"temp": -1}, "temp is -1"),
+        ({"sampling": mlxspec.SamplingParams(top_k=5), "top_p": 3.0}, "top_p is 3.0"),
+        ({"logit_bias": {4096: 1.0}}, "logit_bias holds the id 4096"),
+        ({"stop": ""}, "stop holds an empty string"),
+        ({"stop": ["end", ""]}, "stop holds an empty string"),
+        ({"stop_tokens": "two words"}, "the stop token 'two words'"),
+        ({"kv_bits": 7}, "kv_bits is 7"),
+        ({"kv_bits": 8, "kv_group_size": 128}, "kv_group_size 128 does not suit"),
+        ({"prefill_step_size": 0}, "prefill_step_size is 0"),
+        ({"prompt_cache": []}, "prompt_cache has 0 caches"),
+        ({"prompt_cache": [], "session": mlxspec.Session()}, "session and prompt_cache"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_bad_options_are_refused_before_anything_is_measured(
+    unmeasured: MeasuredDecoder, options: dict, message: str
+) -> None:
+    with pytest.raises(MlxspecError, match=message) as raised:
+        unmeasured.stream(**{"prompt": "The river", **options})
+    assert "\n" not in str(raised.value)
+
+
+def test_a_draft_model_s_generation_is_refused_before_anything_is_measured(
+    loaded: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "mlxspec.generation.decoder.costs_for", lambda *_, **__: pytest.fail("measured")
+    )
+    decoder = mlxspec.AutoDecoder(*loaded)
+    with pytest.raises(MlxspecError, match="temp is -1"):
+        stream_with_draft_model(decoder, decoder.model, "The river", 5, temp=-1)
+
+
+def test_what_a_lent_cache_holds_counts_for_the_costs(loaded: tuple) -> None:
+    decoder = mlxspec.AutoDecoder(*loaded)
+    times = [KnownTime(1, 0.01, 0.001), KnownTime(16, 0.02, 0.001)]
+    decoder.costs = KeptCosts(CostCache(), CostKey({}, {}), {1024: KnownRange.now(times, "test")})
+    moves: list[int] = []
+    decoder.costs.move_to = moves.append
+    cache = make_prompt_cache(decoder.model)
+    decoder.model(mx.array([[5] * 30]), cache=cache)
+    list(decoder.stream([6, 7], 3, prompt_cache=cache))
+    assert moves == [32, 33, 34, 35]
+
+
+def test_an_unknown_option_is_refused_before_anything_is_measured(
+    unmeasured: MeasuredDecoder,
+) -> None:
+    with pytest.raises(TypeError, match="tempp"):
+        unmeasured.stream("The river", tempp=0.7)

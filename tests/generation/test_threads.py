@@ -1,0 +1,68 @@
+"""Several threads that share a decoder."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import mlxspec
+from mlxspec.engine.costs import KeptCosts
+from mlxspec.plan.cost_file import CostCache, CostKey, KnownRange
+from mlxspec.plan.live_curve import KnownTime
+from tests.support.demo import demo_decoder
+from tests.support.drop_in import REPEAT
+from tests.support.threads import at_once
+
+PROMPTS = [
+    REPEAT,
+    "[INST] Count from one to ten, twice. [/INST]",
+    "The history of the",
+    "one two three four one two three four one two",
+]
+KINDS = [
+    mlxspec.AutoDecoder,
+    mlxspec.CombinedDecoder,
+    mlxspec.LookaheadDecoder,
+    mlxspec.PromptLookupDecoder,
+]
+
+
+def new_decoder(kind: type, directory: Path) -> mlxspec.Decoder:
+    """With costs that allow drafts and learn from each step."""
+    decoder = demo_decoder(kind)
+    curve = {1: 0.001, 16: 0.0012, 64: 0.008}
+    known = KnownRange.now([KnownTime(*time, 0.05) for time in curve.items()], "quick")
+    decoder.costs = KeptCosts(CostCache(directory), CostKey({}, {}), {1024: known})
+    return decoder
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_threads_that_share_a_decoder_write_what_each_writes_alone(
+    kind: type, tmp_path: Path
+) -> None:
+    decoder = new_decoder(kind, tmp_path)
+
+    def answers(prompt: str, times: int) -> list[list[int]]:
+        return [[r.token for r in decoder.stream(prompt, 24)] for _ in range(times)]
+
+    alone = [answers(prompt, 1)[0] for prompt in PROMPTS]
+    together = at_once(*(partial(answers, prompt, 4) for prompt in PROMPTS))
+    assert together == [[answer] * 4 for answer in alone]
+
+
+def test_threads_that_come_first_measure_the_costs_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, measured = demo_decoder(mlxspec.AutoDecoder), []
+    costs = new_decoder(mlxspec.AutoDecoder, tmp_path).costs
+
+    def measure(*_: object, **__: object) -> KeptCosts:
+        measured.append(costs)
+        return costs
+
+    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", measure)
+    found = at_once(*[lambda: decoder.costs] * 4)
+    assert len(measured) == 1
+    assert found == [costs] * 4

@@ -1,0 +1,54 @@
+"""Cost curves, measured and published."""
+
+import pytest
+
+from mlxspec.errors import OptionError
+from mlxspec.plan.cost_curve import CostCurve, chip_curve, chip_names, chip_source
+
+
+def test_is_linear_between_and_beyond_its_points() -> None:
+    curve = CostCurve([(1, 1), (2, 1.5), (4, 3.5)])
+    assert [curve(rows) for rows in (1, 2, 3, 4, 6)] == [1, 1.5, 2.5, 3.5, 5.5]
+    assert curve.widest == 4
+    assert curve.table == [0, 1, 1.5, 2.5, 3.5]
+
+
+def test_the_cheapest_further_row_looks_over_stairs() -> None:
+    curve = CostCurve([(1, 1), (2, 3), (4, 3), (5, 6)])
+    assert curve.cheapest_rows == pytest.approx([2 / 3, 0, 0, 3, float("inf")])
+
+
+def test_of_one_point_costs_are_the_rows() -> None:
+    curve = CostCurve([(1, 1)])
+    assert curve.widest == 1
+    assert curve(3) == 3
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [],
+        [(2, 1)],
+        [(1, 2), (2, 3)],
+        [(1, 1), (3, 2), (2, 3)],
+        [(1, 1), (2, float("nan"))],
+        [(1, 1), (2, -1)],
+    ],
+)
+def test_refuses_what_is_no_curve(points: list[tuple[int, float]]) -> None:
+    with pytest.raises(OptionError, match="cost"):
+        CostCurve(points)
+
+
+def test_published_curves_have_a_source_and_rise() -> None:
+    assert "M4 Pro" in chip_names()
+    for name in chip_names():
+        curve = chip_curve(name)
+        assert curve.table[1:] == sorted(curve.table[1:])
+        assert chip_source(name)
+    assert chip_curve("M4 Pro")(8) == 2.69
+
+
+def test_an_unknown_chip_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(OptionError, match=r"'M99'.*M4 Pro"):
+        chip_curve("M99")

@@ -1,0 +1,191 @@
+import random
+
+import pytest
+
+from mlxspec.plan.live_costs import LiveCosts, context_range
+from mlxspec.plan.live_curve import KnownTime
+from tests.support.threads import at_once
+
+
+def times(cost: float) -> list[KnownTime]:
+    return [KnownTime(1, 0.02, 0.05), KnownTime(8, 0.02 * cost, 0.05)]
+
+
+def plain(costs: LiveCosts, seconds: float) -> None:
+    """A short pipeline: its time is conserved, and only that in its middle is a step's."""
+    costs.record(1, 1.6 * seconds, False)
+    costs.record(1, seconds, True)
+    costs.record(1, seconds, True)
+    costs.record(1, 0.3 * seconds, True)
+
+
+@pytest.mark.parametrize(
+    ("context", "end"),
+    [(0, 1024), (1023, 1024), (1024, 4096), (4095, 4096), (16000, 16384), (100_000, 262_144)],
+)
+def test_ranges_end_at_powers_of_four(context: int, end: int):
+    assert context_range(context) == end
+
+
+def test_each_range_has_its_own_curve():
+    costs = LiveCosts({1024: times(2.0), 16384: times(3.0)})
+    assert costs.cost(8) == pytest.approx(2.0)
+    costs.move_to(5000)
+    assert costs.cost(8) == pytest.approx(3.0)
+    assert costs.seconds(8) == pytest.approx(0.06)
+    costs.move_to(1023)
+    assert costs.cost(8) == costs.curve(8) == pytest.approx(2.0)
+
+
+def test_an_unmeasured_range_starts_from_the_nearest_and_learns_for_itself():
+    costs = LiveCosts({1024: times(2.0), 65536: times(4.0)})
+    costs.move_to(3000)
+    assert costs.cost(8) == pytest.approx(2.0)
+    for _ in range(30):
+        plain(costs, 0.03)
+        costs.record(8, 0.09, False)
+    assert costs.cost(8) == pytest.approx(3.0, rel=0.05)
+    costs.move_to(0)
+    assert costs.cost(8) == pytest.approx(2.0)
+
+
+def test_a_range_that_was_left_expects_the_machine_to_have_changed():
+    costs = LiveCosts({1024: times(2.0), 4096: times(2.0)})
+    for _ in range(50):
+        plain(costs, 0.02)
+    costs.move_to(2000)
+    costs.move_to(0)
+    plain(costs, 0.03)
+    assert costs.slowdown > 1.4
+
+
+def test_changes_are_the_ranges_in_which_steps_ran():
+    costs = LiveCosts({1024: times(2.0), 4096: times(2.0), 16384: times(2.0)})
+    assert costs.changes() == {}
+    costs.move_to(2000)
+    costs.record(8, 0.05, False)
+    assert costs.unsaved_steps == 1
+    assert list(costs.changes()) == [4096]
+    assert costs.unsaved_steps == 0
+    assert costs.changes() == {}
+
+
+def test_only_the_middle_of_a_pipeline_teaches_the_time_of_a_plain_step():
+    costs = LiveCosts({1024: times(2.0)})
+    for _ in range(30):
+        plain(costs, 0.02)
+        costs.record(8, 0.04, False)
+    assert costs.seconds(1) == pytest.approx(0.02)
+    assert costs.cost(8) == pytest.approx(2.0)
+    for _ in range(30):
+        costs.record(1, 0.05, False)
+        costs.record(1, 0.001, True)
+        costs.record(8, 0.04, False)
+    assert costs.seconds(1) == pytest.approx(0.02)
+    assert costs.cost(8) == pytest.approx(2.0)
+
+
+def test_the_cost_of_waiting_is_that_of_plain_steps_outside_the_pipeline() -> None:
+    costs = LiveCosts({1024: [KnownTime(1, 0.010, 0.01), KnownTime(8, 0.020, 0.01)]})
+    for _ in range(30):
+        costs.record(1, 0.012, False)
+        costs.record(8, 0.020, False)
+    assert costs.waiting_cost == pytest.approx(0.2, abs=0.02)
+    for _ in range(20):
+        costs.record(1, 0.018, False)  # the first of a pipeline dispatches two forwards
+        costs.record(1, 0.010, True)
+        costs.record(1, 0.010, True)
+        costs.record(1, 0.003, True)  # and the last one finds its own nearly done
+        costs.record(8, 0.020, False)
+    assert costs.waiting_cost == pytest.approx(0.1, abs=0.02)
+
+
+def test_plain_steps_are_wanted_until_they_have_run_among_drafted_ones_and_again_later() -> None:
+    costs = LiveCosts({1024: [KnownTime(1, 0.010, 0.01), KnownTime(8, 0.020, 0.01)]})
+    for _ in range(50):
+        costs.record(1, 0.010, True)
+    assert costs.wants_plain_steps  # of drafted ones nothing is known yet
+    for _ in range(10):
+        costs.record(8, 0.020, False)
+        plain(costs, 0.010)
+    assert not costs.wants_plain_steps
+    for _ in range(1000):
+        costs.record(8, 0.020, False)
+    assert costs.wants_plain_steps
+
+
+@pytest.mark.parametrize("wrong", [0.6, 1.0, 1.6])
+def test_costs_are_learned_where_plain_steps_run_only_when_they_are_wanted(wrong: float) -> None:
+    true = {1: 0.0045, 4: 0.0073, 8: 0.0091, 16: 0.0106}
+    costs = LiveCosts(
+        {1024: [KnownTime(r, s * (wrong if r == 1 else 1), 0.1) for r, s in true.items()]}
+    )
+    generator = random.Random(3)
+    sought = 0
+    for _ in range(200):
+        sought = sought + 1 if costs.wants_plain_steps else 0
+        rows = 1 if sought % 30 in range(12, 18) else generator.choice((4, 8, 16))
+        costs.record(rows, true[rows] * generator.lognormvariate(0, 0.05), rows == 1)
+    for rows in (4, 8, 16):
+        assert costs.cost(rows) == pytest.approx(true[rows] / true[1], rel=0.06)
+
+
+def test_a_plain_step_that_was_measured_too_slow_is_corrected_by_the_few_that_run() -> None:
+    true = {1: 0.0045, 4: 0.0073, 8: 0.0091, 16: 0.0106}
+    costs = LiveCosts(
+        {1024: [KnownTime(r, s * (1.5 if r == 1 else 1), 0.05) for r, s in true.items()]}
+    )
+    for round_ in range(40):
+        if costs.wants_plain_steps or round_ % 10 == 0:
+            for _ in range(4):
+                costs.record(1, true[1], True)
+        for rows in (4, 8, 16):
+            costs.record(rows, true[rows], False)
+    for rows in (4, 8, 16):
+        assert costs.cost(rows) == pytest.approx(true[rows] / true[1], rel=0.1)
+
+
+def test_generations_beside_each_other_learn_what_each_alone_would():
+    """Of their own context's range, and from their own runs of plain steps."""
+    short = [(1, 0.012, False), *[(1, 0.010, True)] * 20, *[(8, 0.021, False)] * 30]
+    long = [(1, 0.022, False), *[(1, 0.020, True)] * 20, *[(8, 0.061, False)] * 30]
+    lessons = [(500, short), (2000, long)]
+
+    def known() -> LiveCosts:
+        return LiveCosts({1024: times(2.0), 4096: times(2.0)})
+
+    alone = []
+    for context, steps in lessons:
+        costs = known().for_generation()
+        costs.move_to(context)
+        for step in steps:
+            costs.record(*step)
+        alone.append(costs.curve(8))
+
+    shared = known()
+    beside = [shared.for_generation() for _ in lessons]
+    for costs, (context, _) in zip(beside, lessons, strict=True):
+        costs.move_to(context)
+    for pair in zip(short, long, strict=True):
+        for costs, step in zip(beside, pair, strict=True):
+            costs.record(*step)
+    assert [costs.curve(8) for costs in beside] == alone
+    assert alone[0] < alone[1]
+    assert shared.unsaved_steps == sum(costs.unsaved_steps for costs in beside) / 2 > 60
+    assert set(shared.changes()) == {1024, 4096}
+
+
+def test_threads_may_record_and_read_at_once():
+    costs = LiveCosts({1024: times(2.0)})
+
+    def generate(seed: int) -> None:
+        own = costs.for_generation()
+        chance = random.Random(seed)
+        for context in range(0, 40_000, 100):
+            own.move_to(context)
+            rows = chance.choice((1, 1, 2, 3, 5, 9, 17))
+            own.record(rows, 0.01 * (1 + rows / 8) * chance.uniform(0.5, 2), rows == 1)
+            assert own.curve(64) >= own.cost(2) > 0
+            own.changes()
+
+    at_once(*[lambda seed=seed: generate(seed) for seed in range(4)])

@@ -1,0 +1,217 @@
+"""A live curve follows simulated machines whose true curve is known."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxspec.plan.cost_curve import CostCurve, chip_curve
+from mlxspec.plan.live_curve import WIDEST, KnownTime, LiveCurve
+from tests.support.interrupts import functions_of, interrupted
+
+M4 = chip_curve("M4 Pro")
+FLAT = chip_curve("CPU fp32 OpenBLAS")
+LINEAR = chip_curve("linear")
+MIXED = (1, 1, 1, 2, 4, 5, 8, 16)
+PLAIN_SECONDS = 0.025
+
+
+def measured(
+    truth: CostCurve, rows: Sequence[int] = (1, 2, 4, 8, 16, 32), uncertainty: float = 0.1
+) -> LiveCurve:
+    """The curve after a measurement that was right."""
+    return LiveCurve(KnownTime(r, PLAIN_SECONDS * truth(r), uncertainty) for r in rows)
+
+
+def run(
+    live: LiveCurve,
+    truth: CostCurve,
+    steps: int,
+    *,
+    rows: Sequence[int] = MIXED,
+    speed: Callable[[int], float] = lambda step: 1.0,
+    noise: float = 0.03,
+    spikes: float = 0.0,
+) -> list[float]:
+    """Decode on a simulated machine; the worst relative error of a cost after each step."""
+    generator = random.Random(1)
+    errors = []
+    for step in range(steps):
+        width = generator.choice(rows)
+        seconds = PLAIN_SECONDS * truth(width) * speed(step) * generator.lognormvariate(0, noise)
+        if generator.random() < spikes:
+            seconds *= generator.uniform(2, 20)
+        live.record(width, seconds)
+        errors.append(max(abs(math.log(live.curve(r) / truth(r))) for r in rows))
+    return errors
+
+
+def test_a_measured_curve_is_believed_before_the_first_step():
+    live = measured(M4)
+    assert [live.curve(rows) for rows in (1, 2, 4, 8)] == pytest.approx([1, 1.03, 1.47, 2.69])
+    assert live.seconds(8) == pytest.approx(0.025 * 2.69)
+    assert live.slowdown == pytest.approx(1)
+
+
+def test_a_right_curve_stays_right_in_noise():
+    assert max(run(measured(M4), M4, 1000)) < 0.06
+    assert max(run(measured(M4), M4, 1000, noise=0.2)) < 0.25
+
+
+def test_a_hot_machine_is_noticed_and_leaves_the_costs_alone():
+    live = measured(M4)
+    errors = run(live, M4, 600, speed=lambda step: 2.0 if step >= 500 else 1.0)
+    assert live.slowdown == pytest.approx(2.0, rel=0.1)
+    assert live.seconds(8) == pytest.approx(2 * 0.025 * 2.69, rel=0.1)
+    assert max(errors[500:]) < 0.06
+
+
+def test_a_machine_that_heats_up_in_the_middle_of_drafted_steps_leaves_the_costs_alone():
+    live = measured(M4)
+    run(live, M4, 200)
+    errors = run(live, M4, 100, rows=[8], speed=lambda step: 1.7)
+    assert live.slowdown == pytest.approx(1.7, rel=0.1)
+    assert max(errors) < 0.06
+
+
+def test_a_machine_that_slows_down_by_and_by_leaves_the_costs_alone():
+    live = measured(M4)
+    assert max(run(live, M4, 1000, speed=lambda step: 1 + step / 1000)) < 0.06
+    assert live.slowdown == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_busy_machine_that_comes_and_goes_leaves_the_costs_alone():
+    errors = run(measured(M4), M4, 1000, speed=lambda step: 1.5 if step // 50 % 2 else 1.0)
+    assert max(errors) < 0.1
+
+
+def test_a_burst_of_another_program_s_work_leaves_the_costs_alone():
+    live = measured(M4)
+    run(live, M4, 200)
+    # Its threads are in the way of wide steps alone, while some narrow ones run between.
+    for _ in range(6):
+        for rows in (1, 8, 1):
+            live.record(rows, PLAIN_SECONDS * M4(rows) * (5 if rows == 8 else 1))
+    assert live.curve(8) == pytest.approx(M4(8), rel=0.1)
+
+
+def test_one_outlier_changes_nothing():
+    live = measured(M4)
+    run(live, M4, 100)
+    before = [live.curve(rows) for rows in range(1, WIDEST)]
+    for rows in MIXED:
+        live.record(rows, 5.0)
+    assert [live.curve(rows) for rows in range(1, WIDEST)] == before
+    assert live.slowdown == pytest.approx(1, rel=0.05)
+
+
+def test_spikes_are_overcome():
+    errors = run(measured(M4), M4, 2000, spikes=0.05)
+    assert sorted(errors)[len(errors) // 2] < 0.03
+    assert sum(error > 0.1 for error in errors) < 0.05 * len(errors)
+
+
+@pytest.mark.parametrize(("believed", "truth"), [(FLAT, LINEAR), (LINEAR, FLAT)])
+def test_a_wrong_curve_becomes_right_where_steps_run(believed: CostCurve, truth: CostCurve):
+    errors = run(measured(believed), truth, 300)
+    assert errors[0] > 0.3
+    assert max(errors[100:]) < 0.15
+    assert max(errors[200:]) < 0.1
+
+
+def test_a_wrong_time_of_plain_steps_is_corrected_for_rows_that_never_run():
+    known = [KnownTime(1, PLAIN_SECONDS / 1.5, 0.2)]  # all costs look 1.5 times too high
+    known += [KnownTime(r, PLAIN_SECONDS * M4(r), 0.05) for r in (4, 8, 16)]
+    live = LiveCurve(known)
+    assert live.curve(16) == pytest.approx(1.5 * M4(16))
+    run(live, M4, 300, rows=(1, 1, 4))
+    assert live.curve(4) == pytest.approx(M4(4), rel=0.05)
+    assert live.curve(16) < 1.3 * M4(16)
+
+
+def test_a_number_of_rows_between_measured_ones_is_learned_from_its_first_steps():
+    stairs = CostCurve([(1, 1), (8, 2), (9, 4), (16, 4)])
+    live = measured(stairs, rows=(1, 8, 16))
+    assert live.curve(10) == pytest.approx(2.5)
+    run(live, stairs, 30, rows=(1, 10))
+    assert live.curve(10) == pytest.approx(4, rel=0.1)
+    assert live.curve(12) == pytest.approx(4, rel=0.1)
+
+
+def test_costs_never_fall_with_the_rows():
+    live = LiveCurve([KnownTime(r, s, 0.02) for r, s in ((1, 1.0), (12, 3.0), (16, 2.7))])
+    assert live.curve(16) == live.curve(12) == pytest.approx(3.0)
+
+
+def test_beyond_the_widest_measured_step_rows_cost_what_the_measured_ones_do_on_average():
+    live = LiveCurve([KnownTime(1, 0.02, 0.02), KnownTime(32, 0.08, 0.02)])
+    assert live.curve.widest == WIDEST
+    assert live.curve(64) == pytest.approx(8)
+
+
+def test_without_drafted_steps_the_curve_is_linear():
+    assert LiveCurve([KnownTime(1, 0.02, 0.02)]).curve(5) == pytest.approx(5)
+
+
+def test_the_curve_is_the_same_object_until_a_cost_changes():
+    live = measured(M4)
+    run(live, M4, 200, noise=0)
+    curve = live.curve
+    run(live, M4, 20, noise=0)
+    assert live.curve is curve
+    run(live, LINEAR, 50, noise=0)
+    assert live.curve is not curve
+
+
+def test_what_is_known_is_in_times_of_the_cool_machine_and_starts_the_next_run():
+    live = measured(LINEAR)
+    run(live, M4, 300, speed=lambda step: 1.8)
+    known = live.known()
+    assert [time.rows for time in known] == sorted({*MIXED, 32})
+    assert known[0].seconds == pytest.approx(PLAIN_SECONDS)
+    again = LiveCurve(known)
+    assert again.curve(8) == pytest.approx(M4(8), rel=0.05)
+    assert again.slowdown == pytest.approx(1)
+
+
+def test_an_interrupt_anywhere_in_a_lesson_leaves_a_curve_that_goes_on_learning():
+    for lines in itertools.count():
+        live = measured(LINEAR, rows=(1, 4))
+        run(live, LINEAR, 10, rows=(1, 4))
+
+        def learn():
+            for rows in (4, 7, 1, 3, 7):
+                live.record(rows, PLAIN_SECONDS * M4(rows))  # noqa: B023
+                live.curve  # noqa: B018, B023
+
+        hit = interrupted(lines, functions_of(LiveCurve), learn)
+        errors = run(live, M4, 300, rows=(1, 3, 4, 5, 7))
+        assert errors[-1] < 0.1
+        if not hit:
+            break
+    assert lines > 100
+
+
+step = st.tuples(
+    st.integers(-1, 200),
+    st.floats(allow_nan=True, allow_infinity=True) | st.floats(1e-5, 1e3),
+)
+
+
+@given(st.lists(step, max_size=60))
+def test_whatever_is_recorded_the_curve_is_a_curve(steps: list[tuple[int, float]]):
+    live = measured(M4)
+    for rows, seconds in steps:
+        live.record(rows, seconds)
+    costs = [live.curve(rows) for rows in range(1, WIDEST + 1)]
+    assert costs == sorted(costs)
+    assert costs[0] == 1
+    assert all(map(math.isfinite, costs))
+    assert 0 < live.seconds(4) < math.inf
+    assert all(0 <= time.uncertainty < math.inf for time in live.known())

@@ -1,0 +1,145 @@
+"""A measurement on a simulated machine, whose clock only its steps move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mlxspec.plan.cost_curve import CostCurve, chip_curve
+from mlxspec.plan.live_curve import LiveCurve
+from mlxspec.plan.measurement import CAREFUL, QUICK, RowsTime, measure
+
+APPLE = ("M2 Pro", "M4 Pro", "M3 Max", "M5 Max", "M3 Ultra")
+
+
+class Machine:
+    """Takes the time that a curve says; the first step of each width takes half as long again."""
+
+    def __init__(self, curve: CostCurve, plain_seconds: float) -> None:
+        self.now = 100.0
+        self.speed: Callable[[], float] = lambda: 1.0
+        self.widths: list[int] = []
+        self._curve = curve
+        self._plain_seconds = plain_seconds
+
+    def plain(self, tokens: int) -> list[float]:
+        self._step(1)  # fills the pipeline
+        return [self._step(1) for _ in range(tokens)]
+
+    def drafted(self, rows: int) -> float:
+        return self._step(rows)
+
+    def _step(self, rows: int) -> float:
+        warm = 1 if rows in self.widths else 1.5
+        self.widths.append(rows)
+        seconds = self._plain_seconds * self._curve(rows) * self.speed() * warm
+        self.now += seconds
+        return seconds
+
+    def clock(self) -> float:
+        return self.now
+
+
+def run(machine: Machine, effort=QUICK, max_rows: int = 64, prefill: float = 0.5):
+    started = machine.now
+    machine.now += prefill
+    return measure(machine, effort, max_rows, started, machine.clock)
+
+
+@pytest.mark.parametrize("chip", APPLE)
+@pytest.mark.parametrize("plain_seconds", [0.010, 0.025, 0.040])
+def test_on_a_mac_a_quick_measurement_ends_within_3_seconds(chip: str, plain_seconds: float):
+    machine = Machine(chip_curve(chip), plain_seconds)
+    times = run(machine)
+    assert machine.now - 100 < 3
+    assert {1, 2, 4, 8} <= {time.rows for time in times}
+
+
+@pytest.mark.parametrize("chip", APPLE)
+def test_a_quick_measurement_of_25_ms_steps_gives_the_chip_s_curve(chip: str):
+    truth = chip_curve(chip)
+    times = run(Machine(truth, 0.025))
+    live = LiveCurve(time.known(QUICK.least_uncertainty) for time in times)
+    assert {1, 2, 3, 4, 6, 8, 16} <= {time.rows for time in times}
+    for rows in range(1, 17):
+        assert live.curve(rows) == pytest.approx(truth(rows), rel=0.2)
+
+
+def test_the_first_step_of_each_width_warms_up_and_does_not_count():
+    times = run(Machine(chip_curve("M4 Pro"), 0.005))
+    assert {time.rows: time.seconds for time in times}[8] == pytest.approx(0.005 * 2.69)
+    assert {time.steps for time in times if time.rows > 1} == {QUICK.steady_rounds}
+    assert all(time.spread == pytest.approx(0) for time in times)
+
+
+def test_a_machine_that_heats_up_meanwhile_still_gives_the_curve():
+    machine = Machine(chip_curve("M4 Pro"), 0.01)
+    machine.speed = lambda: 1 + (machine.now - 100) / 40
+    times = {time.rows: time.seconds for time in run(machine, CAREFUL)}
+    for rows in (2, 8, 32):
+        assert times[rows] / times[1] == pytest.approx(chip_curve("M4 Pro")(rows), rel=0.05)
+
+
+def test_a_busy_machine_is_measured_for_longer_and_gives_the_curve():
+    truth = chip_curve("M4 Pro")
+    for seed in range(20):
+        machine = Machine(truth, 0.001)
+        disturbed = np.random.default_rng(seed).random(20_000) < 0.35
+        steps = iter(disturbed)
+        machine.speed = lambda: 2.0 if next(steps) else 1.0  # noqa: B023
+        times = {time.rows: time for time in run(machine)}
+        assert machine.now - 100 < 3
+        for rows in (2, 4, 8, 16):
+            assert times[rows].steps == QUICK.rounds
+            assert times[rows].seconds / times[1].seconds == pytest.approx(truth(rows), rel=0.15)
+
+
+def test_a_machine_too_slow_for_the_budget_measures_a_plain_step_and_what_else_fits():
+    slow = Machine(chip_curve("linear"), 0.5)
+    assert [time.rows for time in run(slow)] == [1]
+    assert slow.now - 100 < 10
+    assert [time.rows for time in run(Machine(chip_curve("linear"), 5.0), prefill=20.0)] == [1]
+
+
+def test_no_step_is_wider_than_the_model_allows():
+    machine = Machine(chip_curve("M4 Pro"), 0.01)
+    assert [time.rows for time in run(machine, max_rows=5)] == [1, 2, 3, 4]
+    assert max(machine.widths) == 4
+    assert [time.rows for time in run(Machine(chip_curve("linear"), 0.01), max_rows=1)] == [1]
+
+
+def test_progress_rises_to_the_whole():
+    machine = Machine(chip_curve("M4 Pro"), 0.025)
+    shares: list[float] = []
+    measure(machine, QUICK, 64, machine.now, machine.clock, shares.append)
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < 0.2
+    assert shares[-1] == 1
+
+
+def test_a_widely_spread_time_is_uncertain_and_so_is_one_of_few_steps():
+    assert RowsTime(2, 0.1, 0.0, 100).known(0.02).uncertainty == 0.02
+    quartiles = np.quantile(np.random.default_rng(1).normal(0.1, 0.01, (5000, 9)), 0.25, axis=1)
+    spread = 0.6745 * 0.01 / 0.1  # half the distance between a normal distribution's quartiles
+    known = RowsTime(2, 0.1, spread, 9).known(0.02)
+    assert known.uncertainty == pytest.approx(quartiles.std() / 0.1, rel=0.1)
+    assert RowsTime(2, 0.1, 0.0, 1).known(0.02).uncertainty > 0.1
+
+
+def test_an_effort_that_does_not_fit_takes_fewer_rounds_then_narrower_steps():
+    assert CAREFUL.within(CAREFUL.room) == CAREFUL
+    room = 10_000
+    while room:
+        fitted, room = CAREFUL.within(room), room - 1
+        assert fitted.room <= room + 1 or (fitted.rounds, fitted.rows) == (1, ())
+        if fitted.rounds > 1:
+            assert fitted.rows == CAREFUL.rows
+        # One more round, or one more number of rows, would be too much.
+        if fitted.rows != CAREFUL.rows:
+            narrow = sorted(CAREFUL.rows)[: len(fitted.rows) + 1]
+            assert replace(fitted, rows=tuple(narrow)).room > room + 1
+        elif fitted.rounds < CAREFUL.rounds:
+            assert replace(fitted, rounds=fitted.rounds + 1).room > room + 1

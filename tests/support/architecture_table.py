@@ -1,0 +1,60 @@
+"""The table of architectures and their tiers.
+
+python -m tests.support.architecture_table > docs/architectures.md
+"""
+
+from __future__ import annotations
+
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import MODEL_REMAPPING
+
+from mlxspec.engine.caches import parts
+from mlxspec.engine.capability import Finding, examine
+from tests.support.architectures import ARCHITECTURES, Architecture
+from tests.support.rarer_architectures import NOT_TRIED
+
+_INTRODUCTION = """\
+# Architectures
+
+What drafts these models verify, found out by running small ones of each, whose output equals
+mlx-lm's token for token (`tests/models/test_architectures.py`). `mlxspec inspect MODEL` finds it
+out for any model. **tree**: branching drafts. **chain**: one continuation. **replay**: one
+continuation, and after a rejection the accepted tokens run once more with the next step.
+**plain**: no drafts, token by token.
+
+| Models | mlx-lm's architecture | caches | drafts | why |
+|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """The page as Markdown."""
+    rows = [row(architecture) for architecture in ARCHITECTURES.values()]
+    return "\n".join([_INTRODUCTION.rstrip(), *rows, "", *notes(), ""])
+
+
+def notes() -> list[str]:
+    """The lines below the table: what it leaves out."""
+    others = [f"`{other}` ({name})" for other, name in sorted(MODEL_REMAPPING.items())]
+    return [
+        "These are all that mlx-lm has, but for some that were not tried:",
+        "",
+        *(f"- `{name}`: {reason}" for name, reason in NOT_TRIED.items()),
+        "",
+        "Other names of some of them: " + ", ".join(others) + ".",
+    ]
+
+
+def row(architecture: Architecture, finding: Finding | None = None) -> str:
+    """One architecture's line; it is tried unless what was found is given."""
+    model = architecture.model()
+    finding = finding or examine(model)
+    caches = sorted({type(cache).__name__ for cache in parts(make_prompt_cache(model))})
+    return (
+        f"| {architecture.published} | `{architecture.model_type}` | {', '.join(caches)} "
+        f"| {finding.tier.value} | {finding.reason} |"
+    )
+
+
+if __name__ == "__main__":
+    print(page(), end="")

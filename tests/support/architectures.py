@@ -1,0 +1,263 @@
+"""Small random models of mlx-lm's architectures, by the names that people know them by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path
+
+from mlxspec.engine.capability import Tier
+from tests.support.architecture_settings import (
+    COMPRESSED_DEEPSEEK,
+    EXPERTS,
+    GEMMA_3N,
+    GEMMA_4,
+    GRANITE,
+    HYBRID_JAMBA,
+    HYBRID_NEMOTRON,
+    LATENT_ATTENTION,
+    LINEAR_KIMI,
+    LLAMA_4,
+    MAMBA,
+    QWEN_3,
+    QWEN_LINEAR,
+    SLIDING_LAYERS,
+    WINDOW,
+)
+from tests.support.random_models import (
+    GPT_2,
+    LLAMA_3_SCALING,
+    MAMBA_2,
+    MINISTRAL_SCALING,
+    SLIDING_COHERE_2,
+    SLIDING_GEMMA_3,
+    random_model,
+)
+from tests.support.rarer_architectures import RARER, nested
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How to build a small model, and the tier that it should have.
+
+    ``published`` names models that people run; the README's table shows it.
+    """
+
+    tier: Tier
+    model_type: str
+    published: str
+    config: dict[str, object] = field(default_factory=dict)
+
+    def model(self) -> nn.Module:
+        """A model whose output depends on its context, which small random weights hide."""
+        model = random_model(self.model_type, **self.config)
+        model.update(tree_map_with_path(livelier, model.parameters()))
+        mx.eval(model.parameters())
+        return model
+
+
+def livelier(name: str, weight: mx.array) -> mx.array:
+    projects = weight.ndim >= 2 and not any(part in name for part in _LEFT_AS_THEY_ARE)
+    return 4 * weight if projects else weight
+
+
+_LEFT_AS_THEY_ARE = ("embed", "wte", "conv", "lm_head", "gate.weight")
+
+
+ARCHITECTURES = {
+    "llama3": Architecture(Tier.TREE, "llama", "Llama 2 and 3", LLAMA_3_SCALING),
+    "mistral": Architecture(
+        Tier.TREE,
+        "llama",
+        "Mistral 7B v0.1 with its window",
+        {"sliding_window": WINDOW, "layer_types": SLIDING_LAYERS},
+    ),
+    "ministral3": Architecture(
+        Tier.CHAIN,
+        "ministral3",
+        "Ministral 3",
+        {**MINISTRAL_SCALING, "sliding_window": WINDOW, "layer_types": SLIDING_LAYERS},
+    ),
+    "mixtral": Architecture(
+        Tier.TREE, "mixtral", "Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "qwen2": Architecture(Tier.TREE, "qwen2", "Qwen 2 and 2.5"),
+    "qwen3": Architecture(Tier.TREE, "qwen3", "Qwen 3", QWEN_3),
+    "qwen3_moe": Architecture(
+        Tier.TREE,
+        "qwen3_moe",
+        "Qwen 3 MoE",
+        {
+            **QWEN_3,
+            **EXPERTS,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_next": Architecture(Tier.REPLAY, "qwen3_next", "Qwen 3 Next", EXPERTS | QWEN_LINEAR),
+    "qwen3_5": Architecture(
+        Tier.REPLAY,
+        "qwen3_5",
+        "Qwen 3.5",
+        {
+            "text_config": {
+                **QWEN_LINEAR,
+                "model_type": "qwen3_5_text",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "vocab_size": 64,
+                "max_position_embeddings": 32768,
+            }
+        },
+    ),
+    "gemma": Architecture(Tier.TREE, "gemma", "Gemma"),
+    "gemma2": Architecture(Tier.TREE, "gemma2", "Gemma 2"),
+    "gemma3": Architecture(Tier.TREE, "gemma3_text", "Gemma 3", SLIDING_GEMMA_3),
+    "gemma3_images": Architecture(
+        Tier.TREE, "gemma3", "Gemma 3 (images and text)", nested("gemma3_text", **SLIDING_GEMMA_3)
+    ),
+    "gemma3n": Architecture(Tier.TREE, "gemma3n", "Gemma 3n", {"text_config": GEMMA_3N}),
+    "phi3": Architecture(Tier.TREE, "phi3", "Phi 3 and 4"),
+    "gpt_oss": Architecture(
+        Tier.TREE,
+        "gpt_oss",
+        "gpt-oss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "layer_types": SLIDING_LAYERS,
+        },
+    ),
+    "deepseek_v2": Architecture(
+        Tier.TREE,
+        "deepseek_v2",
+        "DeepSeek V2",
+        {
+            **LATENT_ATTENTION,
+            "topk_method": "greedy",
+            "rope_scaling": {"factor": 4, "original_max_position_embeddings": 8192},
+        },
+    ),
+    "deepseek_v3": Architecture(Tier.TREE, "deepseek_v3", "DeepSeek V3 and R1", LATENT_ATTENTION),
+    "deepseek_v32": Architecture(
+        Tier.TREE,
+        "deepseek_v32",
+        "DeepSeek V3.2",
+        {**LATENT_ATTENTION, "index_head_dim": 8, "index_n_heads": 4, "index_topk": 8},
+    ),
+    "olmo2": Architecture(Tier.TREE, "olmo2", "OLMo 2"),
+    "olmo3": Architecture(
+        Tier.TREE,
+        "olmo3",
+        "OLMo 3",
+        {"sliding_window": WINDOW, "layer_types": SLIDING_LAYERS},
+    ),
+    "granite": Architecture(Tier.TREE, "granite", "Granite 3 (dense)", GRANITE),
+    "granitemoehybrid": Architecture(
+        Tier.REPLAY,
+        "granitemoehybrid",
+        "Granite 4 (hybrid)",
+        {**GRANITE, **MAMBA, "layer_types": ["mamba", "attention"]},
+    ),
+    "smollm3": Architecture(Tier.TREE, "smollm3", "SmolLM 3"),
+    "mamba": Architecture(
+        Tier.REPLAY,
+        "mamba",
+        "Mamba",
+        {
+            "state_size": 8,
+            "conv_kernel": 4,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "time_step_rank": 4,
+        },
+    ),
+    "mamba2": Architecture(Tier.REPLAY, "mamba2", "Mamba 2", MAMBA_2),
+    "lfm2": Architecture(
+        Tier.REPLAY,
+        "lfm2",
+        "LFM 2",
+        {
+            "norm_eps": 1e-5,
+            "conv_bias": False,
+            "conv_L_cache": 3,
+            "block_dim": 32,
+            "block_ff_dim": 64,
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": ["conv", "full_attention"],
+        },
+    ),
+    "rwkv7": Architecture(
+        Tier.REPLAY,
+        "rwkv7",
+        "RWKV 7",
+        {
+            "norm_eps": 1e-5,
+            "a_low_rank_dim": 8,
+            "v_low_rank_dim": 8,
+            "gate_low_rank_dim": 8,
+            "decay_low_rank_dim": 8,
+        },
+    ),
+    "cohere2": Architecture(Tier.TREE, "cohere2", "Command A, Command R7B", SLIDING_COHERE_2),
+    "llama4": Architecture(Tier.CHAIN, "llama4", "Llama 4", {"text_config": LLAMA_4}),
+    "gpt2": Architecture(Tier.CHAIN, "gpt2", "GPT-2", {**GPT_2, "n_ctx": 256, "n_positions": 256}),
+    "glm4": Architecture(
+        Tier.TREE, "glm4", "GLM 4", {"attention_bias": False, "partial_rotary_factor": 0.5}
+    ),
+    "exaone4": Architecture(
+        Tier.TREE,
+        "exaone4",
+        "EXAONE 4",
+        {
+            "tie_word_embeddings": True,
+            "rope_scaling": None,
+            "sliding_window": WINDOW,
+            "sliding_window_pattern": "LG",
+        },
+    ),
+    "falcon_h1": Architecture(
+        Tier.REPLAY,
+        "falcon_h1",
+        "Falcon H1",
+        {**MAMBA, "mamba_d_ssm": 64, "mamba_expand": 2, "mamba_chunk_size": 8},
+    ),
+    "recurrent_gemma": Architecture(
+        Tier.REPLAY,
+        "recurrent_gemma",
+        "RecurrentGemma",
+        {
+            "attention_bias": False,
+            "conv1d_width": 4,
+            "logits_soft_cap": 30.0,
+            "attention_window_size": WINDOW,
+            "block_types": ["recurrent", "attention"],
+        },
+    ),
+    "gemma4": Architecture(Tier.TREE, "gemma4_text", "Gemma 4", GEMMA_4),
+    "gemma4_images": Architecture(
+        Tier.TREE, "gemma4", "Gemma 4 (images and text)", nested("gemma4_text", **GEMMA_4)
+    ),
+    "deepseek_v41": Architecture(Tier.REPLAY, "deepseek_v41", "DeepSeek V4.1", COMPRESSED_DEEPSEEK),
+    "nemotron_h": Architecture(Tier.REPLAY, "nemotron_h", "Nemotron H and 3", HYBRID_NEMOTRON),
+    "jamba": Architecture(Tier.REPLAY, "jamba", "Jamba", HYBRID_JAMBA),
+    "kimi_linear": Architecture(Tier.REPLAY, "kimi_linear", "Kimi Linear", LINEAR_KIMI),
+    "baichuan_m1": Architecture(
+        Tier.REPLAY,
+        "baichuan_m1",
+        "Baichuan M1",
+        {"sliding_window": WINDOW, "sliding_window_layers": [1], "conv_window": 2},
+    ),
+} | {
+    model_type: Architecture(tier, model_type, published, config)
+    for model_type, (tier, published, config) in RARER.items()
+}

@@ -1,0 +1,13 @@
+"""The ``mlxspec`` command, which says in a folder what processes each rank has."""
+
+import os
+import sys
+from pathlib import Path
+
+from mlxspec.process import main
+
+if __name__ == "__main__":
+    folder = Path(sys.argv.pop(1))
+    kind = "worker" if "MLXSPEC_SUPERVISOR" in os.environ else "supervisor"
+    (folder / f"{kind} {os.environ['MLX_RANK']}").write_text(str(os.getpid()))
+    main()

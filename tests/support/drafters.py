@@ -1,0 +1,106 @@
+"""Drafters that try to break the decoding loop."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from mlxspec.draft.drafter import VerifiedStep
+from mlxspec.draft.tree import DraftTree
+
+
+class HostileDrafter:
+    """Random trees made of the true continuation, near misses, and what cannot be a token.
+
+    Args:
+        truth: what plain decoding emits; drafts from it are accepted.
+        vocab_size: ids from beyond it are proposed too.
+        stop_token: proposed in the middle of drafts.
+        seed: of the random choices.
+        chains: propose chains only.
+    """
+
+    pipelined = False
+
+    def __init__(
+        self,
+        truth: Sequence[int],
+        vocab_size: int,
+        stop_token: int,
+        seed: int,
+        chains: bool = False,
+    ) -> None:
+        self.branching = not chains
+        self._truth = list(truth)
+        self._odd_tokens = [stop_token, -1, vocab_size, vocab_size + 7, 0]
+        self._vocab_size = vocab_size
+        self._random = random.Random(seed)
+        self._chains = chains
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._emitted = 0
+
+    def propose(self, budget: int) -> DraftTree:
+        # The root is a lie too: the loop knows what was emitted last.
+        branches = [self._branch() for _ in range(self._random.randint(0, 4))]
+        return DraftTree.from_branches(
+            self._random.randrange(self._vocab_size), branches[:1] if self._chains else branches
+        )
+
+    def _branch(self) -> list[int]:
+        pick = self._random
+        length = pick.choice([0, 1, 2, 3, 5, 8, 40])  # 40: longer than what is left
+        branch = self._truth[self._emitted : self._emitted + length]
+        if branch and pick.random() < 0.6:
+            branch[pick.randrange(len(branch))] = pick.randrange(self._vocab_size)
+        if branch and pick.random() < 0.3:
+            branch.insert(pick.randrange(len(branch)), pick.choice(self._odd_tokens))
+        return branch + [pick.randrange(self._vocab_size) for _ in range(pick.randint(0, 3))]
+
+    def observe(self, step: VerifiedStep) -> None:
+        self._emitted += len(step.tokens)
+
+    def end(self) -> None:
+        pass
+
+
+class PartlyRightDrafter:
+    """Random trees of short branches that are right up to some token, as real drafts are.
+
+    Args:
+        truth: what plain decoding emits.
+        vocab_size: wrong tokens are drawn from it.
+        seed: of the random choices.
+        chains: propose chains only.
+    """
+
+    pipelined = True
+
+    def __init__(
+        self, truth: Sequence[int], vocab_size: int, seed: int, chains: bool = False
+    ) -> None:
+        self.branching = not chains
+        self._truth = list(truth)
+        self._vocab_size = vocab_size
+        self._random = random.Random(seed)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._emitted = 0
+
+    def propose(self, budget: int) -> DraftTree:
+        count = self._random.choice([0, 1, 2, 3]) if self.branching else 1
+        return DraftTree.from_branches(0, [self._branch() for _ in range(count)])
+
+    def _branch(self) -> list[int]:
+        pick = self._random
+        branch = self._truth[self._emitted : self._emitted + pick.randint(1, 7)]
+        if branch and pick.random() < 0.8:
+            wrong = pick.randrange(len(branch))
+            branch[wrong] = (branch[wrong] + pick.randint(1, 5)) % self._vocab_size
+        return branch
+
+    def observe(self, step: VerifiedStep) -> None:
+        self._emitted += len(step.tokens)
+
+    def end(self) -> None:
+        pass

@@ -1,0 +1,78 @@
+"""Steps made by hand, whose tokens are letters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlxspec.cli.explained import Explained
+from mlxspec.draft.drafter import VerifiedStep
+from mlxspec.draft.recording import RecordedStep
+from mlxspec.draft.tree import DraftTree
+from mlxspec.generation.response import SpeculationStats
+
+
+class Letters:
+    """Tokens that look like the letter whose code they are."""
+
+    def __getitem__(self, token: int) -> str:
+        return chr(token)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
+def verified(tree: DraftTree, choices: str, argmaxes: str = "") -> VerifiedStep:
+    """Walk a tree as the acceptance rule says."""
+    node, accepted = 0, []
+    while (child := tree.child(node, ord(choices[node]))) is not None:
+        accepted.append(child)
+        node = child
+    tokens = (*(tree.tokens[one] for one in accepted), ord(choices[node]))
+    codes = tuple(map(ord, choices))
+    return VerifiedStep(tree, codes, tuple(map(ord, argmaxes or choices)), tuple(accepted), tokens)
+
+
+def lookahead_step() -> RecordedStep:
+    """A window of 4 columns and 2 levels, and a guess of 3 tokens of which 2 are accepted.
+
+    ========  =  =  =  =
+    column    0  1  2  3
+    ========  =  =  =  =
+    level 0   a  x  y  z
+    level 1   m  n  o  p
+    argmax    M  N  O  P
+    ========  =  =  =  =
+    """
+    tree = DraftTree.from_branches(
+        ord("a"), [list(map(ord, branch)) for branch in ("bcd", "m", "xn", "xyo", "xyzp")]
+    )
+    node = {chr(token): number for number, token in enumerate(tree.tokens)}
+    after = {"a": "b", "b": "c", "c": "e", "m": "M", "n": "N", "o": "O", "p": "P"}
+    choices = "".join(after.get(chr(token), "?") for token in tree.tokens)
+    origins = {"a": "root"} | dict.fromkeys("bcd", "guess")
+    return RecordedStep(
+        verified(tree, choices),
+        tuple(origins.get(chr(token), "window") for token in tree.tokens),
+        {
+            (level, column): node[letter]
+            for level, letters in enumerate(("axyz", "mnop"))
+            for column, letter in enumerate(letters)
+        },
+    )
+
+
+def explained(*steps: RecordedStep, pieces: object = None) -> Explained:
+    """Steps after the prompt "Say a"."""
+    made = [step.verified for step in steps]
+    stats = SpeculationStats(
+        steps=len(made),
+        rows=sum(len(step.tree) for step in made),
+        drafted=sum(step.drafted for step in made),
+        accepted=sum(len(step.accepted) for step in made),
+        emitted=sum(len(step.tokens) for step in made),
+    )
+    prompt = [ord(letter) for letter in "Say a"]
+    return Explained(
+        *("some model", "lookahead", prompt, steps, 0, len(steps), stats),
+        pieces=pieces or Letters(),
+    )

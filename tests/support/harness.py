@@ -1,0 +1,100 @@
+"""Runs the loop on a bare model and compares its output with plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxspec.draft.drafter import Drafter, NoDraft
+from mlxspec.engine.caches import CacheOptions
+from mlxspec.engine.capability import Tier
+from mlxspec.engine.chooser import Chooser
+from mlxspec.engine.sampling import SamplingParams
+from mlxspec.engine.step import decode
+from mlxspec.engine.target import Target, target_for, vocabulary_size
+from mlxspec.eval.equality import NEAR_TIE_FLOAT32, first_difference
+
+NEAR_TIES: list[float] = []
+"""Margins of the near ties that the comparisons have met; printed at the end of the tests."""
+
+
+@dataclass
+class Run:
+    """The outcome of one generation."""
+
+    tokens: list[int]
+    steps: int
+    accepted: int
+    rejecting: int
+    """Steps of which some draft tokens were rejected."""
+    moved: int
+    """Steps whose accepted rows did not stand in a row."""
+    target: Target
+    logprobs: mx.array
+    """(tokens, vocabulary)"""
+
+
+def new_target(
+    model: nn.Module, tier: Tier = Tier.TREE, cache: CacheOptions | None = None
+) -> Target:
+    """The model with an empty cache."""
+    return target_for(model, tier, vocabulary_size(model), cache)
+
+
+def run(
+    model: nn.Module,
+    prompt: Sequence[int],
+    drafter: Drafter,
+    *,
+    max_tokens: int,
+    params: SamplingParams | None = None,
+    stop_tokens: Collection[int] = (),
+    tier: Tier = Tier.TREE,
+    cache: CacheOptions | None = None,
+    keeps_logprobs: bool = True,
+) -> Run:
+    target = new_target(model, tier, cache)
+    outcome = Run([], 0, 0, 0, 0, target, mx.zeros((0, target.vocab_size)))
+    logprobs = []
+    for step in decode(
+        target,
+        prompt,
+        drafter,
+        Chooser(params or SamplingParams()),
+        max_tokens=max_tokens,
+        ends=lambda token: token in stop_tokens,
+    ):
+        outcome.tokens += step.verified.tokens
+        outcome.accepted += len(step.verified.accepted)
+        accepted = step.verified.accepted
+        outcome.rejecting += len(accepted) < step.verified.drafted
+        outcome.moved += accepted != tuple(range(1, len(accepted) + 1))
+        outcome.steps += 1
+        if keeps_logprobs:
+            logprobs += step.logprobs
+    if logprobs:
+        outcome.logprobs = mx.stack(logprobs)
+    return outcome
+
+
+def plain(model: nn.Module, prompt: Sequence[int], **options: object) -> list[int]:
+    """What plain decoding emits."""
+    return run(model, prompt, NoDraft(), **options).tokens  # type: ignore[arg-type]
+
+
+def assert_same_output(
+    model: nn.Module,
+    prompt: Sequence[int],
+    expected: Sequence[int],
+    actual: Sequence[int],
+    params: SamplingParams | None = None,
+) -> None:
+    """Invariant 1 in float32: equal, or the first difference stands at a near tie."""
+    difference = first_difference(model, prompt, expected, actual, params or SamplingParams())
+    if difference is not None:
+        print(f"first difference at {difference.index}, margin {difference.margin:.2e}")
+        assert difference.margin < NEAR_TIE_FLOAT32
+        NEAR_TIES.append(difference.margin)

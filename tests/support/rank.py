@@ -1,0 +1,102 @@
+"""What the tests start as two ranks; rank 0 prints a JSON object."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.llama import Model, ModelArgs
+
+from mlxspec.distributed import follower, leader, sharding
+from mlxspec.distributed.group import taking_part
+from mlxspec.distributed.launch import let_rank_0_speak
+from mlxspec.engine.capability import chain_tier
+from mlxspec.errors import LoadError
+from mlxspec.generation.decoder import Decoder
+from tests.support.architectures import ARCHITECTURES
+from tests.support.drafters import PartlyRightDrafter
+from tests.support.harness import run
+from tests.support.settings import ARCHITECTURE, ARCHITECTURE_PROMPT, PROMPT, SETTINGS
+
+
+def main() -> None:
+    let_rank_0_speak()
+    model = sys.argv[1]
+    leader.load_shard = follower.load_shard = load_shard
+    report: dict[str, object] = {"unsplittable": unsplittable()}
+    with taking_part() as rank_0:
+        assert rank_0
+        decoder = Decoder(*rank_0.load(model))
+        report["interrupted"] = interrupted(decoder)
+        abandoned = decoder.decode(PROMPT, SETTINGS["lookup"].drafter(), max_tokens=20)
+        next(abandoned)
+        report["outputs"] = {}
+        for name, settings in SETTINGS.items():
+            responses = list(decoder.decode(PROMPT, settings.drafter(), **settings.options))
+            report["outputs"][name] = [response.token for response in responses]
+            report[name] = vars(responses[-1].stats)
+        report["replayed"] = replayed(rank_0)
+        print(json.dumps(report))
+
+
+def replayed(rank_0: leader.Leader) -> dict[str, object]:
+    """Output of a model that has no directory to be loaded from."""
+    model, _ = rank_0.load(ARCHITECTURE)
+    tier = chain_tier(model)
+    drafter = PartlyRightDrafter(json.loads(sys.argv[2]), 64, seed=1)
+    outcome = run(model, ARCHITECTURE_PROMPT, drafter, max_tokens=12, tier=tier)
+    return {"tier": tier.value, "tokens": outcome.tokens, "accepted": outcome.accepted}
+
+
+def load_shard(name: str, group: mx.distributed.Group) -> tuple[nn.Module, Any]:
+    """As :func:`.sharding.load_shard`, which this stands for, of the architectures too."""
+    if name not in ARCHITECTURES:
+        return sharding.load_shard(name, group)
+    model = ARCHITECTURES[name].model()
+    sharding.split(model, group, name)
+    mx.eval(model.parameters())
+    return model, None
+
+
+def unsplittable() -> str:
+    """The error of a model whose heads two ranks cannot share."""
+    model = Model(
+        ModelArgs(
+            model_type="llama",
+            hidden_size=48,
+            num_hidden_layers=1,
+            intermediate_size=16,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            rms_norm_eps=1e-5,
+            vocab_size=16,
+        )
+    )
+    try:
+        sharding.split(model, mx.distributed.init(), "three")
+    except LoadError as error:
+        return str(error)
+    return "split"
+
+
+def interrupted(decoder: Decoder) -> int:
+    """Tokens until Ctrl-C came, somewhere in the middle of a step."""
+    tokens = 0
+    try:
+        for _ in decoder.decode(PROMPT, SETTINGS["lookup"].drafter(), max_tokens=100_000):
+            tokens += 1
+            if tokens == 3:
+                threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+    except KeyboardInterrupt:
+        pass
+    return tokens
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Reading conversations from records of logs, whoever wrote them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxspec.jsonl import conversation_of
+
+QUESTION = {"role": "user", "content": "question"}
+ANSWER = {"role": "assistant", "content": "answer"}
+
+
+def content(**message: object) -> str:
+    (read,) = conversation_of({"messages": [{"role": "assistant", **message}]}).messages
+    return read.content
+
+
+def test_the_assistant_s_messages_are_the_model_s_unless_completions_name_others() -> None:
+    messages = [QUESTION, ANSWER, {"role": "bot", "content": "chosen"}, ANSWER]
+    assert conversation_of({"messages": messages}).completions == (1, 3)
+    assert conversation_of({"messages": messages, "completions": [2]}).outputs == ["chosen"]
+
+
+def test_a_content_is_a_text_parts_or_nothing() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "image_url"}, {"type": "text", "text": "2"}]
+    assert content(content="text") == "text"
+    assert content(content=parts) == "one2"
+    assert content(content=None) == content() == ""
+
+
+def test_calls_of_tools_are_what_the_model_wrote_a_line_each() -> None:
+    function = {"type": "function", "function": {"name": "f", "arguments": '{"x":  "é"}'}}
+    custom = {"type": "custom", "custom": {"name": "shell", "input": 'echo "a"\n'}}
+    parsed = {"function": {"name": "g", "arguments": {"y": [1]}}}
+    assert content(content=None, tool_calls=[function, custom]) == (
+        '{"name": "f", "arguments": {"x":  "é"}}\nshell\necho "a"\n'
+    )
+    assert content(content="Now:", tool_calls=[parsed]) == (
+        'Now:\n{"name": "g", "arguments": {"y": [1]}}'
+    )
+    assert content(function_call=function["function"]) == content(tool_calls=[function])
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        *(None, 3, [], {}, {"messages": 3}, {"messages": ["text"]}),
+        *({"messages": [{"content": "a"}]}, {"messages": [{"role": 3, "content": "a"}]}),
+        *({"messages": [{**ANSWER, "content": value}]} for value in (3, {}, ["text"])),
+        *({"messages": [{**ANSWER, "tool_calls": value}]} for value in ({}, [3], [{}])),
+        *({"messages": [ANSWER], "completions": value} for value in (3, [1], [-1], [True], ["0"])),
+    ],
+)
+def test_what_is_no_conversation_is_refused(record: object) -> None:
+    with pytest.raises(ValueError, match=r"message|completions|tool"):
+        conversation_of(record)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(
+                ["messages", "role", "content", "completions", "tool_calls", "function", "text"]
+            ),
+            inner | st.just("assistant"),
+            max_size=4,
+        )
+    ),
+    max_leaves=20,
+)
+
+
+@given(JSON)
+def test_any_json_is_a_conversation_or_refused(record: object) -> None:
+    try:
+        outputs = conversation_of(record).outputs
+    except ValueError:
+        return
+    assert all(isinstance(output, str) for output in outputs)
