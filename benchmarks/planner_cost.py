@@ -96,9 +96,9 @@ class _TimedDrafter(PlannedDrafter):
         super().__init__(chip_curve(chip), branching=branching, guard=Guard())
         self.times: list[float] = []
 
-    def propose(self, budget: int) -> DraftTree:
+    def propose(self, max_depth: int) -> DraftTree:
         started = time.perf_counter()
-        tree = super().propose(budget)
+        tree = super().propose(max_depth)
         self.times.append(time.perf_counter() - started)
         return tree
 

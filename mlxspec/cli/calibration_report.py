@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..engine.calibration import calibrate
-from ..engine.capability import Tier, chain_tier
+from ..engine.capability import Capability, chain_capability
 from ..engine.costs import cost_key, known_range
 from ..errors import OptionError
 from ..eval.page import write_report
@@ -39,7 +39,7 @@ class _Curve:
     updated: str
     points: list[CostPoint]
     error_is: str
-    tier: Tier | None
+    capability: Capability | None
     """What the model verifies; None where it is not at hand."""
 
     @property
@@ -140,31 +140,31 @@ def _measured(cache: CostCache, name: str, context: int | None) -> _Curve:
             f"the step times of {len(kept.times)} numbers of rows that were known are kept, since "
             f"this measurement has {len(known.times)}"
         )
-    points, tier = measured_points(times), chain_tier(model)
-    return _Curve(key, range_end, known.source, known.updated, points, "spread", tier)
+    points, capability = measured_points(times), chain_capability(model)
+    return _Curve(key, range_end, known.source, known.updated, points, "spread", capability)
 
 
 def _kept(cache: CostCache, name: str | None, context: int | None) -> list[_Curve]:
     """What the cache has: of one model on this machine, or of all."""
-    tier = None
+    capability = None
     if name is None:
         entries = list(cache.entries())
     else:
         model = load(name, lazy=True)[0]
-        tier = chain_tier(model)
+        capability = chain_capability(model)
         key = cost_key(model)
         entries = [(key, cache.read(key))]
     return [
-        _kept_curve(key, end, known, tier)
+        _kept_curve(key, end, known, capability)
         for key, ranges in entries
         for end, known in sorted(ranges.items())
         if context is None or context_range(context) == end
     ]
 
 
-def _kept_curve(key: CostKey, end: int, known: KnownRange, tier: Tier | None) -> _Curve:
+def _kept_curve(key: CostKey, end: int, known: KnownRange, capability: Capability | None) -> _Curve:
     points = kept_points(known.times)
-    return _Curve(key, end, known.source, known.updated, points, "standard error", tier)
+    return _Curve(key, end, known.source, known.updated, points, "standard error", capability)
 
 
 def _write_json(reports: list[dict[str, Any]], many: bool) -> None:
@@ -190,7 +190,7 @@ def _print_curve(console: Console, curve: _Curve) -> None:
     if len(curve.points) > 1:
         console.print(cost_plot(curve.points, console))
         console.print(Text("A draft pays when its step emits more than T(M)/T(1) tokens."))
-    elif curve.tier is Tier.PLAIN:
+    elif curve.capability is Capability.PLAIN:
         console.print(Text("This model verifies no drafts, so only plain steps were measured."))
     else:
         console.print(Text("Only plain steps were measured."))

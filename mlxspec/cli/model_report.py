@@ -10,16 +10,16 @@ from rich.table import Table
 from rich.text import Text
 
 from ..engine.facts import CacheFacts, ModelFacts, facts_of
-from ..engine.target import Tier
+from ..engine.target import Capability
 from ..loading.model import load
 from ..terminal import one_line, visible
 from .consoles import output_console
 
 _DRAFTS = {
-    Tier.TREE: "trees: several continuations are verified in one forward",
-    Tier.CHAIN: "chains: one continuation is verified in one forward",
-    Tier.REPLAY: "chains; after a rejection the accepted tokens run once more, with the next step",
-    Tier.PLAIN: "none: it is decoded token by token",
+    Capability.TREE: "trees: several continuations are verified in one forward",
+    Capability.CHAIN: "chains: one continuation is verified in one forward",
+    Capability.REPLAY: "chains; after a rejection accepted tokens run again with the next step",
+    Capability.PLAIN: "none: it is decoded token by token",
 }
 
 
@@ -52,7 +52,7 @@ def _table(facts: ModelFacts) -> Table:
     table.add_row("context", context)
     for row, cache in enumerate(facts.caches):
         table.add_row("cache" if row == 0 else "", _cache(cache))
-    table.add_row("drafts", Text(_DRAFTS[facts.finding.tier], style="bold"))
+    table.add_row("drafts", Text(_DRAFTS[facts.finding.capability], style="bold"))
     table.add_row("why", facts.finding.reason)
     return table
 
@@ -105,7 +105,7 @@ def _as_json(facts: ModelFacts) -> dict[str, Any]:
         "vocabulary": facts.vocabulary,
         "context": facts.context,
         "caches": [vars(cache) for cache in facts.caches],
-        "tier": facts.finding.tier.value,
+        "tier": facts.finding.capability.value,
         "draft_end": facts.finding.draft_end,
         "reason": facts.finding.reason,
     }

@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..engine.caches import parts
 from ..engine.positions import context_length
 from ..engine.sampling import LogitsProcessor, Sampler
-from ..engine.target import Tier
+from ..engine.target import Capability
 from ..errors import OptionError
 from ..generation.decoders import AutoDecoder
 from ..generation.options import GenerationOptions, check_options, prompt_ids
@@ -203,7 +203,7 @@ def _batch_pays(decoder: AutoDecoder, size: int) -> bool:
     """Whether a batch of this size is the better way to give the model rows."""
     if size < 2:
         return False
-    if decoder.chain_tier is Tier.PLAIN:
+    if decoder.chain_capability is Capability.PLAIN:
         return True
     curve = decoder.costs.curve
     rows = min(size, curve.widest)

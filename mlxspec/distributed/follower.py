@@ -13,7 +13,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 from ..draft.tree import DraftTree
 from ..engine.caches import CacheOptions
 from ..engine.capability import rounding_noise, row_error, tree_agrees
-from ..engine.target import Target, Tier
+from ..engine.target import Capability, Target
 from .channel import Channel
 from .leader import is_known, share, wait_for_all
 from .sharding import load_shard
@@ -71,11 +71,13 @@ class Follower:
     def _open(
         self,
         number: int,
-        tier: str,
+        capability: str,
         vocab_size: int,
         options: dict[str, Any],
     ) -> None:
-        self._targets[number] = Target(self._model, Tier(tier), vocab_size, CacheOptions(**options))
+        self._targets[number] = Target(
+            self._model, Capability(capability), vocab_size, CacheOptions(**options)
+        )
 
     def _forward(self, number: int, tokens: list[int], parents: list[int]) -> None:
         """Run a forward for the sake of the others; nobody here reads its logits."""

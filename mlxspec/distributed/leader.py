@@ -16,7 +16,7 @@ from mlx_lm.generate import generation_stream
 
 from ..draft.tree import DraftTree
 from ..engine.caches import CacheOptions
-from ..engine.target import Target, Tier
+from ..engine.target import Capability, Target
 from ..errors import OptionError
 from .channel import Channel
 from .launch import uninterrupted
@@ -57,7 +57,7 @@ class Leader:
     def target(
         self,
         model: nn.Module,
-        tier: Tier,
+        capability: Capability,
         vocab_size: int,
         options: CacheOptions | None = None,
         cache: Sequence[Any] | None = None,
@@ -74,8 +74,8 @@ class Leader:
             )
         number = next(self._numbers)
         options = options or CacheOptions()
-        self.tell("open", number, tier.value, vocab_size, asdict(options))
-        target = LeadingTarget(self, number, model, tier, vocab_size, options)
+        self.tell("open", number, capability.value, vocab_size, asdict(options))
+        target = LeadingTarget(self, number, model, capability, vocab_size, options)
         weakref.finalize(target, self._let_go.append, number)
         return target
 
@@ -136,20 +136,20 @@ class LeadingTarget(Target):
             mx.async_eval(logits)
         return logits
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def commit(self, rows: Sequence[int]) -> None:
         """As :meth:`Target.keep`."""
-        with self._telling("keep", list(rows)):
-            super().keep(rows)
+        with self._telling("commit", list(rows)):
+            super().commit(rows)
 
     def truncate(self, length: int) -> None:
         """As :meth:`Target.truncate`."""
         with self._telling("truncate", length):
             super().truncate(length)
 
-    def commit(self) -> None:
+    def flush_pending(self) -> None:
         """As :meth:`Target.commit`."""
-        with self._telling("commit"):
-            super().commit()
+        with self._telling("flush_pending"):
+            super().flush_pending()
 
 
 def is_known(tree: DraftTree) -> bool:

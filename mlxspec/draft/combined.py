@@ -15,7 +15,7 @@ from .tree import DraftTree, TreeBuilder
 class RowFiller(Protocol):
     """A drafter that can fit its draft to the rows that are left."""
 
-    def propose_beside(self, rows: int, budget: int, max_rows: int) -> DraftTree:
+    def propose_beside(self, rows: int, max_depth: int, max_rows: int) -> DraftTree:
         """Draft for a step that has ``rows`` rows already and may have ``max_rows``."""
 
 
@@ -50,14 +50,14 @@ class CombinedDrafter:
         self.first.begin(list(prompt))
         self.second.begin(list(prompt))
 
-    def propose(self, budget: int) -> DraftTree:
-        first = self.first.propose(budget)
+    def propose(self, max_depth: int) -> DraftTree:
+        first = self.first.propose(max_depth)
         merged = _Merger(first.tokens[0], self.max_rows)
         merged.add(first)
         if isinstance(self.second, RowFiller):
-            second = self.second.propose_beside(len(merged), budget, self.max_rows)
+            second = self.second.propose_beside(len(merged), max_depth, self.max_rows)
         else:
-            second = self.second.propose(budget)
+            second = self.second.propose(max_depth)
         merged.add(second)
         self._parts = first, second
         self._merged = merged

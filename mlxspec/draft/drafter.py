@@ -60,8 +60,8 @@ class Drafter(Protocol):
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation whose context is ``prompt`` (at least one token id)."""
 
-    def propose(self, budget: int) -> DraftTree:
-        """Draft what follows the context, at most ``budget`` tokens deep.
+    def propose(self, max_depth: int) -> DraftTree:
+        """Draft what follows the context, at most ``max_depth`` tokens deep.
 
         The root of the tree is the context's last token.
         """
@@ -82,7 +82,7 @@ class NoDraft:
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
 
-    def propose(self, budget: int) -> DraftTree:
+    def propose(self, max_depth: int) -> DraftTree:
         return DraftTree.chain(self._last)
 
     def observe(self, step: VerifiedStep) -> None:

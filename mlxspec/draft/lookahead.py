@@ -276,20 +276,20 @@ class LookaheadDrafter:
             JacobiWindow(self.window_size, self.ngram_size, prompt) if self.window_size else None
         )
 
-    def propose(self, budget: int) -> DraftTree:
-        return self.propose_beside(1, budget, sys.maxsize)
+    def propose(self, max_depth: int) -> DraftTree:
+        return self.propose_beside(1, max_depth, sys.maxsize)
 
-    def propose_beside(self, rows: int, budget: int, max_rows: int) -> DraftTree:
+    def propose_beside(self, rows: int, max_depth: int, max_rows: int) -> DraftTree:
         """Draft for a step that has ``rows`` rows already and may have ``max_rows``.
 
         Guesses come first, then as many columns of the window as there is room for.
         """
         self._tree = LookaheadTree(self._current)
-        depth = min(budget, self.ngram_size - 1)
+        depth = min(max_depth, self.ngram_size - 1)
         limit = max(max_rows - rows, 0) // max(depth, 1)
         guesses = self._pool.guesses(self._current, limit)
         self._tree.add_guesses(guess[:depth] for guess in guesses)
-        if self._window and self._window.depth <= budget:
+        if self._window and self._window.depth <= max_depth:
             # The window's first row is the current token's, which is there in any case.
             left = max_rows - rows - self._tree.guess_nodes + 1
             columns = min(self._window.columns, left // len(self._window.levels))

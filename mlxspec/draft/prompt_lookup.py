@@ -95,8 +95,8 @@ class PromptLookupDrafter:
         self._index = NgramIndex(self.ngram_min, self.ngram_max)
         self._index.extend(prompt)
 
-    def propose(self, budget: int) -> DraftTree:
-        draft = self._index.continuation(min(budget, self.n_draft))
+    def propose(self, max_depth: int) -> DraftTree:
+        draft = self._index.continuation(min(max_depth, self.n_draft))
         self._drafted = len(draft)
         return DraftTree.chain(self._index.tokens[-1], draft)
 

@@ -57,8 +57,8 @@ class RecordingDrafter:
     def begin(self, prompt: Sequence[int]) -> None:
         self._drafter.begin(prompt)
 
-    def propose(self, budget: int) -> DraftTree:
-        self._proposed = tree = self._drafter.propose(budget)
+    def propose(self, max_depth: int) -> DraftTree:
+        self._proposed = tree = self._drafter.propose(max_depth)
         origins = getattr(self._drafter, "origins", None)
         window_rows = getattr(self._drafter, "window_rows", None)
         # Taken now: after the step the drafter is ahead of its tree.

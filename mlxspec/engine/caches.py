@@ -382,7 +382,7 @@ def held_arrays(caches: Iterable[Any]) -> list[mx.array]:
     return found
 
 
-def can_be_cut(cache: Any) -> bool:
+def is_trimmable(cache: Any) -> bool:
     """Whether a cache can forget its last positions, whatever it holds."""
     # A rotating cache says so until it has wrapped.
     return isinstance(cache, TREE_CACHES) or (
@@ -420,9 +420,9 @@ def masked_for(rows: TreeRows, caches: Sequence[Any]) -> Iterator[None]:
             cache.rows = None
 
 
-def can_be_cut_anywhere(cache: Any) -> bool:
+def is_trimmable_anywhere(cache: Any) -> bool:
     """Whether a cache still holds all its positions, and can forget the last of them."""
-    return can_be_cut(cache) and not isinstance(cache, WindowKVCache | ChunkedKVCache)
+    return is_trimmable(cache) and not isinstance(cache, WindowKVCache | ChunkedKVCache)
 
 
 def check_cut(caches: Iterable[Any], length: int) -> None:
@@ -478,7 +478,7 @@ class Snapshot:
                 vars(cache).update(copy.deepcopy(held))
 
 
-class Moment(NamedTuple):
+class Checkpoint(NamedTuple):
     """A state that a target can return to.
 
     Attributes:

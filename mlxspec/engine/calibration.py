@@ -13,7 +13,7 @@ from ..draft.drafter import VerifiedStep
 from ..draft.tree import DraftTree
 from ..errors import OptionError
 from ..plan.measurement import Effort, RowsTime, ShareDone, measure
-from .capability import chain_tier
+from .capability import chain_capability
 from .chooser import Chooser
 from .positions import context_length
 from .sampling import SamplingParams
@@ -69,8 +69,8 @@ def calibrate(
 
 def _target(model: nn.Module) -> Target:
     """An empty target that verifies chains, if any drafts."""
-    tier = chain_tier(model)
-    return target_for(model, tier, vocabulary_size(model))
+    capability = chain_capability(model)
+    return target_for(model, capability, vocabulary_size(model))
 
 
 class ModelSteps:
@@ -130,7 +130,7 @@ class ModelSteps:
 class _RandomChains:
     """Drafts chains of random tokens, as many as make a step of ``rows`` rows.
 
-    In tier REPLAY rejected drafts leave pending rows; a plain step runs them where they are more.
+    With REPLAY rejected drafts leave pending rows; a plain step runs them where they are more.
     """
 
     branching = False
@@ -149,7 +149,7 @@ class _RandomChains:
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
 
-    def propose(self, budget: int) -> DraftTree:
+    def propose(self, max_depth: int) -> DraftTree:
         return DraftTree.chain(self._last, self.tokens(self.rows - self._pending - 1))
 
     def observe(self, step: VerifiedStep) -> None:

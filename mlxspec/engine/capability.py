@@ -22,9 +22,9 @@ from mlx_lm.models.cache import (
 )
 
 from ..draft.tree import DraftTree
-from .caches import TREE_CACHES, can_be_cut, for_steps, parts
+from .caches import TREE_CACHES, for_steps, is_trimmable, parts
 from .positions import crossings, named_positions, sparse_crossing
-from .target import Target, Tier, target_for, together, vocabulary_size
+from .target import Capability, Target, target_for, together, vocabulary_size
 from .tree_attention import RowPositions, TreeRows
 
 PREFIX = (3, 1, 4)
@@ -303,34 +303,40 @@ _ROWS_DIFFER = "several rows in one forward give other logits than one by one"
 
 @dataclass(frozen=True)
 class Finding:
-    """A model's tier, and what keeps it from a richer one.
+    """A model's capability, and what keeps it from a richer one.
 
     Attributes:
-        tier: of drafts that stand before ``draft_end``.
+        capability: of drafts that stand before ``draft_end``.
         reason: in words.
         draft_end: the position from which on it verifies none; None if it does everywhere.
     """
 
-    tier: Tier
+    capability: Capability
     reason: str
     draft_end: int | None = None
 
 
-def cache_tier(model: nn.Module) -> Tier:
+def cache_capability(model: nn.Module) -> Capability:
     """What the model's caches allow, without running it; TREE means that trees may work."""
     caches = _caches(model)
-    if not all(map(can_be_cut, caches)):
-        return Tier.REPLAY
-    return Tier.TREE if all(isinstance(cache, TREE_CACHES) for cache in caches) else Tier.CHAIN
+    if not all(map(is_trimmable, caches)):
+        return Capability.REPLAY
+    return (
+        Capability.TREE
+        if all(isinstance(cache, TREE_CACHES) for cache in caches)
+        else Capability.CHAIN
+    )
 
 
-def chain_tier(model: nn.Module) -> Tier:
+def chain_capability(model: nn.Module) -> Capability:
     """What the model verifies of drafts that never branch, found out with a few forwards."""
-    tier = Tier.REPLAY if cache_tier(model) is Tier.REPLAY else Tier.CHAIN
-    return tier if _verifies_chains(model, tier) else Tier.PLAIN
+    capability = (
+        Capability.REPLAY if cache_capability(model) is Capability.REPLAY else Capability.CHAIN
+    )
+    return capability if _verifies_chains(model, capability) else Capability.PLAIN
 
 
-def find_tier(model: nn.Module, end: int | None) -> Tier:
+def find_capability(model: nn.Module, end: int | None) -> Capability:
     """The richest drafts that the model verifies rightly before ``end``, its ``draft_end``."""
     return _find(model, end)[0]
 
@@ -343,27 +349,32 @@ def examine(model: nn.Module) -> Finding:
     that only claim to be so long, wherever a rule for positions may change.
     """
     end = draft_end(model)
-    tier, reason = _find(model, end)
-    if tier is Tier.PLAIN or end is None:
-        return Finding(tier, reason)
-    return Finding(tier, f"{reason}; from position {end} on {_ROWS_DIFFER}: no drafts there", end)
+    capability, reason = _find(model, end)
+    if capability is Capability.PLAIN or end is None:
+        return Finding(capability, reason)
+    return Finding(
+        capability, f"{reason}; from position {end} on {_ROWS_DIFFER}: no drafts there", end
+    )
 
 
-def _find(model: nn.Module, end: int | None) -> tuple[Tier, str]:
-    """The tier before ``end``, and why it is no richer one."""
-    tier = chain_tier(model)
-    if tier is Tier.PLAIN:
-        return tier, _ROWS_DIFFER
-    if tier is Tier.REPLAY:
-        names = _names(model, lambda cache: not can_be_cut(cache))
-        return tier, f"{names} cannot be cut back: restored after a rejection"
-    if cache_tier(model) is Tier.CHAIN:
+def _find(model: nn.Module, end: int | None) -> tuple[Capability, str]:
+    """The capability before ``end``, and why it is no richer one."""
+    capability = chain_capability(model)
+    if capability is Capability.PLAIN:
+        return capability, _ROWS_DIFFER
+    if capability is Capability.REPLAY:
+        names = _names(model, lambda cache: not is_trimmable(cache))
+        return capability, f"{names} cannot be cut back: restored after a rejection"
+    if cache_capability(model) is Capability.CHAIN:
         names = _names(model, lambda cache: not isinstance(cache, TREE_CACHES))
-        return tier, f"{names} can be cut back, but takes no tree's mask"
+        return capability, f"{names} can be cut back, but takes no tree's mask"
     position = failing_position(model, end)
     if position is not None:
-        return tier, f"a branching step differs from its branches in a row at position {position}"
-    return Tier.TREE, "branching steps equal their branches in a row"
+        return (
+            capability,
+            f"a branching step differs from its branches in a row at position {position}",
+        )
+    return Capability.TREE, "branching steps equal their branches in a row"
 
 
 def _caches(model: nn.Module) -> list[Any]:
@@ -374,20 +385,20 @@ def _names(model: nn.Module, hinders: Callable[[Any], bool]) -> str:
     return ", ".join(sorted({type(cache).__name__ for cache in _caches(model) if hinders(cache)}))
 
 
-def _verifies_chains(model: nn.Module, tier: Tier) -> bool:
+def _verifies_chains(model: nn.Module, capability: Capability) -> bool:
     """Whether a partly rejected step, and the step after it, give what single tokens give."""
-    target = target_for(model, tier, vocabulary_size(model))
+    target = target_for(model, capability, vocabulary_size(model))
     target.prefill(_PREFIX)
     drafted = _step(target, _DRAFT)[:_KEPT]
-    target.keep(range(_KEPT))
+    target.commit(range(_KEPT))
     together = mx.concatenate([drafted, _step(target, _AFTER)])
 
-    single = target_for(model, tier, vocabulary_size(model))
+    single = target_for(model, capability, vocabulary_size(model))
     single.prefill(_PREFIX)
     rows = []
     for token in (*_DRAFT[:_KEPT], *_AFTER):
         rows.append(_step(single, (token,)))
-        single.keep((0,))
+        single.commit((0,))
     one_by_one = mx.concatenate(rows)
     exact = one_by_one.dtype == mx.float32
     difference = mx.abs(together - one_by_one).astype(mx.float32)

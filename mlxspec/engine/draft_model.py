@@ -13,9 +13,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..draft.drafter import VerifiedStep
 from ..draft.tree import DraftTree
 from ..errors import OptionError
-from .capability import cache_tier
-from .prompt_cache import Loan, lent_caches, tier_with
-from .target import Target, Tier, vocabulary_size
+from .capability import cache_capability
+from .prompt_cache import Loan, capability_with, lent_caches
+from .target import Capability, Target, vocabulary_size
 
 _MOST_PADDING = 1024  # by which output layers over one tokenizer's vocabulary may differ
 
@@ -52,7 +52,9 @@ class DraftModelDrafter:
         self.model = model
         self.num_draft_tokens = num_draft_tokens
         # What its rounding does to a row costs at most a draft, so only caches matter.
-        self._tier = Tier.REPLAY if cache_tier(model) is Tier.REPLAY else Tier.CHAIN
+        self._capability = (
+            Capability.REPLAY if cache_capability(model) is Capability.REPLAY else Capability.CHAIN
+        )
         self._vocab_size = vocabulary_size(model)
         self.loan: Loan | None = None
         """Of ``prompt_cache``, which holds prompt and output when the generation has ended."""
@@ -68,8 +70,8 @@ class DraftModelDrafter:
         with mx.stream(generation_stream):
             self._target.prefill(self._context[:-1])
 
-    def propose(self, budget: int) -> DraftTree:
-        count = min(budget, self.num_draft_tokens)
+    def propose(self, max_depth: int) -> DraftTree:
+        count = min(max_depth, self.num_draft_tokens)
         # Drafted tokens, lazy: they are read once, after the last one was dispatched.
         drafted: list[mx.array] = []
         if count > 0:
@@ -80,9 +82,9 @@ class DraftModelDrafter:
         self._draft = cast(list[int], mx.concatenate(drafted).tolist()) if drafted else []
         return DraftTree.chain(self._context[-1], self._draft)
 
-    def propose_beside(self, rows: int, budget: int, max_rows: int) -> DraftTree:
+    def propose_beside(self, rows: int, max_depth: int, max_rows: int) -> DraftTree:
         """Draft for a step that has ``rows`` rows already: nothing, if another has a draft."""
-        return self.propose(min(budget, max_rows - rows) if rows == 1 else 0)
+        return self.propose(min(max_depth, max_rows - rows) if rows == 1 else 0)
 
     def origins(self) -> tuple[str, ...]:
         """Per node of the tree proposed last, where it came from."""
@@ -103,12 +105,12 @@ class DraftModelDrafter:
             self.loan.pause(self._context)
 
     def _new_target(self, caches: Sequence[Any] | None = None) -> Target:
-        tier = self._tier
+        capability = self._capability
         if caches is not None:
             caches = lent_caches(caches, make_prompt_cache(self.model))
-            tier = tier_with(caches, tier)
+            capability = capability_with(caches, capability)
         undoable = self.num_draft_tokens + 1
-        return Target(self.model, tier, self._vocab_size, cache=caches, undoable=undoable)
+        return Target(self.model, capability, self._vocab_size, cache=caches, undoable=undoable)
 
     def _unseen(self) -> list[int]:
         """The context's tokens that the model has not been fed, at least its last one."""
@@ -125,7 +127,7 @@ class DraftModelDrafter:
         with mx.stream(generation_stream):
             logits = self._target.forward(tokens, tree)
             token = mx.argmax(logits[-1:], axis=-1)
-        self._target.keep(range(len(tokens)))
+        self._target.commit(range(len(tokens)))
         mx.async_eval(token)
         return token
 

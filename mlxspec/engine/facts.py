@@ -56,7 +56,7 @@ class ModelFacts:
         vocabulary: token ids, those that pad the output layer included.
         context: the longest in tokens, None where the configuration states none.
         caches: by kind.
-        finding: the tier of drafts, and why no richer one.
+        finding: the capability of drafts, and why no richer one.
     """
 
     type: str

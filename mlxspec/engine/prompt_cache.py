@@ -27,12 +27,12 @@ from .caches import (
     TreeKVCache,
     TreeQuantizedKVCache,
     WindowKVCache,
-    can_be_cut,
     for_steps,
+    is_trimmable,
     parts,
 )
 from .prompt_cache_file import check_fits
-from .target import Target, Tier
+from .target import Capability, Target
 
 _MLX_LM_CLASSES: dict[type, Any] = {
     TreeKVCache: KVCache,
@@ -82,19 +82,21 @@ def fitting_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
     return lent
 
 
-def tier_with(caches: Iterable[Any], tier: Tier) -> Tier:
+def capability_with(caches: Iterable[Any], capability: Capability) -> Capability:
     """What a model can verify on lent caches, which may be of another kind than its own.
 
     Args:
         caches: mlx-lm's.
-        tier: the model's, with the caches that mlx-lm makes for it.
+        capability: the model's, with the caches that mlx-lm makes for it.
     """
-    if tier not in (Tier.TREE, Tier.CHAIN):
-        return tier
+    if capability not in (Capability.TREE, Capability.CHAIN):
+        return capability
     found = parts(map(for_steps, caches))
-    if not all(map(can_be_cut, found)):
-        return Tier.REPLAY
-    return tier if all(isinstance(cache, TREE_CACHES) for cache in found) else Tier.CHAIN
+    if not all(map(is_trimmable, found)):
+        return Capability.REPLAY
+    return (
+        capability if all(isinstance(cache, TREE_CACHES) for cache in found) else Capability.CHAIN
+    )
 
 
 def as_mlx_lms(cache: Any) -> Any:
@@ -272,7 +274,7 @@ class Loan:
         try:
             with mx.stream(generation_stream):
                 target.truncate(min(target.length, self._start + len(self._context)))
-                target.commit()
+                target.flush_pending()
                 if complete:
                     target.prefill(self._context[target.length - self._start :])
                 returned = [as_mlx_lms(cache) for cache in target.cache]

@@ -1,4 +1,4 @@
-"""The acceptance rule that every decoder shares."""
+"""The decoding loop: propose, verify, accept, commit, until the output ends."""
 
 from __future__ import annotations
 
@@ -11,39 +11,9 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from ..draft.drafter import Drafter, VerifiedStep
-from ..draft.tree import DraftTree
+from ..draft.tree import DraftTree, accept
 from .chooser import Chooser, History
-from .target import Progress, Target, Tier
-
-
-def accept(tree: DraftTree, choices: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Walk the tree along the target's own choices.
-
-    From the root, descend while a child proposes what the target chose after its parent; the
-    first choice without such a child is the bonus token, which costs nothing since the target
-    has already computed it. The same rule serves every temperature: a choice is an argmax or
-    a sample keyed by its position, and with point-mass drafts no lossless rule accepts more
-    than this one (Leviathan et al. 2023, arXiv 2211.17192, in the case q = 1).
-
-    Args:
-        tree: what was verified.
-        choices: the target's choice after each node.
-
-    Returns:
-        the accepted nodes from the root's child downwards, and the emitted tokens: the
-        accepted nodes' tokens and the bonus token.
-    """
-    accepted: list[int] = []
-    tokens: list[int] = []
-    node = 0
-    while True:
-        tokens.append(choices[node])
-        child = tree.child(node, choices[node])
-        if child is None:
-            return tuple(accepted), tuple(tokens)
-        accepted.append(child)
-        node = child
-
+from .target import Capability, Progress, Target
 
 _STEPS_BETWEEN_CLEARING = 256  # as mlx-lm: buffers of outgrown caches go back to the system
 
@@ -77,7 +47,7 @@ def decode(
     *,
     max_tokens: int,
     ends: Callable[[int], bool],
-    held: int = 0,
+    n_cached: int = 0,
     deepest_draft: Callable[[int], int] | None = None,
     record_time: RecordTime | None = None,
     on_progress: Progress | None = None,
@@ -85,8 +55,8 @@ def decode(
     """Generate tokens after a prompt, one verified step at a time.
 
     After every step, and when the generator is closed or interrupted, the target's cache holds
-    exactly the context without its last token (while a pipelined plain step is in flight, one
-    dispatched token more; in tier REPLAY without the target's pending tokens).
+    exactly the context without its last token (while a pipelined plain step is in forward, one
+    dispatched token more; with REPLAY without the target's pending tokens).
 
     Args:
         target: the model, with what precedes the prompt in its cache.
@@ -95,7 +65,7 @@ def decode(
         chooser: picks the target's token after each row.
         max_tokens: how many tokens to emit at most, at least 1.
         ends: called with each emitted token in order; True ends the output behind it.
-        held: how many of the prompt's first tokens the target's cache holds, not its last.
+        n_cached: how many of the prompt's first tokens the target's cache holds, not its last.
         deepest_draft: given how many positions precede it, how deep a draft may be; where it
             matters, since there are models that verify none beyond some position.
         record_time: called after each step; it was pipelined if its forward had been dispatched
@@ -104,37 +74,37 @@ def decode(
         on_progress: reports the prefill.
     """
     prompt = tuple(prompt)  # a drafter that keeps and extends what it is given changes nothing
-    start = context_length = target.length + len(prompt) - held
+    start = context_length = target.length + len(prompt) - n_cached
     last = prompt[-1]
     history = chooser.history(prompt)
-    ahead: _Flight | None = None
+    ahead: PendingForward | None = None
     drafter.begin(list(prompt))
     try:
         with mx.stream(generation_stream):
-            target.prefill(prompt[held:-1], on_progress)
+            target.prefill(prompt[n_cached:-1], on_progress)
         finished, steps, recording = False, 0, 0.0
         while not finished:
             started = time.perf_counter() - recording
             remaining = max_tokens - (context_length - start)
-            budget = min(remaining - 1, target.max_depth)
+            max_depth = min(remaining - 1, target.max_depth)
             if deepest_draft:
-                budget = min(budget, deepest_draft(target.length))
-            proposal = _fit(drafter.propose(budget), last, target, budget)
+                max_depth = min(max_depth, deepest_draft(target.length))
+            proposal = _fit(drafter.propose(max_depth), last, target, max_depth)
             pipelined, pending = ahead is not None, len(target.pending)
             if ahead is None:
-                tree, flight = proposal, _dispatch(target, chooser, history, proposal)
+                tree, forward = proposal, _dispatch(target, chooser, history, proposal)
             else:
                 # The last token's row is on its way; a draft waits for the step after it.
-                tree, flight = DraftTree.chain(last) if len(proposal) > 1 else proposal, ahead
+                tree, forward = DraftTree.chain(last) if len(proposal) > 1 else proposal, ahead
             ahead = None
             more = remaining > 1 or chooser.looks_ahead
             if len(proposal) == 1 and drafter.pipelined and more:
-                ahead = _dispatch(target, chooser, history, _NEXT, flight.choices)
+                ahead = _dispatch(target, chooser, history, _NEXT, forward.choices)
 
-            verified, finished = _settle(tree, flight, remaining, ends)
+            verified, finished = _settle(tree, forward, remaining, ends)
             if len(tree) > 1:
                 with mx.stream(generation_stream):
-                    target.keep((0, *verified.accepted[: len(verified.tokens) - 1]))
+                    target.commit((0, *verified.accepted[: len(verified.tokens) - 1]))
                 if target.pending:
                     verified = replace(verified, pending=len(target.pending))
             context_length += len(verified.tokens)
@@ -149,7 +119,7 @@ def decode(
             if record_time:
                 record_time(pending + len(tree), ended - started, pipelined)
             recording = time.perf_counter() - ended
-            yield DecodedStep(verified, flight.logprobs_of(verified))
+            yield DecodedStep(verified, forward.logprobs_of(verified))
     finally:
         target.truncate(min(target.length, context_length - 1))
         drafter.end()
@@ -166,13 +136,13 @@ def _fit(tree: DraftTree, last: int, target: Target, max_depth: int) -> DraftTre
         tree = DraftTree((last, *tree.tokens[1:]), tree.parents)
     if len(tree) == 1:
         return tree
-    if target.tier is not Tier.TREE:
+    if target.capability is not Capability.TREE:
         tree = tree.first_chain()
     return tree.pruned(max_depth, target.vocab_size)
 
 
 @dataclass(frozen=True)
-class _Flight:
+class PendingForward:
     """A forward that has been dispatched, and all of these with it.
 
     Shapes: choices and argmaxes (rows,), logprobs (rows, vocabulary), of one row (vocabulary,).
@@ -202,7 +172,7 @@ def _dispatch(
     history: History | None,
     tree: DraftTree,
     unknown: mx.array | None = None,
-) -> _Flight:
+) -> PendingForward:
     """Start the forward over a tree's rows without waiting for it.
 
     ``unknown``, (1,), stands in for the token of a single row where it is not known yet.
@@ -223,17 +193,17 @@ def _dispatch(
     # need a recurrent layer's last state, or the keys of a sparse layer's index.)
     mx.async_eval(choices, argmaxes, logprobs, target.arrays)
     if len(tree) == 1:
-        target.keep((0,))
-    return _Flight(choices, argmaxes, logprobs)
+        target.commit((0,))
+    return PendingForward(choices, argmaxes, logprobs)
 
 
 def _settle(
-    tree: DraftTree, flight: _Flight, remaining: int, ends: Callable[[int], bool]
+    tree: DraftTree, forward: PendingForward, remaining: int, ends: Callable[[int], bool]
 ) -> tuple[VerifiedStep, bool]:
     """Wait for the target's choices and walk the tree; whether the output ends here."""
-    choices = cast(list[int], flight.choices.tolist())
-    greedy = flight.argmaxes is flight.choices
-    argmaxes = choices if greedy else cast(list[int], flight.argmaxes.tolist())
+    choices = cast(list[int], forward.choices.tolist())
+    greedy = forward.argmaxes is forward.choices
+    argmaxes = choices if greedy else cast(list[int], forward.argmaxes.tolist())
     accepted, tokens = accept(tree, choices)
     finished = len(tokens) >= remaining
     for count, token in enumerate(tokens, start=1):

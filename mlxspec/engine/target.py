@@ -1,4 +1,4 @@
-"""The tiers of targets: what drafts a model can verify."""
+"""The capabilities of targets: what drafts a model can verify."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..draft.tree import DraftTree
 from .caches import (
     CacheOptions,
-    Moment,
+    Checkpoint,
     Snapshot,
     cached_length,
-    can_be_cut,
-    can_be_cut_anywhere,
     check_cut,
     cut,
     for_steps,
     held_arrays,
+    is_trimmable,
+    is_trimmable_anywhere,
     keep_rows,
     masked_for,
     parts,
@@ -35,7 +35,7 @@ from .caches import (
 from .tree_attention import OpenMask, RowPositions, TreeRows
 
 
-class Tier(enum.Enum):
+class Capability(enum.Enum):
     """What a target can verify, the richest first."""
 
     TREE = "tree"
@@ -68,32 +68,32 @@ def vocabulary_size(model: nn.Module) -> int:
 class Target:
     """Runs forwards over rows and keeps the cache at exactly what was accepted.
 
-    In tier REPLAY state cannot be cut back. After a partial rejection it is restored to what it
+    With REPLAY state cannot be cut back. After a partial rejection it is restored to what it
     was before the step, and the accepted tokens become **pending**: they stand in front of the
     next step's rows. So a rejection costs width, not a forward. A step that keeps all its rows
     leaves nothing pending.
 
     Args:
         model: an mlx-lm model.
-        tier: what drafts the model can verify, from :mod:`mlxspec.engine.capability`.
+        capability: what drafts the model can verify, from :mod:`mlxspec.engine.capability`.
         vocab_size: from :func:`vocabulary_size`.
         options: the memory of the cache.
         cache: mlx-lm's caches to continue, with what they hold; by default new ones. They are
             used as they are until the end of the prefill.
-        undoable: how many of the last forwards :meth:`truncate` can undo in tier REPLAY.
+        undoable: how many of the last forwards :meth:`truncate` can undo with REPLAY.
         marks: how many of the last prefills :meth:`rewind` can return to, where the caches cannot
             be cut to any length. The mark stands 16 tokens before a prefill's end, since the next
             turn of a conversation may open its answer otherwise.
 
     Attributes:
         length: positions of the context that the target has seen, pending ones included.
-        pending: accepted tokens that the cache does not hold (tier REPLAY).
+        pending: accepted tokens that the cache does not hold (REPLAY).
     """
 
     def __init__(
         self,
         model: nn.Module,
-        tier: Tier,
+        capability: Capability,
         vocab_size: int,
         options: CacheOptions | None = None,
         cache: Sequence[Any] | None = None,
@@ -101,12 +101,12 @@ class Target:
         marks: int = 0,
     ) -> None:
         self.model = model
-        self.tier = tier
+        self.capability = capability
         self.vocab_size = vocab_size
         self.pending: tuple[int, ...] = ()
         self.options = options or CacheOptions()
         self._quantizes_later = self.options.kv_bits is not None
-        self._replays = tier in (Tier.REPLAY, Tier.PLAIN)
+        self._replays = capability in (Capability.REPLAY, Capability.PLAIN)
         if cache is None:
             cache = make_prompt_cache(model, self.options.max_kv_size)
         self._use(list(cache))
@@ -115,17 +115,17 @@ class Target:
         """The rows of the last forward."""
         self._mask = OpenMask()
         self._unfinished = False
-        """Tier REPLAY: whether the state is not that of ``length`` and ``pending``."""
+        """Capability REPLAY: whether the state is not that of ``length`` and ``pending``."""
         # A plain step is dispatched ahead of another: a generation undoes two at most.
-        self._moments: deque[Moment] = deque(maxlen=undoable)
-        self._marks: deque[Moment] = deque(maxlen=marks)
+        self._checkpoints: deque[Checkpoint] = deque(maxlen=undoable)
+        self._marks: deque[Checkpoint] = deque(maxlen=marks)
 
     @property
     def max_rows(self) -> int:
         """The most rows that a step may ever have, pending ones included."""
-        if self.tier is Tier.PLAIN:
+        if self.capability is Capability.PLAIN:
             return 1
-        return _MOST_PENDING + 1 if self.tier is Tier.REPLAY else sys.maxsize
+        return _MOST_PENDING + 1 if self.capability is Capability.REPLAY else sys.maxsize
 
     @property
     def max_depth(self) -> int:
@@ -139,10 +139,10 @@ class Target:
     def prefill(self, tokens: Sequence[int], on_progress: Progress | None = None) -> None:
         """Put prompt tokens into the cache, ``prefill_step_size`` of the options at a time.
 
-        The first prefill runs on mlx-lm's own caches, which become cuttable ones at the end.
+        The first prefill runs on mlx-lm's own caches, which become trimmable ones at the end.
         """
         marks = self._marks.maxlen and not all(
-            map(can_be_cut_anywhere, parts(map(for_steps, self.cache)))
+            map(is_trimmable_anywhere, parts(map(for_steps, self.cache)))
         )
         early = max(0, len(tokens) - _AFTER_MARK) if marks else 0
         chunk = self.options.prefill_step_size
@@ -166,9 +166,9 @@ class Target:
     def _mark(self) -> None:
         """Keep the state as it is, if the caches cannot be cut back to it."""
         self._change_for_steps()
-        uncuttable = [cache for cache in parts(self.cache) if not can_be_cut_anywhere(cache)]
+        untrimmable = [cache for cache in parts(self.cache) if not is_trimmable_anywhere(cache)]
         if self.length:
-            self._marks.append(Moment(self.length, (), Snapshot(uncuttable)))
+            self._marks.append(Checkpoint(self.length, (), Snapshot(untrimmable)))
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -176,7 +176,7 @@ class Target:
         return held_arrays(parts(self.cache))
 
     def _prefill_chunk(self, tokens: Sequence[int]) -> None:
-        before, length = Snapshot(self._uncuttable), self.length + len(tokens)
+        before, length = Snapshot(self._untrimmable), self.length + len(tokens)
         try:
             self.model(mx.array(list(tokens))[None], cache=self.cache)
             self.length = length
@@ -190,7 +190,7 @@ class Target:
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
         """Run the rows of a tree, without waiting for the result.
 
-        The cache then holds all rows until :meth:`keep` says which of them stay.
+        The cache then holds all rows until :meth:`commit` says which of them stay.
 
         Args:
             tokens: (rows,), the tree's tokens; an array, since a pipelined token is not yet known.
@@ -205,10 +205,10 @@ class Target:
         if tree.is_chain:
             return self.model(tokens[None], cache=self.cache)[0]
         rows = TreeRows(tree, self._mask)
-        with masked_for(rows, self._cuttable), self._positions.follow(rows):
+        with masked_for(rows, self._trimmable), self._positions.follow(rows):
             return self.model(tokens[None], cache=self.cache)[0]
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def commit(self, rows: Sequence[int]) -> None:
         """Keep these rows of the last forward, by node index, and forget the others."""
         pending: tuple[int, ...] = ()
         if len(rows) < len(self._tree):
@@ -216,7 +216,7 @@ class Target:
                 self._undo_forward()
                 pending = (*self.pending, *(self._tree.tokens[row] for row in rows))
             else:
-                keep_rows(self._cuttable, self.length, rows)
+                keep_rows(self._trimmable, self.length, rows)
         # All at once and last: whatever is interrupted before, the length tells what is committed.
         length = self.length + len(rows)
         self.pending, self.length, self._unfinished = pending, length, False
@@ -226,7 +226,7 @@ class Target:
     def truncate(self, length: int) -> None:
         """Return to the first ``length`` positions, from a forward that was not kept as well.
 
-        In tier REPLAY ``undoable`` forwards can be undone, and the length may become shorter
+        With REPLAY ``undoable`` forwards can be undone, and the length may become shorter
         than asked for: a forward is undone with all its rows.
 
         Raises:
@@ -235,13 +235,13 @@ class Target:
         if self._replays:
             self._drop_pending(length)
             while self._unfinished or self.length > length:
-                if not self._moments:
+                if not self._checkpoints:
                     raise ValueError(f"the state at {length} positions has not been kept")
                 self._undo_forward()
                 self._drop_pending(length)
         else:
             self.length = length
-        cut(self._cuttable, self.length - len(self.pending))
+        cut(self._trimmable, self.length - len(self.pending))
         self._forget_marks_behind()
 
     def rewind(self, length: int) -> None:
@@ -256,14 +256,14 @@ class Target:
         if quantized and length < min(start, self.length):
             raise ValueError(f"the cache was quantised, and is not at {length} positions")
         try:
-            check_cut(self._cuttable, length)
+            check_cut(self._trimmable, length)
             self.truncate(length)
         except ValueError:
             self.length = length
             self._forget_marks_behind()
             if not self._marks:
                 raise
-            self._moments.clear()
+            self._checkpoints.clear()
             self._return_to(self._marks[-1])
 
     def _forget_marks_behind(self) -> None:
@@ -281,7 +281,11 @@ class Target:
     @contextmanager
     def undone_at_the_end(self) -> Iterator[None]:
         """While entered, the target can be used; then it is what it was."""
-        attributes = {**vars(self), "_moments": self._moments.copy(), "_marks": self._marks.copy()}
+        attributes = {
+            **vars(self),
+            "_checkpoints": self._checkpoints.copy(),
+            "_marks": self._marks.copy(),
+        }
         held = Snapshot(parts(self.cache))
         try:
             yield
@@ -289,16 +293,16 @@ class Target:
             vars(self).update(attributes)
             held.restore()
 
-    def commit(self) -> None:
+    def flush_pending(self) -> None:
         """Run pending tokens, so that the cache holds all ``length`` positions."""
         tokens = self.pending
         self.pending, self.length = (), self.length - len(tokens)
-        self._moments.clear()
+        self._checkpoints.clear()
         if tokens:
             self._prefill_chunk(tokens)
 
     def _forward_replayed(self, tokens: mx.array, tree: DraftTree) -> mx.array:
-        self._moments.append(Moment(self.length, self.pending, Snapshot(self._uncuttable)))
+        self._checkpoints.append(Checkpoint(self.length, self.pending, Snapshot(self._untrimmable)))
         self._tree, self._unfinished = tree, True
         if not self.pending:
             return self.model(tokens[None], cache=self.cache)[0]
@@ -306,15 +310,15 @@ class Target:
         return self.model(rows[None], cache=self.cache)[0, len(self.pending) :]
 
     def _undo_forward(self) -> None:
-        """Tier REPLAY: return to the state before the last forward."""
-        self._return_to(self._moments[-1])
-        self._moments.pop()
+        """Capability REPLAY: return to the state before the last forward."""
+        self._return_to(self._checkpoints[-1])
+        self._checkpoints.pop()
 
-    def _return_to(self, moment: Moment) -> None:
+    def _return_to(self, checkpoint: Checkpoint) -> None:
         self._unfinished = True
-        moment.state.restore()
-        cut(self._cuttable, moment.length - len(moment.pending))
-        self.length, self.pending, self._unfinished = moment.length, moment.pending, False
+        checkpoint.state.restore()
+        cut(self._trimmable, checkpoint.length - len(checkpoint.pending))
+        self.length, self.pending, self._unfinished = checkpoint.length, checkpoint.pending, False
 
     def _quantize_if_due(self) -> None:
         """Quantise the cache where mlx-lm does: after the first step that reaches the start."""
@@ -331,9 +335,9 @@ class Target:
 
     def _use(self, caches: list[Any]) -> None:
         """Run on these caches from now on, sorted by whether they can be cut back."""
-        cuttable = [cache for cache in parts(caches) if can_be_cut(cache)]
-        uncuttable = [cache for cache in parts(caches) if not can_be_cut(cache)]
-        self.cache, self._cuttable, self._uncuttable = caches, cuttable, uncuttable
+        trimmable = [cache for cache in parts(caches) if is_trimmable(cache)]
+        untrimmable = [cache for cache in parts(caches) if not is_trimmable(cache)]
+        self.cache, self._trimmable, self._untrimmable = caches, trimmable, untrimmable
 
 
 Result = TypeVar("Result")
@@ -341,7 +345,7 @@ Result = TypeVar("Result")
 
 def target_for(
     model: nn.Module,
-    tier: Tier,
+    capability: Capability,
     vocab_size: int,
     options: CacheOptions | None = None,
     cache: Sequence[Any] | None = None,
@@ -355,7 +359,7 @@ def target_for(
     """
     leader = getattr(model, "leader", None)
     make = leader.target if leader else Target
-    return make(model, tier, vocab_size, options, cache)
+    return make(model, capability, vocab_size, options, cache)
 
 
 def together(function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:

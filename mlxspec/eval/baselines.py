@@ -29,11 +29,11 @@ class FullDraftLookup:
         self._indices = [NgramIndex(n, n) for n in range(self._ngram_max, 0, -1)]
         self._extend(prompt)
 
-    def propose(self, budget: int) -> DraftTree:
+    def propose(self, max_depth: int) -> DraftTree:
         for index in self._indices:
             draft = index.continuation(self._n_draft)
             if len(draft) == self._n_draft:
-                return DraftTree.chain(self._last, draft[:budget])
+                return DraftTree.chain(self._last, draft[:max_depth])
         return DraftTree.chain(self._last)
 
     def observe(self, step: VerifiedStep) -> None:
@@ -68,13 +68,13 @@ class NgramSimple:
         self._newest: dict[tuple[int, ...], int] = {}
         self._extend(prompt)
 
-    def propose(self, budget: int) -> DraftTree:
+    def propose(self, max_depth: int) -> DraftTree:
         root = self._text[-1]
         after, length = self._match, len(self._text)
         if after is None or length <= self._size_n + self._size_m + 1:
             return DraftTree.chain(root)
         draft = self._text[after : after + self._size_m]
-        return DraftTree.chain(root, draft[:budget] if len(draft) >= self._size_n else ())
+        return DraftTree.chain(root, draft[:max_depth] if len(draft) >= self._size_n else ())
 
     def observe(self, step: VerifiedStep) -> None:
         self._extend(step.tokens)
@@ -134,11 +134,11 @@ class SuffixDecoding:
         self._ends: dict[int, list[int]] = {}  # per token, the positions after it
         self._extend(prompt)
 
-    def propose(self, budget: int) -> DraftTree:
+    def propose(self, max_depth: int) -> DraftTree:
         best = _Draft(0.0, [], [])
         for positions, most in self._matches():
             grow = self._tree if self.branching else self._path
-            draft = grow(positions, min(most, budget))
+            draft = grow(positions, min(most, max_depth))
             if draft.score >= best.score:
                 best = draft
         root = self._text[-1]
@@ -261,13 +261,13 @@ class TensorRTPool:
         self._pool: dict[_Tokens, list[_Tokens]] = {}
         self._start = 0
 
-    def propose(self, budget: int) -> DraftTree:
+    def propose(self, max_depth: int) -> DraftTree:
         self._enter(self._text[self._start :])
         self._start = max(0, len(self._text) - (self._n_draft + self._sizes.start - 1))
         for size in self._sizes:
             drafts = self._pool.get(tuple(self._text[-size:]))
             if drafts and size < len(self._text):
-                return DraftTree.chain(self._text[-1], drafts[self._choice][:budget])
+                return DraftTree.chain(self._text[-1], drafts[self._choice][:max_depth])
         return DraftTree.chain(self._text[-1])
 
     def observe(self, step: VerifiedStep) -> None:

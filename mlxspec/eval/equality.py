@@ -39,8 +39,8 @@ class Difference:
     Attributes:
         index: the first token that differs, counted from the output's beginning.
         margin: how far the worse of the two tokens is below the target's best, in perturbed
-            logits (see :meth:`mlxspec.engine.chooser.Chooser.perturb`). Infinite where one output is
-            a proper prefix of the other: ending early is no rounding.
+            logits (see :meth:`mlxspec.engine.chooser.Chooser.perturb`). Infinite where one
+            output is a proper prefix of the other: ending early is no rounding.
         bound: the margin below which rounding can have made the difference.
     """
 

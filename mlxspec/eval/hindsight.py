@@ -49,14 +49,14 @@ class Hindsight:
         self._hazards.begin(memory_end=0)
         self._done = 0
 
-    def propose(self, budget: int) -> DraftTree:
+    def propose(self, max_depth: int) -> DraftTree:
         following = self._output[self._done : self._done + self._curve.widest]
         self._hazards.refresh()
         self._candidates = CandidateTree(
             self._text,
             self._hazards,
             max_nodes=self._curve.widest - 1,
-            max_depth=min(budget, len(following)),
+            max_depth=min(max_depth, len(following)),
             branching=CHILDREN if self.branching else 1,
             least_reach=self._no_least_reach,  # what is improbable may turn out to be right
         )

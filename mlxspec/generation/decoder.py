@@ -16,15 +16,15 @@ from ..draft.combined import CombinedDrafter
 from ..draft.drafter import Drafter, NoDraft
 from ..draft.lookahead import LookaheadDrafter
 from ..engine.caches import cached_length
-from ..engine.capability import chain_tier, draft_end, find_tier, first_crossing
+from ..engine.capability import chain_capability, draft_end, find_capability, first_crossing
 from ..engine.chooser import Chooser
 from ..engine.costs import KeptCosts, costs_for
 from ..engine.draft_model import DraftModelDrafter
 from ..engine.positions import context_length
-from ..engine.prompt_cache import Loan, fitting_caches, reclaim, tier_with
+from ..engine.prompt_cache import Loan, capability_with, fitting_caches, reclaim
 from ..engine.prompt_cache_file import check_lengths
 from ..engine.step import RecordTime
-from ..engine.target import Target, Tier, target_for, vocabulary_size
+from ..engine.target import Capability, Target, target_for, vocabulary_size
 from ..errors import OptionError
 from ..loading.detokenizer import detokenizer_of
 from ..loading.model import load
@@ -78,14 +78,14 @@ class Decoder:
         """Put around the drafter of each generation, to watch what it does; None leaves it bare."""
 
     @cached_property
-    def tier(self) -> Tier:
+    def capability(self) -> Capability:
         """What drafts the model can verify; found out on first use, with a few forwards."""
-        return find_tier(self.model, self.draft_end)
+        return find_capability(self.model, self.draft_end)
 
     @cached_property
-    def chain_tier(self) -> Tier:
+    def chain_capability(self) -> Capability:
         """What drafts in a row the model can verify, found out with fewer forwards."""
-        return chain_tier(self.model)
+        return chain_capability(self.model)
 
     @cached_property
     def draft_end(self) -> int | None:
@@ -196,17 +196,19 @@ class Decoder:
             record_time=record,
         )
         # What the model can verify of this drafter's drafts.
-        tier = self.tier if drafter.branching else self.chain_tier
+        capability = self.capability if drafter.branching else self.chain_capability
         session, prompt_cache = options.get("session"), options.get("prompt_cache")
         if session is not None:
-            return session.run(generation, tokens, self.model, tier, self.vocab_size, checked.cache)
+            return session.run(
+                generation, tokens, self.model, capability, self.vocab_size, checked.cache
+            )
         if prompt_cache is None:
-            return generation(target_for(self.model, tier, self.vocab_size, checked.cache))
+            return generation(target_for(self.model, capability, self.vocab_size, checked.cache))
 
         def continued(caches: Sequence[Any]) -> Target:
             lent = fitting_caches(caches, self.model)
             check_lengths(lent, "prompt_cache")
-            with_them = tier_with(lent, tier)
+            with_them = capability_with(lent, capability)
             return target_for(self.model, with_them, self.vocab_size, checked.cache, lent)
 
         loan = Loan(prompt_cache)
@@ -293,7 +295,10 @@ class MeasuredDecoder(Decoder):
         tokens = self._prompt_tokens(prompt)
         if "costs" not in vars(self):  # else nothing is measured, and `decode` refuses in time
             check_options(self.model, self.tokenizer, self.vocab_size, max_tokens, options)
-        if self.chain_tier is Tier.PLAIN or not sampling_of(options, self.vocab_size).allows_drafts:
+        if (
+            self.chain_capability is Capability.PLAIN
+            or not sampling_of(options, self.vocab_size).allows_drafts
+        ):
             return self.decode(tokens, NoDraft(), max_tokens=max_tokens, **options)
         drafter = make_drafter()
         if not _follows_costs(drafter):

@@ -21,7 +21,7 @@ from ..draft.prompt_lookup import lookup_drafter
 from ..engine.draft_model import DraftModelDrafter, check_vocabularies
 from ..engine.positions import context_length
 from ..engine.prompt_cache import fitting_caches
-from ..engine.target import Tier
+from ..engine.target import Capability
 from ..plan.lookahead_source import LookaheadKnowledge, PlannedLookahead
 from ..plan.p_accept import token_classes
 from ..plan.planner import PlannedDrafter
@@ -75,7 +75,7 @@ class AutoDecoder(MeasuredDecoder):
     @property
     def _branching(self) -> bool:
         """Whether drafts may be trees."""
-        return trees_pay(self.costs.curve) and self.tier is Tier.TREE
+        return trees_pay(self.costs.curve) and self.capability is Capability.TREE
 
     def drafter(self, session: Session | None = None) -> PlannedDrafter:
         """A planner for one generation, with the index of its session."""
@@ -83,7 +83,7 @@ class AutoDecoder(MeasuredDecoder):
             self.costs.curve,
             waiting_cost=self.costs.waiting_cost,
             branching=self._branching,
-            replays=self.chain_tier is Tier.REPLAY,
+            replays=self.chain_capability is Capability.REPLAY,
             guard=Guard(),
             memory=self.memory,
             store=self._store,
@@ -335,7 +335,7 @@ def lookahead_drafter(
         ngram_size=ngram_size,
         guess_set_size=guess_set_size,
         pool_from_prompt=pool_from_prompt,
-        branching=decoder.tier is Tier.TREE,
+        branching=decoder.capability is Capability.TREE,
         knowledge=knowledge,
     )
 

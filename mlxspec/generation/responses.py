@@ -25,13 +25,13 @@ def responses(
     output: OutputText,
     *,
     max_tokens: int,
-    held: int = 0,
+    n_cached: int = 0,
     deepest_draft: Callable[[int], int],
     on_progress: Progress | None,
     record_time: RecordTime,
 ) -> Generator[GenerationResponse, None, None]:
     """Run the loop and turn its steps into responses; the arguments are the loop's."""
-    clock = _Clock(len(prompt), held, on_progress)
+    clock = _Clock(len(prompt), n_cached, on_progress)
     stats = SpeculationStats()
     generated = 0
     steps = decode(
@@ -41,7 +41,7 @@ def responses(
         chooser,
         max_tokens=max_tokens,
         ends=output.add,
-        held=held,
+        n_cached=n_cached,
         deepest_draft=deepest_draft,
         record_time=record_time,
         on_progress=clock.on_progress,
@@ -109,7 +109,7 @@ def _response(
         peak_memory=mx.get_peak_memory() / 1e9,
         stats=stats,
         finish_reason=finish_reason,
-        reused_tokens=clock.held,
+        reused_tokens=clock.n_cached,
     )
 
 
@@ -126,9 +126,9 @@ def _updated(stats: SpeculationStats, step: VerifiedStep) -> SpeculationStats:
 class _Clock:
     """Rates of prefill and generation; the prefill ends when the first step begins."""
 
-    def __init__(self, prompt_tokens: int, held: int, on_progress: Progress | None) -> None:
+    def __init__(self, prompt_tokens: int, n_cached: int, on_progress: Progress | None) -> None:
         self.prompt_tokens = prompt_tokens
-        self.held = held
+        self.n_cached = n_cached
         self._report = on_progress
         self._prefill_started = time.perf_counter()
 
@@ -140,7 +140,7 @@ class _Clock:
     @property
     def prompt_tps(self) -> float:
         """Prompt tokens per second that were run; the last one belongs to the first step."""
-        run = self.prompt_tokens - self.held - 1
+        run = self.prompt_tokens - self.n_cached - 1
         return run / (self._prefill_ended - self._prefill_started)
 
     def generation_tps(self, tokens: int) -> float:

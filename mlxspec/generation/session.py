@@ -16,7 +16,7 @@ from mlx_lm.generate import generation_stream
 
 from ..draft.context_index import ContextIndex, common_length
 from ..engine.caches import CacheOptions
-from ..engine.prompt_cache import as_mlx_lms, tier_with
+from ..engine.prompt_cache import as_mlx_lms, capability_with
 from ..engine.prompt_cache_file import (
     check_fits,
     check_lengths,
@@ -24,12 +24,12 @@ from ..engine.prompt_cache_file import (
     save_prompt_cache,
     tokens_in,
 )
-from ..engine.target import Target, Tier
+from ..engine.target import Capability, Target
 from ..errors import OptionError, PromptCacheError
 from .response import GenerationResponse
 
 _MARKS = 2  # prefills to return to where a cache cannot be cut; each holds its state once more
-_CUTTABLE = {Tier.TREE, Tier.CHAIN}
+_TRIMMABLE = {Capability.TREE, Capability.CHAIN}
 
 Generation = Callable[..., Generator[GenerationResponse, None, None]]
 
@@ -105,7 +105,7 @@ class Session:
             if self._target is None:
                 raise OptionError("session has no cache to save: finish a generation before")
             try:
-                self._target.commit()
+                self._target.flush_pending()
             finally:  # an interrupted one leaves a shorter context
                 del self._tokens[self._target.length :]
             cache = [as_mlx_lms(layer) for layer in self._target.cache]
@@ -131,16 +131,16 @@ class Session:
         generation: Generation,
         prompt: list[int],
         model: nn.Module,
-        tier: Tier,
+        capability: Capability,
         vocab_size: int,
         options: CacheOptions,
     ) -> Generator[GenerationResponse, None, None]:
         """Run a generation on the session's cache; decoders call this.
 
         Args:
-            generation: called with the target and, as ``held``, how much of the prompt it holds.
+            generation: called with the target and, as ``n_cached``, how many prompt tokens it has.
             prompt: of the whole conversation.
-            model, tier, vocab_size, options: as for :class:`mlxspec.engine.target.Target`.
+            model, capability, vocab_size, options: as for :class:`mlxspec.engine.target.Target`.
 
         Raises:
             OptionError: the session is in the middle of another generation, or the model is
@@ -152,8 +152,8 @@ class Session:
         taken: list[int] = []
         with self._used():
             with mx.stream(generation_stream):
-                target = self._take(prompt, model, tier, vocab_size, options)
-            responses = generation(target, held=target.length)
+                target = self._take(prompt, model, capability, vocab_size, options)
+            responses = generation(target, n_cached=target.length)
             try:
                 for response in responses:
                     taken.append(response.token)
@@ -169,7 +169,7 @@ class Session:
         self,
         prompt: list[int],
         model: nn.Module,
-        tier: Tier,
+        capability: Capability,
         vocab_size: int,
         options: CacheOptions,
     ) -> Target:
@@ -186,18 +186,18 @@ class Session:
         tokens, self._tokens = self._tokens, []
         if self._first_cache:
             lent, self._first_cache = list(self._first_cache), ()
-            target = new(tier_with(lent, tier), cache=lent)
+            target = new(capability_with(lent, capability), cache=lent)
             target.prefill([])  # its caches can be cut from now on
             target.length = len(tokens)
-        if target is None or not _serves(target, model, tier, options):
-            return new(tier)
+        if target is None or not _serves(target, model, capability, options):
+            return new(capability)
         # The prompt's last token belongs to the first step.
         common = min(common_length(tokens, prompt), len(prompt) - 1)
         try:
             target.rewind(common)
         except ValueError:
-            return new(tier)
-        target.commit()
+            return new(capability)
+        target.flush_pending()
         return target
 
     def _put_back(self, target: Target, context: list[int]) -> None:
@@ -208,8 +208,10 @@ class Session:
             self._tokens = context[: target.length]
 
 
-def _serves(target: Target, model: nn.Module, tier: Tier, options: CacheOptions) -> bool:
+def _serves(
+    target: Target, model: nn.Module, capability: Capability, options: CacheOptions
+) -> bool:
     """Whether a target can go on with this model and these options."""
-    if {target.tier, tier} <= _CUTTABLE:
-        target.tier = tier  # which depends on whether the drafts of a turn may branch
-    return target.model is model and target.tier is tier and target.options == options
+    if {target.capability, capability} <= _TRIMMABLE:
+        target.capability = capability  # which depends on whether the drafts of a turn may branch
+    return target.model is model and target.capability is capability and target.options == options

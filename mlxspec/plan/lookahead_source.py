@@ -352,21 +352,21 @@ class PlannedLookahead:
         self._rest = Rest()
         self._recent = RecentSteps()
 
-    def propose(self, budget: int) -> DraftTree:
-        return self.propose_beside(1, budget, self.curve.widest)
+    def propose(self, max_depth: int) -> DraftTree:
+        return self.propose_beside(1, max_depth, self.curve.widest)
 
-    def propose_beside(self, rows: int, budget: int, max_rows: int) -> DraftTree:
+    def propose_beside(self, rows: int, max_depth: int, max_rows: int) -> DraftTree:
         """Draft for a step that has ``rows`` rows already and may have ``max_rows``."""
         self._rows_beside = rows + self._pending
         self._hopeless = self.curve.cheapest_rows[0] >= _SUREST or self._rest.due(self.curve)
         self._guesses = GuessTree(
             () if self._hopeless else self._live.at(self._text[-1]),
             self._knowledge.odds,
-            max_depth=min(budget, self._ngram_size - 1),
+            max_depth=min(max_depth, self._ngram_size - 1),
             least_reach=self.curve.cheapest_rows[0],
             branching=self.branching,
         )
-        self._plan = self._choose(budget, min(max_rows, self.curve.widest))
+        self._plan = self._choose(max_depth, min(max_rows, self.curve.widest))
         self._tree = LookaheadTree(self._text[-1])
         self._tree.add_guesses(self._guesses.paths(self._plan.width))
         if self._plan.window:
@@ -413,7 +413,7 @@ class PlannedLookahead:
         """The node of each window row (level, column) in the tree proposed last."""
         return self._tree.window_rows()
 
-    def _choose(self, budget: int, max_rows: int) -> _Plan:
+    def _choose(self, max_depth: int, max_rows: int) -> _Plan:
         """Choose the window, and how many guesses to verify beside it."""
         if self.plain_steps.due or self._hopeless or self._rows_beside > max_rows:
             self._window = self._size = None
@@ -423,7 +423,7 @@ class PlannedLookahead:
             self._resize(expected, max_rows)
         window, size = self._window, self._size
         gain, rows = 0.0, self._rows_beside
-        if window and size and window.depth <= budget and rows + size.rows <= max_rows:
+        if window and size and window.depth <= max_depth and rows + size.rows <= max_rows:
             gain, rows = self._knowledge.gain.of(size), rows + size.rows
         else:
             window = None

@@ -46,7 +46,7 @@ class PlannedDrafter:
         waiting_cost: what a plain step costs more when its forward is dispatched only after the
             last token was read, as a share of a pipelined one. May be replaced too.
         branching: whether drafts may be trees; otherwise they are chains.
-        replays: whether accepted tokens of a partly rejected draft run again (tier REPLAY).
+        replays: whether accepted tokens of a partly rejected draft run again (REPLAY).
         guard: bounds what failed drafts may cost; None does not.
         memory: earlier outputs to draft from, to which each output is added at its end.
         store: other texts to draft from.
@@ -94,8 +94,8 @@ class PlannedDrafter:
         if self._guard:
             self._guard.begin()
 
-    def propose(self, budget: int) -> DraftTree:
-        self._plan = _NO_PLAN if self._rest.due(self.curve) else self._choose(budget)
+    def propose(self, max_depth: int) -> DraftTree:
+        self._plan = _NO_PLAN if self._rest.due(self.curve) else self._choose(max_depth)
         if self._plan.tree is None:
             return DraftTree.chain(self._text().tokens[-1])
         return self._plan.tree.draft(self._plan.width)

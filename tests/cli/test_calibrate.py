@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from mlxspec.cli import calibration_report, cost_picture
 from mlxspec.cli.calibrate import calibrate_command
 from mlxspec.cli.measuring_progress import MeasuringProgress
-from mlxspec.engine.capability import Tier
+from mlxspec.engine.capability import Capability
 from mlxspec.plan.measurement import RowsTime
 
 pytest.importorskip("plotext")
@@ -178,7 +178,7 @@ def test_a_model_without_drafts_has_a_table_and_no_plot(
 ):
     monkeypatch.setattr(calibration_report, "calibrate", lambda *_, **__: TIMES[:1])
     assert "verifies no drafts" not in calibrate(endless).stdout  # a window without room for them
-    monkeypatch.setattr(calibration_report, "chain_tier", lambda model: Tier.PLAIN)
+    monkeypatch.setattr(calibration_report, "chain_capability", lambda model: Capability.PLAIN)
     result = calibrate(endless)
     assert "verifies no drafts" in result.stdout
     assert "over M rows" not in result.stdout

@@ -10,7 +10,7 @@ import pytest
 
 import mlxspec
 from mlxspec.engine.sampling import SamplingParams
-from mlxspec.engine.target import Tier
+from mlxspec.engine.target import Capability
 from mlxspec.eval.equality import first_difference
 from mlxspec.generation.decoder import Decoder
 from tests.distributed.conftest import SECONDS, launched
@@ -26,7 +26,7 @@ QUANTISED_KV = 1e-2
 def replayed() -> list[int]:
     """What one process generates with a model that replays."""
     model = ARCHITECTURES[ARCHITECTURE].model()
-    return plain(model, ARCHITECTURE_PROMPT, max_tokens=12, tier=Tier.REPLAY)
+    return plain(model, ARCHITECTURE_PROMPT, max_tokens=12, capability=Capability.REPLAY)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_drafts_are_accepted_and_rejected(name: str, report: dict[str, Any]) -> 
 def test_a_model_that_replays_does_so_on_all_ranks(
     report: dict[str, Any], replayed: list[int]
 ) -> None:
-    assert report["replayed"]["tier"] == Tier.REPLAY.value
+    assert report["replayed"]["tier"] == Capability.REPLAY.value
     assert 0 < report["replayed"]["accepted"] < len(replayed) - 1
     model = ARCHITECTURES[ARCHITECTURE].model()
     assert_same_output(model, ARCHITECTURE_PROMPT, replayed, report["replayed"]["tokens"])

@@ -11,8 +11,7 @@ from mlxspec.draft.combined import CombinedDrafter, view
 from mlxspec.draft.drafter import NoDraft, VerifiedStep
 from mlxspec.draft.lookahead import LookaheadDrafter
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
-from mlxspec.draft.tree import DraftTree
-from mlxspec.engine.step import accept
+from mlxspec.draft.tree import DraftTree, accept
 
 branches = st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=5)
 
@@ -40,7 +39,7 @@ class Scripted:
     def begin(self, prompt: Sequence[int]) -> None:
         self.calls.append("begin")
 
-    def propose(self, budget: int) -> DraftTree:
+    def propose(self, max_depth: int) -> DraftTree:
         return self.tree
 
     def observe(self, step: VerifiedStep) -> None:

@@ -8,8 +8,7 @@ import pytest
 
 from mlxspec.draft.drafter import VerifiedStep
 from mlxspec.draft.lookahead import LookaheadDrafter
-from mlxspec.draft.tree import DraftTree
-from mlxspec.engine.step import accept
+from mlxspec.draft.tree import DraftTree, accept
 from mlxspec.errors import OptionError
 
 
@@ -65,12 +64,12 @@ def test_the_window_follows_the_argmax_where_choices_are_samples() -> None:
 @pytest.mark.parametrize("prompt", [[1], [1, 2], list(range(200))])
 @pytest.mark.parametrize("size", [(1, 2, 1), (8, 5, 3), (0, 3, -1), (30, 2, -1)])
 def test_trees_fit_into_any_budget(prompt: list[int], size: tuple[int, int, int]) -> None:
-    for budget in (0, 1, 2, 5, 100):
+    for max_depth in (0, 1, 2, 5, 100):
         drafter = LookaheadDrafter(*size)
         drafter.begin(prompt)
         for _ in range(8):
-            tree = drafter.propose(budget)
-            assert max(tree.depths) <= budget
+            tree = drafter.propose(max_depth)
+            assert max(tree.depths) <= max_depth
             drafter.observe(verified(tree, ROUND))
         drafter.end()
 

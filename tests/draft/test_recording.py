@@ -30,8 +30,8 @@ class Talkative:
     def begin(self, prompt: Sequence[int]) -> None:
         self.calls.append(f"begin {list(prompt)}")
 
-    def propose(self, budget: int) -> DraftTree:
-        self.calls.append(f"propose {budget}")
+    def propose(self, max_depth: int) -> DraftTree:
+        self.calls.append(f"propose {max_depth}")
         return self._tree
 
     def observe(self, step: VerifiedStep) -> None:
@@ -108,7 +108,7 @@ def test_equal_siblings_keep_their_own_origins():
 
 def test_a_drafter_that_tells_nothing_has_drafts():
     class Silent(NoDraft):
-        def propose(self, budget: int) -> DraftTree:
+        def propose(self, max_depth: int) -> DraftTree:
             return TREE
 
     recorded = record(Silent(), step(TREE))

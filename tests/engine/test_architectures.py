@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
-from mlxspec.engine.capability import Finding, Tier, examine, finite
+from mlxspec.engine.capability import Capability, Finding, examine, finite
 from mlxspec.engine.sampling import SamplingParams
 from tests.support.architecture_settings import WINDOW
 from tests.support.architecture_table import notes, row
@@ -42,9 +42,9 @@ def published_page() -> list[str]:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architecture(name: str) -> None:
     model, finding = examined(name)
-    assert finding.tier is ARCHITECTURES[name].tier
+    assert finding.capability is ARCHITECTURES[name].capability
     assert row(ARCHITECTURES[name], finding) in published_page()
-    options = {"max_tokens": MAX_TOKENS, "tier": finding.tier}
+    options = {"max_tokens": MAX_TOKENS, "capability": finding.capability}
     accepted = rejecting = moved = 0
     for prompt in (SHORT_PROMPT, LONG_PROMPT):
         steps = list(generate_step(mx.array(prompt), model, max_tokens=MAX_TOKENS))
@@ -64,12 +64,12 @@ def test_architecture(name: str) -> None:
             accepted += outcome.accepted
             rejecting += outcome.rejecting
             moved += outcome.moved
-    if finding.tier is Tier.PLAIN:
+    if finding.capability is Capability.PLAIN:
         assert accepted == rejecting == 0
         return
     assert accepted > MAX_TOKENS / 2
     assert rejecting > 10
-    assert (moved > 3) == (finding.tier is Tier.TREE)
+    assert (moved > 3) == (finding.capability is Capability.TREE)
 
     options["params"] = params = SamplingParams(temp=0.8, seed=3)
     expected = plain(model, LONG_PROMPT, **options)

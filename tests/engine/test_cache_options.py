@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from mlxspec.engine.caches import CacheOptions, check_quantization
-from mlxspec.engine.target import Tier
+from mlxspec.engine.target import Capability
 from mlxspec.errors import OptionError
 from tests.support.architectures import ARCHITECTURES, Architecture
 from tests.support.drafters import HostileDrafter
@@ -21,16 +21,18 @@ WIDE_HEADS = {"head_dim": 32}  # the smallest group of a quantised cache
 
 def model_of(name: str, **config: object) -> nn.Module:
     known = ARCHITECTURES[name]
-    return Architecture(known.tier, known.model_type, "", {**known.config, **config}).model()
+    return Architecture(known.capability, known.model_type, "", {**known.config, **config}).model()
 
 
-def assert_same_as_mlx_lm(model: nn.Module, tier: Tier, options: CacheOptions) -> None:
+def assert_same_as_mlx_lm(model: nn.Module, capability: Capability, options: CacheOptions) -> None:
     settings = vars(options)
     for seed, prompt in enumerate(PROMPTS.values()):
         steps = list(generate_step(mx.array(prompt), model, max_tokens=LENGTH, **settings))
         expected = [token for token, _ in steps]
         hostile = HostileDrafter(expected, 64, 5, seed)
-        outcome = run(model, prompt, hostile, max_tokens=LENGTH, tier=tier, cache=options)
+        outcome = run(
+            model, prompt, hostile, max_tokens=LENGTH, capability=capability, cache=options
+        )
         assert_same_output(model, prompt, expected, outcome.tokens)
         logprobs = mx.stack([logprobs for _, logprobs in steps])
         assert mx.max(mx.abs(outcome.logprobs - logprobs)).item() < 1e-4
@@ -41,19 +43,19 @@ def assert_same_as_mlx_lm(model: nn.Module, tier: Tier, options: CacheOptions) -
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantised_cache_is_quantised_between_the_same_tokens(bits: int, start: int) -> None:
     model = model_of("llama3", **WIDE_HEADS)
-    assert_same_as_mlx_lm(model, Tier.TREE, CacheOptions(bits, 32, start))
+    assert_same_as_mlx_lm(model, Capability.TREE, CacheOptions(bits, 32, start))
 
 
 @pytest.mark.parametrize("start", [10, 39])
 def test_a_quantised_cache_beside_state_that_is_replayed(start: int) -> None:
     model = model_of("qwen3_next", **WIDE_HEADS)
-    assert_same_as_mlx_lm(model, Tier.REPLAY, CacheOptions(8, 32, start))
+    assert_same_as_mlx_lm(model, Capability.REPLAY, CacheOptions(8, 32, start))
 
 
 @pytest.mark.parametrize("size", [8, 24, 33, 200])
 def test_a_bounded_cache_shows_drafts_its_first_tokens(size: int) -> None:
     model = ARCHITECTURES["mixtral"].model()
-    assert_same_as_mlx_lm(model, Tier.TREE, CacheOptions(max_kv_size=size))
+    assert_same_as_mlx_lm(model, Capability.TREE, CacheOptions(max_kv_size=size))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from mlxspec.engine import calibration
 from mlxspec.engine.calibration import ModelSteps, calibrate
-from mlxspec.engine.target import Tier
+from mlxspec.engine.target import Capability
 from mlxspec.errors import OptionError
 from mlxspec.plan.measurement import CAREFUL, QUICK
 from tests.support.random_models import MAMBA_2, SLIDING_GEMMA_3, random_model
@@ -106,7 +106,7 @@ def test_state_that_cannot_be_cut_bounds_the_rows_to_16():
 
 
 def test_a_model_that_verifies_no_drafts_has_plain_steps_only(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(calibration, "chain_tier", lambda model: Tier.PLAIN)
+    monkeypatch.setattr(calibration, "chain_capability", lambda model: Capability.PLAIN)
     assert [time.rows for time in calibrate(random_model("llama"), SMALL)] == [1]
 
 

@@ -7,42 +7,42 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 
-from mlxspec.engine.capability import Tier, cache_tier, chain_tier, examine
+from mlxspec.engine.capability import Capability, cache_capability, chain_capability, examine
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import HostileDrafter
 from tests.support.harness import assert_same_output, run
 from tests.support.random_models import LLAMA_3_SCALING, YARN_SCALING, random_model, scaled_rope
 
 ROPES = {
-    "plain": (Tier.TREE, {}),
-    "linear": (Tier.TREE, scaled_rope("linear", factor=2.0)),
-    "llama3": (Tier.TREE, LLAMA_3_SCALING),
-    "yarn": (Tier.TREE, YARN_SCALING),
+    "plain": (Capability.TREE, {}),
+    "linear": (Capability.TREE, scaled_rope("linear", factor=2.0)),
+    "llama3": (Capability.TREE, LLAMA_3_SCALING),
+    "yarn": (Capability.TREE, YARN_SCALING),
     # Its base depends on an integer offset.
-    "dynamic": (Tier.CHAIN, scaled_rope("dynamic", factor=4.0)),
+    "dynamic": (Capability.CHAIN, scaled_rope("dynamic", factor=4.0)),
 }
 
 
 @pytest.mark.parametrize("name", ROPES)
 def test_every_rope_decodes_what_mlx_lm_decodes(name: str) -> None:
-    tier, config = ROPES[name]
+    capability, config = ROPES[name]
     model = random_model("llama", **config)
-    assert examine(model).tier is tier
+    assert examine(model).capability is capability
     prompt, length = [7, 3, 9, 3], 40
     expected = [t for t, _ in generate_step(mx.array(prompt), model, max_tokens=length)]
     hostile = HostileDrafter(expected, 64, 5, seed=1)
-    outcome = run(model, prompt, hostile, max_tokens=length, tier=tier)
+    outcome = run(model, prompt, hostile, max_tokens=length, capability=capability)
     assert outcome.accepted > 0
     assert_same_output(model, prompt, expected, outcome.tokens)
 
 
 def test_caches_alone_say_what_is_possible_without_a_forward() -> None:
-    def tier(name: str) -> Tier:
-        return cache_tier(ARCHITECTURES[name].model())
+    def capability(name: str) -> Capability:
+        return cache_capability(ARCHITECTURES[name].model())
 
-    assert tier("ministral3") is tier("gemma3") is Tier.TREE
-    assert tier("llama4") is Tier.CHAIN
-    assert tier("mamba2") is tier("falcon_h1") is Tier.REPLAY
+    assert capability("ministral3") is capability("gemma3") is Capability.TREE
+    assert capability("llama4") is Capability.CHAIN
+    assert capability("mamba2") is capability("falcon_h1") is Capability.REPLAY
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_model_whose_rows_disturb_each_other_verifies_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = random_model("llama")
-    assert chain_tier(model) is Tier.CHAIN
+    assert chain_capability(model) is Capability.CHAIN
     monkeypatch.setattr(llama, "create_attention_mask", lambda *_, **__: None)  # rows see all
-    assert chain_tier(model) is Tier.PLAIN
+    assert chain_capability(model) is Capability.PLAIN
     assert "than one by one" in examine(model).reason

@@ -11,7 +11,7 @@ from mlx.utils import tree_map_with_path
 from mlx_lm import stream_generate
 from mlx_lm.models import rope_utils
 
-from mlxspec.engine.capability import Tier, draft_end, examine
+from mlxspec.engine.capability import Capability, draft_end, examine
 from mlxspec.generation.decoder import Decoder
 from mlxspec.loading.model import DEMO, load
 from tests.support.architectures import ARCHITECTURES, livelier
@@ -56,7 +56,7 @@ def test_drafts_end_where_the_base_begins_to_change(model_type: str, end: int) -
     finding = examine(dynamic(model_type, end))
     assert finding.draft_end == end
     assert f"from position {end} on" in finding.reason
-    assert finding.tier in (Tier.CHAIN, Tier.REPLAY)
+    assert finding.capability in (Capability.CHAIN, Capability.REPLAY)
 
 
 @pytest.mark.parametrize("deciding", ["first", "last"])
@@ -86,4 +86,4 @@ def test_a_rule_for_each_position_keeps_drafts_everywhere(monkeypatch: pytest.Mo
     scaling = scaled_rope("llama3", factor=8.0, original_max_position_embeddings=1000)
     finding = examine(random_model("llama", **scaling))
     # Rows of a branching step have no places in a row.
-    assert (finding.tier, finding.draft_end) == (Tier.CHAIN, None)
+    assert (finding.capability, finding.draft_end) == (Capability.CHAIN, None)

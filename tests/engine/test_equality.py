@@ -11,7 +11,7 @@ from mlx_lm.generate import generate_step
 
 import mlxspec
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
-from mlxspec.engine.capability import Tier
+from mlxspec.engine.capability import Capability
 from mlxspec.engine.sampling import SamplingParams
 from tests.support.drafters import HostileDrafter
 from tests.support.harness import assert_same_output, plain, run
@@ -61,8 +61,8 @@ def test_hostile_and_real_drafters_leave_the_output_as_it_is(
             "chain": HostileDrafter(expected, vocab_size, BOS, seed, chains=True),
             "lookup": PromptLookupDrafter(),
         }.items():
-            tier = Tier.TREE if kind == "tree" else Tier.CHAIN
-            outcome = run(model, prompt, drafter, tier=tier, **options)
+            capability = Capability.TREE if kind == "tree" else Capability.CHAIN
+            outcome = run(model, prompt, drafter, capability=capability, **options)
             assert_same_output(model, prompt, expected, outcome.tokens, params)
             accepted[kind] += outcome.accepted
     assert min(accepted.values()) > 0  # otherwise nothing was tested
@@ -97,7 +97,7 @@ def test_greedy_output_equals_mlx_lm(stories: nn.Module) -> None:
 def test_a_model_without_trees_verifies_the_first_chain(stories: nn.Module) -> None:
     expected = plain(stories, [BOS], max_tokens=100)
     hostile = HostileDrafter(expected, stories.args.vocab_size, BOS, seed=2)
-    outcome = run(stories, [BOS], hostile, max_tokens=100, tier=Tier.CHAIN)
+    outcome = run(stories, [BOS], hostile, max_tokens=100, capability=Capability.CHAIN)
     assert outcome.accepted > 0
     assert_same_output(stories, [BOS], expected, outcome.tokens)
 
@@ -105,6 +105,6 @@ def test_a_model_without_trees_verifies_the_first_chain(stories: nn.Module) -> N
 def test_a_model_that_cannot_be_cut_back_is_never_given_a_draft(stories: nn.Module) -> None:
     expected = plain(stories, [BOS], max_tokens=50)
     hostile = HostileDrafter(expected, stories.args.vocab_size, BOS, seed=2)
-    outcome = run(stories, [BOS], hostile, max_tokens=50, tier=Tier.PLAIN)
+    outcome = run(stories, [BOS], hostile, max_tokens=50, capability=Capability.PLAIN)
     assert outcome.tokens == expected
     assert outcome.steps == 50

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mlxspec.draft.drafter import NoDraft, VerifiedStep
 from mlxspec.draft.tree import DraftTree
 from mlxspec.engine.caches import CacheOptions
-from mlxspec.engine.target import Target, Tier
+from mlxspec.engine.target import Capability, Target
 from tests.support.architectures import ARCHITECTURES
 from tests.support.harness import run
 
@@ -70,7 +70,7 @@ class DrawnTrees:
     def begin(self, prompt: Sequence[int]) -> None:
         self._emitted = self._steps = 0
 
-    def propose(self, budget: int) -> DraftTree:
+    def propose(self, max_depth: int) -> DraftTree:
         branches = self._recipes[self._steps % len(self._recipes)] if self._recipes else []
         self._steps += 1
         return DraftTree.from_branches(0, [self._branch(*recipe) for recipe in branches])
@@ -95,8 +95,8 @@ def next_logits(target: Target, token: int) -> mx.array:
 @pytest.mark.parametrize("name", KINDS)
 def test_any_trees_and_rejections_leave_output_and_cache_as_they_are(name: str) -> None:
     kind = KINDS[name]
-    model, tier = model_of(kind), ARCHITECTURES[kind.name].tier
-    options = {"tier": tier, "cache": kind.options, "max_tokens": LENGTH}
+    model, capability = model_of(kind), ARCHITECTURES[kind.name].capability
+    options = {"capability": capability, "cache": kind.options, "max_tokens": LENGTH}
     branch = st.tuples(st.integers(0, 7), st.integers(0, 4))
 
     @settings(max_examples=12, deadline=None)
@@ -118,5 +118,5 @@ def test_any_trees_and_rejections_leave_output_and_cache_as_they_are(name: str) 
 
 
 def test_every_tier_is_among_the_kinds() -> None:
-    tiers = {ARCHITECTURES[kind.name].tier for kind in KINDS.values()}
-    assert tiers == {Tier.TREE, Tier.CHAIN, Tier.REPLAY}
+    capabilities = {ARCHITECTURES[kind.name].capability for kind in KINDS.values()}
+    assert capabilities == {Capability.TREE, Capability.CHAIN, Capability.REPLAY}

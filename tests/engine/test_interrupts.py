@@ -17,7 +17,7 @@ from mlxspec.engine.caches import CacheOptions
 from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.step import decode
-from mlxspec.engine.target import Target, Tier
+from mlxspec.engine.target import Capability, Target
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import PartlyRightDrafter
 from tests.support.harness import new_target, plain
@@ -44,22 +44,22 @@ def assert_goes_on_rightly(target: Target, context: list[int]) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(
-    ("name", "tier"),
+    ("name", "capability"),
     [
-        ("mamba2", Tier.REPLAY),
-        ("recurrent_gemma", Tier.REPLAY),
-        ("llama3", Tier.REPLAY),
-        ("llama3", Tier.TREE),
-        ("gemma3", Tier.TREE),
+        ("mamba2", Capability.REPLAY),
+        ("recurrent_gemma", Capability.REPLAY),
+        ("llama3", Capability.REPLAY),
+        ("llama3", Capability.TREE),
+        ("gemma3", Capability.TREE),
     ],
 )
 def test_an_interrupt_anywhere_in_a_step_leaves_the_state_of_before(
-    name: str, tier: Tier, seed: int
+    name: str, capability: Capability, seed: int
 ) -> None:
     model = ARCHITECTURES[name].model()
-    truth = plain(model, PROMPT, max_tokens=40, tier=tier)
+    truth = plain(model, PROMPT, max_tokens=40, capability=capability)
     for lines in itertools.count():
-        target = new_target(model, tier)
+        target = new_target(model, capability)
         drafter = PartlyRightDrafter(truth, 64, seed)
         chooser = Chooser(SamplingParams())
         steps = decode(target, PROMPT, drafter, chooser, max_tokens=40, ends=lambda _: False)
@@ -81,11 +81,11 @@ def test_an_interrupt_anywhere_in_a_step_leaves_the_state_of_before(
 def test_a_truncation_that_is_interrupted_can_be_done_again() -> None:
     model = ARCHITECTURES["mamba2"].model()
     for lines in itertools.count():
-        target = new_target(model, Tier.REPLAY)
+        target = new_target(model, Capability.REPLAY)
         target.prefill(PROMPT[:-3])
         for token in PROMPT[-3:]:
             target.forward(mx.array([token]), DraftTree.chain(token))
-            target.keep((0,))
+            target.commit((0,))
         hit = interrupted(lines, STEPS, lambda: target.truncate(len(PROMPT) - 2))  # noqa: B023
         target.truncate(target.length)
         assert_goes_on_rightly(target, [*PROMPT, 5][: target.length + 1])
@@ -99,7 +99,7 @@ def test_an_interrupt_anywhere_in_a_prefill_leaves_whole_chunks(name: str) -> No
     model = ARCHITECTURES[name].model()
     functions = [Target.prefill, Target._prefill_chunk]
     for lines in itertools.count():
-        target = new_target(model, Tier.TREE if name == "gemma3" else Tier.REPLAY)
+        target = new_target(model, Capability.TREE if name == "gemma3" else Capability.REPLAY)
         target.options = CacheOptions(prefill_step_size=4)
         hit = interrupted(lines, functions, lambda: target.prefill(PROMPT))  # noqa: B023
         target.truncate(target.length)
@@ -118,7 +118,7 @@ def test_an_interrupt_anywhere_in_the_quantisation_leaves_caches_that_can_be_cut
         target = new_target(model, cache=options)
         target.prefill(PROMPT[:-1])
         target.forward(mx.array(PROMPT[-1:]), DraftTree.chain(PROMPT[-1]))
-        hit = interrupted(lines, [Target._quantize_if_due], lambda: target.keep((0,)))  # noqa: B023
+        hit = interrupted(lines, [Target._quantize_if_due], lambda: target.commit((0,)))  # noqa: B023
         target.truncate(len(PROMPT) - 1)
         assert {cache.offset for cache in target.cache} == {target.length} == {len(PROMPT) - 1}
         if not hit:

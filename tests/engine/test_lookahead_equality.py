@@ -10,7 +10,7 @@ import mlxspec
 from mlxspec.draft.combined import CombinedDrafter
 from mlxspec.draft.lookahead import LookaheadDrafter
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
-from mlxspec.engine.capability import Tier
+from mlxspec.engine.capability import Capability
 from mlxspec.engine.sampling import SamplingParams
 from tests.support.harness import Run, assert_same_output, plain, run
 
@@ -70,7 +70,7 @@ def test_the_demo_model_writes_the_same(demo: tuple, temp: float) -> None:
 def test_a_model_without_trees_gets_the_newest_guess(stories: nn.Module) -> None:
     expected = plain(stories, [BOS], max_tokens=100)
     drafter = LookaheadDrafter(5, 4, 4)
-    outcome = run(stories, [BOS], drafter, max_tokens=100, tier=Tier.CHAIN)
+    outcome = run(stories, [BOS], drafter, max_tokens=100, capability=Capability.CHAIN)
     assert outcome.accepted > 0
     assert_same_output(stories, [BOS], expected, outcome.tokens)
 

@@ -12,7 +12,7 @@ import pytest
 
 from mlxspec.draft.drafter import VerifiedStep
 from mlxspec.draft.tree import DraftTree
-from mlxspec.engine.target import Tier
+from mlxspec.engine.target import Capability
 from tests.support.harness import run
 from tests.support.random_models import MAMBA_2, random_model
 
@@ -23,8 +23,8 @@ SLIDING_MISTRAL = {
     "layer_types": ["sliding_attention", "full_attention"],
 }
 MODELS = {
-    "window": (Tier.TREE, "llama", SLIDING_MISTRAL),  # one layer's, beside a full cache
-    "replay": (Tier.REPLAY, "mamba2", {**MAMBA_2, "num_hidden_layers": 1}),
+    "window": (Capability.TREE, "llama", SLIDING_MISTRAL),  # one layer's, beside a full cache
+    "replay": (Capability.REPLAY, "mamba2", {**MAMBA_2, "num_hidden_layers": 1}),
 }
 
 
@@ -44,8 +44,8 @@ class WrongDrafts:
     def begin(self, prompt: Sequence[int]) -> None:
         self._emitted = 0
 
-    def propose(self, budget: int) -> DraftTree:
-        if self._emitted < self._begin_at or budget < 1:
+    def propose(self, max_depth: int) -> DraftTree:
+        if self._emitted < self._begin_at or max_depth < 1:
             return DraftTree.chain(0)
         return DraftTree((0, *WRONG), (-1, 0, 0, 0))
 
@@ -67,13 +67,15 @@ class Memory:
     caches: list[int]
 
 
-def memory_of(model: nn.Module, tier: Tier, begin_at: int) -> Memory:
+def memory_of(model: nn.Module, capability: Capability, begin_at: int) -> Memory:
     drafter = WrongDrafts(begin_at)
     gc.collect()  # what other tests have left would be freed in between
     mx.synchronize()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    outcome = run(model, [1, 2, 3], drafter, max_tokens=TOKENS, tier=tier, keeps_logprobs=False)
+    outcome = run(
+        model, [1, 2, 3], drafter, max_tokens=TOKENS, capability=capability, keeps_logprobs=False
+    )
     mx.synchronize()
     return Memory(
         mx.get_peak_memory() - before,
@@ -85,11 +87,11 @@ def memory_of(model: nn.Module, tier: Tier, begin_at: int) -> Memory:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_peak_memory_does_not_grow_with_the_number_of_rejected_drafts(name: str) -> None:
-    tier, model_type, config = MODELS[name]
+    capability, model_type, config = MODELS[name]
     model = random_model(model_type, **config)
     # Both end with drafts, since the rows of a step take memory while it runs.
-    few = memory_of(model, tier, begin_at=TOKENS - 50)
-    many = memory_of(model, tier, begin_at=0)
+    few = memory_of(model, capability, begin_at=TOKENS - 50)
+    many = memory_of(model, capability, begin_at=0)
     assert many.rejected > 20 * few.rejected > 0
     # MLX's threads make a peak differ by a fifth between equal runs, and state may be a view of
     # a step's rows. One row kept of each rejected draft would be far more.

@@ -16,7 +16,7 @@ from mlxspec.engine.caches import CacheOptions
 from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.step import DecodedStep, RecordTime, decode
-from mlxspec.engine.target import Target, Tier
+from mlxspec.engine.target import Capability, Target
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import HostileDrafter
 from tests.support.harness import new_target, plain
@@ -33,7 +33,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def truth(model: nn.Module) -> list[int]:
-    return plain(model, PROMPT, max_tokens=LENGTH, tier=Tier.REPLAY)
+    return plain(model, PROMPT, max_tokens=LENGTH, capability=Capability.REPLAY)
 
 
 def generation(
@@ -63,7 +63,7 @@ def test_wherever_a_generation_ends_the_state_is_the_contexts(
     model: nn.Module, truth: list[int], steps: int | None
 ) -> None:
     for drafter in (NoDraft(), HostileDrafter(truth, 64, 5, seed=1)):
-        target = new_target(model, Tier.REPLAY)
+        target = new_target(model, Capability.REPLAY)
         stream = generation(target, drafter)
         taken = list(itertools.islice(stream, steps))
         stream.close()
@@ -75,7 +75,7 @@ def test_wherever_a_generation_ends_the_state_is_the_contexts(
 def test_pending_tokens_stay_below_16_and_a_step_without_a_draft_runs_them(
     model: nn.Module, truth: list[int]
 ) -> None:
-    target, before = new_target(model, Tier.REPLAY), 0
+    target, before = new_target(model, Capability.REPLAY), 0
     seen, committed = set(), 0
     timed: list[int] = []
     drafter = HostileDrafter(truth, 64, 5, seed=2)
@@ -95,13 +95,13 @@ def test_pending_tokens_stay_below_16_and_a_step_without_a_draft_runs_them(
 def test_a_commit_runs_pending_tokens_so_that_the_cache_holds_the_context(
     model: nn.Module, truth: list[int]
 ) -> None:
-    target = new_target(model, Tier.REPLAY)
+    target = new_target(model, Capability.REPLAY)
     context = PROMPT.copy()
     for step in generation(target, HostileDrafter(truth, 64, 5, seed=3)):
         context += step.verified.tokens
         if step.verified.pending > 2:
             break
-    target.commit()
+    target.flush_pending()
     assert target.pending == ()
     assert_goes_on_rightly(target, context)
 
@@ -110,7 +110,7 @@ def test_an_interrupt_inside_a_prefill_leaves_the_state_of_the_chunks_before(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = [*PROMPT, 5, 8, 2, 6, 1]
-    target = new_target(model, Tier.REPLAY, CacheOptions(prefill_step_size=4))
+    target = new_target(model, Capability.REPLAY, CacheOptions(prefill_step_size=4))
     last_layer = model.layers[-1]
     block = type(last_layer)
     ordinary = block.__call__
@@ -136,7 +136,7 @@ def test_an_interrupt_inside_a_forward_leaves_the_state_of_before(
     model: nn.Module, truth: list[int], draft: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = HostileDrafter(truth, 64, 5, seed=1) if draft else NoDraft()
-    target = new_target(model, Tier.REPLAY)
+    target = new_target(model, Capability.REPLAY)
     stream = generation(target, drafter)
     tokens = [t for step in itertools.islice(stream, 3) for t in step.verified.tokens]
     last_layer = model.layers[-1]

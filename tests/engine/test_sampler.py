@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_sampler
 
-from mlxspec.engine.capability import Tier
+from mlxspec.engine.capability import Capability
 from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.errors import OptionError
@@ -38,11 +38,11 @@ def test_speculated_tokens_equal_plain_ones(stories: nn.Module, name: str) -> No
     params = SamplingParams(sampler=SAMPLERS[name](), seed=8)
     options = {"max_tokens": 60, "params": params, "stop_tokens": {BOS}}
     expected = plain(stories, [BOS, 403, 407], **options)
-    for tier in (Tier.TREE, Tier.CHAIN):
+    for capability in (Capability.TREE, Capability.CHAIN):
         hostile = HostileDrafter(
-            expected, stories.args.vocab_size, BOS, seed=2, chains=tier is Tier.CHAIN
+            expected, stories.args.vocab_size, BOS, seed=2, chains=capability is Capability.CHAIN
         )
-        outcome = run(stories, [BOS, 403, 407], hostile, tier=tier, **options)
+        outcome = run(stories, [BOS, 403, 407], hostile, capability=capability, **options)
         assert outcome.accepted > 0
         assert outcome.tokens == expected
 

@@ -14,7 +14,7 @@ import mlxspec
 from mlxspec.draft.drafter import Drafter, NoDraft
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
 from mlxspec.draft.tree import DraftTree
-from mlxspec.engine.capability import Tier
+from mlxspec.engine.capability import Capability
 from mlxspec.engine.chooser import Chooser, History
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.step import decode
@@ -102,9 +102,11 @@ def test_speculated_tokens_equal_plain_ones_whatever_shapes_and_filters(
     vocab_size = stories.args.vocab_size
     expected = plain(stories, PROMPT, **options)
     accepted = 0
-    for tier in (Tier.TREE, Tier.CHAIN):
-        hostile = HostileDrafter(expected, vocab_size, BOS, seed=3, chains=tier is Tier.CHAIN)
-        outcome = run(stories, PROMPT, hostile, tier=tier, **options)
+    for capability in (Capability.TREE, Capability.CHAIN):
+        hostile = HostileDrafter(
+            expected, vocab_size, BOS, seed=3, chains=capability is Capability.CHAIN
+        )
+        outcome = run(stories, PROMPT, hostile, capability=capability, **options)
         assert_same_output(stories, PROMPT, expected, outcome.tokens, params)
         accepted += outcome.accepted
     assert accepted > 0
@@ -150,7 +152,7 @@ def test_tokens_that_run_again_and_windows_that_wrap_keep_their_contexts(
         logits_processors=[by_parity_of_the_length],
         **filters,
     )
-    options = {"tier": architecture.tier, "max_tokens": 40, "params": params}
+    options = {"capability": architecture.capability, "max_tokens": 40, "params": params}
     expected = plain(model, [7, 3, 9, 3], **options)
     outcome = run(model, [7, 3, 9, 3], HostileDrafter(expected, 64, 5, seed=1), **options)
     assert outcome.accepted > 0

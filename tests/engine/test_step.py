@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxspec.draft.drafter import Drafter, NoDraft, VerifiedStep
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
 from mlxspec.draft.tree import DraftTree
-from mlxspec.engine.capability import Tier
+from mlxspec.engine.capability import Capability
 from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.step import decode
@@ -78,8 +78,8 @@ class Oracle:
     def begin(self, prompt: list[int]) -> None:
         self._emitted = 0
 
-    def propose(self, budget: int) -> DraftTree:
-        return DraftTree.chain(0, self._truth[self._emitted : self._emitted + budget])
+    def propose(self, max_depth: int) -> DraftTree:
+        return DraftTree.chain(0, self._truth[self._emitted : self._emitted + max_depth])
 
     def observe(self, step: VerifiedStep) -> None:
         self._emitted += len(step.tokens)
@@ -178,7 +178,7 @@ def test_an_error_in_the_drafter_ends_it_and_leaves_the_cache_usable(
     stories: nn.Module,
 ) -> None:
     class Broken(Oracle):
-        def propose(self, budget: int) -> DraftTree:
+        def propose(self, max_depth: int) -> DraftTree:
             raise RuntimeError("no idea")
 
     drafter, target = Broken([]), new_target(stories)
@@ -275,8 +275,8 @@ class Moody(Oracle):
         super().__init__(truth)
         self.offered = 0
 
-    def propose(self, budget: int) -> DraftTree:
-        draft = super().propose(min(budget, 3)) if self._emitted % 7 > 4 else DraftTree.chain(0)
+    def propose(self, max_depth: int) -> DraftTree:
+        draft = super().propose(min(max_depth, 3)) if self._emitted % 7 > 4 else DraftTree.chain(0)
         self.offered += len(draft) > 1
         return draft
 
@@ -310,7 +310,7 @@ def test_steps_are_timed_by_their_rows(stories: nn.Module) -> None:
     times = StepTimes()
     steps = list(
         decode(
-            new_target(stories, Tier.CHAIN),
+            new_target(stories, Capability.CHAIN),
             PROMPT,
             PromptLookupDrafter(4),
             Chooser(SamplingParams()),

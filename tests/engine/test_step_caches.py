@@ -10,9 +10,9 @@ from mlxspec.engine.caches import (
     Snapshot,
     TreeKVCache,
     WindowKVCache,
-    can_be_cut,
     cut,
     for_steps,
+    is_trimmable,
     keep_rows,
     parts,
 )
@@ -60,9 +60,9 @@ def test_caches_in_lists_are_made_for_steps_too() -> None:
     assert isinstance(window, WindowKVCache)
     assert full.offset == 5
     assert mx.array_equal(full.keys, inner.keys)
-    assert not can_be_cut(state)
-    assert can_be_cut(full)
-    assert can_be_cut(window)
+    assert not is_trimmable(state)
+    assert is_trimmable(full)
+    assert is_trimmable(window)
 
 
 def test_each_cache_is_cut_by_itself() -> None:

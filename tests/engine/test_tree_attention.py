@@ -38,7 +38,7 @@ def test_each_node_sees_the_cache_and_its_ancestors_at_the_right_positions(confi
             expected = model(mx.array(in_a_row)[None], cache=make_prompt_cache(model))[0, -1]
             assert mx.max(mx.abs(logits[node] - expected)).item() < 1e-5
         # Whatever path is kept, decoding goes on as if nothing else had been there.
-        target.keep(nodes)
+        target.commit(nodes)
         goes_on = target.forward(mx.array([3]), DraftTree.chain(3))[-1]
         expected = model(mx.array([*in_a_row, 3])[None], cache=make_prompt_cache(model))[0, -1]
         assert mx.max(mx.abs(goes_on - expected)).item() < 1e-5

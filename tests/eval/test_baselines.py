@@ -24,8 +24,8 @@ def proposal(drafter: Drafter, text: Sequence[int], fed: int = 3) -> list[int]:
         pipelined, branching = False, drafter.branching
         begin, observe, end = drafter.begin, drafter.observe, drafter.end
 
-        def propose(self, budget: int):
-            known.append(drafter.propose(budget))
+        def propose(self, max_depth: int):
+            known.append(drafter.propose(max_depth))
             return type(known[-1]).chain(known[-1].tokens[0])
 
     replay(text[:-fed], [*text[-fed:], 0], Spy())

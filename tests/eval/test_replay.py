@@ -21,7 +21,7 @@ class Scripted:
     def begin(self, prompt: list[int]) -> None:
         self.last = prompt[-1]
 
-    def propose(self, budget: int) -> DraftTree:
+    def propose(self, max_depth: int) -> DraftTree:
         return self.trees.pop(0) if self.trees else DraftTree.chain(self.last)
 
     def observe(self, step: VerifiedStep) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import mlxspec
 from mlxspec import AutoDecoder
-from mlxspec.engine.capability import Tier
+from mlxspec.engine.capability import Capability
 from mlxspec.engine.costs import KeptCosts
 from mlxspec.eval.equality import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.plan.cost_file import CostCache, CostKey, KnownRange
@@ -139,6 +139,6 @@ def test_plain_steps_are_sought_where_the_text_has_none(decoder_with) -> None:
 
 def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(decoder_with) -> None:
     decoder = decoder_with(FLAT)
-    decoder.chain_tier = Tier.PLAIN
+    decoder.chain_capability = Capability.PLAIN
     *_, last = decoder.stream(PROMPT, 30)
     assert (last.stats.steps, last.stats.drafted) == (30, 0)

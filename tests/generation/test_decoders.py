@@ -178,7 +178,7 @@ def test_a_drafter_of_ones_own_can_be_passed(decoder: PromptLookupDecoder) -> No
         def begin(self, prompt: list[int]) -> None:
             self.last = prompt[-1]
 
-        def propose(self, budget: int) -> mlxspec.DraftTree:
+        def propose(self, max_depth: int) -> mlxspec.DraftTree:
             return mlxspec.DraftTree.from_branches(self.last, [[7, 8], [9], [7, 10]])
 
         def observe(self, step: mlxspec.VerifiedStep) -> None:

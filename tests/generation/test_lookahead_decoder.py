@@ -17,7 +17,7 @@ from mlxspec import (
     PromptLookupDrafter,
 )
 from mlxspec.draft.drafter import NoDraft
-from mlxspec.engine.capability import Tier
+from mlxspec.engine.capability import Capability
 from mlxspec.errors import OptionError, PromptError
 from mlxspec.eval.equality import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.plan.cost_file import CostCache, CostKey, KnownRange
@@ -90,7 +90,7 @@ def test_without_a_window_nothing_is_measured(make) -> None:
 def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(make, monkeypatch) -> None:
     for kind in (LookaheadDecoder, CombinedDecoder):
         decoder = make(kind)
-        decoder.chain_tier = Tier.PLAIN
+        decoder.chain_capability = Capability.PLAIN
         *_, last = decoder.stream(PROMPT, 20)
         assert (last.stats.steps, last.stats.drafted) == (20, 0)
 

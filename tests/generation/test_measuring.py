@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
 from mlxspec.engine.costs import KeptCosts
-from mlxspec.engine.target import Tier
+from mlxspec.engine.target import Capability
 from mlxspec.errors import MlxspecError
 from mlxspec.generation.decoder import MeasuredDecoder
 from mlxspec.generation.decoders import stream_with_draft_model
@@ -48,7 +48,7 @@ def test_a_first_generation_measures(unmeasured: MeasuredDecoder) -> None:
 def test_for_a_model_that_cannot_verify_drafts_nothing_is_measured(
     unmeasured: MeasuredDecoder,
 ) -> None:
-    unmeasured.chain_tier = Tier.PLAIN
+    unmeasured.chain_capability = Capability.PLAIN
     *_, last = unmeasured.stream("The river", 5)
     assert (last.stats.steps, last.stats.drafted) == (5, 0)
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from mlxspec.draft.drafter import VerifiedStep
 from mlxspec.draft.lookahead import NgramPool
-from mlxspec.draft.tree import DraftTree
-from mlxspec.engine.step import accept
+from mlxspec.draft.tree import DraftTree, accept
 from mlxspec.eval.replay import replay
 from mlxspec.plan.cost_curve import CostCurve
 from mlxspec.plan.lookahead_source import (

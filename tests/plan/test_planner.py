@@ -64,8 +64,8 @@ def test_the_budget_bounds_the_depth() -> None:
     text = noise(60, seed=6)
     drafter = PlannedDrafter(FLAT, branching=True)
     drafter.begin([*text, *text[:20]])
-    for budget in (0, 1, 3):
-        assert max(drafter.propose(budget).depths) <= budget
+    for max_depth in (0, 1, 3):
+        assert max(drafter.propose(max_depth).depths) <= max_depth
     drafter.end()
 
 

@@ -1,4 +1,4 @@
-"""The table of architectures and their tiers.
+"""The table of architectures and their capabilities.
 
 python -m tests.support.architecture_table > docs/architectures.md
 """
@@ -52,7 +52,7 @@ def row(architecture: Architecture, finding: Finding | None = None) -> str:
     caches = sorted({type(cache).__name__ for cache in parts(make_prompt_cache(model))})
     return (
         f"| {architecture.published} | `{architecture.model_type}` | {', '.join(caches)} "
-        f"| {finding.tier.value} | {finding.reason} |"
+        f"| {finding.capability.value} | {finding.reason} |"
     )
 
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
-from mlxspec.engine.capability import Tier
+from mlxspec.engine.capability import Capability
 from tests.support.architecture_settings import (
     COMPRESSED_DEEPSEEK,
     EXPERTS,
@@ -40,12 +40,12 @@ from tests.support.rarer_architectures import RARER, nested
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to build a small model, and the tier that it should have.
+    """How to build a small model, and the capability that it should have.
 
     ``published`` names models that people run; the README's table shows it.
     """
 
-    tier: Tier
+    capability: Capability
     model_type: str
     published: str
     config: dict[str, object] = field(default_factory=dict)
@@ -67,26 +67,26 @@ _LEFT_AS_THEY_ARE = ("embed", "wte", "conv", "lm_head", "gate.weight")
 
 
 ARCHITECTURES = {
-    "llama3": Architecture(Tier.TREE, "llama", "Llama 2 and 3", LLAMA_3_SCALING),
+    "llama3": Architecture(Capability.TREE, "llama", "Llama 2 and 3", LLAMA_3_SCALING),
     "mistral": Architecture(
-        Tier.TREE,
+        Capability.TREE,
         "llama",
         "Mistral 7B v0.1 with its window",
         {"sliding_window": WINDOW, "layer_types": SLIDING_LAYERS},
     ),
     "ministral3": Architecture(
-        Tier.CHAIN,
+        Capability.CHAIN,
         "ministral3",
         "Ministral 3",
         {**MINISTRAL_SCALING, "sliding_window": WINDOW, "layer_types": SLIDING_LAYERS},
     ),
     "mixtral": Architecture(
-        Tier.TREE, "mixtral", "Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}
+        Capability.TREE, "mixtral", "Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}
     ),
-    "qwen2": Architecture(Tier.TREE, "qwen2", "Qwen 2 and 2.5"),
-    "qwen3": Architecture(Tier.TREE, "qwen3", "Qwen 3", QWEN_3),
+    "qwen2": Architecture(Capability.TREE, "qwen2", "Qwen 2 and 2.5"),
+    "qwen3": Architecture(Capability.TREE, "qwen3", "Qwen 3", QWEN_3),
     "qwen3_moe": Architecture(
-        Tier.TREE,
+        Capability.TREE,
         "qwen3_moe",
         "Qwen 3 MoE",
         {
@@ -97,9 +97,11 @@ ARCHITECTURES = {
             "norm_topk_prob": True,
         },
     ),
-    "qwen3_next": Architecture(Tier.REPLAY, "qwen3_next", "Qwen 3 Next", EXPERTS | QWEN_LINEAR),
+    "qwen3_next": Architecture(
+        Capability.REPLAY, "qwen3_next", "Qwen 3 Next", EXPERTS | QWEN_LINEAR
+    ),
     "qwen3_5": Architecture(
-        Tier.REPLAY,
+        Capability.REPLAY,
         "qwen3_5",
         "Qwen 3.5",
         {
@@ -116,16 +118,19 @@ ARCHITECTURES = {
             }
         },
     ),
-    "gemma": Architecture(Tier.TREE, "gemma", "Gemma"),
-    "gemma2": Architecture(Tier.TREE, "gemma2", "Gemma 2"),
-    "gemma3": Architecture(Tier.TREE, "gemma3_text", "Gemma 3", SLIDING_GEMMA_3),
+    "gemma": Architecture(Capability.TREE, "gemma", "Gemma"),
+    "gemma2": Architecture(Capability.TREE, "gemma2", "Gemma 2"),
+    "gemma3": Architecture(Capability.TREE, "gemma3_text", "Gemma 3", SLIDING_GEMMA_3),
     "gemma3_images": Architecture(
-        Tier.TREE, "gemma3", "Gemma 3 (images and text)", nested("gemma3_text", **SLIDING_GEMMA_3)
+        Capability.TREE,
+        "gemma3",
+        "Gemma 3 (images and text)",
+        nested("gemma3_text", **SLIDING_GEMMA_3),
     ),
-    "gemma3n": Architecture(Tier.TREE, "gemma3n", "Gemma 3n", {"text_config": GEMMA_3N}),
-    "phi3": Architecture(Tier.TREE, "phi3", "Phi 3 and 4"),
+    "gemma3n": Architecture(Capability.TREE, "gemma3n", "Gemma 3n", {"text_config": GEMMA_3N}),
+    "phi3": Architecture(Capability.TREE, "phi3", "Phi 3 and 4"),
     "gpt_oss": Architecture(
-        Tier.TREE,
+        Capability.TREE,
         "gpt_oss",
         "gpt-oss",
         {
@@ -136,7 +141,7 @@ ARCHITECTURES = {
         },
     ),
     "deepseek_v2": Architecture(
-        Tier.TREE,
+        Capability.TREE,
         "deepseek_v2",
         "DeepSeek V2",
         {
@@ -145,30 +150,32 @@ ARCHITECTURES = {
             "rope_scaling": {"factor": 4, "original_max_position_embeddings": 8192},
         },
     ),
-    "deepseek_v3": Architecture(Tier.TREE, "deepseek_v3", "DeepSeek V3 and R1", LATENT_ATTENTION),
+    "deepseek_v3": Architecture(
+        Capability.TREE, "deepseek_v3", "DeepSeek V3 and R1", LATENT_ATTENTION
+    ),
     "deepseek_v32": Architecture(
-        Tier.TREE,
+        Capability.TREE,
         "deepseek_v32",
         "DeepSeek V3.2",
         {**LATENT_ATTENTION, "index_head_dim": 8, "index_n_heads": 4, "index_topk": 8},
     ),
-    "olmo2": Architecture(Tier.TREE, "olmo2", "OLMo 2"),
+    "olmo2": Architecture(Capability.TREE, "olmo2", "OLMo 2"),
     "olmo3": Architecture(
-        Tier.TREE,
+        Capability.TREE,
         "olmo3",
         "OLMo 3",
         {"sliding_window": WINDOW, "layer_types": SLIDING_LAYERS},
     ),
-    "granite": Architecture(Tier.TREE, "granite", "Granite 3 (dense)", GRANITE),
+    "granite": Architecture(Capability.TREE, "granite", "Granite 3 (dense)", GRANITE),
     "granitemoehybrid": Architecture(
-        Tier.REPLAY,
+        Capability.REPLAY,
         "granitemoehybrid",
         "Granite 4 (hybrid)",
         {**GRANITE, **MAMBA, "layer_types": ["mamba", "attention"]},
     ),
-    "smollm3": Architecture(Tier.TREE, "smollm3", "SmolLM 3"),
+    "smollm3": Architecture(Capability.TREE, "smollm3", "SmolLM 3"),
     "mamba": Architecture(
-        Tier.REPLAY,
+        Capability.REPLAY,
         "mamba",
         "Mamba",
         {
@@ -179,9 +186,9 @@ ARCHITECTURES = {
             "time_step_rank": 4,
         },
     ),
-    "mamba2": Architecture(Tier.REPLAY, "mamba2", "Mamba 2", MAMBA_2),
+    "mamba2": Architecture(Capability.REPLAY, "mamba2", "Mamba 2", MAMBA_2),
     "lfm2": Architecture(
-        Tier.REPLAY,
+        Capability.REPLAY,
         "lfm2",
         "LFM 2",
         {
@@ -197,7 +204,7 @@ ARCHITECTURES = {
         },
     ),
     "rwkv7": Architecture(
-        Tier.REPLAY,
+        Capability.REPLAY,
         "rwkv7",
         "RWKV 7",
         {
@@ -208,14 +215,16 @@ ARCHITECTURES = {
             "decay_low_rank_dim": 8,
         },
     ),
-    "cohere2": Architecture(Tier.TREE, "cohere2", "Command A, Command R7B", SLIDING_COHERE_2),
-    "llama4": Architecture(Tier.CHAIN, "llama4", "Llama 4", {"text_config": LLAMA_4}),
-    "gpt2": Architecture(Tier.CHAIN, "gpt2", "GPT-2", {**GPT_2, "n_ctx": 256, "n_positions": 256}),
+    "cohere2": Architecture(Capability.TREE, "cohere2", "Command A, Command R7B", SLIDING_COHERE_2),
+    "llama4": Architecture(Capability.CHAIN, "llama4", "Llama 4", {"text_config": LLAMA_4}),
+    "gpt2": Architecture(
+        Capability.CHAIN, "gpt2", "GPT-2", {**GPT_2, "n_ctx": 256, "n_positions": 256}
+    ),
     "glm4": Architecture(
-        Tier.TREE, "glm4", "GLM 4", {"attention_bias": False, "partial_rotary_factor": 0.5}
+        Capability.TREE, "glm4", "GLM 4", {"attention_bias": False, "partial_rotary_factor": 0.5}
     ),
     "exaone4": Architecture(
-        Tier.TREE,
+        Capability.TREE,
         "exaone4",
         "EXAONE 4",
         {
@@ -226,13 +235,13 @@ ARCHITECTURES = {
         },
     ),
     "falcon_h1": Architecture(
-        Tier.REPLAY,
+        Capability.REPLAY,
         "falcon_h1",
         "Falcon H1",
         {**MAMBA, "mamba_d_ssm": 64, "mamba_expand": 2, "mamba_chunk_size": 8},
     ),
     "recurrent_gemma": Architecture(
-        Tier.REPLAY,
+        Capability.REPLAY,
         "recurrent_gemma",
         "RecurrentGemma",
         {
@@ -243,21 +252,25 @@ ARCHITECTURES = {
             "block_types": ["recurrent", "attention"],
         },
     ),
-    "gemma4": Architecture(Tier.TREE, "gemma4_text", "Gemma 4", GEMMA_4),
+    "gemma4": Architecture(Capability.TREE, "gemma4_text", "Gemma 4", GEMMA_4),
     "gemma4_images": Architecture(
-        Tier.TREE, "gemma4", "Gemma 4 (images and text)", nested("gemma4_text", **GEMMA_4)
+        Capability.TREE, "gemma4", "Gemma 4 (images and text)", nested("gemma4_text", **GEMMA_4)
     ),
-    "deepseek_v41": Architecture(Tier.REPLAY, "deepseek_v41", "DeepSeek V4.1", COMPRESSED_DEEPSEEK),
-    "nemotron_h": Architecture(Tier.REPLAY, "nemotron_h", "Nemotron H and 3", HYBRID_NEMOTRON),
-    "jamba": Architecture(Tier.REPLAY, "jamba", "Jamba", HYBRID_JAMBA),
-    "kimi_linear": Architecture(Tier.REPLAY, "kimi_linear", "Kimi Linear", LINEAR_KIMI),
+    "deepseek_v41": Architecture(
+        Capability.REPLAY, "deepseek_v41", "DeepSeek V4.1", COMPRESSED_DEEPSEEK
+    ),
+    "nemotron_h": Architecture(
+        Capability.REPLAY, "nemotron_h", "Nemotron H and 3", HYBRID_NEMOTRON
+    ),
+    "jamba": Architecture(Capability.REPLAY, "jamba", "Jamba", HYBRID_JAMBA),
+    "kimi_linear": Architecture(Capability.REPLAY, "kimi_linear", "Kimi Linear", LINEAR_KIMI),
     "baichuan_m1": Architecture(
-        Tier.REPLAY,
+        Capability.REPLAY,
         "baichuan_m1",
         "Baichuan M1",
         {"sliding_window": WINDOW, "sliding_window_layers": [1], "conv_window": 2},
     ),
 } | {
-    model_type: Architecture(tier, model_type, published, config)
-    for model_type, (tier, published, config) in RARER.items()
+    model_type: Architecture(capability, model_type, published, config)
+    for model_type, (capability, published, config) in RARER.items()
 }

@@ -17,7 +17,7 @@ def demo() -> Decoder:
 
 
 def demo_decoder(kind: type[AnyDecoder], **options: object) -> AnyDecoder:
-    """A new decoder of this kind, without the 200 rows that it takes to find the tiers."""
+    """A new decoder of this kind, without the 200 rows that it takes to find the capabilities."""
     decoder = kind(demo().model, demo().tokenizer, **options)
-    decoder.tier, decoder.chain_tier = demo().tier, demo().chain_tier
+    decoder.capability, decoder.chain_capability = demo().capability, demo().chain_capability
     return decoder

@@ -40,7 +40,7 @@ class HostileDrafter:
     def begin(self, prompt: Sequence[int]) -> None:
         self._emitted = 0
 
-    def propose(self, budget: int) -> DraftTree:
+    def propose(self, max_depth: int) -> DraftTree:
         # The root is a lie too: the loop knows what was emitted last.
         branches = [self._branch() for _ in range(self._random.randint(0, 4))]
         return DraftTree.from_branches(
@@ -87,7 +87,7 @@ class PartlyRightDrafter:
     def begin(self, prompt: Sequence[int]) -> None:
         self._emitted = 0
 
-    def propose(self, budget: int) -> DraftTree:
+    def propose(self, max_depth: int) -> DraftTree:
         count = self._random.choice([0, 1, 2, 3]) if self.branching else 1
         return DraftTree.from_branches(0, [self._branch() for _ in range(count)])
 

@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from mlxspec.draft.drafter import Drafter, NoDraft
 from mlxspec.engine.caches import CacheOptions
-from mlxspec.engine.capability import Tier
+from mlxspec.engine.capability import Capability
 from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.step import decode
@@ -38,10 +38,10 @@ class Run:
 
 
 def new_target(
-    model: nn.Module, tier: Tier = Tier.TREE, cache: CacheOptions | None = None
+    model: nn.Module, capability: Capability = Capability.TREE, cache: CacheOptions | None = None
 ) -> Target:
     """The model with an empty cache."""
-    return target_for(model, tier, vocabulary_size(model), cache)
+    return target_for(model, capability, vocabulary_size(model), cache)
 
 
 def run(
@@ -52,11 +52,11 @@ def run(
     max_tokens: int,
     params: SamplingParams | None = None,
     stop_tokens: Collection[int] = (),
-    tier: Tier = Tier.TREE,
+    capability: Capability = Capability.TREE,
     cache: CacheOptions | None = None,
     keeps_logprobs: bool = True,
 ) -> Run:
-    target = new_target(model, tier, cache)
+    target = new_target(model, capability, cache)
     outcome = Run([], 0, 0, 0, 0, target, mx.zeros((0, target.vocab_size)))
     logprobs = []
     for step in decode(

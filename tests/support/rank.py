@@ -16,7 +16,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 from mlxspec.distributed import follower, leader, sharding
 from mlxspec.distributed.group import taking_part
 from mlxspec.distributed.launch import let_rank_0_speak
-from mlxspec.engine.capability import chain_tier
+from mlxspec.engine.capability import chain_capability
 from mlxspec.errors import LoadError
 from mlxspec.generation.decoder import Decoder
 from tests.support.architectures import ARCHITECTURES
@@ -48,10 +48,10 @@ def main() -> None:
 def replayed(rank_0: leader.Leader) -> dict[str, object]:
     """Output of a model that has no directory to be loaded from."""
     model, _ = rank_0.load(ARCHITECTURE)
-    tier = chain_tier(model)
+    capability = chain_capability(model)
     drafter = PartlyRightDrafter(json.loads(sys.argv[2]), 64, seed=1)
-    outcome = run(model, ARCHITECTURE_PROMPT, drafter, max_tokens=12, tier=tier)
-    return {"tier": tier.value, "tokens": outcome.tokens, "accepted": outcome.accepted}
+    outcome = run(model, ARCHITECTURE_PROMPT, drafter, max_tokens=12, capability=capability)
+    return {"tier": capability.value, "tokens": outcome.tokens, "accepted": outcome.accepted}
 
 
 def load_shard(name: str, group: mx.distributed.Group) -> tuple[nn.Module, Any]:

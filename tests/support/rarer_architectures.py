@@ -1,11 +1,11 @@
 """Settings of small models of the architectures that fewer people run.
 
-Each with the tier that it should have, and what is published with it.
+Each with the capability that it should have, and what is published with it.
 """
 
 from __future__ import annotations
 
-from mlxspec.engine.capability import Tier
+from mlxspec.engine.capability import Capability
 from tests.support.architecture_settings import (
     EXPERTS,
     GRANITE,
@@ -18,7 +18,7 @@ from tests.support.architecture_settings import (
 )
 from tests.support.random_models import COMMON, MINISTRAL_SCALING
 
-Rarer = dict[str, tuple[Tier, str, dict[str, object]]]
+Rarer = dict[str, tuple[Capability, str, dict[str, object]]]
 
 
 def nested(model_type: str, **config: object) -> dict[str, object]:
@@ -88,7 +88,7 @@ NAS_BLOCKS = [
 
 RARER: Rarer = {
     "Klear": (
-        Tier.TREE,
+        Capability.TREE,
         "Klear",
         {
             **EXPERTS,
@@ -100,7 +100,7 @@ RARER: Rarer = {
         },
     ),
     "afm7": (
-        Tier.TREE,
+        Capability.TREE,
         "Apple's foundation model (AFM 7)",
         {
             "hidden_dim": 32,
@@ -111,38 +111,38 @@ RARER: Rarer = {
         },
     ),
     "afmoe": (
-        Tier.TREE,
+        Capability.TREE,
         "Trinity (AFMoE)",
         {**EXPERTS, **SLIDING, "num_dense_layers": 1, "num_shared_experts": 1},
     ),
     "apertus": (
-        Tier.TREE,
+        Capability.TREE,
         "Apertus",
         {**NO_BIAS, "post_norm": False, "qk_norm": True, "tie_word_embeddings": False},
     ),
     "bailing_hybrid": (
-        Tier.REPLAY,
+        Capability.REPLAY,
         "Ling and Ring 2.5",
         {**EXPERTS, **SHARED_EXPERT, **GROUPS, **LATENT, **LINEAR_BAILING},
     ),
     "bailing_moe": (
-        Tier.TREE,
+        Capability.TREE,
         "Ling and Ring",
         {**EXPERTS, **SHARED_EXPERT, **GROUPS},
     ),
     "bailing_moe_linear": (
-        Tier.REPLAY,
+        Capability.REPLAY,
         "Ring Linear",
         {**EXPERTS, **SHARED_EXPERT, **GROUPS, **LINEAR_BAILING},
     ),
     "bailing_moe_v3": (
-        Tier.REPLAY,
+        Capability.REPLAY,
         "Ling 3",
         {**EXPERTS, **SHARED_EXPERT, **GROUPS, **LATENT, "layer_group_size": 2},
     ),
-    "cohere": (Tier.TREE, "Command R", {}),
+    "cohere": (Capability.TREE, "Command R", {}),
     "dbrx": (
-        Tier.TREE,
+        Capability.TREE,
         "DBRX",
         {
             "d_model": 32,
@@ -152,11 +152,15 @@ RARER: Rarer = {
             "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
         },
     ),
-    "deepseek": (Tier.TREE, "DeepSeek MoE", ROUTED_EXPERTS),
-    "dots1": (Tier.TREE, "dots.llm1", {**ROUTED_EXPERTS, **GROUPS, "scoring_func": "noaux_tc"}),
-    "ernie4_5": (Tier.TREE, "ERNIE 4.5", {"use_bias": False, **TIED}),
+    "deepseek": (Capability.TREE, "DeepSeek MoE", ROUTED_EXPERTS),
+    "dots1": (
+        Capability.TREE,
+        "dots.llm1",
+        {**ROUTED_EXPERTS, **GROUPS, "scoring_func": "noaux_tc"},
+    ),
+    "ernie4_5": (Capability.TREE, "ERNIE 4.5", {"use_bias": False, **TIED}),
     "ernie4_5_moe": (
-        Tier.TREE,
+        Capability.TREE,
         "ERNIE 4.5 MoE",
         {
             "use_bias": False,
@@ -168,14 +172,14 @@ RARER: Rarer = {
             "moe_layer_start_index": 1,
         },
     ),
-    "exaone": (Tier.TREE, "EXAONE 3", {"num_layers": 2, "layer_norm_epsilon": 1e-5}),
+    "exaone": (Capability.TREE, "EXAONE 3", {"num_layers": 2, "layer_norm_epsilon": 1e-5}),
     "exaone_moe": (
-        Tier.TREE,
+        Capability.TREE,
         "K-EXAONE",
         {**EXPERTS, **SLIDING, "num_shared_experts": 1, "is_moe_layer": [False, True]},
     ),
     "gear": (
-        Tier.REPLAY,
+        Capability.REPLAY,
         "Gear",
         {
             "num_hidden_layers": 3,
@@ -183,9 +187,9 @@ RARER: Rarer = {
             "layer_types": ["conv_mixer", *SLIDING_LAYERS],
         },
     ),
-    "glm": (Tier.TREE, "GLM 4 (9B of 2024)", {}),
+    "glm": (Capability.TREE, "GLM 4 (9B of 2024)", {}),
     "glm4_moe": (
-        Tier.TREE,
+        Capability.TREE,
         "GLM 4.5 to 4.7",
         {
             **ROUTED_EXPERTS,
@@ -197,9 +201,9 @@ RARER: Rarer = {
             "partial_rotary_factor": 0.5,
         },
     ),
-    "glm4_moe_lite": (Tier.TREE, "GLM 4.7 Flash", {**ROUTED_EXPERTS, **GROUPS, **LATENT}),
+    "glm4_moe_lite": (Capability.TREE, "GLM 4.7 Flash", {**ROUTED_EXPERTS, **GROUPS, **LATENT}),
     "glm_moe_dsa": (
-        Tier.TREE,
+        Capability.TREE,
         "GLM 5",
         {
             **ROUTED_EXPERTS,
@@ -214,7 +218,7 @@ RARER: Rarer = {
         },
     ),
     "gpt_bigcode": (
-        Tier.CHAIN,
+        Capability.CHAIN,
         "StarCoder",
         {
             "n_embd": 32,
@@ -226,23 +230,23 @@ RARER: Rarer = {
         },
     ),
     "gpt_neox": (
-        Tier.TREE,
+        Capability.TREE,
         "Pythia, GPT-NeoX",
         {"layer_norm_eps": 1e-5, "rotary_emb_base": 10000, "rotary_pct": 0.5},
     ),
     "gptj": (
-        Tier.TREE,
+        Capability.TREE,
         "GPT-J",
         {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4, "n_positions": 256},
     ),
     "granitemoe": (
-        Tier.TREE,
+        Capability.TREE,
         "Granite 3 MoE",
         {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
-    "helium": (Tier.TREE, "Helium", {**NO_BIAS, **TIED}),
+    "helium": (Capability.TREE, "Helium", {**NO_BIAS, **TIED}),
     "hunyuan": (
-        Tier.TREE,
+        Capability.TREE,
         "Hunyuan Large, A13B",
         {
             "attention_bias": False,
@@ -257,24 +261,24 @@ RARER: Rarer = {
         },
     ),
     "hunyuan_v1_dense": (
-        Tier.TREE,
+        Capability.TREE,
         "Hunyuan (dense)",
         {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
     ),
     "internlm2": (
-        Tier.CHAIN,
+        Capability.CHAIN,
         "InternLM 2 and 2.5",
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
     ),
     "internlm3": (
-        Tier.CHAIN,
+        Capability.CHAIN,
         "InternLM 3",
         {"rope_scaling": {"rope_type": "dynamic", "factor": 6.0}},
     ),
-    "iquestloopcoder": (Tier.TREE, "IQuest LoopCoder", {"loop_window_size": WINDOW}),
-    "kimi_k25": (Tier.TREE, "Kimi K2.5", nested("deepseek_v3", **LATENT_ATTENTION)),
+    "iquestloopcoder": (Capability.TREE, "IQuest LoopCoder", {"loop_window_size": WINDOW}),
+    "kimi_k25": (Capability.TREE, "Kimi K2.5", nested("deepseek_v3", **LATENT_ATTENTION)),
     "kimi_k3": (
-        Tier.REPLAY,
+        Capability.REPLAY,
         "Kimi K3",
         nested(
             "kimi_linear",
@@ -286,9 +290,9 @@ RARER: Rarer = {
             q_lora_rank=16,
         ),
     ),
-    "kimi_vl": (Tier.TREE, "Kimi VL", nested("deepseek_v3", **LATENT_ATTENTION)),
+    "kimi_vl": (Capability.TREE, "Kimi VL", nested("deepseek_v3", **LATENT_ATTENTION)),
     "laguna": (
-        Tier.TREE,
+        Capability.TREE,
         "Laguna",
         {
             **EXPERTS,
@@ -298,7 +302,7 @@ RARER: Rarer = {
         },
     ),
     "lfm2-vl": (
-        Tier.REPLAY,
+        Capability.REPLAY,
         "LFM 2 VL",
         nested(
             "lfm2",
@@ -314,7 +318,7 @@ RARER: Rarer = {
         ),
     ),
     "lfm2_moe": (
-        Tier.REPLAY,
+        Capability.REPLAY,
         "LFM 2 MoE",
         {
             **EXPERTS,
@@ -328,7 +332,7 @@ RARER: Rarer = {
         },
     ),
     "lille-130m": (
-        Tier.TREE,
+        Capability.TREE,
         "Lille 130M",
         {
             "block_size": 512,
@@ -340,24 +344,24 @@ RARER: Rarer = {
         },
     ),
     "llama4_text": (
-        Tier.TREE,
+        Capability.TREE,
         "MobileLLM R1",
         {"intermediate_size_mlp": 64, **TIED, "no_rope_layers": [1, 0], "use_qk_norm": True},
     ),
-    "longcat_flash": (Tier.TREE, "LongCat Flash", LONGCAT),
+    "longcat_flash": (Capability.TREE, "LongCat Flash", LONGCAT),
     "longcat_flash_ngram": (
-        Tier.REPLAY,
+        Capability.REPLAY,
         "LongCat Flash Lite (n-grams)",
         {**LONGCAT, "ngram_vocab_size_ratio": 4, "emb_neighbor_num": 3, "emb_split_num": 2},
     ),
     "mellum": (
-        Tier.TREE,
+        Capability.TREE,
         "Mellum 2",
         {**EXPERTS, **SLIDING, **TIED, "norm_topk_prob": True, "rope_parameters": DEFAULT_ROPE},
     ),
-    "mimo": (Tier.TREE, "MiMo", {}),
+    "mimo": (Capability.TREE, "MiMo", {}),
     "mimo_v2_flash": (
-        Tier.TREE,
+        Capability.TREE,
         "MiMo V2 Flash",
         {
             **ROUTED_EXPERTS,
@@ -380,12 +384,12 @@ RARER: Rarer = {
         },
     ),
     "minicpm": (
-        Tier.TREE,
+        Capability.TREE,
         "MiniCPM 1 and 2",
         {"dim_model_base": 16, "scale_depth": 1.4, "scale_emb": 2.0},
     ),
     "minicpm3": (
-        Tier.TREE,
+        Capability.TREE,
         "MiniCPM 3",
         {
             **LATENT,
@@ -401,7 +405,7 @@ RARER: Rarer = {
         },
     ),
     "minimax": (
-        Tier.TREE,
+        Capability.TREE,
         "MiniMax M2",
         {
             "num_experts_per_tok": 2,
@@ -411,7 +415,7 @@ RARER: Rarer = {
         },
     ),
     "minimax_m3_vl": (
-        Tier.CHAIN,
+        Capability.CHAIN,
         "MiniMax M3",
         nested(
             "minimax_m3",
@@ -431,26 +435,30 @@ RARER: Rarer = {
         ),
     ),
     "mistral3": (
-        Tier.CHAIN,
+        Capability.CHAIN,
         "Mistral Small 3, Ministral 3 (images and text)",
         nested("ministral3", **MINISTRAL_SCALING, **SLIDING),
     ),
     "mistral4": (
-        Tier.CHAIN,
+        Capability.CHAIN,
         "Mistral 4",
         {**ROUTED_EXPERTS, **GROUPS, **LATENT, **MINISTRAL_SCALING},
     ),
-    "muse_glimmer": (Tier.TREE, "Muse Glimmer", MUSE),
-    "nanbeige": (Tier.TREE, "Nanbeige 4", {}),
-    "nanochat": (Tier.CHAIN, "nanochat", {}),
-    "nemotron": (Tier.TREE, "Nemotron 4, Minitron", {"hidden_act": "relu2", "norm_eps": 1e-5}),
+    "muse_glimmer": (Capability.TREE, "Muse Glimmer", MUSE),
+    "nanbeige": (Capability.TREE, "Nanbeige 4", {}),
+    "nanochat": (Capability.CHAIN, "nanochat", {}),
+    "nemotron": (
+        Capability.TREE,
+        "Nemotron 4, Minitron",
+        {"hidden_act": "relu2", "norm_eps": 1e-5},
+    ),
     "nemotron-nas": (
-        Tier.TREE,
+        Capability.TREE,
         "Nemotron Super and Ultra",
         {"num_hidden_layers": 3, "block_configs": NAS_BLOCKS},
     ),
     "olmo_hybrid": (
-        Tier.REPLAY,
+        Capability.REPLAY,
         "OLMo Hybrid",
         {
             **QWEN_LINEAR,
@@ -461,9 +469,9 @@ RARER: Rarer = {
             "layer_types": ["linear_attention", "full_attention"],
         },
     ),
-    "olmoe": (Tier.TREE, "OLMoE", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": (Capability.TREE, "OLMoE", {"num_experts": 4, "num_experts_per_tok": 2}),
     "openelm": (
-        Tier.TREE,
+        Capability.TREE,
         "OpenELM",
         {
             "num_transformer_layers": 2,
@@ -474,9 +482,9 @@ RARER: Rarer = {
             "ffn_multipliers": [1.0, 2.0],
         },
     ),
-    "phi": (Tier.TREE, "Phi 1.5 and 2", {"partial_rotary_factor": 0.5}),
+    "phi": (Capability.TREE, "Phi 1.5 and 2", {"partial_rotary_factor": 0.5}),
     "phi3small": (
-        Tier.PLAIN,
+        Capability.PLAIN,
         "Phi 3 small",
         {
             "hidden_size": 16,
@@ -491,7 +499,7 @@ RARER: Rarer = {
         },
     ),
     "phimoe": (
-        Tier.TREE,
+        Capability.TREE,
         "Phi 3.5 MoE",
         {
             "num_local_experts": 4,
@@ -505,14 +513,14 @@ RARER: Rarer = {
         },
     ),
     "phixtral": (
-        Tier.TREE,
+        Capability.TREE,
         "Phixtral",
         {"num_vocab": 64, "model_dim": 32, "num_heads": 4, "num_layers": 2, "rotary_dim": 4},
     ),
-    "pixtral": (Tier.TREE, "Pixtral", nested("llama")),
-    "plamo": (Tier.TREE, "PLaMo", {"n_shared_head": 2}),
+    "pixtral": (Capability.TREE, "Pixtral", nested("llama")),
+    "plamo": (Capability.TREE, "PLaMo", {"n_shared_head": 2}),
     "plamo2": (
-        Tier.REPLAY,
+        Capability.REPLAY,
         "PLaMo 2",
         {
             "hidden_size_per_head": 8,
@@ -524,25 +532,25 @@ RARER: Rarer = {
         },
     ),
     "plamo3": (
-        Tier.TREE,
+        Capability.TREE,
         "PLaMo 3",
         {"window_size": WINDOW, "sliding_window": WINDOW, "sliding_window_pattern": 2},
     ),
-    "qwen": (Tier.TREE, "Qwen 1", {"kv_channels": 8, "intermediate_size": 128}),
+    "qwen": (Capability.TREE, "Qwen 1", {"kv_channels": 8, "intermediate_size": 128}),
     "qwen2_moe": (
-        Tier.TREE,
+        Capability.TREE,
         "Qwen 1.5 and 2 MoE",
         {**EXPERTS, "shared_expert_intermediate_size": 16},
     ),
-    "qwen2_vl": (Tier.TREE, "Qwen 2 and 2.5 VL", nested("qwen2")),
+    "qwen2_vl": (Capability.TREE, "Qwen 2 and 2.5 VL", nested("qwen2")),
     "qwen3_5_moe": (
-        Tier.REPLAY,
+        Capability.REPLAY,
         "Qwen 3.5 MoE",
         nested("qwen3_5_moe_text", **EXPERTS, **QWEN_LINEAR),
     ),
-    "qwen3_vl": (Tier.TREE, "Qwen 3 VL", nested("qwen3", **QWEN_3)),
+    "qwen3_vl": (Capability.TREE, "Qwen 3 VL", nested("qwen3", **QWEN_3)),
     "qwen3_vl_moe": (
-        Tier.TREE,
+        Capability.TREE,
         "Qwen 3 VL MoE",
         nested(
             "qwen3_moe",
@@ -553,25 +561,25 @@ RARER: Rarer = {
             norm_topk_prob=True,
         ),
     ),
-    "seed_oss": (Tier.TREE, "Seed OSS", {}),
+    "seed_oss": (Capability.TREE, "Seed OSS", {}),
     "solar_open": (
-        Tier.TREE,
+        Capability.TREE,
         "Solar Open",
         {**ROUTED_EXPERTS, **GROUPS, "tie_word_embeddings": False, "partial_rotary_factor": 1.0},
     ),
     "spark2_5": (
-        Tier.TREE,
+        Capability.TREE,
         "Spark 2.5",
         {**SLIDING, "rope_parameters": DEFAULT_ROPE},
     ),
     "stablelm": (
-        Tier.TREE,
+        Capability.TREE,
         "StableLM",
         {"use_qkv_bias": True, "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5},
     ),
-    "starcoder2": (Tier.TREE, "StarCoder 2", {}),
+    "starcoder2": (Capability.TREE, "StarCoder 2", {}),
     "step3p5": (
-        Tier.TREE,
+        Capability.TREE,
         "Step 3.5",
         {
             **SLIDING,
@@ -583,9 +591,9 @@ RARER: Rarer = {
             "moe_layers_enum": "1",
         },
     ),
-    "talkie": (Tier.TREE, "Talkie", {}),
-    "telechat3": (Tier.TREE, "TeleChat 3", {}),
-    "youtu_llm": (Tier.TREE, "Youtu LLM", LATENT),
+    "talkie": (Capability.TREE, "Talkie", {}),
+    "telechat3": (Capability.TREE, "TeleChat 3", {}),
+    "youtu_llm": (Capability.TREE, "Youtu LLM", LATENT),
 }
 
 NOT_TRIED = {
