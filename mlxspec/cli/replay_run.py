@@ -16,7 +16,8 @@ from ..eval.page import check_report, write_report
 from ..eval.replay import load_trace_tokenizer, read_curve, read_workload
 from ..eval.replay_page import Comparison, replay_page, verdict
 from ..eval.replay_report import ReplayReport
-from ..plan.cost_curve import CostCurve, chip_curve, chip_names, chip_source
+from ..plan.chips import chip_curve, chip_names, chip_source
+from ..plan.cost_curve import CostCurve
 from .consoles import error_console
 from .folding_table import FoldingTable
 from .measuring_progress import MeasuringProgress

@@ -14,12 +14,15 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.generate import stream_generate as stream_generate_plainly
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..engine.draft_model import DraftModelDrafter, check_vocabularies
+from ..engine.prompt_cache import fitting_caches
 from ..engine.target import Progress
 from ..errors import OptionError
-from ..generation.decoder import Prompt
-from ..generation.decoders import AutoDecoder, stream_with_draft_model
+from ..generation.decoder import DraftCaches, Prompt
+from ..generation.decoders import AutoDecoder
 from ..generation.options import GenerationOptions
 from ..generation.response import GenerationResponse, SpeculationStats
 from ..generation.text import Detokenizer
@@ -131,15 +134,38 @@ def stream_generate(
     if prompt_progress_callback is not None:
         options["on_progress"] = _one_more(prompt_progress_callback)
     if draft_model is None:
-        responses = decoder.stream(prompt, max_tokens, **options)
-    else:
-        options.pop("max_kv_size", None)
-        responses = stream_with_draft_model(
-            decoder, draft_model, prompt, max_tokens, num_draft_tokens, **options
-        )
-    if prompt_progress_callback is None:
-        return responses
-    return _telling_the_end(responses, prompt_progress_callback)
+        return decoder.stream(prompt, max_tokens, **options)
+    options.pop("max_kv_size", None)
+    return stream_with_draft_model(
+        decoder, draft_model, prompt, max_tokens, num_draft_tokens, **options
+    )
+
+
+def stream_with_draft_model(
+    decoder: AutoDecoder,
+    draft_model: nn.Module,
+    prompt: Prompt,
+    max_tokens: int,
+    num_draft_tokens: int = 2,
+    **options: Unpack[GenerationOptions],
+) -> Generator[GenerationResponse, None, None]:
+    """Draft from text that repeats where that pays, and with a small model elsewhere.
+
+    In ``prompt_cache`` the draft model's caches may follow the target's, as with mlx-lm.
+    """
+    check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
+    both = options.get("prompt_cache") or []
+    drafts_cache = both[len(make_prompt_cache(decoder.model)) :] or None
+    if drafts_cache is not None:
+        fitting_caches(drafts_cache, draft_model)
+    drafter = DraftModelDrafter(draft_model, num_draft_tokens, drafts_cache)
+    return decoder._generate(
+        prompt,
+        max_tokens,
+        options,
+        lambda session: decoder.look_ups_beside(session, drafter),
+        lambda owner, tokens: DraftCaches(owner, drafter, tokens) if drafter.loan else owner,
+    )
 
 
 class _KeptDecoder(AutoDecoder):
@@ -203,21 +229,13 @@ def plainly(*args: Any, **options: Any) -> Generator[GenerationResponse, None, N
 
 def _one_more(callback: Progress) -> Progress:
     """mlx-lm counts the prompt's last token too, which belongs to the first step here."""
-    return lambda done, total: callback(done, total + 1)
 
+    def progress(done: int, total: int) -> None:
+        callback(done, total + 1)
+        if done == total:
+            callback(total + 1, total + 1)
 
-def _telling_the_end(
-    responses: Generator[GenerationResponse, None, None], callback: Progress
-) -> Generator[GenerationResponse, None, None]:
-    """Tell the callback that the whole prompt is done once the first token is there."""
-    try:
-        for response in responses:
-            if response.generation_tokens == 1:
-                run = response.prompt_tokens - response.reused_tokens
-                callback(run, run)
-            yield response
-    finally:
-        responses.close()
+    return progress
 
 
 def _figures(last: GenerationResponse) -> str:

@@ -140,8 +140,8 @@ class Planned:
         return getattr(last, "stats", None)
 
     def predicted_speed(self) -> float:
-        # Nothing is foreseen for a model that can only decode plainly.
-        return self._emitted / (self._decoder.foreseen_cost or self._emitted)
+        # Nothing is predicted for a model that can only decode plainly.
+        return self._emitted / (self._decoder.predicted_cost or self._emitted)
 
 
 class MlxLm:

@@ -11,14 +11,13 @@ from ..draft.prompt_lookup import NgramIndex, PromptLookupDrafter
 from ..draft.tree import DraftTree
 
 
-class FullDraftLookup:
+class FullDraftLookup(Drafter):
     """The earliest match that ``n_draft`` tokens follow, of the longest n-gram that has one.
 
     The rule of ``find_candidate_pred_tokens`` in apoorvumang/prompt-lookup-decoding and of
     Spec-Bench's PLD (n = 3 to 1, 10 tokens).
     """
 
-    pipelined = False
     branching = False
 
     def __init__(self, n_draft: int = 10, ngram_max: int = 3) -> None:
@@ -48,14 +47,13 @@ class FullDraftLookup:
         self._last = tokens[-1]
 
 
-class NgramSimple:
+class NgramSimple(Drafter):
     """Drafts what followed the newest earlier occurrence of the last 12 tokens, up to 48.
 
     The rule of ``--spec-type ngram-simple`` (common/ngram-map.cpp) with llama.cpp's defaults:
     nothing is drafted when fewer tokens than the n-gram has could be.
     """
 
-    pipelined = False
     branching = False
 
     def __init__(self, size_n: int = 12, size_m: int = 48) -> None:
@@ -98,7 +96,7 @@ class _Draft(NamedTuple):
     parents: list[int]
 
 
-class SuffixDecoding:
+class SuffixDecoding(Drafter):
     """The most frequent continuation of some suffix of the text, over prompt and output.
 
     Each match length gives a draft of at most ``max_spec_factor`` times as many tokens; a
@@ -114,8 +112,6 @@ class SuffixDecoding:
         min_token_prob: the least probable token that is drafted.
         max_depth: matched and drafted tokens together.
     """
-
-    pipelined = False
 
     def __init__(
         self,
@@ -226,7 +222,7 @@ class SuffixDecoding:
 _Tokens = tuple[int, ...]
 
 
-class TensorRTPool:
+class TensorRTPool(Drafter):
     """A pool from n-grams to the drafts that followed them.
 
     The rules of ``NGramPoolManager`` and of ``PLDPool`` in TensorRT-LLM's
@@ -241,7 +237,6 @@ class TensorRTPool:
         is_use_oldest: propose the oldest draft kept, not the newest.
     """
 
-    pipelined = False
     branching = False
 
     def __init__(

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from ..draft.context_index import OutputMemory
 from ..draft.drafter import Drafter
 from ..errors import OptionError
-from ..plan.cost_curve import CostCurve
-from ..plan.planner import PlannedDrafter
-from ..plan.policy import Guard, trees_pay
+from ..plan.cost_curve import CostCurve, FixedCosts
+from ..plan.planner import Planner
+from ..plan.policy import trees_pay
+from ..plan.suffix_source import SuffixSource
 from .baselines import POLICIES
 from .hindsight import Hindsight
 from .replay import ReplayedCompletion, Workload, replay
@@ -113,6 +114,8 @@ def _costed(name: str, curve: CostCurve, classes: bytes) -> _Maker:
             completion.output, curve, branching=branching, token_classes=classes
         )
     memory = OutputMemory() if name == _AUTO_MEMORY else None
-    return lambda completion: PlannedDrafter(
-        curve, branching=branching, guard=Guard(), memory=memory, token_classes=classes
+    return lambda completion: Planner(
+        FixedCosts(curve),
+        [SuffixSource(memory=memory, token_classes=classes)],
+        branching=branching,
     )

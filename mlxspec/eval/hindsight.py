@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..draft.drafter import VerifiedStep
+from ..draft.drafter import Drafter, VerifiedStep
 from ..draft.suffix_index import SuffixIndex
 from ..draft.tree import DraftTree
 from ..plan.cost_curve import CostCurve
-from ..plan.p_accept import HazardModel
-from ..plan.planner import CHILDREN
-from ..plan.suffix_source import CandidateTree
+from ..plan.p_accept import AcceptanceModel
+from ..plan.suffix_source import SuffixCandidates
 from .replay import verify
 
 
-class Hindsight:
+class Hindsight(Drafter):
     """Verifies as many of the planner's candidates as turn out to pay best.
 
     The candidates and their order are the planner's. Of their first 0, 1, 2, … those are
@@ -28,8 +27,6 @@ class Hindsight:
         token_classes: see :func:`mlxspec.plan.p_accept.token_classes`.
     """
 
-    pipelined = False
-
     def __init__(
         self,
         output: Sequence[int],
@@ -41,26 +38,26 @@ class Hindsight:
         self.branching = branching
         self._output = output
         self._curve = curve
-        self._hazards = HazardModel(token_classes)
-        self._no_least_reach = [0.0] * curve.widest
+        self._acceptance = AcceptanceModel(token_classes)
+        self._any_p = [0.0] * curve.widest
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._text = SuffixIndex(prompt)
-        self._hazards.begin(memory_end=0)
+        self._acceptance.begin(memory_end=0)
         self._done = 0
 
     def propose(self, max_depth: int) -> DraftTree:
         following = self._output[self._done : self._done + self._curve.widest]
-        self._hazards.refresh()
-        self._candidates = CandidateTree(
+        self._acceptance.refresh()
+        self._candidates = SuffixCandidates(
             self._text,
-            self._hazards,
+            self._acceptance,
             max_nodes=self._curve.widest - 1,
             max_depth=min(max_depth, len(following)),
-            branching=CHILDREN if self.branching else 1,
-            least_reach=self._no_least_reach,  # what is improbable may turn out to be right
+            branching=self.branching,
+            least_p=self._any_p,  # what is improbable may turn out to be right
         )
-        everything = self._candidates.draft(len(self._candidates.reach))
+        everything = self._candidates.draft(len(self._candidates.p_reached))
         return self._candidates.draft(self._best_width(verify(everything, following).accepted))
 
     def observe(self, step: VerifiedStep) -> None:

@@ -5,7 +5,7 @@ import random
 from mlxspec.eval.hindsight import Hindsight
 from mlxspec.eval.replay import replay
 from mlxspec.plan.cost_curve import CostCurve
-from mlxspec.plan.planner import PlannedDrafter
+from tests.support.planners import suffix_planner
 
 FLAT = CostCurve([(1, 1), (16, 1)])
 PROMPT = [1, 2, 3, 4, 5, 9, 1]
@@ -53,7 +53,7 @@ def test_emits_no_less_per_time_than_the_planner_in_any_step() -> None:
         text = [source.randrange(4) for _ in range(60)]
         prompt, output = text[:40], text[40:]
         known = Hindsight(output, curve, branching=False)
-        planned = PlannedDrafter(curve, branching=False)
+        planned = suffix_planner(curve, branching=False)
         emitted_per_time = []
         for drafter in (known, planned):
             drafter.begin(prompt)

@@ -9,10 +9,9 @@ from mlxspec.eval.baselines import POLICIES
 from mlxspec.eval.replay import replay
 from mlxspec.eval.replay_report import report
 from mlxspec.eval.traces import Completion, read_traces, render
-from mlxspec.plan.cost_curve import chip_curve
+from mlxspec.plan.chips import chip_curve
 from mlxspec.plan.p_accept import token_classes
-from mlxspec.plan.planner import PlannedDrafter
-from mlxspec.plan.policy import Guard
+from tests.support.planners import suffix_planner
 
 # Tokens per step of classic prompt lookup (n = 3 to 1, 10 tokens), measured with another
 # program on the same outputs. On all of Spec-Bench that program finds 1.742; Spec-Bench's
@@ -62,10 +61,9 @@ def test_the_planner_is_as_fast_as_measured_elsewhere_and_never_slow(
 ) -> None:
     pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
     curve = chip_curve(chip)
-    drafter = PlannedDrafter(
+    drafter = suffix_planner(
         curve,
         branching=branching,
-        guard=Guard(),
         token_classes=token_classes(pieces, special={0, 1, 2}),
     )
     replayed = [(c.category, replay(c.prompt, c.output, drafter)) for c in completions]
