@@ -1,9 +1,10 @@
-"""JSON lines, and conversations logged in them, as other programs write them."""
+"""JSON lines, and the conversations that other programs log in them."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,20 @@ def load_json(text: str | bytes) -> Any:
         whole = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()
         value = json.loads(whole)
     return value
+
+
+def json_lines(lines: Iterable[str | bytes]) -> Iterator[tuple[int, Any]]:
+    """The number, from 1, and the value of each line that is not blank.
+
+    The value of a line that is no JSON, or nested too deeply, is None. Lines end with a line feed
+    alone: U+2028, at which ``str.splitlines`` divides too, may stand within a JSON string.
+    """
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield number, load_json(line)
+            except (ValueError, RecursionError):
+                yield number, None
 
 
 @dataclass(frozen=True)
