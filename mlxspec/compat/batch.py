@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +22,6 @@ from ..engine.target import Capability
 from ..errors import OptionError
 from ..generation.decoders import AutoDecoder
 from ..generation.options import GenerationOptions, check_options, prompt_ids
-from ..generation.response import GenerationResponse
 from .generation import decoder_of
 
 if TYPE_CHECKING:
@@ -138,27 +137,64 @@ def _one_by_one(
     return_logprobs: bool = False,
     **options: Any,
 ) -> BatchResponse:
-    answers = _Answers(len(prompts), verbose)
+    """Answer the prompts with speculation; ``options`` are those of ``decoder.stream``."""
     caches: list[list[Any]] = []
-    for prompt, lent, budget in zip(prompts, prompt_caches, budgets, strict=True):
+    tokens: list[list[int]] = [[] for _ in prompts]
+    logprobs: list[list[float]] = [[] for _ in prompts]
+    stats, drafted, accepted = BatchStats(), 0, 0
+    ends = decoder.tokenizer.eos_token_ids
+    started = time.perf_counter()
+    for index, (prompt, lent, budget) in enumerate(
+        zip(prompts, prompt_caches, budgets, strict=True)
+    ):
+        _show_progress(index, len(prompts), verbose)
         cache = copy.deepcopy(lent)
         if cache is None and return_prompt_caches:
             cache = make_prompt_cache(decoder.model, options.get("max_kv_size"))
         if cache is not None:
             caches.append(cache)
-        answers.take(
-            decoder.stream(prompt, budget, prompt_cache=cache, **options),
-            decoder.tokenizer.eos_token_ids,
-            return_logprobs,
+        responses = decoder.stream(prompt, budget, prompt_cache=cache, **options)
+        prefill = time.perf_counter()
+        for response in responses:
+            if response.generation_tokens == 1:
+                first = time.perf_counter()
+            if response.token not in ends:
+                tokens[index].append(response.token)
+                if return_logprobs:
+                    logprobs[index].append(response.token_logprobs().logprob)
+        stats += BatchStats(
+            prompt_tokens=response.prompt_tokens,
+            prompt_time=first - prefill,
+            generation_tokens=response.generation_tokens,
+            generation_steps=response.stats.steps,
+            decode_time=time.perf_counter() - first,
+            peak_memory=response.peak_memory,
         )
-    answers.finish()
+        drafted += response.stats.drafted
+        accepted += response.stats.accepted
+    stats.wall_time = time.perf_counter() - started
+    if verbose:
+        _show_progress(len(prompts), len(prompts), verbose)
+        print(
+            f"\n{_LABEL} Prompt: {stats.prompt_tokens} tokens, "
+            f"{stats.prompt_tps:.3f} tokens-per-sec\n"
+            f"{_LABEL} Generation: {stats.generation_tokens} tokens, "
+            f"{stats.generation_tps:.3f} tokens-per-sec\n"
+            f"{_LABEL} Speculation: {accepted} of {drafted} draft tokens accepted\n"
+            f"{_LABEL} Peak memory: {stats.peak_memory:.3f} GB"
+        )
     return BatchResponse(
-        texts=[decoder.tokenizer.decode(tokens) for tokens in answers.tokens],
-        stats=answers.stats,
+        texts=[decoder.tokenizer.decode(answer) for answer in tokens],
+        stats=stats,
         caches=caches if return_prompt_caches else None,
-        token_ids=answers.tokens if return_token_ids else None,
-        logprobs=answers.logprobs if return_logprobs else None,
+        token_ids=tokens if return_token_ids else None,
+        logprobs=logprobs if return_logprobs else None,
     )
+
+
+def _show_progress(done: int, count: int, verbose: bool) -> None:
+    if verbose:
+        print(f"{_LABEL} Finished processing {done}/{count} ...", end="\r", flush=True)
 
 
 def _can_be_batched(model: nn.Module, caches: Sequence[list[Any]]) -> bool:
@@ -184,73 +220,3 @@ def _batch_pays(decoder: AutoDecoder, size: int) -> bool:
     curve = decoder.costs.curve
     rows = min(size, curve.widest)
     return rows / curve(rows) >= _WORTH_BATCHING
-
-
-class _Answers:
-    """The answers to prompts one by one, counted, and shown as they come.
-
-    Args:
-        count: how many prompts there are.
-        verbose: print progress, and figures at the end.
-    """
-
-    def __init__(self, count: int, verbose: bool) -> None:
-        self.tokens: list[list[int]] = []
-        self.logprobs: list[list[float]] = []
-        self.stats = BatchStats()
-        self._count = count
-        self._verbose = verbose
-        self._drafted, self._accepted = 0, 0
-        self._started = time.perf_counter()
-        self._show_progress()
-
-    def take(
-        self,
-        responses: Iterable[GenerationResponse],
-        ends: Collection[int],
-        with_logprobs: bool,
-    ) -> None:
-        """Run a generation to its end."""
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        started = time.perf_counter()
-        for response in responses:
-            if response.generation_tokens == 1:
-                first = time.perf_counter()
-            if response.token not in ends:
-                tokens.append(response.token)
-                if with_logprobs:
-                    logprobs.append(response.token_logprobs().logprob)
-        self.tokens.append(tokens)
-        self.logprobs.append(logprobs)
-        self.stats += BatchStats(
-            prompt_tokens=response.prompt_tokens,
-            prompt_time=first - started,
-            generation_tokens=response.generation_tokens,
-            generation_steps=response.stats.steps,
-            decode_time=time.perf_counter() - first,
-            peak_memory=response.peak_memory,
-        )
-        self._drafted += response.stats.drafted
-        self._accepted += response.stats.accepted
-        self._show_progress()
-
-    def finish(self) -> None:
-        """To be called after the last prompt."""
-        self.stats.wall_time = time.perf_counter() - self._started
-        if not self._verbose:
-            return
-        stats = self.stats
-        print(
-            f"\n{_LABEL} Prompt: {stats.prompt_tokens} tokens, "
-            f"{stats.prompt_tps:.3f} tokens-per-sec\n"
-            f"{_LABEL} Generation: {stats.generation_tokens} tokens, "
-            f"{stats.generation_tps:.3f} tokens-per-sec\n"
-            f"{_LABEL} Speculation: {self._accepted} of {self._drafted} draft tokens accepted\n"
-            f"{_LABEL} Peak memory: {stats.peak_memory:.3f} GB"
-        )
-
-    def _show_progress(self) -> None:
-        if self._verbose:
-            done = f"{len(self.tokens)}/{self._count}"
-            print(f"{_LABEL} Finished processing {done} ...", end="\r", flush=True)

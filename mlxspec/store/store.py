@@ -98,6 +98,7 @@ class StoreInfo:
     nbytes: int
 
 
+@dataclass(frozen=True, eq=False)
 class Store:
     """Texts on disk in which a context's last tokens are looked up; see :func:`open_store`.
 
@@ -110,25 +111,15 @@ class Store:
         identity: the tokenizer.
         built: what ``mlxspec store build`` and ``add`` put in.
         learned: outputs.
-        tokens: the ids of all texts, a SEPARATOR behind each; an indexable view.
+        tokens: the ids of all texts, a SEPARATOR behind each.
+        nbytes: size of the file.
     """
 
-    def __init__(
-        self,
-        identity: TokenizerIdentity,
-        built: SuffixArray,
-        learned: SuffixArray,
-        tokens: np.ndarray,
-        nbytes: int,
-    ) -> None:
-        self.identity = identity
-        self.built = built
-        self.learned = learned
-        self.tokens = tokens.data
-        self._nbytes = nbytes
-        # With each part, where it begins, counted from the end of all tokens.
-        parts = (built, -len(tokens)), (learned, -len(learned.tokens))
-        self._parts = [(part, start) for part, start in parts if len(part.order)]
+    identity: TokenizerIdentity
+    built: SuffixArray
+    learned: SuffixArray
+    tokens: memoryview
+    nbytes: int
 
     def occurrences(self, tail: Sequence[int], limit: int) -> list[Occurrence]:
         """Where the context's last tokens stand, the longest matches first, then the newest.
@@ -142,14 +133,13 @@ class Store:
             :attr:`tokens`, so that ``tokens[position]`` is what followed and no position is one
             of the context's. What follows a position always ends with a SEPARATOR.
         """
+        parts = (self.built, len(self.tokens)), (self.learned, len(self.learned.tokens))
         found = [
-            Occurrence(length, start + position)
-            for part, start in self._parts
+            Occurrence(length, position - from_end)
+            for part, from_end in parts
             for length, position in part.occurrences(tail, limit)
         ]
-        if len(self._parts) > 1:
-            found.sort(reverse=True)
-        return found[:limit]
+        return sorted(found, reverse=True)[:limit]
 
     @property
     def info(self) -> StoreInfo:
@@ -160,7 +150,7 @@ class Store:
             self.built.n_texts,
             self.learned.n_tokens,
             self.learned.n_texts,
-            self._nbytes,
+            self.nbytes,
         )
 
 
@@ -231,7 +221,8 @@ def read_store(path: Path, identity: TokenizerIdentity | None = None) -> Store:
             f"{path}: holds tokens of {held}, the model's tokenizer is {identity}; "
             "build a store for it with `mlxspec store build`"
         )
-    return Store(held, built, learned, body[: lengths[0] + lengths[1]], 4 * len(words))
+    tokens = body[: lengths[0] + lengths[1]]
+    return Store(held, built, learned, tokens.data, words.nbytes)
 
 
 def write_store(
