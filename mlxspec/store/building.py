@@ -45,7 +45,7 @@ class TextFile:
 
 @dataclass
 class Reading:
-    """What was read, counted as it is read.
+    """Counts of what is read, made while it is read.
 
     Attributes:
         files: those that gave text.
@@ -61,11 +61,11 @@ class Reading:
 
 
 def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[TextFile]:
-    """The files that are named, and those in directories that are named.
+    """Find the files that are named, and those in directories that are named.
 
-    In directories, hidden files and directories (whose name begins with a dot) are left out,
-    and so is whatever is no regular file; links to directories are not followed, so there are
-    no loops. A file that is reached twice is taken once.
+    In directories, hidden files and directories (whose name begins with a dot) are left out, and
+    so is everything but regular files. Links to directories are not followed, so there are no
+    loops. A file that is reached twice is taken once.
 
     Raises:
         StoreError: a named path is not there, or neither a file nor a directory.
@@ -95,10 +95,10 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[TextFile]:
 def read_texts(
     files: Iterable[TextFile], reading: Reading, on_bytes: OnBytes = lambda size: None
 ) -> Iterator[str]:
-    """The texts in files: what models wrote in chat logs (``.jsonl``), all of other files.
+    """Read the texts in files: of chat logs (``.jsonl``) what models wrote, of others everything.
 
-    Long files come in stretches of lines. Files that are no UTF-8 text, or cannot be opened,
-    are passed over and counted in ``reading``.
+    Long files come in pieces of several lines. Files that are no UTF-8 text or cannot be opened
+    are skipped and counted in ``reading``.
     """
     for file in files:
         try:
@@ -130,7 +130,7 @@ def _texts_in(path: Path, reading: Reading) -> Iterator[str]:
     outputs = _outputs(path) if path.suffix.lower() == ".jsonl" else iter(())
     first = next(outputs, None)
     if first is None:  # the file is no chat log
-        yield from _stretches(path)
+        yield from _pieces(path)
         return
     yield from first
     for texts in outputs:
@@ -150,8 +150,8 @@ def _outputs(path: Path) -> Iterator[list[str] | None]:
                 yield None
 
 
-def _stretches(path: Path) -> Iterator[str]:
-    """The file's text, cut behind the ends of lines where it is long."""
+def _pieces(path: Path) -> Iterator[str]:
+    """The file's text; a long one is cut at the ends of lines."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         while text := file.read(_TEXT_CHARACTERS):
             yield text + file.readline(_TEXT_CHARACTERS)
@@ -165,11 +165,11 @@ def build_store(
     max_tokens: int = MAX_TOKENS,
     force: bool = False,
 ) -> Store:
-    """Write a store of the sequences, each of which is kept once; it appears whole or not at all.
+    """Write a store of texts, each of which is kept once; it appears whole or not at all.
 
     Args:
         path: the file to write.
-        sequences: token ids of one text each. Later ones count as newer.
+        sequences: the token ids of each text. Later ones count as newer.
         tokenizer: whose ids they are.
         max_tokens: how many to take; what comes after them is not read.
         force: replace a store that is at ``path``.
@@ -199,11 +199,11 @@ def add_to_store(
     *,
     max_tokens: int = MAX_TOKENS,
 ) -> Store:
-    """Add the sequences that a store does not hold yet; what it has learned stays.
+    """Add texts that a store does not hold yet; what it has learned stays.
 
     Args:
         path: the store.
-        sequences: token ids of one text each.
+        sequences: the token ids of each text.
         tokenizer: whose ids they are.
         max_tokens: how many tokens the built part may have then.
 
