@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from signal import SIGTERM
 from typing import Any, cast
@@ -25,6 +26,7 @@ Message = list[Any]
 """A name and its arguments; anything that JSON holds."""
 
 _END = "end"
+_RECEIVED_AT_ONCE = 1 << 16  # bytes
 _SECONDS_OF_GRACE = 0.5
 _SECONDS_SILENT, _SECONDS_BETWEEN_PROBES, _PROBES = 5, 2, 3
 
@@ -185,16 +187,16 @@ class Channel:
 
     def _listen(self, rank: int, connection: socket.socket) -> None:
         """Take what a rank sends, until it is gone."""
-        try:
-            with connection.makefile("rb") as stream:
-                while (line := stream.readline()).endswith(b"\n"):
+        unfinished = b""
+        with suppress(OSError):
+            while received := connection.recv(_RECEIVED_AT_ONCE):
+                *lines, unfinished = (unfinished + received).split(b"\n")
+                for line in lines:
                     message = json.loads(line)
                     if message[0] == _END:
                         self._status = message[1]
                     else:
                         self._messages.put(message)
-        except OSError:
-            pass
         self._lose(rank)
 
     def _lose(self, rank: int) -> None:

@@ -17,6 +17,7 @@ from ..engine.caches import CacheOptions
 from ..engine.capability import rounding_noise, row_error, tree_agrees
 from ..engine.target import Capability, Target
 from ..errors import DistributedError, MlxspecError
+from ..process import INTERRUPTED
 from .channel import Channel, meet
 from .launch import end_with
 from .leader import Leader
@@ -27,7 +28,6 @@ TOGETHER: dict[str, Callable[..., Any]] = {
 }
 """What :meth:`.leader.Leader.run` may call at every rank."""
 
-_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _FORWARDS_BETWEEN_CLEARING = 256  # as in the decoding loop: outgrown buffers go to the system
 _SECONDS_TO_NOTICE = 3.0  # that a rank is gone, where MLX has complained first
 
@@ -63,7 +63,7 @@ def taking_part() -> Iterator[Leader | None]:
         status = end.code if isinstance(end.code, int) else 1
         raise
     except KeyboardInterrupt:
-        status = _INTERRUPTED
+        status = INTERRUPTED
         raise
     except RuntimeError:
         time.sleep(_SECONDS_TO_NOTICE)
