@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from ..errors import StoreError
 from ..files import check_writable, sole_writer
@@ -107,10 +106,5 @@ class Learner:
     def __enter__(self) -> Learner:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.save()
