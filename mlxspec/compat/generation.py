@@ -57,7 +57,7 @@ def generate(
 
 
 def joined(responses: Iterable[GenerationResponse], verbose: bool) -> str:
-    """The text of responses, printed as it comes if ``verbose``, with figures at its end."""
+    """The text of the responses; if ``verbose`` printed as it comes, with figures at its end."""
     if verbose:
         print("=" * 10)
     text = ""
@@ -86,12 +86,12 @@ def stream_generate(
 ) -> Generator[GenerationResponse, None, None]:
     """Generate with the default decoder, one response per token; the text is mlx-lm's.
 
-    What the decoder has measured of the model and remembers of its outputs serves the next
-    call with the same model and tokenizer. The arguments of mlx-lm mean what they mean there;
-    they are checked at once, not with the first response. Logits processors and samplers of
-    your own are called as mlx-lm calls them, without drafts, unless they are marked with
-    :func:`mlxspec.pure`. What a sampler draws depends on ``mx.random.seed`` as with mlx-lm, but
-    the samples are others: random numbers are keyed by position here.
+    The next call with the same model and tokenizer uses what this one has measured of the model
+    and remembers of its outputs. mlx-lm's arguments mean what they mean there; they are checked
+    at once, not with the first response. Logits processors and samplers of your own are called
+    as mlx-lm calls them, without drafts, unless they are marked with :func:`mlxspec.pure`. What a
+    sampler draws depends on ``mx.random.seed`` as with mlx-lm, but the samples differ from
+    mlx-lm's: random numbers are keyed by position here.
 
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
@@ -100,9 +100,9 @@ def stream_generate(
         draft_model: a small model with the same tokenizer, to draft where no text repeats.
         stream: where mlx-lm would run; everything runs on its ``generation_stream`` here.
         num_draft_tokens: how many tokens ``draft_model`` drafts at most.
-        prompt_progress_callback: called with prompt tokens done and prompt tokens in all.
-        input_embeddings: stand in for the prompt's embeddings; then mlx-lm generates, plainly,
-            and takes its own options only.
+        prompt_progress_callback: called with the numbers of prompt tokens done and in all.
+        input_embeddings: take the place of the prompt's embeddings. Then mlx-lm generates,
+            without drafts, and takes its own options only.
         options: how to sample and where to end, the memory of the cache and ``prompt_cache``,
             as in :meth:`mlxspec.Decoder.decode`. With a draft model ``max_kv_size`` is ignored,
             as by mlx-lm.
@@ -228,7 +228,7 @@ def plainly(*args: Any, **options: Any) -> Generator[GenerationResponse, None, N
 
 
 def _one_more(callback: Progress) -> Progress:
-    """mlx-lm counts the prompt's last token too, which belongs to the first step here."""
+    """Count the prompt's last token, as mlx-lm does; here it belongs to the first step."""
 
     def progress(done: int, total: int) -> None:
         callback(done, total + 1)
