@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -37,40 +37,27 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class BarGroup:
-    """Bars to be compared with each other."""
-
-    title: str
-    bars: Sequence[Bar]
-
-    @property
-    def best(self) -> float:
-        """The highest speed, the unreachable left out."""
-        values = (bar.value for bar in self.bars if not bar.unreachable)
-        return max((value for value in values if value is not None), default=0.0)
-
-
-@dataclass(frozen=True)
 class BarChart:
     """Groups of bars on one scale.
 
     Attributes:
-        groups: what is drawn.
+        groups: what is drawn, by title.
         slow_below: the speed below which a bar is drawn as slower than plain decoding.
     """
 
-    groups: Sequence[BarGroup]
-    slow_below: float = 0.98
+    groups: Mapping[str, Sequence[Bar]]
+    slow_below: float
 
     def percent(self, value: float) -> float:
         """Where a speed stands on the scale, from 0 on the left to 100 on the right."""
-        return round(100 * value / (self._highest * _HEADROOM), 2)
+        bars = [bar for group in self.groups.values() for bar in group]
+        values = [speed for bar in bars for speed in (bar.value, *bar.ticks) if speed is not None]
+        return round(100 * value / (max([1.0, *values]) * _HEADROOM), 2)
 
-    @property
-    def _highest(self) -> float:
-        bars = [bar for group in self.groups for bar in group.bars]
-        values = [value for bar in bars for value in (bar.value, *bar.ticks) if value is not None]
-        return max([1.0, *values])
+    @staticmethod
+    def best(bars: Sequence[Bar]) -> float:
+        """The highest speed of a group, the unreachable left out."""
+        return max((bar.value or 0.0 for bar in bars if not bar.unreachable), default=0.0)
 
 
 # Pixels; a letter's width is that of 13-pixel monospace fonts.

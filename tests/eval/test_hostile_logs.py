@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.errors import MlxspecError
-from mlxspec.eval.bench_prompts import read_prompts
-from mlxspec.eval.replay import TraceTokenizer, load_trace_tokenizer, read_workload
+from mlxspec.eval.prompts import read_prompts
+from mlxspec.eval.traces import TraceTokenizer, load_trace_tokenizer, read_workload
 from mlxspec.loading.model import DEMO_DIRECTORY
 from tests.support.examples import examples
 from tests.support.hostile import harmless, json_values, mutated
@@ -44,7 +44,7 @@ def read_or_refused(log: Path, tokenizer: TraceTokenizer, content: bytes) -> Non
     log.write_bytes(content)
     result = harmless(lambda: read_workload([log], tokenizer, limit=5))
     if not isinstance(result, MlxspecError):
-        assert result.tokens
+        assert all(completion.output for completion in result.completions)
         assert all(completion.prompt for completion in result.completions)
     prompts = harmless(lambda: read_prompts(log))
     assert prompts

@@ -1,23 +1,24 @@
-"""The prompts of a measurement: bundled, from a user's file, or Spec-Bench's."""
+"""What ``bench`` asks: the bundled prompts, a user's file, or Spec-Bench's."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from ..errors import PromptError
 from ..jsonl import conversation_of, load_json
 
-_JSON_LINES = (".jsonl", ".ndjson")
-_SPEC_BENCH_MT = (
-    *("writing", "roleplay", "reasoning", "math"),
-    *("coding", "extraction", "stem", "humanities"),
-)
-"""Spec-Bench's questions from MT-bench carry its categories; results are given for all as one."""
+Messages = list[dict[str, str]]
+"""Each has "role" and "content"."""
+
+MT_BENCH = {
+    "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"
+}  # fmt: skip
+"""MT-bench's own categories, which its questions carry in Spec-Bench; results count all as one."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ class BenchPrompt:
 
     Attributes:
         category: under which its figures are summed up.
-        messages: what stands before the first answer, each with "role" and "content".
+        messages: what precedes the first answer, each with "role" and "content".
         follow_ups: what the user says after each answer.
-        raw: the only message is a text to continue, no question.
+        raw: the only message is a text to continue, not a question.
         references: what good answers look like, one per answer; may be fewer.
     """
 
@@ -36,7 +37,7 @@ class BenchPrompt:
     messages: tuple[dict[str, str], ...]
     follow_ups: tuple[str, ...] = ()
     raw: bool = False
-    references: tuple[str, ...] = field(default=())
+    references: tuple[str, ...] = ()
 
 
 def bundled_prompts() -> list[BenchPrompt]:
@@ -48,11 +49,11 @@ def bundled_prompts() -> list[BenchPrompt]:
 def read_prompts(path: str | Path) -> list[BenchPrompt]:
     """Read a file of prompts.
 
-    A ``.jsonl`` file has one JSON object a line with one of
+    A ``.jsonl`` or ``.ndjson`` file has one JSON object a line with one of
 
     - ``"prompt"``: what the user says, or with ``"raw": true`` a text to continue,
-    - ``"messages"``: a conversation; answers at its end are cut off, the first of them is the
-      reference where no other is given,
+    - ``"messages"``: a conversation; answers at its end are cut off, and the first of them is
+      the reference where no other is given,
     - ``"turns"``: what the user says, one after the other,
 
     and optionally ``"category"`` and ``"reference"`` (a text, or a list of one per answer).
@@ -62,12 +63,12 @@ def read_prompts(path: str | Path) -> list[BenchPrompt]:
         PromptError: the file cannot be read, or a line of it is no prompt.
     """
     path = Path(path)
-    text = _read_text(path)
-    if path.suffix.lower() in _JSON_LINES:
+    text = read_text(path)
+    if path.suffix.lower() in (".jsonl", ".ndjson"):
         return _parse_json_lines(text, str(path))
     if not text.strip():
         raise PromptError(f"{path} is empty: write a prompt into it")
-    return [BenchPrompt("text", (_user(text.removesuffix("\n")),))]
+    return [BenchPrompt("text", (message("user", text.removesuffix("\n")),))]
 
 
 def read_spec_bench(path: str | Path) -> list[BenchPrompt]:
@@ -77,59 +78,89 @@ def read_spec_bench(path: str | Path) -> list[BenchPrompt]:
         PromptError: the file cannot be read, or a line of it is no prompt.
     """
     return [
-        replace(prompt, category="mt_bench") if prompt.category in _SPEC_BENCH_MT else prompt
-        for prompt in _parse_json_lines(_read_text(Path(path)), str(path))
+        replace(prompt, category="mt_bench") if prompt.category in MT_BENCH else prompt
+        for prompt in _parse_json_lines(read_text(Path(path)), str(path))
     ]
 
 
-def limited(prompts: Sequence[BenchPrompt], per_category: int) -> list[BenchPrompt]:
-    """At most so many prompts of each category, spread evenly over it, in their order."""
-    chosen: list[BenchPrompt] = []
-    for category in dict.fromkeys(prompt.category for prompt in prompts):
-        members = [prompt for prompt in prompts if prompt.category == category]
+class _OfCategory(Protocol):
+    @property
+    def category(self) -> str: ...
+
+
+_Item = TypeVar("_Item", bound=_OfCategory)
+
+
+def limited(items: Iterable[_Item], per_category: int) -> list[_Item]:
+    """At most ``per_category`` items of each category, evenly spaced, category by category."""
+    by_category: dict[str, list[_Item]] = {}
+    for item in items:
+        by_category.setdefault(item.category, []).append(item)
+    chosen = []
+    for members in by_category.values():
         count = min(per_category, len(members))
         chosen += [members[index * len(members) // count] for index in range(count)]
     return chosen
 
 
-def _read_text(path: Path) -> str:
+def message(role: str, content: str) -> dict[str, str]:
+    """One turn of a conversation, as chat templates take it."""
+    return {"role": role, "content": content}
+
+
+def read_text(path: Path) -> str:
+    """The text of a user's file, a byte order mark left out.
+
+    Raises:
+        PromptError: it cannot be read, or is not UTF-8.
+    """
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise PromptError(f"{path} cannot be read ({error.strerror}): name a file") from error
     except UnicodeDecodeError as error:
-        raise PromptError(f"{path} is not UTF-8 text: convert it to UTF-8") from error
+        raise PromptError(
+            f"{path} is not UTF-8 text (byte {error.start}): convert it to UTF-8"
+        ) from error
+
+
+def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
+    """The lines of a file of JSON lines that are not blank, counted from 1.
+
+    Only newlines end them: U+2028 and its like may stand within a JSON string.
+    """
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield number, line
 
 
 def _parse_json_lines(text: str, source: str) -> list[BenchPrompt]:
     prompts = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
+    for number, line in numbered_lines(text):
         try:
-            record = load_json(line)
-            if not isinstance(record, dict):
-                raise ValueError("no JSON object")
-            prompts.append(_from_record(record))
+            prompts.append(_from_record(load_json(line)))
         except (ValueError, RecursionError) as error:
             no_json = isinstance(error, (json.JSONDecodeError, RecursionError))
-            reason = "no valid JSON" if no_json else error
             raise PromptError(
-                f'{source}, line {number}: {reason}; write an object with "prompt", "messages" '
-                'or "turns" per line'
+                f"{source}, line {number}: {'no valid JSON' if no_json else error}; write an "
+                'object with "prompt", "messages" or "turns" per line'
             ) from error
     if not prompts:
         raise PromptError(f'{source} is empty: write {{"prompt": "..."}} lines into it')
     return prompts
 
 
-def _from_record(record: dict[str, Any]) -> BenchPrompt:
+def _from_record(record: Any) -> BenchPrompt:
     """One line of a file of prompts; ValueError says what is wrong with it."""
+    if not isinstance(record, dict):
+        raise ValueError("no JSON object")
     given = [key for key in ("prompt", "messages", "turns") if key in record]
     if len(given) != 1:
         raise ValueError(f"it has {' and '.join(given) or 'no prompt'}")
-    references = _references(record.get("reference"))
-    follow_ups: tuple[str, ...] = ()
+    # Spec-Bench also lists short answers that are no texts.
+    reference = record.get("reference")
+    listed = reference if isinstance(reference, list) else [reference]
+    references, follow_ups = tuple(filter(_is_text, listed)), ()
     if given == ["messages"]:
         messages, answers = _split_conversation(record)
         references = references or answers
@@ -137,8 +168,7 @@ def _from_record(record: dict[str, Any]) -> BenchPrompt:
         turns = [record["prompt"]] if given == ["prompt"] else record["turns"]
         if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
             raise ValueError(f'"{given[0]}" is empty or no text')
-        messages = (_user(turns[0]),)
-        follow_ups = tuple(turns[1:])
+        messages, follow_ups = (message("user", turns[0]),), tuple(turns[1:])
     raw = record.get("raw", False)
     if raw is not False and (raw is not True or given != ["prompt"]):
         raise ValueError('"raw" is true or false and goes with "prompt"')
@@ -149,26 +179,17 @@ def _from_record(record: dict[str, Any]) -> BenchPrompt:
 def _split_conversation(
     record: dict[str, Any],
 ) -> tuple[tuple[dict[str, str], ...], tuple[str, ...]]:
-    """What comes before the last answer, and that answer where there is one."""
+    """What comes before the answers at the end, and the first of those answers."""
     conversation = list(conversation_of(record).messages)
-    answers: list[str] = []
+    answer = ""
     while conversation and conversation[-1].role == "assistant":
-        answers = [conversation.pop().content]
-    if not any(message.content for message in conversation):
+        answer = conversation.pop().content
+    if not any(one.content for one in conversation):
         raise ValueError('"messages" hold no question')
-    messages = ({"role": message.role, "content": message.content} for message in conversation)
-    return tuple(messages), tuple(filter(None, answers))
-
-
-def _references(reference: Any) -> tuple[str, ...]:
-    """The texts among the references: Spec-Bench also lists short answers, which are none."""
-    listed = reference if isinstance(reference, list) else [reference]
-    return tuple(text for text in listed if _is_text(text))
+    return tuple(message(one.role, one.content) for one in conversation), (
+        answer,
+    ) if answer else ()
 
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value)
-
-
-def _user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
