@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -118,6 +119,9 @@ class Measurement:
         repeats: how often each backend answers each prompt.
         sampling: how the target picks tokens.
         clock: in seconds.
+
+    Attributes:
+        skipped: conversations left out, or cut short, that are longer than the model's context.
     """
 
     def __init__(
@@ -131,16 +135,14 @@ class Measurement:
         sampling: SamplingParams,
         clock: Clock = time.perf_counter,
     ) -> None:
+        self.skipped = 0
         self._model = model
         self._tokenizer = tokenizer
         self._backends = {name: make(model, tokenizer) for name, make in backends.items()}
-        self._max_tokens = max_tokens
         self._repeats = repeats
         self._sampling = sampling
-        self._clock = clock
+        self._run = partial(run, max_tokens=max_tokens, sampling=sampling, clock=clock)
         self._warm = False
-        self.skipped = 0
-        """Conversations left out, or cut short, that are longer than the model's context."""
 
     def measure(
         self,
@@ -182,28 +184,20 @@ class Measurement:
         self, category: str, messages: Messages, reference: str | None, tokens: list[int]
     ) -> MeasuredPrompt:
         names = list(self._backends)
-        if not self._warm:
-            self._round(tokens, names)
-            self._warm = True
-        runs: dict[str, list[Run]] = {name: [] for name in names}
+        rounds = [] if self._warm else [names]
         for repeat in range(self._repeats):
             # Each backend is first in turn, and its neighbours change: a wide step leaves a
             # hotter machine.
             first = repeat % len(names)
-            order = names[first:] + names[:first]
-            for name, one in self._round(tokens, order[:: (-1) ** repeat]).items():
-                runs[name].append(one)
+            rounds.append((names[first:] + names[:first])[:: (-1) ** repeat])
+        runs: dict[str, list[Run]] = {name: [] for name in names}
+        for name in itertools.chain.from_iterable(rounds):
+            runs[name].append(self._run(self._backends[name], tokens))
+            self._on_run()
+        runs = {name: all_runs[-self._repeats :] for name, all_runs in runs.items()}
+        self._warm = True
         differences = {name: self._compare(name, tokens, runs) for name in names}
         return MeasuredPrompt(category, messages, reference, len(tokens), runs, differences)
-
-    def _round(self, tokens: list[int], names: Sequence[str]) -> dict[str, Run]:
-        """One run of each."""
-        runs = {}
-        for name in names:
-            backend = self._backends[name]
-            runs[name] = run(backend, tokens, self._max_tokens, self._sampling, self._clock)
-            self._on_run()
-        return runs
 
     def _compare(
         self, name: str, prompt: list[int], runs: dict[str, list[Run]]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..draft.context_index import OutputMemory
 from ..errors import OptionError
 from ..jsonl import load_json
 from ..plan.cost_curve import CostCurve
 from .page import Bar, BarChart, render
-from .policies import HINDSIGHT, POLICIES, MakeDrafter, Policy
+from .policies import HINDSIGHT, POLICIES, Policy, Task
 from .replay import SLOW, ReplayedCompletion, ReplayReport, replay, replay_report
 from .traces import Workload
 
@@ -85,26 +87,18 @@ def compare(
         by chip and policy, in the order given.
     """
     replays = sum(len(curves) if policy.follows_costs else 1 for policy in policies.values())
-    total = replays * len(workload.completions)
-    done = 0
-
-    def run(make_drafter: MakeDrafter) -> list[tuple[str, ReplayedCompletion]]:
-        nonlocal done
-        replayed = []
-        for completion in workload.completions:
-            outcome = replay(completion.prompt, completion.output, make_drafter(completion))
-            replayed.append((completion.category, outcome))
-            done += 1
-            on_progress(done / total)
-        return replayed
-
+    done, total = itertools.count(1), replays * len(workload.completions)
     reports: dict[str, dict[str, ReplayReport]] = {chip: {} for chip in curves}
     for name, policy in policies.items():
-        replayed = None
+        replayed: list[tuple[str, ReplayedCompletion]] = []
         for chip, curve in curves.items():
-            # Without costs the steps are the same on all chips.
-            if replayed is None or policy.follows_costs:
-                replayed = run(policy.setup(curve, workload.classes))
+            if policy.follows_costs or not replayed:  # without costs all chips have the same steps
+                replayed, memory = [], OutputMemory()
+                for one in workload.completions:
+                    task = Task(one.output, curve, workload.classes, memory)
+                    outcome = replay(one.prompt, one.output, policy.make_drafter(task))
+                    replayed.append((one.category, outcome))
+                    on_progress(next(done) / total)
             reports[chip][name] = replay_report(replayed, curve)
     return reports
 

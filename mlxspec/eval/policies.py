@@ -18,7 +18,6 @@ from ..plan.planner import CHILDREN, PlannedDrafter
 from ..plan.policy import Guard, trees_pay
 from ..plan.suffix_source import CandidateTree
 from .replay import verify
-from .traces import Completion
 
 
 class _TextDrafter:
@@ -52,6 +51,7 @@ class _TextDrafter:
         raise NotImplementedError
 
 
+@dataclass(eq=False)
 class FullDraftLookup(_TextDrafter):
     """The earliest match that ``n_draft`` tokens follow, of the longest n-gram that has one.
 
@@ -59,13 +59,12 @@ class FullDraftLookup(_TextDrafter):
     Spec-Bench's PLD (n = 3 to 1, 10 tokens).
     """
 
-    def __init__(self, n_draft: int = 10, ngram_max: int = 3) -> None:
-        self._n_draft = n_draft
-        self._ngram_max = ngram_max
+    n_draft: int = 10
+    ngram_max: int = 3
 
     def _reset(self) -> None:
         super()._reset()
-        self._indices = [NgramIndex(n, n) for n in range(self._ngram_max, 0, -1)]
+        self._indices = [NgramIndex(n, n) for n in range(self.ngram_max, 0, -1)]
 
     def _extend(self, tokens: Sequence[int]) -> None:
         super()._extend(tokens)
@@ -73,10 +72,11 @@ class FullDraftLookup(_TextDrafter):
             index.extend(tokens)
 
     def _draft(self) -> Sequence[int]:
-        drafts = (index.continuation(self._n_draft) for index in self._indices)
-        return next((draft for draft in drafts if len(draft) == self._n_draft), ())
+        drafts = (index.continuation(self.n_draft) for index in self._indices)
+        return next((draft for draft in drafts if len(draft) == self.n_draft), ())
 
 
+@dataclass(eq=False)
 class NgramSimple(_TextDrafter):
     """Drafts what followed the newest earlier occurrence of the last 12 tokens, up to 48.
 
@@ -84,9 +84,8 @@ class NgramSimple(_TextDrafter):
     nothing is drafted when fewer tokens than the n-gram has could be.
     """
 
-    def __init__(self, size_n: int = 12, size_m: int = 48) -> None:
-        self._size_n = size_n
-        self._size_m = size_m
+    size_n: int = 12
+    size_m: int = 48
 
     def _reset(self) -> None:
         super()._reset()
@@ -96,19 +95,20 @@ class NgramSimple(_TextDrafter):
     def _extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             self._text.append(token)
-            key = tuple(self._text[-self._size_n :])
+            key = tuple(self._text[-self.size_n :])
             self._match = self._newest.get(key)
             # llama.cpp never looks at the text's very first position.
-            if len(self._text) > self._size_n:
+            if len(self._text) > self.size_n:
                 self._newest[key] = len(self._text)
 
     def _draft(self) -> Sequence[int]:
-        if self._match is None or len(self._text) <= self._size_n + self._size_m + 1:
+        if self._match is None or len(self._text) <= self.size_n + self.size_m + 1:
             return ()
-        draft = self._text[self._match : self._match + self._size_m]
-        return draft if len(draft) >= self._size_n else ()
+        draft = self._text[self._match : self._match + self.size_m]
+        return draft if len(draft) >= self.size_n else ()
 
 
+@dataclass(eq=False)
 class SuffixDecoding(_TextDrafter):
     """The most frequent continuation of some suffix of the text, over prompt and output.
 
@@ -120,23 +120,16 @@ class SuffixDecoding(_TextDrafter):
     earlier requests is left out.)
 
     Args:
-        tree: draft the most probable nodes of the tree rather than one path.
+        branching: draft the most probable nodes of the tree rather than one path.
         max_spec_factor: draft tokens per matched token.
         min_token_prob: the least probable token that is drafted.
         max_depth: matched and drafted tokens together.
     """
 
-    def __init__(
-        self,
-        tree: bool = False,
-        max_spec_factor: float = 1.0,
-        min_token_prob: float = 0.1,
-        max_depth: int = 64,
-    ) -> None:
-        self.branching = tree
-        self._factor = max_spec_factor
-        self._least = min_token_prob
-        self._max_depth = max_depth
+    branching: bool = False
+    max_spec_factor: float = 1.0
+    min_token_prob: float = 0.1
+    max_depth: int = 64
 
     def propose(self, max_depth: int) -> DraftTree:
         best, tree = 0.0, DraftTree.chain(self._text[-1])
@@ -163,12 +156,12 @@ class SuffixDecoding(_TextDrafter):
         text, end = self._text, len(self._text)
         matches: list[tuple[list[int], int]] = []
         positions = self._ends[text[-1]]
-        for length in range(1, min(end, self._max_depth)):
+        for length in range(1, min(end, self.max_depth)):
             token = text[end - length]
             longer = [p for p in positions if p >= length and text[p - length] == token]
             if len(longer) < 2:  # the text's end alone
                 break
-            most = min(int(length * self._factor + 1e-6), self._max_depth - length)
+            most = min(int(length * self.max_spec_factor + 1e-6), self.max_depth - length)
             if matches and len(longer) == len(positions):
                 most = max(most, matches.pop()[1])
             matches.append((longer, most))
@@ -184,7 +177,7 @@ class SuffixDecoding(_TextDrafter):
         while True:
             for token, group in self._continued(positions, depth):
                 share = probability * len(group) / len(positions)
-                if share >= self._least:
+                if share >= self.min_token_prob:
                     heappush(frontier, (-share, next(serial), node, depth + 1, token, group))
             if not frontier or len(builder) > most:
                 return score, builder.tree()
@@ -207,6 +200,7 @@ class SuffixDecoding(_TextDrafter):
         return [max(groups.items(), key=lambda item: len(item[1]))]
 
 
+@dataclass(eq=False)
 class TensorRTPool(_TextDrafter):
     """A pool from n-grams to the drafts that followed them.
 
@@ -222,17 +216,10 @@ class TensorRTPool(_TextDrafter):
         is_use_oldest: propose the oldest draft kept, not the newest.
     """
 
-    def __init__(
-        self,
-        n_draft: int = 10,
-        ngram_max: int = 2,
-        is_keep_all: bool = True,
-        is_use_oldest: bool = True,
-    ) -> None:
-        self._n_draft = n_draft
-        self._sizes = range(ngram_max, 0, -1)
-        self._keep_all = is_keep_all
-        self._choice = 0 if is_use_oldest else -1
+    n_draft: int = 10
+    ngram_max: int = 2
+    is_keep_all: bool = True
+    is_use_oldest: bool = True
 
     def _reset(self) -> None:
         super()._reset()
@@ -241,25 +228,26 @@ class TensorRTPool(_TextDrafter):
 
     def _draft(self) -> Sequence[int]:
         self._enter(self._text[self._start :])
-        self._start = max(0, len(self._text) - (self._n_draft + self._sizes.start - 1))
-        for size in self._sizes:
+        self._start = max(0, len(self._text) - (self.n_draft + self.ngram_max - 1))
+        for size in range(self.ngram_max, 0, -1):
             drafts = self._pool.get(tuple(self._text[-size:]))
             if drafts and size < len(self._text):
-                return drafts[self._choice]
+                return drafts[0 if self.is_use_oldest else -1]
         return ()
 
     def _enter(self, tokens: list[int]) -> None:
-        for size in self._sizes:
+        for size in range(self.ngram_max, 0, -1):
             for left in range(len(tokens) - size):
                 right = left + size
-                key, draft = tuple(tokens[left:right]), tuple(tokens[right : right + self._n_draft])
+                key, draft = tuple(tokens[left:right]), tuple(tokens[right : right + self.n_draft])
                 drafts = self._pool.get(key)
-                if drafts is None or not self._keep_all or len(drafts[0]) < self._n_draft:
+                if drafts is None or not self.is_keep_all or len(drafts[0]) < self.n_draft:
                     self._pool[key] = [draft]
                 elif draft not in drafts:
                     drafts.append(draft)
 
 
+@dataclass(eq=False)
 class Hindsight:
     """Verifies as many of the planner's candidates as turn out to pay best.
 
@@ -275,37 +263,28 @@ class Hindsight:
         token_classes: see :func:`mlxspec.plan.p_accept.token_classes`.
     """
 
+    output: Sequence[int]
+    curve: CostCurve
+    branching: bool
+    token_classes: bytes = b""
     pipelined = False
-
-    def __init__(
-        self,
-        output: Sequence[int],
-        curve: CostCurve,
-        *,
-        branching: bool,
-        token_classes: bytes = b"",
-    ) -> None:
-        self.branching = branching
-        self._output = output
-        self._curve = curve
-        self._hazards = HazardModel(token_classes)
-        self._no_least_reach = [0.0] * curve.widest
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._text = SuffixIndex(prompt)
+        self._hazards = HazardModel(self.token_classes)
         self._hazards.begin(memory_end=0)
         self._done = 0
 
     def propose(self, max_depth: int) -> DraftTree:
-        following = self._output[self._done : self._done + self._curve.widest]
+        following = self.output[self._done : self._done + self.curve.widest]
         self._hazards.refresh()
         self._candidates = CandidateTree(
             self._text,
             self._hazards,
-            max_nodes=self._curve.widest - 1,
+            max_nodes=self.curve.widest - 1,
             max_depth=min(max_depth, len(following)),
             branching=CHILDREN if self.branching else 1,
-            least_reach=self._no_least_reach,  # what is improbable may turn out to be right
+            least_reach=[0.0] * self.curve.widest,  # what is improbable may turn out to be right
         )
         everything = self._candidates.draft(len(self._candidates.reach))
         return self._candidates.draft(self._best_width(verify(everything, following).accepted))
@@ -320,13 +299,26 @@ class Hindsight:
 
     def _best_width(self, right: Sequence[int]) -> int:
         """How many nodes to verify, given those on the output's path: up to one of them."""
-        costs = self._curve.table
+        costs = self.curve.table
         rates = {node: (1 + depth) / costs[1 + node] for depth, node in enumerate(right, start=1)}
         return max((0, *right), key=lambda node: rates.get(node, 1.0))
 
 
-MakeDrafter = Callable[[Completion], Drafter]
-"""Gives the drafter for one completion."""
+@dataclass(frozen=True)
+class Task:
+    """What a policy may know of a completion that is to be replayed.
+
+    Attributes:
+        output: its tokens, which only hindsight reads.
+        curve: T(rows) / T(1).
+        classes: see :func:`mlxspec.plan.p_accept.token_classes`.
+        memory: the outputs that a policy adds to it, from one completion to the next.
+    """
+
+    output: Sequence[int]
+    curve: CostCurve
+    classes: bytes
+    memory: OutputMemory
 
 
 @dataclass(frozen=True)
@@ -335,35 +327,22 @@ class Policy:
 
     Attributes:
         description: what it is, for users.
-        setup: called for each workload with the chip's cost curve and the classes of the
-            tokens (:func:`mlxspec.plan.p_accept.token_classes`).
-        follows_costs: whether its drafts depend on the curve.
+        make_drafter: gives a new drafter for each completion.
+        follows_costs: whether its drafts depend on the cost curve.
     """
 
     description: str
-    setup: Callable[[CostCurve, bytes], MakeDrafter]
+    make_drafter: Callable[[Task], Drafter]
     follows_costs: bool = False
 
 
-def fixed(make_drafter: Callable[[], Drafter]) -> Callable[[CostCurve, bytes], MakeDrafter]:
-    """The setup of a policy that knows nothing of costs: a new drafter for each completion."""
-    return lambda curve, classes: lambda completion: make_drafter()
-
-
-def _planned(remembers: bool) -> Callable[[CostCurve, bytes], MakeDrafter]:
-    def setup(curve: CostCurve, classes: bytes) -> MakeDrafter:
-        branching, memory = trees_pay(curve), OutputMemory() if remembers else None
-        return lambda completion: PlannedDrafter(
-            curve, branching=branching, guard=Guard(), memory=memory, token_classes=classes
-        )
-
-    return setup
-
-
-def _hindsight(curve: CostCurve, classes: bytes) -> MakeDrafter:
-    branching = trees_pay(curve)
-    return lambda completion: Hindsight(
-        completion.output, curve, branching=branching, token_classes=classes
+def _planned(task: Task, memory: OutputMemory | None = None) -> PlannedDrafter:
+    return PlannedDrafter(
+        task.curve,
+        branching=trees_pay(task.curve),
+        guard=Guard(),
+        memory=memory,
+        token_classes=task.classes,
     )
 
 
@@ -373,48 +352,50 @@ HINDSIGHT = "hindsight"
 
 POLICIES: dict[str, Policy] = {
     AUTO: Policy(
-        "mlxspec's default decoder on the first output of a process", _planned(False), True
+        "mlxspec's default decoder on the first output of a process",
+        _planned,
+        follows_costs=True,
     ),
     "auto-memory": Policy(
         "the default decoder on what follows: it remembers the process's earlier outputs, up to "
         "16k tokens",
-        _planned(True),
-        True,
+        lambda task: _planned(task, task.memory),
+        follows_costs=True,
     ),
     # Spec-Bench's PLD, the yardstick of published figures.
     "prompt-lookup": Policy(
         "classic prompt lookup: n-grams of 3 to 1, 10 tokens, full drafts only",
-        fixed(FullDraftLookup),
+        lambda task: FullDraftLookup(),
     ),
     # transformers: generate(prompt_lookup_num_tokens=10), max_matching_ngram_size 2.
     "transformers": Policy(
         "its prompt_lookup_num_tokens=10, n-grams of 2 and 1",
-        fixed(lambda: PromptLookupDrafter(n_draft=10, ngram_max=2)),
+        lambda task: PromptLookupDrafter(n_draft=10, ngram_max=2),
     ),
     # vLLM: method "ngram", prompt_lookup_min = prompt_lookup_max = 5; the number of tokens
     # has no default there, 5 is that of its documentation.
     "vllm": Policy(
         "its n-gram speculator: n-grams of 5, 5 tokens",
-        fixed(lambda: PromptLookupDrafter(n_draft=5, ngram_max=5, ngram_min=5)),
+        lambda task: PromptLookupDrafter(n_draft=5, ngram_max=5, ngram_min=5),
     ),
     # TensorRT-LLM: prompt_lookup_config [10,2], is_keep_all and is_use_oldest.
     "tensorrt-llm": Policy(
         "its prompt lookup pool: n-grams of 2 and 1, 10 tokens, keep all, oldest",
-        fixed(TensorRTPool),
+        lambda task: TensorRTPool(),
     ),
-    "llama.cpp": Policy("its ngram-simple: n-grams of 12, 48 tokens", fixed(NgramSimple)),
+    "llama.cpp": Policy("its ngram-simple: n-grams of 12, 48 tokens", lambda task: NgramSimple()),
     "suffix-path": Policy(
         "suffix decoding: the most frequent continuation of what matches, as one chain",
-        fixed(SuffixDecoding),
+        lambda task: SuffixDecoding(),
     ),
     "suffix-tree": Policy(
         "the same with a tree of continuations, up to four times the match's length",
-        fixed(lambda: SuffixDecoding(tree=True, max_spec_factor=4.0)),
+        lambda task: SuffixDecoding(branching=True, max_spec_factor=4.0),
     ),
     HINDSIGHT: Policy(
         "unreachable: auto's candidates, as many as the known output shows to pay best",
-        _hindsight,
-        True,
+        lambda task: Hindsight(task.output, task.curve, trees_pay(task.curve), task.classes),
+        follows_costs=True,
     ),
 }
-"""By name; a further one is one entry."""
+"""By name; a further one, with a drafter of any kind, is one entry."""

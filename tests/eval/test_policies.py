@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from mlxspec.draft.context_index import OutputMemory
 from mlxspec.draft.drafter import Drafter
 from mlxspec.eval.policies import (
     POLICIES,
@@ -12,10 +13,10 @@ from mlxspec.eval.policies import (
     Hindsight,
     NgramSimple,
     SuffixDecoding,
+    Task,
     TensorRTPool,
 )
 from mlxspec.eval.replay import replay
-from mlxspec.eval.traces import Completion
 from mlxspec.plan.cost_curve import CostCurve
 from mlxspec.plan.planner import PlannedDrafter
 
@@ -25,7 +26,7 @@ PROMPT = [1, 2, 3, 4, 5, 9, 1]
 
 def drafter_of(name: str, output: list[int]) -> Drafter:
     """A policy's drafter for one output."""
-    return POLICIES[name].setup(FLAT, b"")(Completion("", PROMPT, len(PROMPT), output))
+    return POLICIES[name].make_drafter(Task(output, FLAT, b"", OutputMemory()))
 
 
 def proposal(drafter: Drafter, text: Sequence[int], fed: int = 3) -> list[int]:
@@ -116,7 +117,7 @@ def test_suffix_decoding_drafts_the_most_frequent_path() -> None:
 
 def test_suffix_decoding_drafts_a_tree_by_probability() -> None:
     text = [1, 2, 3, 7, 0, 1, 2, 4, 8, 0, 1, 2, 3, 7, 9, 1, 2]
-    drafter = SuffixDecoding(tree=True, max_spec_factor=2.0)
+    drafter = SuffixDecoding(branching=True, max_spec_factor=2.0)
     drafter.begin(text)
     tree = drafter.propose(100)
     # Of 4 occurrences, the end counted: 3 and then 7 have 2/4, 4 and then 8 have 1/4.
