@@ -92,27 +92,27 @@ def bench_report(
     categories: dict[str, Report] = {
         category: {
             "prompts": len(members),
-            "decoders": {name: figures(members, name, trusted) for name in names},
+            "decoders": _by_backend(members, trusted),
             **({"rouge": _rouge(members, names)} if with_references else {}),
         }
         for category, members in grouped.items()
     }
+    over_all = _by_backend(prompts, trusted)
+    for name, entry in over_all.items():
+        _weigh_alike(entry, {c: of["decoders"][name] for c, of in categories.items()}, name)
     return {
         **facts,
         "rough": noise_warning(prompts),
         "baseline": MLX_LM if {MLX_LM, PLAIN} <= trusted else PLAIN,
-        "decoders": {
-            name: _over_all(
-                name,
-                figures(prompts, name, trusted),
-                {category: entry["decoders"][name] for category, entry in categories.items()},
-            )
-            for name in names
-        },
+        "decoders": over_all,
         "categories": categories,
         "differences": list(_differences(prompts)),
         "prompts": [_prompt(prompt, trusted, include_text) for prompt in prompts],
     }
+
+
+def _by_backend(prompts: Sequence[MeasuredPrompt], trusted: set[str]) -> Report:
+    return {name: figures(prompts, name, trusted) for name in prompts[0].runs}
 
 
 def figures(prompts: Sequence[MeasuredPrompt], name: str, trusted: set[str]) -> Report:
@@ -197,18 +197,16 @@ def _outputs(compared: Sequence[list[Difference] | None]) -> Report:
     }
 
 
-def _over_all(name: str, all_prompts: Report, by_category: dict[str, Report]) -> Report:
-    """Figures over all prompts, in which each category has the same weight in a ratio."""
-    entry = {**all_prompts}
+def _weigh_alike(entry: Report, by_category: dict[str, Report], name: str) -> None:
+    """Give each category the same weight in the ratios over all prompts, and name the worst."""
     for ratio in ("speedup", "vs_mlx_lm", "predicted_speed"):
         values = [of[ratio] for of in by_category.values()]
         entry[ratio] = None if None in values else geometric_mean(values)
     entry["prediction_error"] = _error(entry["predicted_speed"], entry["speedup"])
-    comparable = entry["speedup"] is not None and name != PLAIN
-    worst = min(by_category, key=lambda c: by_category[c]["speedup"]) if comparable else None
-    entry["worst_category"] = worst
-    entry["worst"] = by_category[worst]["speedup"] if worst is not None else None
-    return entry
+    entry["worst_category"] = entry["worst"] = None
+    if entry["speedup"] is not None and name != PLAIN:
+        worst = min(by_category, key=lambda category: by_category[category]["speedup"])
+        entry["worst_category"], entry["worst"] = worst, by_category[worst]["speedup"]
 
 
 def noise_warning(prompts: Sequence[MeasuredPrompt]) -> str | None:
@@ -254,7 +252,7 @@ def _prompt(prompt: MeasuredPrompt, trusted: set[str], include_text: bool) -> Re
         "category": prompt.category,
         "prompt_tokens": prompt.prompt_tokens,
         "generated_tokens": {name: len(run.tokens) for name, run in first.items()},
-        "decoders": {name: figures([prompt], name, trusted) for name in first},
+        "decoders": _by_backend([prompt], trusted),
     }
     if include_text:
         entry["messages"] = prompt.messages
@@ -358,11 +356,7 @@ def bench_page(report: Report) -> str:
         wrong=list(what_differs(report)),
         overall=BarChart({"": bars(report, categories.values())}, _SLOW),
         by_category=BarChart(by_category, _SLOW),
-        rouge=[
-            (category, name, scores)
-            for category, entry in categories.items()
-            for name, scores in (entry.get("rouge") or {}).items()
-        ],
+        rouge={name: entry["rouge"] for name, entry in categories.items() if entry.get("rouge")},
         texts=[
             {**prompt, "answers": _answers(prompt["outputs"])}
             for prompt in report["prompts"]
@@ -371,9 +365,9 @@ def bench_page(report: Report) -> str:
     )
 
 
-def _answers(outputs: dict[str, str]) -> list[tuple[str, str]]:
-    """Each different output, and the backends that wrote it."""
+def _answers(outputs: dict[str, str]) -> dict[str, list[str]]:
+    """By each different output the backends that wrote it."""
     writers: dict[str, list[str]] = {}
     for name, output in outputs.items():
         writers.setdefault(output, []).append(name)
-    return [(output, ", ".join(names)) for output, names in writers.items()]
+    return writers

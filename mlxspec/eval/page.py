@@ -109,24 +109,29 @@ class TreeDrawing:
     lines cross.
 
     Args:
-        nodes: parents before children; siblings in the order in which they are drawn.
+        nodes: in pre-order: a node's first child follows it, then that child's descendants.
+
+    Attributes:
+        columns: per depth, the x where its chips begin.
+        chips: the nodes in their places.
+        width, height: of the whole.
     """
 
     chip_height = _CHIP_HEIGHT
 
     def __init__(self, nodes: Sequence[TreeNode]) -> None:
-        children: list[list[int]] = [[] for _ in nodes]
-        depths = [0] * len(nodes)
+        depths, rows = [0], [0]
         for index, node in enumerate(nodes[1:], start=1):
-            children[node.parent].append(index)
-            depths[index] = depths[node.parent] + 1
-        rows = _rows(children)
+            depths.append(depths[node.parent] + 1)
+            rows.append(rows[-1] if node.parent == index - 1 else rows[-1] + 1)
         widths = [_LETTER * node.letters + _PADDING for node in nodes]
-        self.columns = _columns(depths, widths)
-        """Per depth, the x where its chips begin."""
+        self.columns = [2.0]
+        for depth in range(max(depths)):
+            widest = max(width for at, width in zip(depths, widths, strict=True) if at == depth)
+            self.columns.append(self.columns[-1] + widest + _GAP)
         worded = {row for node, row in zip(nodes, rows, strict=True) if node.above}
         middles = [_HEAD_HEIGHT + _ROW_HEIGHT / 2 + _WORD_HEIGHT * (0 in worded)]
-        for row in range(1, max(rows) + 1):
+        for row in range(1, rows[-1] + 1):
             middles.append(middles[-1] + _ROW_HEIGHT + _WORD_HEIGHT * (row in worded))
         self.chips = [
             Chip(node, self.columns[depth], middles[row], width)
@@ -145,31 +150,6 @@ class TreeDrawing:
             for chip in sorted(self.chips, key=lambda chip: -chip.y)
             if chip.node.parent >= 0
         ]
-
-
-def _rows(children: Sequence[Sequence[int]]) -> list[int]:
-    """The row of each node."""
-    rows = [0] * len(children)
-    used = 1
-    waiting = [(0, True)]
-    while waiting:
-        node, in_parent_s_row = waiting.pop()
-        if not in_parent_s_row:
-            rows[node] = used
-            used += 1
-        for child in reversed(children[node]):
-            rows[child] = rows[node]
-            waiting.append((child, child == children[node][0]))
-    return rows
-
-
-def _columns(depths: Sequence[int], widths: Sequence[float]) -> list[float]:
-    """Where each depth begins: behind the widest chip of the one before."""
-    columns = [2.0]
-    for depth in range(max(depths)):
-        widest = max(width for at, width in zip(depths, widths, strict=True) if at == depth)
-        columns.append(columns[-1] + widest + _GAP)
-    return columns
 
 
 def _path(parent: Chip, child: Chip) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -43,7 +43,7 @@ class BenchPrompt:
 def bundled_prompts() -> list[BenchPrompt]:
     """The prompts that come with the package: four grounded tasks and two free texts."""
     text = files(__package__).joinpath("prompts.jsonl").read_text(encoding="utf-8")
-    return _parse_json_lines(text, "the bundled prompts")
+    return _parse_prompts(text, "the bundled prompts")
 
 
 def read_prompts(path: str | Path) -> list[BenchPrompt]:
@@ -65,7 +65,7 @@ def read_prompts(path: str | Path) -> list[BenchPrompt]:
     path = Path(path)
     text = read_text(path)
     if path.suffix.lower() in (".jsonl", ".ndjson"):
-        return _parse_json_lines(text, str(path))
+        return _parse_prompts(text, str(path))
     if not text.strip():
         raise PromptError(f"{path} is empty: write a prompt into it")
     return [BenchPrompt("text", (message("user", text.removesuffix("\n")),))]
@@ -79,7 +79,7 @@ def read_spec_bench(path: str | Path) -> list[BenchPrompt]:
     """
     return [
         replace(prompt, category="mt_bench") if prompt.category in MT_BENCH else prompt
-        for prompt in _parse_json_lines(read_text(Path(path)), str(path))
+        for prompt in _parse_prompts(read_text(Path(path)), str(path))
     ]
 
 
@@ -124,27 +124,37 @@ def read_text(path: Path) -> str:
         ) from error
 
 
-def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
-    """The lines of a file of JSON lines that are not blank, counted from 1.
+def parse_json_lines(
+    text: str, source: str | Path, parse: Callable[[Any], _Item], form: str
+) -> list[_Item]:
+    """Read a file of JSON lines; blank ones are passed over.
 
-    Only newlines end them: U+2028 and its like may stand within a JSON string.
+    Args:
+        text: the file's.
+        source: what the file is called in errors.
+        parse: turns the value of a line into an item, or raises ValueError.
+        form: what a line should be, for errors.
+
+    Raises:
+        PromptError: a line is not as it should be.
     """
+    items = []
+    # Not splitlines(): U+2028 and its like may stand within a JSON string.
     for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield number, line
-
-
-def _parse_json_lines(text: str, source: str) -> list[BenchPrompt]:
-    prompts = []
-    for number, line in numbered_lines(text):
+        if not line.strip():
+            continue
         try:
-            prompts.append(_from_record(load_json(line)))
+            items.append(parse(load_json(line)))
         except (ValueError, RecursionError) as error:
             no_json = isinstance(error, (json.JSONDecodeError, RecursionError))
-            raise PromptError(
-                f"{source}, line {number}: {'no valid JSON' if no_json else error}; write an "
-                'object with "prompt", "messages" or "turns" per line'
-            ) from error
+            reason = "no valid JSON" if no_json else error
+            raise PromptError(f"{source}, line {number}: {reason}; {form}") from error
+    return items
+
+
+def _parse_prompts(text: str, source: str) -> list[BenchPrompt]:
+    form = 'write an object with "prompt", "messages" or "turns" per line'
+    prompts = parse_json_lines(text, source, _from_record, form)
     if not prompts:
         raise PromptError(f'{source} is empty: write {{"prompt": "..."}} lines into it')
     return prompts

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LoadError, OptionError, PromptError
-from ..jsonl import Conversation, conversation_of, load_json
+from ..jsonl import Conversation, conversation_of
 from ..loading.tokenizer import load_tokenizer_of
 from ..plan.p_accept import token_classes
-from .prompts import MT_BENCH, limited, numbered_lines, read_text
+from .prompts import MT_BENCH, limited, parse_json_lines, read_text
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,14 @@ def read_traces(path: Path) -> list[Trace]:
         PromptError: the file cannot be read, a line has another form, or nothing can be
             replayed.
     """
-    traces = []
-    for number, line in numbered_lines(read_text(path)):
-        try:
-            traces.append(_trace(load_json(line), default_category=path.stem))
-        except (ValueError, RecursionError):
-            raise PromptError(
-                f'{path}, line {number}: expected a JSON object with "messages", each with '
-                '"role" and "content"'
-            ) from None
+    form = 'expected a JSON object with "messages", each with "role" and "content"'
+    traces = parse_json_lines(read_text(path), path, partial(_trace, path.stem), form)
     if not any(trace.conversation.completions for trace in traces):
         raise PromptError(f"{path}: holds no assistant message to replay")
     return traces
 
 
-def _trace(record: Any, default_category: str) -> Trace:
+def _trace(default_category: str, record: Any) -> Trace:
     conversation = conversation_of(record)
     category = str(record.get("category", default_category))
     if str(record.get("id", "")).startswith("specbench-") and category in MT_BENCH:
@@ -103,7 +96,7 @@ def render(trace: Trace, encode: Encode, bos_id: int, eos_id: int) -> Iterator[C
     conversation = trace.conversation
     completions = set(conversation.completions)
     vicuna = trace.model.startswith("vicuna")
-    header = cache(lambda role: encode(_vicuna_header(role) if vicuna else _header(role)))
+    header = cache(lambda role: encode(_header(role, vicuna)))
     context = [bos_id, *(encode(_VICUNA_SYSTEM) if vicuna else ())]
     for index, message in enumerate(conversation.messages):
         context += header(message.role)
@@ -115,11 +108,9 @@ def render(trace: Trace, encode: Encode, bos_id: int, eos_id: int) -> Iterator[C
             context.append(eos_id)
 
 
-def _vicuna_header(role: str) -> str:
-    return "ASSISTANT:" if role == "assistant" else "USER:"
-
-
-def _header(role: str) -> str:
+def _header(role: str, vicuna: bool) -> str:
+    if vicuna:
+        return "ASSISTANT:" if role == "assistant" else "USER:"
     return f"\n### {role.capitalize()}:\n"
 
 
