@@ -23,7 +23,7 @@ from ..eval.comparison import (
 from ..eval.page import check_report, write_report
 from ..eval.policies import AUTO, HINDSIGHT
 from ..eval.replay import ReplayReport
-from ..eval.traces import load_trace_tokenizer, read_workload
+from ..eval.traces import load_trace_tokenizer, read_completions
 from ..plan.cost_curve import CostCurve, chip_curve, chip_names, chip_source
 from .consoles import error_console
 from .folding_table import FoldingTable
@@ -56,9 +56,10 @@ def run_replay(
     curves, sources = _curves(chips, curve, default=_ALL if html else _DEFAULT_CHIP)
     if html:
         check_report(html, "--html", force=force)
-    workload = read_workload(traces, load_trace_tokenizer(tokenizer), limit)
+    loaded = load_trace_tokenizer(tokenizer)
+    completions = read_completions(traces, loaded, limit)
     with MeasuringProgress(error_console(None), "Replaying") as on_progress:
-        comparison = compare(workload, policies, curves, on_progress)
+        comparison = compare(completions, loaded.classes, policies, curves, on_progress)
     try:
         if html:
             write_report(html, replay_page(comparison, policies, sources), "--html", force=force)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..plan.cost_curve import CostCurve
 from .page import Bar, BarChart, render
 from .policies import HINDSIGHT, POLICIES, Policy, Task
 from .replay import SLOW, ReplayedCompletion, ReplayReport, replay, replay_report
-from .traces import Workload
+from .traces import Completion
 
 _WIDEST = 1024  # rows; far more than any draft has
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
@@ -70,15 +70,17 @@ def _points(content: Any) -> list[tuple[int, float]]:
 
 
 def compare(
-    workload: Workload,
+    completions: Sequence[Completion],
+    classes: bytes,
     policies: Mapping[str, Policy],
     curves: Mapping[str, CostCurve],
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> dict[str, dict[str, ReplayReport]]:
-    """Replay a workload with several policies on several chips.
+    """Replay outputs with several policies on several chips.
 
     Args:
-        workload: at least one completion.
+        completions: the recorded outputs, at least one.
+        classes: of their tokens, see :func:`mlxspec.plan.p_accept.token_classes`.
         policies: by name.
         curves: T(rows)/T(1) by the chip's name.
         on_progress: called with the share that is done.
@@ -87,15 +89,15 @@ def compare(
         by chip and policy, in the order given.
     """
     replays = sum(len(curves) if policy.follows_costs else 1 for policy in policies.values())
-    done, total = itertools.count(1), replays * len(workload.completions)
+    done, total = itertools.count(1), replays * len(completions)
     reports: dict[str, dict[str, ReplayReport]] = {chip: {} for chip in curves}
     for name, policy in policies.items():
         replayed: list[tuple[str, ReplayedCompletion]] = []
         for chip, curve in curves.items():
             if policy.follows_costs or not replayed:  # without costs all chips have the same steps
                 replayed, memory = [], OutputMemory()
-                for one in workload.completions:
-                    task = Task(one.output, curve, workload.classes, memory)
+                for one in completions:
+                    task = Task(one.output, curve, classes, memory)
                     outcome = replay(one.prompt, one.output, policy.make_drafter(task))
                     replayed.append((one.category, outcome))
                     on_progress(next(done) / total)

@@ -22,11 +22,11 @@ class Bar:
     """One speed.
 
     Attributes:
-        label: what has it.
+        label: what the bar stands for.
         value: the speed, 1 for plain decoding; None where there is none to show.
         ticks: the speeds that it sums up.
         missing: what to write where there is no value.
-        unreachable: what nothing can reach, shown beside what competes.
+        unreachable: no decoder can have this speed; it is drawn beside those that compete.
     """
 
     label: str
@@ -180,7 +180,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def check_report(path: Path, option: str, *, force: bool) -> None:
-    """Find out that a report cannot be written before the work for it begins.
+    """Check that a report can be written, before the work for it begins.
 
     Args:
         path: the file. An older report there, page or picture, makes room for the new one.
@@ -188,7 +188,7 @@ def check_report(path: Path, option: str, *, force: bool) -> None:
         force: replace whatever regular file is there.
 
     Raises:
-        OptionError: ``path`` cannot be written, or is something else's.
+        OptionError: ``path`` cannot be written, or holds something else.
     """
     is_file = path.is_file() and not path.is_symlink()
     if not is_file and not path.is_dir() and os.path.lexists(path):
@@ -208,7 +208,7 @@ def write_report(path: Path, content: str | bytes, option: str, *, force: bool) 
     """Write a page or a picture, whole or not at all; the arguments are :func:`check_report`'s.
 
     Raises:
-        OptionError: it cannot be written; what was there before is as it was.
+        OptionError: it cannot be written; what was there before is unchanged.
     """
     check_report(path, option, force=force)
     if isinstance(content, str):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -154,16 +154,10 @@ def load_trace_tokenizer(source: str | Path) -> TraceTokenizer:
     )
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Completions, those of a category in a row, and the classes of their tokens."""
-
-    completions: Sequence[Completion]
-    classes: bytes
-
-
-def read_workload(paths: Iterable[Path], tokenizer: TraceTokenizer, limit: int) -> Workload:
-    """Read traces and encode them.
+def read_completions(
+    paths: Iterable[Path], tokenizer: TraceTokenizer, limit: int
+) -> list[Completion]:
+    """Read traces and encode their outputs, category by category.
 
     Args:
         paths: files of traces or chat logs.
@@ -186,4 +180,4 @@ def read_workload(paths: Iterable[Path], tokenizer: TraceTokenizer, limit: int) 
         raise PromptError(
             f"--limit {limit} takes no conversation with an assistant message: raise it"
         )
-    return Workload(completions, tokenizer.classes)
+    return completions

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlxspec.errors import OptionError, PromptError
-from mlxspec.eval.traces import TraceTokenizer, read_traces, read_workload, render
+from mlxspec.eval.traces import TraceTokenizer, read_completions, read_traces, render
 
 
 def written(path: Path, *records: Any) -> Path:
@@ -159,19 +159,19 @@ def letters(tmp_path: Path) -> Path:
 
 
 def test_conversations_of_a_category_are_taken_evenly_spaced(letters: Path) -> None:
-    workload = read_workload([letters], LETTERS, limit=4)
-    taken = [(c.category, chr(c.output[0])) for c in workload.completions]
+    completions = read_completions([letters], LETTERS, limit=4)
+    taken = [(c.category, chr(c.output[0])) for c in completions]
     assert taken == [("a", c) for c in "AFKP"] + [("b", c) for c in "ABC"]
 
 
 def test_a_limit_below_one_is_refused(letters: Path) -> None:
     with pytest.raises(OptionError, match="--limit is 0"):
-        read_workload([letters], LETTERS, limit=0)
+        read_completions([letters], LETTERS, limit=0)
 
 
 def test_a_limit_that_leaves_nothing_to_replay_is_refused(tmp_path: Path) -> None:
     question, answer = ({"role": role, "content": "a"} for role in ("user", "assistant"))
     path = written(tmp_path / "t.jsonl", {"messages": [question]}, {"messages": [answer]})
-    assert len(read_workload([path], LETTERS, limit=2).completions) == 1
+    assert len(read_completions([path], LETTERS, limit=2)) == 1
     with pytest.raises(PromptError, match="--limit 1 takes no conversation"):
-        read_workload([path], LETTERS, limit=1)
+        read_completions([path], LETTERS, limit=1)
