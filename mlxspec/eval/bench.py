@@ -184,17 +184,17 @@ class Measurement:
         self, category: str, messages: Messages, reference: str | None, tokens: list[int]
     ) -> MeasuredPrompt:
         names = list(self._backends)
-        rounds = [] if self._warm else [names]
+        order = [] if self._warm else names.copy()
         for repeat in range(self._repeats):
             # Each backend is first in turn, and its neighbours change: a wide step leaves a
             # hotter machine.
             first = repeat % len(names)
-            rounds.append((names[first:] + names[:first])[:: (-1) ** repeat])
+            order += (names[first:] + names[:first])[:: (-1) ** repeat]
         runs: dict[str, list[Run]] = {name: [] for name in names}
-        for name in itertools.chain.from_iterable(rounds):
+        for name in order:
             runs[name].append(self._run(self._backends[name], tokens))
             self._on_run()
-        runs = {name: all_runs[-self._repeats :] for name, all_runs in runs.items()}
+        runs = {name: warm[-self._repeats :] for name, warm in runs.items()}
         self._warm = True
         differences = {name: self._compare(name, tokens, runs) for name in names}
         return MeasuredPrompt(category, messages, reference, len(tokens), runs, differences)
