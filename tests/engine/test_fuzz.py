@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.draft.drafter import NoDraft, VerifiedStep
-from mlxspec.draft.tree import DraftTree
+from mlxspec.draft.drafter import DraftTree, NoDraft, VerifiedStep
 from mlxspec.engine.caches import CacheOptions
 from mlxspec.engine.target import Capability, Target
 from tests.support.architectures import ARCHITECTURES

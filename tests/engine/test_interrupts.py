@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.draft.tree import DraftTree
+from mlxspec.draft.drafter import DraftTree
 from mlxspec.engine import caches as kv_caches
 from mlxspec.engine import caches as step_caches
 from mlxspec.engine import caches as window_cache

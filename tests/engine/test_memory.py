@@ -10,8 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlxspec.draft.drafter import VerifiedStep
-from mlxspec.draft.tree import DraftTree
+from mlxspec.draft.drafter import DraftTree, VerifiedStep
 from mlxspec.engine.target import Capability
 from tests.support.harness import run
 from tests.support.random_models import MAMBA_2, random_model
