@@ -1,8 +1,11 @@
-"""The pickle interpreter: tensors and containers, and nothing else."""
+"""The state dict unpickler: tensors and containers, and nothing else."""
 
+import collections
 import contextlib
+import copyreg
 import os
 import pickle
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -118,6 +121,8 @@ REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
         {"a": Persistent(("storage", Global("torch", "HalfStorage"), "0", "cpu", -6))},
         {"a": Persistent(("storage",))},
         {("a",): VIEW},
+        {"a": Persistent(("storage", Global("torch", "float16"), "0", "cpu", 6))},
+        {"a": Call(Global("collections", "OrderedDict"), ([[1, VIEW]],))},
     ],
 )
 def test_what_is_no_state_dict_of_tensors_is_refused_in_one_line(value: object):
@@ -158,6 +163,45 @@ def test_a_memo_bomb_is_neither_expanded_nor_hashed():
         read(Raw(b"}" + nest + b"Ns"))
     with pytest.raises(ConversionError):
         read({"a": Raw(nest)})
+
+
+def test_keys_whose_hashes_all_collide_take_no_time():
+    numbers = (i * ((1 << 61) - 1) for i in range(1, 20_000))
+    items = b"".join(b"\x8a\x0b" + number.to_bytes(11, "little") + b"N" for number in numbers)
+    started = time.process_time()
+    with pytest.raises(ConversionError):
+        read(Raw(b"}(" + items + b"u"))
+    assert time.process_time() - started < 1
+
+
+def test_a_class_of_the_extension_registry_is_refused_though_it_was_unpickled_before():
+    copyreg.add_extension("collections", "Counter", 77)
+    try:
+        assert pickle.loads(b"\x80\x02\x82\x4d.") is collections.Counter  # and is cached now
+        with pytest.raises(ConversionError, match="opcode EXT1"):
+            read(Raw(b"\x82\x4d"))
+    finally:
+        copyreg.remove_extension("collections", "Counter", 77)
+
+
+def test_what_is_left_after_the_end_is_not_read():
+    assert read_state_dict(dumps({"a": VIEW}) + b"cos\nsystem\n.", "weights.pth") == {"a": LAYOUT}
+
+
+def test_nothing_is_made_or_changed_but_by_calling_what_stands_for_a_name():
+    """NEWOBJ and its kin, BUILD on what is no dictionary, and changes to what stands for names."""
+    rebuild = b"ctorch._utils\n_rebuild_tensor_v2\n"
+    for code in (
+        rebuild + b")\x81",  # NEWOBJ
+        rebuild + b")}\x92",  # NEWOBJ_EX
+        b"(" + rebuild + b"o",  # OBJ
+        rebuild + b"}X\x08\0\0\0__code__Nsb",  # BUILD: attributes of the function itself
+        rebuild + b"N}X\x08\0\0\0__code__Ns\x86b",  # and through the state of slots
+        b"ctorch\nfloat16\n}X\x04\0\0\0nameNsb",
+    ):
+        with pytest.raises(ConversionError):
+            read(Raw(code))
+    assert read({"a": VIEW}) == {"a": LAYOUT}
 
 
 def test_deep_nesting_is_refused_without_exhausting_the_stack():
