@@ -130,7 +130,9 @@ def find_tokenizer_model(directory: Path, vocab_size: int) -> Path:
                 "use the model's Hugging Face version with --hf-path"
             )
         raise ConversionError(f"{candidates[0]}: does not exist")
-    if _TIKTOKEN_LINE.match(_first_bytes(path)):
+    with path.open("rb") as file:
+        start = file.read(1000)
+    if _TIKTOKEN_LINE.match(start):
         raise ConversionError(
             f"{path}: tiktoken tokenizers (Llama 3) are not converted; "
             "use the model's Hugging Face version with --hf-path"
@@ -139,14 +141,6 @@ def find_tokenizer_model(directory: Path, vocab_size: int) -> Path:
     if pieces > vocab_size:
         raise ConversionError(f"{path}: has {pieces} pieces, the model {vocab_size} embeddings")
     return path
-
-
-def _first_bytes(path: Path) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read(1000)
-    except OSError as error:
-        raise ConversionError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def special_token_ids(tokenizer_model: Path) -> dict[str, int]:

@@ -3,9 +3,12 @@
 import collections
 import contextlib
 import copyreg
+import io
 import os
 import pickle
+import sys
 import time
+import types
 
 import pytest
 from hypothesis import given, settings
@@ -40,6 +43,35 @@ def test_an_untyped_storage_takes_the_type_from_the_tensor():
     v3 = Call(Global("torch._utils", "_rebuild_tensor_v3"), arguments)
     layout = TensorLayout(Storage("0", None, 12), "float16", (2, 3), (3, 1), 0)
     assert read({"a": v3}) == {"a": layout}
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_what_pythons_pickler_makes_of_a_state_dict_is_read(
+    monkeypatch: pytest.MonkeyPatch, protocol: int
+):
+    """Of one with the names of PyTorch in it, whose modules are made for the test."""
+
+    class Place:
+        pass
+
+    class Tensor:
+        def __reduce__(self):
+            return rebuild, (Place(), 0, (2, 3), (3, 1), False, collections.OrderedDict())
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: object) -> object:
+            return ("storage", half, "0", "cpu", 6) if isinstance(value, Place) else None
+
+    half = type("BFloat16Storage", (), {"__module__": "torch"})
+    rebuild = type("_rebuild_tensor_v2", (), {"__module__": "torch._utils"})
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(BFloat16Storage=half))
+    utils = types.SimpleNamespace(_rebuild_tensor_v2=rebuild)
+    monkeypatch.setitem(sys.modules, "torch._utils", utils)
+    state = collections.OrderedDict(a=Tensor(), b=Tensor())
+    state._metadata = collections.OrderedDict({"": {"version": 1}})  # as of an nn.Module
+    content = io.BytesIO()
+    Pickler(content, protocol).dump(state)
+    assert read_state_dict(content.getvalue(), "weights.pth") == {"a": LAYOUT, "b": LAYOUT}
 
 
 def test_attributes_of_a_state_dict_are_dropped():
