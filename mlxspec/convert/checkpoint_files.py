@@ -1,4 +1,4 @@
-"""What both kinds of checkpoints consist of: settings in JSON, and safetensors files."""
+"""What original and Hugging Face checkpoints share: settings in JSON, and safetensors files."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from ..errors import ConversionError, printable
 from ..loading.safetensors_header import DamagedHeader, Place, read_header
 
 BFLOAT16 = np.dtype("<u2")
-"""numpy has no bfloat16. Arrays hold its bits, as the type that no checkpoint has otherwise."""
+"""numpy has no bfloat16: arrays hold its bits as unsigned integers, which no other weights are."""
 
 _FLOATS: dict[str, np.dtype] = {
     "F16": np.dtype("<f2"),

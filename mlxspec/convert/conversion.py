@@ -105,6 +105,7 @@ def convert(
             write_npz(directory, plan.groups, on_progress)
         else:
             write_safetensors_model(directory, plan.groups, on_progress, max_shard_bytes)
+        # mlx-lm's save_config adds a key, and mlx-examples takes no others than its own.
         config = json.dumps(dict(sorted(plan.config.items())), indent=4)
         (directory / "config.json").write_text(config + "\n", encoding="utf-8")
         plan.write_tokenizer(directory)

@@ -117,9 +117,9 @@ def _half_type(config: Mapping[str, Any], model: Any) -> mx.Dtype | None:
 
 
 def _cast(model: Any, dtype: mx.Dtype) -> None:
-    """Let a model's arrays have a type once they are evaluated.
+    """Cast a model's arrays, which are not evaluated yet.
 
-    In mlx-lm this is a passage of its ``convert``, which cannot be called alone.
+    mlx-lm has this within its ``convert``, where it cannot be called alone.
     """
     wanted = getattr(model, "cast_predicate", lambda _: True)
 
@@ -177,7 +177,7 @@ def _group(module: Any, arrays: dict[str, mx.array]) -> TensorGroup:
 def _copy_tokenizer(source: Path, target: Path) -> None:
     """Copy the tokenizer as it is, or make ``tokenizer.json`` where only SentencePiece's is.
 
-    mlx-lm's ``save`` writes the tokenizer as transformers understood it, and copies Python code.
+    mlx-lm's ``save`` would write what transformers made of it instead, and copy Python files.
     """
     from ..loading.tokenizer import load_tokenizer
 

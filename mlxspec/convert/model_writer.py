@@ -139,7 +139,7 @@ def write_npz(directory: Path, groups: list[TensorGroup], on_progress: Progress)
 def _shards(groups: list[TensorGroup], max_bytes: int) -> list[dict[str, mx.array]]:
     """The outlines of the files; a group that is larger than ``max_bytes`` has a file of its own.
 
-    mlx-lm's ``make_shards`` counts in whole gigabytes, and would tear a weight from its scales.
+    mlx-lm's ``make_shards`` would put a weight and its scales into different files.
     """
     shards: list[dict[str, mx.array]] = []
     room = 0

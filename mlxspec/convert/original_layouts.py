@@ -90,10 +90,10 @@ def _group(
     *,
     head_dim: int | None = None,
 ) -> TensorGroup:
-    """A tensor under its new name, or its quantised parts; MLX computes nothing yet.
+    """A tensor under its new name, or its quantised parts; nothing is computed yet.
 
-    This is what mlx-lm's ``quantize_model`` does with a module. That takes a whole model, whose
-    weights MLX would have to hold: it reads neither ``.pth`` files nor shards of them lazily.
+    mlx-lm's ``quantize_model`` does the same with all modules of a model. It cannot serve here: MLX
+    does not load ``.pth`` files lazily, so all weights would be in memory at once.
     """
 
     def encode(weight: mx.array) -> dict[str, mx.array]:

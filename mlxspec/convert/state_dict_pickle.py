@@ -4,10 +4,9 @@ Python's unpickler calls whatever a pickle names. Here it knows only the opcodes
 is made of, and the few names it may ask for stand for functions of this file, which describe
 tensors as :class:`TensorLayout`. Nothing is imported, no attribute is looked up or set.
 
-The base class is the unpickler's version in Python, which the standard library has beside the one
-in C. The latter cannot be made safe by overriding: it takes a LONG_BINPUT to the four-billionth
-place of its memo as an order for 64 GB, and it hashes whatever is a key of a dictionary, where
-nested tuples take exponential time.
+The base class is the standard library's unpickler in Python. Of the one in C only the look-up of
+names can be overridden: a LONG_BINPUT with the index 2³² - 1 would make it allocate 64 GB, and it
+would hash a dictionary's key of nested tuples, which takes exponential time.
 """
 
 import io
@@ -33,7 +32,7 @@ _OPCODES = {
     # What they name passes through find_class; INST is the old protocols' way to name and call.
     *("GLOBAL", "STACK_GLOBAL", "INST", "REDUCE", "BINPERSID"),
 }
-"""What the base class may execute; SETITEM, SETITEMS and BUILD are executed here."""
+"""What the base class executes. SETITEM, SETITEMS and BUILD are overridden, others refused."""
 
 _STORAGE_DTYPES = {
     "torch.FloatStorage": "float32",
@@ -119,7 +118,7 @@ class _Dispatch(dict[int, Callable[[Any], None]]):
 
 
 class _StateDictUnpickler(pickle._Unpickler):
-    """Python's unpickler, reduced to data."""
+    """Python's unpickler, for data alone."""
 
     stack: list[Any]  # since the last MARK
 
@@ -147,7 +146,8 @@ class _StateDictUnpickler(pickle._Unpickler):
         _expect(isinstance(storage_type, _Type) and storage_type.name in _STORAGE_DTYPES)
         return Storage(record, _STORAGE_DTYPES[storage_type.name], numel)
 
-    # Nested tuples can take exponential time to hash, and numbers can be chosen that all collide.
+    # Keys are strings: nested tuples take exponential time to hash, and numbers can be chosen
+    # whose hashes all collide.
     def _set_item(self) -> None:
         _expect(isinstance(self.stack[-2], str))
         self.load_setitem()  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mlxspec.convert.state_dict_pickle import Storage, TensorLayout, read_state_dict
 from mlxspec.errors import ConversionError
+from tests.support.hostile import harmless
 from tests.support.torch_file import Call, Global, Persistent, Raw, dumps, storage, tensor
 
 PLACE = storage("bfloat16", "0", 6)
@@ -185,6 +186,24 @@ def test_what_is_no_state_dict_of_tensors_is_refused_in_one_line(value: object):
 def test_other_opcodes_and_damaged_ones_are_refused(code: bytes):
     with pytest.raises(ConversionError, match=r"^weights\.pth: .+$"):
         read(Raw(code))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        b"Nr\xff\xff\xff\xff",  # LONG_BINPUT: one place of a memo that has all the others, too
+        b"X\xff\xff\xff\x7fabc",  # BINUNICODE
+        b"T\xff\xff\xff\x7fabc",  # BINSTRING
+        b"B\xff\xff\xff\x7fabc",  # BINBYTES
+        b"\x8b\xff\xff\xff\x7fabc",  # LONG4
+        b"\x8d\0\0\0\0\1\0\0\0abc",  # BINUNICODE8
+        b"\x8e\0\0\0\0\1\0\0\0abc",  # BINBYTES8
+        b"\x96\0\0\0\0\1\0\0\0abc",  # BYTEARRAY8
+        b"\x95\0\0\0\0\1\0\0\0N",  # FRAME
+    ],
+)
+def test_sizes_that_are_only_announced_take_no_memory(code: bytes):
+    assert isinstance(harmless(lambda: read(Raw(code))), ConversionError)
 
 
 def test_a_memo_bomb_is_neither_expanded_nor_hashed():
