@@ -3,7 +3,7 @@
 import os
 
 # Equality tests run on the BLAS of MLX's wheel, where a forward over several rows equals
-# single-row forwards bit for bit. tests/decoding/test_openblas.py repeats some with OpenBLAS.
+# single-row forwards bit for bit. tests/engine/test_openblas.py repeats some with OpenBLAS.
 os.environ.setdefault("MLXSPEC_OPENBLAS", "0")
 
 import shutil
@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import mlxspec  # noqa: F401  (before mlx.core)
+from tests.support.shared import SHARED
 
 STEP_TIMES = Path(os.environ["MLXSPEC_CACHE_DIR"])
 
@@ -32,8 +33,6 @@ settings.load_profile("busy")
 
 LIMIT = 3600 if os.environ.get("MLXSPEC_LONG") == "1" else 180
 """Seconds after which a test, its fixtures included, has failed: the slowest takes some 20."""
-
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from mlxspec.draft.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.sampling import SamplingParams
 from tests.support.harness import Run, assert_same_output, plain, run
+from tests.support.llamas import LLAMAS
 
 BOS = 1
 REPEAT = (
@@ -25,9 +26,8 @@ SIZES = [(2, 2, 2), (3, 3, 2), (5, 4, -1), (3, 5, 3), (10, 5, 8)]
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("name", ["stories", "babyllama"])
-def test_output_is_plain_decodings(name: str, temp: float, request: pytest.FixtureRequest) -> None:
-    model: nn.Module = request.getfixturevalue(name)
+@pytest.mark.parametrize("model", LLAMAS, indirect=True)
+def test_output_is_plain_decodings(model: nn.Module, temp: float) -> None:
     accepted = 0
     for seed in range(PROMPTS):
         mx.random.seed(seed)
@@ -67,12 +67,12 @@ def test_the_demo_model_writes_the_same(demo: tuple, temp: float) -> None:
             assert_same_output(model, prompt, expected, outcome.tokens, params)
 
 
-def test_a_model_without_trees_gets_the_newest_guess(stories: nn.Module) -> None:
-    expected = plain(stories, [BOS], max_tokens=100)
+def test_a_model_without_trees_gets_the_newest_guess(model: nn.Module) -> None:
+    expected = plain(model, [BOS], max_tokens=100)
     drafter = LookaheadDrafter(5, 4, 4)
-    outcome = run(stories, [BOS], drafter, max_tokens=100, capability=Capability.CHAIN)
+    outcome = run(model, [BOS], drafter, max_tokens=100, capability=Capability.CHAIN)
     assert outcome.accepted > 0
-    assert_same_output(stories, [BOS], expected, outcome.tokens)
+    assert_same_output(model, [BOS], expected, outcome.tokens)
 
 
 def decode_demo(demo: tuple, text: str, pool_from_prompt: bool) -> Run:

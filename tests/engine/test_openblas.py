@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.support.openblas import needs_openblas
 
-CHOSEN = "demo_model or published_text or babyllama-0.7 or equals_mlx_lm"
+CHOSEN = "demo_model or published_text or random-0.7 or babyllama-0.7 or equals_mlx_lm"
 
 
 @needs_openblas

@@ -34,15 +34,15 @@ def draws_twice(logprobs: mx.array) -> mx.array:
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_speculated_tokens_equal_plain_ones(stories: nn.Module, name: str) -> None:
+def test_speculated_tokens_equal_plain_ones(model: nn.Module, name: str) -> None:
     params = SamplingParams(sampler=SAMPLERS[name](), seed=8)
     options = {"max_tokens": 60, "params": params, "stop_tokens": {BOS}}
-    expected = plain(stories, [BOS, 403, 407], **options)
+    expected = plain(model, [BOS, 403, 407], **options)
     for capability in (Capability.TREE, Capability.CHAIN):
         hostile = HostileDrafter(
-            expected, stories.args.vocab_size, BOS, seed=2, chains=capability is Capability.CHAIN
+            expected, model.args.vocab_size, BOS, seed=2, chains=capability is Capability.CHAIN
         )
-        outcome = run(stories, [BOS, 403, 407], hostile, capability=capability, **options)
+        outcome = run(model, [BOS, 403, 407], hostile, capability=capability, **options)
         assert outcome.accepted > 0
         assert outcome.tokens == expected
 

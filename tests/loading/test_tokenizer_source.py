@@ -41,8 +41,9 @@ def test_every_form_of_a_tokenizer_gives_sentencepieces_ids(
         assert Path(tokenizer.name_or_path).name in {"demo_model", "only"}
 
 
-def test_sentencepieces_model_may_have_any_name(shared: Path) -> None:
-    path = shared / "tokenizers/mistral/tokenizer.model.v1"
+def test_sentencepieces_model_may_have_any_name(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.model.v1"
+    shutil.copyfile(DEMO_DIRECTORY / "tokenizer.model", path)
     tokenizer = load_tokenizer_of(path)
     assert tokenizer.encode(TEXT, add_special_tokens=False) == reference(path)
     assert tokenizer.name_or_path == str(path)
