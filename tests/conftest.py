@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import mlxspec  # noqa: F401  (before mlx.core)
+from tests.support.examples import LONG
 from tests.support.shared import SHARED
 
 STEP_TIMES = Path(os.environ["MLXSPEC_CACHE_DIR"])
@@ -31,7 +32,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
-LIMIT = 3600 if os.environ.get("MLXSPEC_LONG") == "1" else 180
+LIMIT = 3600 if LONG else 180
 """Seconds after which a test, its fixtures included, has failed: the slowest takes some 20."""
 
 

@@ -13,8 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlxspec
 from mlxspec.compat.generation import decoder_of
 from mlxspec.errors import MlxspecError, OptionError
-from tests.generation.test_auto import FLAT, LINEAR
 from tests.support.architectures import ARCHITECTURES
+from tests.support.demo import FLAT, LINEAR
 from tests.support.drop_in import (
     FREE,
     REPEAT,

@@ -31,7 +31,7 @@ from tests.support.drop_in import (
     write_float32_demo,
 )
 from tests.support.random_models import random_model
-from tests.support.tokenizers import DEMO, byte_level, sentencepiece, word_piece
+from tests.support.tokenizer_kinds import DEMO, byte_level, sentencepiece, word_piece
 
 ROWS = 16
 KINDS: dict[str, type[StreamingDetokenizer]] = {

@@ -9,10 +9,10 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 
-import mlxspec
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.sampling import SamplingParams
+from tests.support.demo import demo
 from tests.support.drafters import HostileDrafter
 from tests.support.harness import assert_same_output, plain, run
 from tests.support.llama2c import decode_llama2c, load_llama2c
@@ -69,7 +69,7 @@ def test_hostile_and_real_drafters_leave_the_output_as_it_is(model: nn.Module, t
 
 @pytest.mark.parametrize("temp", TEMPERATURES)
 def test_the_demo_model_writes_the_same_with_every_drafter(temp: float) -> None:
-    model, tokenizer = mlxspec.load("demo")
+    model, tokenizer = demo().model, demo().tokenizer
     prompt = tokenizer.encode(RENAME)
     params = SamplingParams(temp=temp, top_p=0.9, seed=7)
     stop_tokens = tokenizer.eos_token_ids

@@ -22,9 +22,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
     trim_prompt_cache,
 )
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-import mlxspec
 from mlxspec import Decoder
 from mlxspec.draft.drafter import NoDraft
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
@@ -33,6 +31,7 @@ from mlxspec.errors import OptionError, PromptCacheError
 from mlxspec.generation import decoder as base
 from mlxspec.generation import responses
 from tests.support.architectures import ARCHITECTURES
+from tests.support.demo import endless_tokenizer
 from tests.support.drafters import HostileDrafter
 from tests.support.interrupts import interrupted_anywhere
 from tests.support.random_models import random_model
@@ -48,9 +47,7 @@ class OwnKVCache(KVCache):
 
 @cache
 def decoder_of(name: str) -> Decoder:
-    endless = TokenizerWrapper(mlxspec.load("demo")[1]._tokenizer)
-    endless.eos_token_ids = set()
-    return Decoder(ARCHITECTURES[name].model(), endless)
+    return Decoder(ARCHITECTURES[name].model(), endless_tokenizer())
 
 
 def by_mlx_lm(model: nn.Module, prompt: list[int], cache: list[Any], **options: Any) -> list[int]:

@@ -19,6 +19,7 @@ from mlxspec.engine.chooser import Chooser, History
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.step import decode
 from tests.support.architectures import ARCHITECTURES
+from tests.support.demo import demo
 from tests.support.drafters import HostileDrafter
 from tests.support.harness import assert_same_output, new_target, plain, run
 
@@ -111,7 +112,7 @@ def test_speculated_tokens_equal_plain_ones_whatever_shapes_and_filters(
 
 
 def test_the_demo_model_writes_the_same_with_every_drafter() -> None:
-    model, tokenizer = mlxspec.load("demo")
+    model, tokenizer = demo().model, demo().tokenizer
     prompt = tokenizer.encode("[INST] Count from one to ten, twice. [/INST]")
     params = SamplingParams(
         temp=0.7,

@@ -18,13 +18,14 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-import mlxspec
 from mlxspec import Decoder, PromptLookupDecoder, Session
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine.target import Target
 from mlxspec.errors import OptionError
 from tests.support.architectures import ARCHITECTURES
+from tests.support.demo import demo
 from tests.support.drafters import HostileDrafter, PartlyRightDrafter
+from tests.support.examples import examples
 from tests.support.harness import assert_same_output
 
 VOCABULARY = 64
@@ -43,7 +44,7 @@ CUTTABLE = {"plain", "sliding and full", "latent", "lists"}
 
 @cache
 def tokenizer() -> TokenizerWrapper:
-    return mlxspec.load("demo")[1]
+    return demo().tokenizer
 
 
 @cache
@@ -90,7 +91,7 @@ def next_prompt(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=examples(4), deadline=None, derandomize=True)
 @given(st.lists(turns, min_size=4, max_size=8), st.sampled_from([16, 2048]))
 def test_whatever_happens_to_a_conversation_each_turn_is_as_on_a_fresh_cache(
     kind: str, conversation: list, prefill_step_size: int

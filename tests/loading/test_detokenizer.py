@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from mlxspec.loading.detokenizer import ByteDetokenizer, WindowDetokenizer, streaming_detokenizer
-from tests.support.tokenizers import DEMO, SENTENCEPIECE, byte_level, sentencepiece, word_piece
+from tests.support.tokenizer_kinds import DEMO, SENTENCEPIECE, byte_level, sentencepiece, word_piece
 
 PROMPT = "The quick"
 

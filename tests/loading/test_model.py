@@ -19,7 +19,7 @@ from mlxspec.errors import LoadError
 from mlxspec.loading.model import encode_prompt, load
 from mlxspec.loading.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
 from tests.support.random_models import random_model
-from tests.support.tokenizers import DEMO
+from tests.support.tokenizer_kinds import DEMO
 
 CONFIG = {
     "model_type": "llama",

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 
 from mlxspec.errors import LoadError
 from mlxspec.loading.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
-from tests.support.tokenizers import DEMO, SENTENCEPIECE
+from tests.support.examples import examples
+from tests.support.tokenizer_kinds import DEMO, SENTENCEPIECE
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 
@@ -77,7 +78,7 @@ def test_runs_of_one_character_are_split_as_by_sentencepiece(model_path: Path) -
 
 
 @pytest.mark.parametrize("path", SENTENCEPIECE.values(), ids=SENTENCEPIECE.keys())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(data=st.data())
 def test_any_text_has_the_ids_of_sentencepiece(path: Path, data: st.DataObject) -> None:
     _, reference = built(path)

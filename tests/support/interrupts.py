@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar
+
+from tests.support.examples import LONG
 
 Prepared = TypeVar("Prepared")
 
@@ -60,7 +61,7 @@ def _lines_run(functions: Iterable[FunctionType], action: Callable[[], object]) 
     with _at_each_line(functions, note):
         action()
     assert count, "none of the functions ran"
-    if os.environ.get("MLXSPEC_LONG") == "1":
+    if LONG:
         return list(range(count))
     return sorted({number for seen in visits.values() for number in (*seen[:2], seen[-1])})
 

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
+from tests.support.examples import LONG
 from tests.support.llama2c import load_llama2c
 from tests.support.random_models import random_model
 from tests.support.shared import SHARED
@@ -16,7 +17,11 @@ _TRAINED = {
     "stories260K": "models/stories260K/stories260K.bin",
     "babyllama": "models/babyllama_tok105/model5000.bin",
 }
-LLAMAS = ["random", *(_TRAINED if SHARED.is_dir() else [])]
+LLAMAS = ["random"]
+if SHARED.is_dir():
+    LLAMAS += ["stories260K"]
+    if LONG:
+        LLAMAS += ["babyllama"]
 
 
 @cache
