@@ -6,11 +6,16 @@ import os
 # single-row forwards bit for bit. tests/engine/test_openblas.py repeats some with OpenBLAS.
 os.environ.setdefault("MLXSPEC_OPENBLAS", "0")
 
+# Tables are as wide as what they hold, whatever width the shell or pytest-xdist has set.
+os.environ.pop("COLUMNS", None)
+os.environ.pop("LINES", None)
+
 import shutil
 import signal
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 # Nor do tests touch the step times that the user's machine has learned.
 os.environ["MLXSPEC_CACHE_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
@@ -20,6 +25,7 @@ from hypothesis import HealthCheck, settings
 
 import mlxspec  # noqa: F401  (before mlx.core)
 from tests.support.examples import LONG
+from tests.support.harness import NEAR_TIES
 from tests.support.shared import SHARED
 
 STEP_TIMES = Path(os.environ["MLXSPEC_CACHE_DIR"])
@@ -63,9 +69,19 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(STEP_TIMES, ignore_errors=True)
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With pytest-xdist: hand the near ties of this process to the one that reports."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["near ties"] = NEAR_TIES
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    NEAR_TIES.extend(getattr(node, "workeroutput", {}).get("near ties", []))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say at how many near ties outputs differed, and by how much (invariant 1)."""
-    from tests.support.harness import NEAR_TIES
-
     margins = ", ".join(f"{margin:.1e}" for margin in NEAR_TIES)
     terminalreporter.write_line(f"outputs that differ at near ties: {len(NEAR_TIES)} {margins}")

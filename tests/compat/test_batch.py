@@ -25,6 +25,8 @@ from tests.support.drop_in import (
 )
 from tests.support.random_models import random_model, scaled_rope
 
+pytestmark = pytest.mark.slow
+
 LIMITS = [12, 6, 14]
 
 

@@ -33,6 +33,8 @@ from tests.support.drop_in import (
 from tests.support.random_models import random_model
 from tests.support.tokenizer_kinds import DEMO, byte_level, sentencepiece, word_piece
 
+pytestmark = pytest.mark.slow
+
 ROWS = 16
 KINDS: dict[str, type[StreamingDetokenizer]] = {
     "sentencepiece": SPMStreamingDetokenizer,

@@ -33,6 +33,8 @@ from tests.support.drop_in import (
 )
 from tests.support.random_models import random_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def demo() -> tuple:

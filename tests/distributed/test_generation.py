@@ -17,6 +17,8 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.harness import NEAR_TIES, assert_same_output, plain
 from tests.support.settings import ARCHITECTURE, ARCHITECTURE_PROMPT, PROMPT, SETTINGS
 
+pytestmark = pytest.mark.slow
+
 QUANTISED_KV = 1e-2
 """The gap below which a difference is a near tie when keys and values are quantised."""
 

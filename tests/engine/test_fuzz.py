@@ -20,6 +20,8 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.examples import examples
 from tests.support.harness import run
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 64
 LENGTH = 30
 LONGEST_PROMPT = 30

@@ -15,6 +15,8 @@ from tests.support.demo import demo
 from tests.support.harness import Run, assert_same_output, plain, run
 from tests.support.llamas import LLAMAS
 
+pytestmark = pytest.mark.slow
+
 BOS = 1
 REPEAT = (
     '[INST] Repeat the following phrase 10 times: "The quick brown fox jumps over the lazy dog.". '

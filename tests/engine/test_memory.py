@@ -16,6 +16,8 @@ from mlxspec.engine.target import Capability
 from tests.support.harness import run
 from tests.support.random_models import MAMBA_2, random_model
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 1200
 WRONG = (60, 61, 62)  # no token that the models emit
 SLIDING_MISTRAL = {

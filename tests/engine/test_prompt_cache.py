@@ -36,6 +36,8 @@ from tests.support.drafters import HostileDrafter
 from tests.support.interrupts import interrupted_anywhere
 from tests.support.random_models import random_model
 
+pytestmark = pytest.mark.slow
+
 TURNS = ([3, 1, 4, 1, 5, 9] * 4, [2, 6, 5, 3, 5], [8, 9, 7, 9, 3], [7])
 NAMES = ("llama3", "gemma3", "mamba2", "qwen3_next", "deepseek_v32")
 TOKENS = 12

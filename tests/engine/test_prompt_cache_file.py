@@ -19,6 +19,8 @@ from mlxspec.errors import OptionError, PromptCacheError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import demo
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [token * 7 % 60 + 3 for token in range(40)]
 NEXT = [9, 8, 7]
 KINDS = ["llama3", "gemma3", "mamba2", "recurrent_gemma", "llama4", "deepseek_v32", "lfm2"]

@@ -18,6 +18,8 @@ from tests.support.drafters import HostileDrafter
 from tests.support.examples import examples
 from tests.support.harness import plain, run
 
+pytestmark = pytest.mark.slow
+
 FILTERS = [
     {},
     {"top_p": 0.8},

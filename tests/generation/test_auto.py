@@ -20,6 +20,8 @@ from mlxspec.eval.equality import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.store.learner import Learner
 from tests.support.demo import FLAT, LINEAR, FixedCosts, demo_decoder, fixed_costs
 
+pytestmark = pytest.mark.slow
+
 PROMPT = '[INST] Repeat the following phrase 8 times: "The red fox sees the river.". [/INST]'
 
 

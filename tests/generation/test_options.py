@@ -21,6 +21,8 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import demo_decoder
 from tests.support.random_models import random_model
 
+pytestmark = pytest.mark.slow
+
 PROMPT = '[INST] Repeat the following phrase 4 times: "The red fox sees the river.". [/INST]'
 
 

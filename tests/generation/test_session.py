@@ -28,6 +28,8 @@ from tests.support.drafters import HostileDrafter, PartlyRightDrafter
 from tests.support.examples import examples
 from tests.support.harness import assert_same_output
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 64
 KINDS = {
     "plain": "llama3",

@@ -27,6 +27,8 @@ from tests.support.drop_in import (
     stream_generate,
 )
 
+pytestmark = pytest.mark.slow
+
 END = 2
 Call = tuple[str, list[int], str, tuple[int, ...]]
 

@@ -15,6 +15,8 @@ from tests.support.demo import demo_decoder
 from tests.support.drop_in import REPEAT
 from tests.support.threads import at_once
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [
     REPEAT,
     "[INST] Count from one to ten, twice. [/INST]",

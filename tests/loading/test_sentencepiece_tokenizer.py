@@ -18,6 +18,8 @@ from mlxspec.loading.sentencepiece_tokenizer import build_tokenizer, tokenizer_c
 from tests.support.examples import examples
 from tests.support.tokenizer_kinds import DEMO, SENTENCEPIECE
 
+pytestmark = pytest.mark.slow
+
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 
 TEXTS = [
