@@ -17,11 +17,10 @@ from mlxspec.draft.tree import DraftTree
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.chooser import Chooser, History
 from mlxspec.engine.sampling import SamplingParams
-from mlxspec.engine.step import decode
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import demo
 from tests.support.drafters import HostileDrafter
-from tests.support.harness import assert_same_output, new_target, plain, run
+from tests.support.harness import assert_same_output, decode, new_target, plain, run
 
 pytestmark = pytest.mark.slow
 

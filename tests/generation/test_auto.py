@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from itertools import groupby
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,7 +17,7 @@ from mlxspec.engine.capability import Capability
 from mlxspec.engine.costs import KeptCosts
 from mlxspec.eval.equality import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.store.learner import Learner
-from tests.support.demo import FLAT, LINEAR, FixedCosts, demo_decoder, fixed_costs
+from tests.support.demo import FLAT, LINEAR, demo_decoder, given_costs
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +26,7 @@ PROMPT = '[INST] Repeat the following phrase 8 times: "The red fox sees the rive
 
 def decoder_with(curve: dict[int, float], **options: object) -> AutoDecoder:
     decoder = demo_decoder(AutoDecoder, **options)
-    decoder.costs = fixed_costs(curve)
+    decoder.costs = given_costs(curve)
     return decoder
 
 
@@ -88,10 +87,10 @@ def test_stream_generate_takes_models_of_mlx_lm(monkeypatch: pytest.MonkeyPatch)
 
     def costs_for(model: nn.Module, on_progress: object) -> KeptCosts:
         measured.append(model)
-        return fixed_costs(FLAT)
+        return given_costs(FLAT)
 
     monkeypatch.setattr("mlxspec.generation.decoder.costs_for", costs_for)
-    monkeypatch.setattr(FixedCosts, "save", lambda self: None)
+    monkeypatch.setattr("end", lambda self: None)
     expected = [r.token for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=24)]
     for _ in range(2):
         responses = list(mlxspec.stream_generate(model, tokenizer, PROMPT, max_tokens=24))
@@ -105,21 +104,6 @@ def test_stream_generate_takes_models_of_mlx_lm(monkeypatch: pytest.MonkeyPatch)
         assert alive() is None
     finally:
         gc.enable()
-
-
-def test_plain_steps_are_sought_where_the_text_has_none() -> None:
-    drafter = decoder_with(FLAT).drafter()
-    drafter.begin([5, 6, 7, 8] * 20)
-    drafter.plain_steps.sought = True
-    drafted = []
-    for token in [5, 6, 7, 8] * 15:
-        drafted.append(len(drafter.propose(100)) > 1)
-        assert drafter.pipelined
-        drafter.observe(mlxspec.VerifiedStep(mlxspec.DraftTree.chain(8), (), (), (), (token,)))
-    drafter.end()
-    plain = [len(list(run)) for draft, run in groupby(drafted) if not draft]
-    assert max(plain) > 2  # in a row: only the middle of a pipeline tells what a plain step costs
-    assert sum(drafted) > len(drafted) / 2
 
 
 def test_a_model_that_cannot_verify_drafts_is_decoded_plainly() -> None:

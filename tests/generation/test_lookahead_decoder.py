@@ -18,7 +18,7 @@ from mlxspec.draft.drafter import NoDraft
 from mlxspec.engine.capability import Capability
 from mlxspec.errors import OptionError, PromptError
 from mlxspec.eval.equality import NEAR_TIE_FLOAT32, first_difference
-from tests.support.demo import FLAT, LINEAR, demo, demo_decoder, fixed_costs
+from tests.support.demo import FLAT, LINEAR, demo, demo_decoder, given_costs
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ FREE = "The history of the"
 
 def make(kind: type = LookaheadDecoder, curve: dict[int, float] = FLAT) -> LookaheadDecoder:
     decoder = demo_decoder(kind)
-    decoder.costs = fixed_costs(curve)
+    decoder.costs = given_costs(curve)
     return decoder
 
 
@@ -73,7 +73,7 @@ def test_sizes_follow_the_costs(kind: type) -> None:
 
 def test_without_a_window_nothing_is_measured() -> None:
     decoder = make()
-    del decoder.costs
+    decoder.costs = None
     decoder._on_measuring = lambda share: 1 / 0
     assert len(list(decoder.stream(PROMPT, 5, 0))) == 5
 

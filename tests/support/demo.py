@@ -42,15 +42,18 @@ def endless_tokenizer() -> TokenizerWrapper:
     return tokenizer
 
 
-class FixedCosts(KeptCosts):
-    """Costs that no step corrects and that no file keeps."""
+class GivenCosts(KeptCosts):
+    """Costs that no step corrects and no file keeps."""
 
     def record(self, rows: int, seconds: float, pipelined: bool) -> None:
         pass
 
+    def end(self) -> None:
+        pass
 
-def fixed_costs(curve: dict[int, float]) -> FixedCosts:
+
+def given_costs(curve: dict[int, float]) -> GivenCosts:
     """Costs of so many rows, relative to those of one row."""
     times = [KnownTime(rows, 0.01 * cost, 0.001) for rows, cost in curve.items()]
     ranges = {1024: KnownRange.now(times, "test")}
-    return FixedCosts(CostCache(Path("nowhere")), CostKey({}, {}), ranges)
+    return GivenCosts(CostCache(Path("nowhere")), CostKey({}, {}), ranges)

@@ -13,7 +13,7 @@ from mlx_lm.utils import save_model
 from mlxspec import AutoDecoder
 from mlxspec.compat.generation import decoder_of
 from mlxspec.loading.model import DEMO_DIRECTORY
-from tests.support.demo import CHAINS, demo, fixed_costs
+from tests.support.demo import CHAINS, demo, given_costs
 
 REPEAT = '[INST] Repeat the following phrase 8 times: "The red fox sees the river.". [/INST]'
 FREE = "The history of the"
@@ -26,7 +26,7 @@ stream_generate, batch_generate = mlx_lm.stream_generate, mlx_lm.batch_generate
 def give_costs(model: nn.Module, tokenizer: Any, curve: dict[int, float] = CHAINS) -> AutoDecoder:
     """The decoder that drop-in generation uses, with costs that are neither measured nor kept."""
     decoder = decoder_of(model, tokenizer)
-    decoder.costs = fixed_costs(curve)
+    decoder.costs = given_costs(curve)
     return decoder
 
 
