@@ -90,7 +90,6 @@ def test_stream_generate_takes_models_of_mlx_lm(monkeypatch: pytest.MonkeyPatch)
         return given_costs(FLAT)
 
     monkeypatch.setattr("mlxspec.generation.decoder.costs_for", costs_for)
-    monkeypatch.setattr("end", lambda self: None)
     expected = [r.token for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=24)]
     for _ in range(2):
         responses = list(mlxspec.stream_generate(model, tokenizer, PROMPT, max_tokens=24))

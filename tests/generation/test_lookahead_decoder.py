@@ -71,11 +71,11 @@ def test_sizes_follow_the_costs(kind: type) -> None:
     assert linear.stats.rows < 1.05 * linear.stats.emitted
 
 
-def test_without_a_window_nothing_is_measured() -> None:
-    decoder = make()
-    decoder.costs = None
-    decoder._on_measuring = lambda share: 1 / 0
-    assert len(list(decoder.stream(PROMPT, 5, 0))) == 5
+def test_without_a_window_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "mlxspec.generation.decoder.costs_for", lambda *_, **__: pytest.fail("measured")
+    )
+    assert len(list(demo_decoder(LookaheadDecoder).stream(PROMPT, 5, 0))) == 5
 
 
 def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(monkeypatch) -> None:
