@@ -20,6 +20,8 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.drop_in import FREE, REPEAT, demo_with_costs, fields, stream_generate
 from tests.support.harness import assert_same_output
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6] * 3
 DRAFT_MODELS = ("llama3", "gemma3", "mamba2", "qwen3_next")
 
