@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import RenderableType
+from rich.text import Text
 
-from .names import FILE, FORCE_HELP, NAME
-from .option_groups import GroupedCommand, GroupedOption
-from .outcome import reported
+from ..engine.params import SamplingParams
+from ..errors import OptionError, PromptError
+from ..process import INTERRUPTED
+from .options import FILE, NAME, command, option, page_options
+from .outcome import note
+from .output import (
+    FoldingTable,
+    ProgressBar,
+    check_page,
+    print_tables,
+    ratio,
+    show_and_write_page,
+    shown,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from ..eval.bench import MeasuredPrompt, Measurement
+    from ..eval.bench_prompts import BenchPrompt
+    from ..eval.bench_report import Report
 
 EPILOG = """\b
 Examples:
@@ -22,49 +45,47 @@ A file of prompts is JSONL with "prompt", "messages" or "turns" and optionally "
 no outputs and no paths unless you ask for them.
 """
 
-_prompt_option = partial(click.option, cls=GroupedOption, group="Prompts")
-_run_option = partial(click.option, cls=GroupedOption, group="Measurement")
-_output_option = partial(click.option, cls=GroupedOption, group="Output")
+_prompts = partial(option, group="Prompts")
+_measurement = partial(option, group="Measurement")
+_output = partial(option, group="Output")
 
 
-@click.command(
-    "bench",
-    short_help="Compare decoders on MODEL: speed and outputs.",
-    cls=GroupedCommand,
-    epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
-)
+@command("bench", short_help="Compare decoders on MODEL: speed and outputs.", epilog=EPILOG)
 @click.argument("model", type=NAME, metavar="MODEL")
-@_prompt_option(
-    "--prompts",
+@_prompts(
+    "--prompts FILE",
+    "Prompts to answer; repeatable.  [default: a small set that comes with mlxspec]",
     type=FILE,
     multiple=True,
-    metavar="FILE",
-    help="Prompts to answer; repeatable.  [default: a small set that comes with mlxspec]",
 )
-@_prompt_option(
-    "--spec-bench", type=FILE, metavar="FILE", help="Spec-Bench's question.jsonl as prompts."
-)
-@_prompt_option("--limit", type=int, metavar="N", help="At most N prompts of each category.")
-@_prompt_option(
-    "--references", is_flag=True, help="Compare outputs with the prompts' references (ROUGE)."
-)
-@_run_option(
-    "--decoders", metavar="A,B", help="Who takes part besides plain decoding.  [default: all]"
-)
-@_run_option("--max-tokens", type=int, default=250, metavar="N", help="Generate at most N.")
-@_run_option(
-    "--repeats", type=int, default=3, metavar="N", help="Turns of each decoder on each prompt."
-)
-@_run_option("--temp", type=float, default=0.0, metavar="T", help="Temperature; 0 is greedy.")
-@_run_option("--seed", type=int, default=0, metavar="N", help="Same seed, same outputs.")
-@_output_option("--json", "as_json", is_flag=True, help="Write one JSON object and no table.")
-@_output_option("--html", type=FILE, metavar="FILE", help="Write a page with plots as well.")
-@_output_option("--force", is_flag=True, help=FORCE_HELP)
-@_output_option(
-    "--include-text", is_flag=True, help="Put prompts and outputs into the JSON and the page."
-)
-def bench_command(**options: Any) -> None:
+@_prompts("--spec-bench FILE", "Spec-Bench's question.jsonl as prompts.", type=FILE)
+@_prompts("--limit N", "At most N prompts of each category.", type=int)
+@_prompts("--references", "Compare outputs with the prompts' references (ROUGE).")
+@_measurement("--decoders A,B", "Who takes part besides plain decoding.  [default: all]")
+@_measurement("--max-tokens N", "Generate at most N.", default=250)
+@_measurement("--repeats N", "Turns of each decoder on each prompt.", default=3)
+@_measurement("--temp T", "Temperature; 0 is greedy.", default=0.0)
+@_measurement("--seed N", "Same seed, same outputs.", default=0)
+@_output("--json", "Write one JSON object and no table.", "as_json")
+@page_options("Output")
+@_output("--include-text", "Put prompts and outputs into the JSON and the page.")
+def bench_command(
+    *,
+    model: str,
+    prompts: tuple[Path, ...],
+    spec_bench: Path | None,
+    limit: int | None,
+    references: bool,
+    decoders: str | None,
+    max_tokens: int,
+    repeats: int,
+    temp: float,
+    seed: int,
+    as_json: bool,
+    html: Path | None,
+    force: bool,
+    include_text: bool,
+) -> None:
     """Measure plain decoding, mlx-lm and the drafting decoders on MODEL.
 
     They take turns on the same prompts in one process. Outputs are compared token by token;
@@ -72,8 +93,203 @@ def bench_command(**options: Any) -> None:
 
     MODEL is a directory, a Hub repository, or 'demo'.
     """
-    with reported():
-        # Here, so that --help does not wait for MLX.
-        from .bench_run import run_bench
+    from ..eval.backends import chosen_names
+    from ..eval.bench import Measurement, machine_figures, model_figures
+    from ..eval.bench_page import bench_page, what_differs
+    from ..eval.bench_report import bench_report
+    from ..loading.model import load
 
-        run_bench(**options)
+    # All that needs no model is checked before one is loaded, or even downloaded.
+    names = chosen_names(decoders)
+    sampling = SamplingParams(temp=temp, seed=seed)
+    for name, value in (("--max-tokens", max_tokens), ("--repeats", repeats)):
+        if value < 1:
+            raise OptionError(f"{name} is {value}: it is at least 1")
+    questions = _read(prompts, spec_bench, limit)
+    if references:
+        _check_references(questions)
+    check_page(html, force)
+
+    loaded, tokenizer = load(model)
+    measurement = Measurement(
+        loaded, tokenizer, names, max_tokens=max_tokens, repeats=repeats, sampling=sampling
+    )
+    measured, interrupted = _measure(measurement, questions)
+    settings = {
+        "prompts": len(measured),
+        "prompts_too_long": measurement.skipped,
+        "max_tokens": max_tokens,
+        "repeats": repeats,
+        "temperature": temp,
+        "seed": seed,
+        "interrupted": interrupted,
+    }
+    report = bench_report(
+        measured,
+        facts={
+            "model": model_figures(loaded, model),
+            "machine": machine_figures(),
+            "settings": settings,
+        },
+        with_references=references,
+        include_text=include_text,
+    )
+    wrong = list(what_differs(report))
+
+    def show() -> None:
+        if as_json:
+            write_json(report)
+        else:
+            print_tables(bench_tables(report))
+        for line in wrong:
+            click.echo(f"Error: {shown(line)}", err=True)
+
+    show_and_write_page(show, html, force, lambda: bench_page(report))
+    if wrong:
+        sys.exit(1)
+    if interrupted:
+        sys.exit(INTERRUPTED)
+
+
+def _read(files: tuple[Path, ...], spec_bench: Path | None, limit: int | None) -> list[BenchPrompt]:
+    from ..eval.bench_prompts import bundled_prompts, limited, read_prompts, read_spec_bench
+
+    if files and spec_bench:
+        raise OptionError("--prompts and --spec-bench are given together: choose one")
+    if limit is not None and limit < 1:
+        raise OptionError(f"--limit is {limit}: it is at least 1")
+    if spec_bench:
+        prompts = read_spec_bench(spec_bench)
+    elif files:
+        prompts = [prompt for file in files for prompt in read_prompts(file)]
+    else:
+        prompts = bundled_prompts()
+    return prompts if limit is None else limited(prompts, limit)
+
+
+def _check_references(prompts: list[BenchPrompt]) -> None:
+    from ..eval.bench_report import require_rouge
+
+    require_rouge()
+    if not any(prompt.references for prompt in prompts):
+        raise PromptError('--references: no prompt has a "reference" to compare outputs with')
+
+
+def _measure(
+    measurement: Measurement, prompts: list[BenchPrompt]
+) -> tuple[list[MeasuredPrompt], bool]:
+    """What was measured to the end, or to Ctrl-C; whether it was the latter."""
+    measured: list[MeasuredPrompt] = []
+    interrupted = True
+    with suppress(KeyboardInterrupt), ProgressBar("Taking turns") as on_progress:
+        for prompt in measurement.run(prompts, on_progress):
+            measured.append(prompt)
+        interrupted = False
+    if measurement.skipped:
+        note(f"left out since longer than the model's context: {measurement.skipped} prompts")
+    if not measured and interrupted:
+        raise KeyboardInterrupt
+    if not measured:
+        raise PromptError("every prompt is longer than the model's context: use shorter ones")
+    return measured, interrupted
+
+
+def bench_tables(report: Report) -> Iterator[RenderableType]:
+    """The tables of a report made by :func:`mlxspec.eval.bench_report.bench_report`."""
+    from ..eval.bench_page import verdict
+
+    model, machine = report["model"], report["machine"]
+    yield shown(
+        f"{model['name']}: {model['parameters']:,} parameters, {model['bits_per_weight']} bits "
+        f"each in memory, {model['dtype']}"
+    )
+    blas = f", BLAS: {machine['blas']}" if "blas" in machine else ""
+    yield shown(f"{machine['chip']} ({machine['device']}{blas}), {machine['system']}")
+    yield (
+        f"mlxspec {machine['mlxspec']}, mlx {machine['mlx']}, mlx-lm {machine['mlx_lm']}, "
+        f"Python {machine['python']}"
+    )
+    yield _by_category(report)
+    yield _over_all(report)
+    if any("rouge" in entry for entry in report["categories"].values()):
+        yield _rouge(report)
+    if report["rough"]:
+        yield report["rough"]
+    yield Text(shown(verdict(report)), style="bold")
+
+
+def _by_category(report: Report) -> RenderableType:
+    """Tokens per second, and against the baseline."""
+    from ..eval.bench_page import ratio_name
+
+    names, which = list(report["decoders"]), ratio_name(report)
+    result = FoldingTable(
+        *("category", "prompts", *names),
+        caption=f"tokens/s, prefill not counted, and the ratio to {report['baseline']}, turn by "
+        "turn",
+    )
+    for category, entry in report["categories"].items():
+        cells = [_speed(entry["decoders"][name], which, name, report) for name in names]
+        result.add_row(shown(category), str(entry["prompts"]), *cells)
+    return result
+
+
+def _speed(figures: dict[str, Any], which: str, name: str, report: Report) -> str:
+    rate = f"{figures['tokens_per_second']:.1f}"
+    if name == report["baseline"]:
+        return rate
+    return f"{rate}  {'differs' if figures['outputs']['different'] else ratio(figures[which])}"
+
+
+def _over_all(report: Report) -> RenderableType:
+    result = FoldingTable(
+        "all",
+        *("vs plain", "vs mlx-lm", "worst vs plain", "predicted", "error"),
+        *("tokens/step", "rows/step", "accepted", "outputs"),
+        caption="geometric means of the categories; outputs compared with plain's",
+    )
+    for name, figures in report["decoders"].items():
+        worst = "–"
+        if figures["worst"] is not None:
+            worst = f"{shown(figures['worst_category'])} {ratio(figures['worst'])}"
+        result.add_row(
+            name,
+            ratio(figures["speedup"]),
+            ratio(figures["vs_mlx_lm"]),
+            worst,
+            ratio(figures["predicted_speed"]),
+            _share(figures["prediction_error"], "+.0%"),
+            _number(figures["tokens_per_step"]),
+            _number(figures["rows_per_step"]),
+            _share(figures["acceptance_rate"], ".0%"),
+            _outputs(figures["outputs"]),
+        )
+    return result
+
+
+def _outputs(outputs: dict[str, Any]) -> str:
+    parts = [f"{outputs['equal']} equal"] if outputs["equal"] else []
+    if outputs["near_ties"]:
+        parts.append(f"{outputs['near_ties']} near ties (margin {outputs['largest_margin']:.0e})")
+    if outputs["different"]:
+        parts.append(f"{outputs['different']} DIFFERENT")
+    if outputs["not_compared"]:
+        parts.append(f"{outputs['not_compared']} other samples")
+    return ", ".join(parts)
+
+
+def _rouge(report: Report) -> RenderableType:
+    result = FoldingTable("references", "decoder", "ROUGE-1", "ROUGE-2", "ROUGE-L")
+    for category, entry in report["categories"].items():
+        for name, scores in (entry["rouge"] or {}).items():
+            values = [f"{scores[kind]:.4f}" for kind in ("rouge1", "rouge2", "rougeL")]
+            result.add_row(shown(category), name, *values)
+    return result
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _share(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import click
+from rich.console import Console
 
-from .generate import generate_command
-from .names import FILE, FORCE_HELP
-from .option_groups import GroupedCommand, GroupedOption, options_of
-from .outcome import reported
+from ..errors import OptionError
+from .generate import prefill_bar
+from .generating import (
+    Generation,
+    generating,
+    model_or_default,
+    room_for,
+    tell_of_default,
+    tell_of_full_context,
+)
+from .options import color_option, command, option, options_of, page_options
+from .output import (
+    ProgressBar,
+    check_page,
+    error_console,
+    output_console,
+    show_and_write_page,
+)
+from .prompts import PromptOptions, model_option, prompt_tokens
+
+if TYPE_CHECKING:
+    from ..draft.recording import RecordedStep
+    from ..generation.decoder import Decoder
+    from ..generation.response import GenerationResponse, SpeculationStats
 
 EPILOG = """\b
 Examples:
@@ -22,46 +44,98 @@ The options are those of 'mlxspec generate', and the output is the same: only wh
 it differs.
 """
 
-_SHARED_GROUPS = ("Model and prompt", "Drafting", "End of the output", "Sampling", "Memory")
-
-_view_option = partial(click.option, cls=GroupedOption, group="Steps and output")
+_view = partial(option, group="Steps and output")
 
 
-@options_of(generate_command, *_SHARED_GROUPS, but=("learn", "prompt_cache_file"))
-@click.command(
-    "explain",
-    cls=GroupedCommand,
-    epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
-)
-@_view_option("--steps", type=int, default=3, metavar="K", help="Show K successive steps.")
-@_view_option(
-    "--skip",
+@command("explain", epilog=EPILOG)
+@model_option
+@options_of(PromptOptions, "prompt", "Model and prompt")
+@option("--max-tokens N", "Generate at most N.", default=250, group="Model and prompt")
+@generating(leave_out=("learn",))
+@_view("--steps K", "Show K successive steps.", default=3)
+@_view(
+    "--skip N",
+    "Begin after N steps.  [default: where most drafts are accepted in part, or else where most "
+    "tokens are]",
     type=int,
-    metavar="N",
-    help="Begin after N steps.  [default: where most drafts are accepted in part, or "
-    "else where most tokens are]",
 )
-@_view_option(
-    "--html",
-    type=FILE,
-    metavar="FILE",
-    help="Write the steps as a page as well.",
-)
-@_view_option("--force", is_flag=True, help=FORCE_HELP)
-@_view_option(
-    "--color/--no-color",
-    default=None,
-    help="Show in colour.  [default: at a terminal, unless NO_COLOR is set]",
-)
-def explain_command(**options: Any) -> None:
+@page_options("Steps and output", page="the steps as a page")
+@color_option("Steps and output", "Show in colour.")
+def explain_command(
+    *,
+    generation: Generation,
+    prompt: PromptOptions,
+    steps: int,
+    skip: int | None,
+    html: Path | None,
+    force: bool,
+    color: bool | None,
+) -> None:
     """Show what steps of speculative decoding do.
 
     Each step is drawn as its draft tree: what was drafted and where it came from, what the
     model chose, how far the draft was accepted; for lookahead decoding with its window.
     """
-    with reported():
-        # Here, so that --help does not wait for MLX.
-        from .explain_run import explain
+    # All that needs no model is checked before one is loaded, or even downloaded.
+    source = prompt.read()
+    if steps < 1:
+        raise OptionError(f"--steps is {steps}: show at least 1 step")
+    if skip is not None and skip < 0:
+        raise OptionError(f"--skip is {skip}: 0 begins with the first step")
+    check_page(html, force)
 
-        explain(**options)
+    from ..engine.positions import context_length
+    from .explain_page import explain_page
+    from .explain_terminal import print_explained
+    from .explained import Explained, Pieces, telling_run
+
+    console = error_console(color)
+    decoder = generation.load(console)
+    templated = prompt.uses_template(source, decoder.tokenizer)
+    tokens = prompt_tokens(source, decoder.tokenizer, templated)
+    longest = context_length(decoder.model)
+    room = room_for(longest, len(tokens), generation.max_tokens)
+    start = partial(generation.stream, decoder, tokens, room)
+    recorded, stats, cut = _record(decoder, start, room, console)
+    if skip is not None and skip >= len(recorded):
+        raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps, skip fewer")
+    name = model_or_default(generation.model)
+    explained = Explained(
+        model=Path(name).resolve().name if Path(name).is_dir() else name,
+        decoder=generation.drafting.kind,
+        prompt=tokens,
+        steps=recorded,
+        first=telling_run(recorded, steps) if skip is None else skip,
+        count=steps,
+        stats=stats,
+        pieces=Pieces(decoder.tokenizer),
+    )
+    tell_of_default(generation.model)
+    show_and_write_page(
+        lambda: print_explained(explained, output_console(color)),
+        html,
+        force,
+        lambda: explain_page(explained),
+    )
+    if cut and room < generation.max_tokens:
+        tell_of_full_context(longest)
+
+
+def _record(
+    decoder: Decoder,
+    start: Callable[..., Iterable[GenerationResponse]],
+    max_tokens: int,
+    console: Console,
+) -> tuple[list[RecordedStep], SpeculationStats, bool]:
+    """Generate to the end; what the steps were, and whether all of ``max_tokens`` was given."""
+    from ..draft.recording import RecordingDrafter
+    from ..generation.response import SpeculationStats
+
+    steps: list[RecordedStep] = []
+    stats, cut = SpeculationStats(), False
+    decoder.wrap_drafter = partial(RecordingDrafter, steps=steps)
+    with prefill_bar(console) as prefilling, ProgressBar("Generating", console=console) as bar:
+        for response in start(on_progress=prefilling):
+            stats, cut = response.stats, response.finish_reason == "length"
+            bar(response.generation_tokens / max_tokens)
+    return steps, stats, cut

@@ -8,11 +8,19 @@ from rich.cells import cell_len
 
 from ..draft.recording import RecordedStep
 from ..eval.page import TreeDrawing, TreeNode, render
-from .explain_outline import BONUS, TreeShape
-from .explain_pieces import Pieces, shortened
-from .explain_walk import Fate, described_counts, fates
-from .explain_window import Cell, window_levels
-from .explained import Explained, ShownStep
+from .explained import (
+    BONUS,
+    Cell,
+    Explained,
+    Fate,
+    Pieces,
+    ShownStep,
+    TreeShape,
+    described_counts,
+    fates,
+    shortened,
+    window_levels,
+)
 
 _PIECE_WIDTH = 24
 _KINDS = {

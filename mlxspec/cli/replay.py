@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import RenderableType
 
-from .names import FILE, FORCE_HELP, NAME
-from .option_groups import GroupedCommand, GroupedOption
-from .outcome import reported
+from ..errors import OptionError
+from .options import FILE, NAME, command, option, page_options
+from .output import (
+    FoldingTable,
+    ProgressBar,
+    check_page,
+    print_tables,
+    ratio,
+    show_and_write_page,
+    shown,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from ..eval.replay_page import Comparison
+    from ..eval.replay_report import ReplayReport
+    from ..plan.cost_curve import CostCurve
 
 EPILOG = """\b
 Examples:
@@ -24,60 +41,146 @@ A line of TRACES is an object with "messages", as in OpenAI-style chat logs, and
 "category", "model" and "completions", the indices of the messages to replay.
 """
 
-_work_option = partial(click.option, cls=GroupedOption, group="Work and machine")
-_output_option = partial(click.option, cls=GroupedOption, group="Output")
+_ALL = "all"
+_DEFAULT_CHIP = "M4 Pro"
+_OWN = "own curve"
+_work = partial(option, group="Work and machine")
 
 
-@click.command(
-    "replay",
-    cls=GroupedCommand,
-    epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
-)
+@command("replay", epilog=EPILOG)
 @click.argument("traces", metavar="TRACES...", nargs=-1, required=True, type=FILE)
-@_work_option(
-    "--tokenizer",
+@_work(
+    "--tokenizer MODEL",
+    "A model directory, a Hub repository, 'demo', or a tokenizer's file.",
     required=True,
     type=NAME,
-    metavar="MODEL",
-    help="A model directory, a Hub repository, 'demo', or a tokenizer's file.",
 )
-@_work_option(
-    "--chip",
+@_work(
+    "--chip NAME",
+    "A chip whose cost curve is known, or 'all'; repeatable.  [default: M4 Pro; with --html all]",
     "chips",
     multiple=True,
-    metavar="NAME",
-    help="A chip whose cost curve is known, or 'all'; repeatable.  [default: M4 Pro; with "
-    "--html all]",
 )
-@_work_option(
-    "--curve", type=FILE, metavar="FILE", help="A curve that mlxspec calibrate --json wrote."
-)
-@_work_option(
-    "--limit",
-    type=int,
-    default=240,
-    metavar="N",
-    help="At most N conversations of a category, evenly spaced.",
-)
-@_work_option(
-    "--decoder",
-    "decoders",
-    metavar="A,B",
-    help="Whom to replay, or 'all'; 'hindsight' shows what is left to gain.  [default: auto; "
+@_work("--curve FILE", "A curve that mlxspec calibrate --json wrote.", type=FILE)
+@_work("--limit N", "At most N conversations of a category, evenly spaced.", default=240)
+@_work(
+    "--decoder A,B",
+    "The decoders to replay, or 'all'; 'hindsight' shows what is left to gain.  [default: auto; "
     "with --html all]",
+    "decoders",
 )
-@_output_option("--json", "as_json", is_flag=True, help="Write one JSON object and no table.")
-@_output_option("--html", type=FILE, metavar="FILE", help="Write a page with plots as well.")
-@_output_option("--force", is_flag=True, help=FORCE_HELP)
-def replay_command(**options: Any) -> None:
+@option("--json", "Write one JSON object and no table.", "as_json", group="Output")
+@page_options("Output")
+def replay_command(
+    *,
+    traces: tuple[Path, ...],
+    tokenizer: str,
+    chips: tuple[str, ...],
+    curve: Path | None,
+    decoders: str | None,
+    limit: int,
+    as_json: bool,
+    html: Path | None,
+    force: bool,
+) -> None:
     """Tell what each decoder would gain on recorded outputs.
 
     The recorded outputs are decoded again, with the drafter and the planner that decode, and
     the time of the steps is modelled by the cost of a step over M rows, T(M)/T(1).
     """
-    with reported():
-        # Here, so that --help does not wait for the tokenizers.
-        from .replay_run import run_replay
+    from ..eval.comparison import AUTO, DECODERS, chosen_decoders, compare
+    from ..eval.replay import load_trace_tokenizer, read_workload
+    from ..eval.replay_page import replay_page
 
-        run_replay(**options)
+    names = chosen_decoders(
+        ",".join(DECODERS) if decoders == _ALL else decoders, list(DECODERS) if html else [AUTO]
+    )
+    curves, sources = _curves(chips, curve, default=_ALL if html else _DEFAULT_CHIP)
+    check_page(html, force)
+    workload = read_workload(traces, load_trace_tokenizer(tokenizer), limit)
+    with ProgressBar("Replaying") as on_progress:
+        comparison = compare(workload, names, curves, on_progress)
+
+    def show() -> None:
+        if as_json:
+            write_json(_report(comparison))
+        else:
+            print_tables(_tables(comparison))
+
+    show_and_write_page(show, html, force, lambda: replay_page(comparison, sources))
+
+
+def _report(comparison: Comparison) -> dict[str, Any]:
+    """The figures of the first decoder on the first chip, and below ``comparison`` of all."""
+    entries = [
+        {"chip": chip, "decoder": name, **report.as_json()}
+        for chip, reports in comparison.items()
+        for name, report in reports.items()
+    ]
+    return {**entries[0], "comparison": entries}
+
+
+def _curves(
+    chips: tuple[str, ...], file: Path | None, default: str
+) -> tuple[dict[str, CostCurve], dict[str, str]]:
+    """Curves and their sources by name."""
+    from ..eval.replay import read_curve
+    from ..plan.cost_curve import chip_curve, chip_names, chip_source
+
+    if chips and file:
+        raise OptionError("--chip and --curve are given together: choose one")
+    if file:
+        return {_OWN: read_curve(file)}, {_OWN: "measured on the user's machine"}
+    wanted = chips or (default,)
+    names = chip_names() if _ALL in wanted else wanted
+    return (
+        {name: chip_curve(name) for name in names},
+        {name: chip_source(name) for name in names},
+    )
+
+
+def _tables(comparison: Comparison) -> Iterator[RenderableType]:
+    from ..eval.replay_page import verdict
+
+    for chip, reports in comparison.items():
+        yield shown(f"Modelled on: {chip}")
+        yield _sets(reports)
+        yield _decoders(reports)
+    yield from map(shown, verdict(comparison))
+
+
+def _sets(reports: Mapping[str, ReplayReport]) -> RenderableType:
+    """Speed by set and decoder."""
+    result = FoldingTable(
+        *("set", "outputs", "tokens", *map(_label, reports)),
+        caption="speed against plain decoding",
+    )
+    for name, first in next(iter(reports.values())).sets.items():
+        speeds = [ratio(report.sets[name].speedup) for report in reports.values()]
+        result.add_row(shown(name), str(first.completions), f"{first.tokens:,}", *speeds)
+    return result
+
+
+def _decoders(reports: Mapping[str, ReplayReport]) -> RenderableType:
+    result = FoldingTable(
+        *("decoder", "speed", "worst set", "outputs below 0.98"),
+        *("tokens per step", "rows per step"),
+        caption="speed: geometric mean over the sets; share: mean over the sets",
+    )
+    for name, report in reports.items():
+        worst = min(report.sets, key=lambda one: report.sets[one].speedup)
+        result.add_row(
+            _label(name),
+            ratio(report.speedup),
+            f"{shown(worst)} {ratio(report.worst)}",
+            f"{report.share_below_098:.1%}",
+            f"{report.tokens_per_step:.2f}",
+            f"{report.rows_per_step:.2f}",
+        )
+    return result
+
+
+def _label(decoder: str) -> str:
+    from ..eval.comparison import HINDSIGHT
+
+    return f"{decoder} (unreachable)" if decoder == HINDSIGHT else decoder

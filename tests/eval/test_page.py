@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from mlxspec.cli.cost_picture import drawn_curve
-from mlxspec.cli.cost_points import CostPoint
+from mlxspec.cli.cost_plots import CostPoint, drawn_curve
 from mlxspec.cli.main import main
 from mlxspec.errors import OptionError
 from mlxspec.eval.page import check_report, render, write_report

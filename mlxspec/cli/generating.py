@@ -1,0 +1,425 @@
+"""What the commands that generate share: their options, and the way from these to an output.
+
+A command with :func:`generating` above it is called with a :class:`Generation`: it has been
+checked as far as that goes without a model, loads the model, and starts generations with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import click
+
+import mlxspec
+
+from ..engine.params import CacheOptions, SamplingParams
+from ..errors import OptionError
+from .options import NAME, Decorator, option_field, options_of
+from .outcome import note
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+    from rich.console import Console
+
+    from ..distributed.leader import Leader
+    from ..draft.drafter import Drafter
+    from ..generation.decoder import Decoder
+    from ..generation.response import GenerationResponse
+    from ..store.learner import Learner
+
+LOOKUP, LOOKAHEAD, STORE = "prompt lookup", "lookahead", "store"  # what options are of
+DEMO = "demo"
+
+
+class _Choice(NamedTuple):
+    """A value of ``--decoder``.
+
+    Attributes:
+        decoder: the class in :mod:`mlxspec`.
+        measures: whether its drafts follow what steps cost.
+        takes: the options that are for it.
+        arguments: what its ``stream`` is told of them.
+    """
+
+    decoder: str
+    measures: bool
+    takes: tuple[str, ...]
+    arguments: Callable[[Drafting], dict[str, Any]]
+
+
+# Where no decoder is named, it is the first that takes the options which are given.
+_DECODERS = {
+    "auto": _Choice("AutoDecoder", True, (STORE,), lambda _: {}),
+    "prompt-lookup": _Choice("PromptLookupDecoder", False, (LOOKUP,), lambda asked: asked.lookup),
+    "lookahead": _Choice("LookaheadDecoder", True, (LOOKAHEAD,), lambda asked: asked.sizes),
+    "combined": _Choice(
+        "CombinedDecoder",
+        True,
+        (STORE, LOOKUP, LOOKAHEAD),
+        lambda asked: {**asked.sizes, "drafter": asked.lookup_drafter},
+    ),
+    "plain": _Choice("PromptLookupDecoder", False, (), lambda _: {"n_draft": 0}),
+}
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How to draft, as it was asked for; None where an option is not given.
+
+    Raises:
+        OptionError: options contradict each other, or have impossible values.
+    """
+
+    decoder: str | None = option_field(
+        "--decoder",
+        "auto chooses each draft by its measured cost; prompt-lookup has fixed parameters; "
+        "lookahead drafts from the model's own guesses; combined is auto with lookahead.  "
+        "[default: auto, or the one whose option is given]",
+        type=click.Choice(list(_DECODERS)),
+    )
+    store: str | None = option_field(
+        "--store FILE",
+        "With auto and combined: draft from a file of 'mlxspec store' too.",
+        type=NAME,
+        of=STORE,
+    )
+    learn: bool = option_field("--learn", "Add the output to the --store file.", default=False)
+    n_draft: int | None = option_field(
+        "--n-draft --prompt-lookup-num-tokens N",
+        "Draft tokens per step at most; 0 is plain decoding.  [default: 10]",
+        of=LOOKUP,
+    )
+    ngram_max: int | None = option_field(
+        "--ngram-max --max-matching-ngram-size N",
+        "Longest n-gram that is looked up in prompt and output.  [default: 3]",
+        of=LOOKUP,
+    )
+    ngram_min: int | None = option_field(
+        "--ngram-min N", "Shortest n-gram.  [default: 1]", of=LOOKUP
+    )
+    prompt_lookup_config: str | None = option_field(
+        "--prompt-lookup-config [N,N,[0]]",
+        "TensorRT-LLM's form of --n-draft and --ngram-max, in their place.",
+        of=LOOKUP,
+    )
+    window_size: str | None = option_field(
+        "-W --window-size --WINDOW_SIZE W",
+        "Lookahead: columns of the window, 0 for none, or auto: all sizes follow their measured "
+        "cost.  [default: auto]",
+        of=LOOKAHEAD,
+    )
+    ngram_size: int | None = option_field(
+        "-N --ngram-size --LEVEL N",
+        "Lookahead: length of the n-grams; with auto, at most.  [default: 5]",
+        of=LOOKAHEAD,
+    )
+    guess_set_size: int | None = option_field(
+        "-G --guess-set-size --GUESS_SET_SIZE G",
+        "Lookahead: n-grams kept for a token, -1 for 64.  [default: W, or 16 with auto]",
+        of=LOOKAHEAD,
+    )
+    pool_from_prompt: bool | None = option_field(
+        "--pool-from-prompt/--no-pool-from-prompt --POOL_FROM_PROMPT/--NO_POOL_FROM_PROMPT",
+        "Lookahead: start with the prompt's n-grams.  [default: yes]",
+        of=LOOKAHEAD,
+    )
+
+    def __post_init__(self) -> None:
+        for name, of in self._given():
+            takers = [kind for kind, choice in _DECODERS.items() if of in choice.takes]
+            if self.kind not in takers:
+                option = "--" + name.replace("_", "-")
+                raise OptionError(
+                    f"{option} is for --decoder {' and '.join(takers)}, not {self.kind}"
+                )
+        if self.learn and self.store is None:
+            raise OptionError("--learn adds to a store: name it with --store FILE")
+        _ = self.lookup_drafter, self.sizes  # which are checked
+
+    def _given(self) -> list[tuple[str, str]]:
+        """The options that were given and are for some decoders only, and what they are of."""
+        own = [(one.name, one.metadata.get("of")) for one in fields(self)]
+        return [(name, of) for name, of in own if of and getattr(self, name) is not None]
+
+    @cached_property
+    def kind(self) -> str:
+        """The decoder, by its name: the one that was asked for, or that takes the options."""
+        given = {of for _, of in self._given()} - {STORE}
+        return self.decoder or next(
+            kind for kind, choice in _DECODERS.items() if given <= {*choice.takes}
+        )
+
+    @cached_property
+    def lookup(self) -> dict[str, Any]:
+        """The parameters of prompt lookup."""
+        from ..draft.prompt_lookup import parse_lookup_config
+
+        n_draft, ngram_max = _or(self.n_draft, 10), _or(self.ngram_max, 3)
+        if self.prompt_lookup_config is not None:
+            n_draft, ngram_max, ignored = parse_lookup_config(self.prompt_lookup_config)
+            if ignored:
+                note(ignored)
+        return {"n_draft": n_draft, "ngram_max": ngram_max, "ngram_min": _or(self.ngram_min, 1)}
+
+    @cached_property
+    def lookup_drafter(self) -> Drafter | None:
+        """Prompt lookup with its parameters, if any was given."""
+        from ..draft.prompt_lookup import lookup_drafter
+
+        given = any(of == LOOKUP for _, of in self._given())
+        return lookup_drafter(**self.lookup)[0] if given else None
+
+    @cached_property
+    def sizes(self) -> dict[str, Any]:
+        """The parameters of lookahead."""
+        from ..draft.lookahead import check_sizes
+
+        columns = _columns(self.window_size or "auto")
+        ngram_size, guess_set_size = _or(self.ngram_size, 5), self.guess_set_size
+        check_sizes(0 if columns == "auto" else columns, ngram_size, _or(guess_set_size, -1))
+        return {
+            "window_size": columns,
+            "ngram_size": ngram_size,
+            "guess_set_size": guess_set_size,
+            "pool_from_prompt": self.pool_from_prompt is not False,
+        }
+
+    @property
+    def plans(self) -> bool:
+        """Whether each draft is chosen by its cost."""
+        return self.kind in ("auto", "combined")
+
+    def tell_of_idle_window(self, max_tokens: int) -> None:
+        """Say so where lookahead's window is too wide to run even once.
+
+        It goes with drafts as deep as itself, W + N - 3 tokens in its first step, and no draft
+        reaches beyond the output's last token.
+        """
+        columns, ngram_size = self.sizes["window_size"], self.sizes["ngram_size"]
+        if LOOKAHEAD not in _DECODERS[self.kind].takes or columns in ("auto", 0):
+            return
+        widest = max_tokens + 2 - ngram_size
+        if columns > widest:
+            note(
+                f"--window-size is {columns}: the window looks beyond the output's end and does "
+                f"not run; with --max-tokens {max_tokens} and n-grams of {ngram_size} choose "
+                f"{max(widest, 0)} at most"
+            )
+
+    def load(
+        self,
+        model: str | nn.Module,
+        tokenizer: TokenizerWrapper | None,
+        on_measuring: Callable[[float], None],
+    ) -> Decoder:
+        """Load the model, and measure what its steps cost if that matters and is not known.
+
+        A model that is loaded already comes with its tokenizer.
+        """
+        choice = _DECODERS[self.kind]
+        options: dict[str, Any] = {}
+        if choice.measures:
+            options["on_measuring"] = on_measuring
+        if STORE in choice.takes:
+            # An empty store begins with this output.
+            begins = self.learn and self.store is not None and _is_empty(Path(self.store))
+            options["store"] = None if begins else self.store
+        decoder = getattr(mlxspec, choice.decoder)(model, tokenizer, **options)
+        if choice.measures and (self.kind != "lookahead" or self.sizes["window_size"] == "auto"):
+            _ = decoder.costs
+        return decoder
+
+    def stream(
+        self, decoder: Decoder, tokens: Sequence[int], max_tokens: int, **options: Any
+    ) -> Generator[GenerationResponse, None, None]:
+        """Generate with the decoder of :meth:`load`."""
+        own = _DECODERS[self.kind].arguments(self)
+        return decoder.stream(tokens, max_tokens, **own, **options)  # type: ignore[attr-defined]
+
+    def learner(self, decoder: Decoder) -> AbstractContextManager[Learner | None]:
+        """What adds outputs to the store, where that is wanted."""
+        from ..store.learner import Learner
+
+        if not self.learn or self.store is None:
+            return nullcontext()
+        return Learner(self.store, decoder.tokenizer)
+
+
+def _columns(text: str) -> int | Literal["auto"]:
+    """Understand ``--window-size``.
+
+    Raises:
+        OptionError: it is neither a number nor "auto".
+    """
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise OptionError(f"--window-size is {text!r}: give a number, or auto") from None
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _is_empty(store: Path) -> bool:
+    """Whether there is no store yet: another process that learns makes an empty file first."""
+    return not store.exists() or (store.is_file() and store.stat().st_size == 0)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What ends the output before it is full."""
+
+    stop: tuple[str, ...] = option_field("--stop TEXT", "End before TEXT; repeatable.", default=())
+    stop_tokens: tuple[int | str, ...] = option_field(
+        "--stop-token --extra-eos-token TOKEN",
+        "End at this token too, an id or a text of one token; repeatable.",
+        default=(),
+    )
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A generation as it was asked for.
+
+    Attributes:
+        model: a directory, a repository or "demo"; None takes the default.
+        max_tokens: how many tokens to generate at most.
+
+    Raises:
+        OptionError: ``max_tokens`` is below 1.
+    """
+
+    model: str | None
+    max_tokens: int
+    drafting: Drafting
+    ends: Ends
+    sampling: SamplingParams
+    caches: CacheOptions
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise OptionError(f"--max-tokens is {self.max_tokens}: generate at least 1 token")
+
+    def load(self, console: Console, leader: Leader | None = None) -> Decoder:
+        """Load the model, and measure what its steps cost if that matters and is not known.
+
+        Args:
+            console: where a bar shows how far the measurement is.
+            leader: splits the model over its ranks.
+        """
+        from .output import ProgressBar
+
+        self.drafting.tell_of_idle_window(self.max_tokens)
+        name = model_or_default(self.model)
+        with ProgressBar("Measuring step times", console=console) as bar:
+            model, tokenizer = leader.load(name) if leader else (name, None)
+            return self.drafting.load(model, tokenizer, bar)
+
+    def stream(
+        self, decoder: Decoder, tokens: Sequence[int], max_tokens: int, **more: Any
+    ) -> Generator[GenerationResponse, None, None]:
+        """Generate with the decoder of :meth:`load`.
+
+        Args:
+            decoder: the decoder.
+            tokens: the prompt.
+            max_tokens: how many tokens there is room for; see :func:`room_for`.
+            more: what :meth:`mlxspec.Decoder.decode` takes besides.
+        """
+        # XTC keeps line breaks and end tokens, as on mlx-lm's command line.
+        tokenizer = decoder.tokenizer
+        kept = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+        options = {
+            "sampling": replace(self.sampling, xtc_special_tokens=kept),
+            **vars(self.ends),
+            **vars(self.caches),
+        }
+        return self.drafting.stream(decoder, tokens, max_tokens, **options, **more)
+
+
+def generating(leave_out: tuple[str, ...] = ()) -> Decorator:
+    """Give a command the options of a :class:`Generation`, with which it is called.
+
+    The command declares ``--model`` and ``--max-tokens`` itself.
+
+    Args:
+        leave_out: fields of :class:`Drafting` that are no options of this command.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def called(
+            model: str | None,
+            max_tokens: int,
+            drafting: Drafting,
+            ends: Ends,
+            sampling: SamplingParams,
+            caches: CacheOptions,
+            **options: Any,
+        ) -> Any:
+            generation = Generation(model, max_tokens, drafting, ends, sampling, caches)
+            return function(generation=generation, **options)
+
+        optioned = options_of(CacheOptions, "caches", "Memory")(called)
+        for group in (
+            options_of(SamplingParams, "sampling", "Sampling", logit_bias=_biases),
+            options_of(Ends, "ends", "End of the output", stop_tokens=_ids_or_texts),
+            options_of(Drafting, "drafting", "Drafting", leave_out),
+        ):
+            optioned = group(optioned)
+        return optioned
+
+    return decorate
+
+
+def _biases(texts: Sequence[str]) -> dict[int, float]:
+    parsed = {}
+    for text in texts:
+        token, _, value = text.partition("=")
+        try:
+            parsed[int(token)] = float(value)
+        except ValueError:
+            raise OptionError(
+                f"--logit-bias is {text!r}: write it as ID=VALUE, for example 42=-5"
+            ) from None
+    return parsed
+
+
+def _ids_or_texts(tokens: Sequence[str]) -> tuple[int | str, ...]:
+    return tuple(int(token) if token.isdecimal() else token for token in tokens)
+
+
+def model_or_default(model: str | None) -> str:
+    """The model that was asked for, or the one that answers where none was."""
+    return model or ("mlx_model" if Path("mlx_model").is_dir() else DEMO)
+
+
+def tell_of_default(asked: str | None) -> None:
+    """Say that the demo model answers, once there is no error left to come before the answer."""
+    if asked is None and model_or_default(asked) == DEMO:
+        note("no mlx_model directory here, so the bundled demo model answers (choose with --model)")
+
+
+def room_for(longest: int | None, n_prompt: int, max_tokens: int) -> int:
+    """How many tokens an output may have, at least one.
+
+    Args:
+        longest: the model's context in tokens, where it is known.
+        n_prompt: tokens of the prompt.
+        max_tokens: how many it may have in an empty context.
+    """
+    return max_tokens if longest is None else max(1, min(max_tokens, longest - n_prompt))
+
+
+def tell_of_full_context(longest: int | None) -> None:
+    """Say why an output ends before its ``max_tokens``."""
+    note(f"the model's context of {longest:,} tokens is full: the output ends there")
