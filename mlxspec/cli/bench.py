@@ -16,7 +16,7 @@ from rich.text import Text
 from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
-from .options import FILE, NAME, command, option, page_options
+from .options import FILE, NAME, check_least, command, option, page_options
 from .outcome import note
 from .output import (
     FoldingTable,
@@ -34,23 +34,12 @@ if TYPE_CHECKING:
     from ..eval.bench_prompts import BenchPrompt
     from ..eval.bench_report import Report
 
-EPILOG = """\b
-Examples:
-  mlxspec bench mlx-community/Mistral-7B-Instruct-v0.3-4bit
-  mlxspec bench demo --decoders lookup,mlx-lm --repeats 5 --html bench.html
-  mlxspec bench MODEL --spec-bench question.jsonl --limit 10 --json > bench.json
-
-A file of prompts is JSONL with "prompt", "messages" or "turns" and optionally "category" and
-"reference" in each line; any other file is one prompt as it stands. Reports hold no prompts,
-no outputs and no paths unless you ask for them.
-"""
-
 _prompts = partial(option, group="Prompts")
 _measurement = partial(option, group="Measurement")
 _output = partial(option, group="Output")
 
 
-@command("bench", short_help="Compare decoders on MODEL: speed and outputs.", epilog=EPILOG)
+@command("bench", short_help="Compare decoders on MODEL: speed and outputs.")
 @click.argument("model", type=NAME, metavar="MODEL")
 @_prompts(
     "--prompts FILE",
@@ -92,6 +81,16 @@ def bench_command(
     outputs that differ by more than near ties get no speed-up, and the exit status 1.
 
     MODEL is a directory, a Hub repository, or 'demo'.
+
+    \b
+    Examples:
+      mlxspec bench mlx-community/Mistral-7B-Instruct-v0.3-4bit
+      mlxspec bench demo --decoders lookup,mlx-lm --repeats 5 --html bench.html
+      mlxspec bench MODEL --spec-bench question.jsonl --limit 10 --json > bench.json
+
+    A file of prompts is JSONL with "prompt", "messages" or "turns" and optionally "category" and
+    "reference" in each line; any other file is one prompt as it stands. Reports hold no prompts,
+    no outputs and no paths unless you ask for them.
     """
     from ..eval.backends import chosen_names
     from ..eval.bench import Measurement, machine_figures, model_figures
@@ -102,9 +101,7 @@ def bench_command(
     # All that needs no model is checked before one is loaded, or even downloaded.
     names = chosen_names(decoders)
     sampling = SamplingParams(temp=temp, seed=seed)
-    for name, value in (("--max-tokens", max_tokens), ("--repeats", repeats)):
-        if value < 1:
-            raise OptionError(f"{name} is {value}: it is at least 1")
+    check_least(1, max_tokens=max_tokens, repeats=repeats, limit=limit)
     questions = _read(prompts, spec_bench, limit)
     if references:
         _check_references(questions)
@@ -124,13 +121,10 @@ def bench_command(
         "seed": seed,
         "interrupted": interrupted,
     }
+    model_and_machine = {"model": model_figures(loaded, model), "machine": machine_figures()}
     report = bench_report(
         measured,
-        facts={
-            "model": model_figures(loaded, model),
-            "machine": machine_figures(),
-            "settings": settings,
-        },
+        facts={**model_and_machine, "settings": settings},
         with_references=references,
         include_text=include_text,
     )
@@ -156,8 +150,6 @@ def _read(files: tuple[Path, ...], spec_bench: Path | None, limit: int | None) -
 
     if files and spec_bench:
         raise OptionError("--prompts and --spec-bench are given together: choose one")
-    if limit is not None and limit < 1:
-        raise OptionError(f"--limit is {limit}: it is at least 1")
     if spec_bench:
         prompts = read_spec_bench(spec_bench)
     elif files:

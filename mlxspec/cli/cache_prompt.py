@@ -13,21 +13,8 @@ from .outcome import note
 from .output import error_console
 from .prompts import PromptOptions, model_option, prompt_tokens
 
-EPILOG = """\b
-Examples:
-  mlxspec cache-prompt --prompt-file book.txt --prompt-cache-file book.safetensors
-  mlxspec generate --prompt-cache-file book.safetensors --prompt "Who is the narrator?"
 
-The file names its model, which then answers without --model. If that has to be downloaded, you
-are asked at a terminal, and elsewhere name it with --model.
-
-The file is also one for "mlx_lm.generate --prompt-cache-file", and those of
-"mlx_lm.cache_prompt" serve here. With a chat template the prompt is the beginning of a user's
-message, which the later prompt goes on with.
-"""
-
-
-@command("cache-prompt", epilog=EPILOG)
+@command("cache-prompt")
 @model_option
 @options_of(PromptOptions, "prompt", "Model and prompt")
 @option(
@@ -49,6 +36,18 @@ def cache_prompt_command(
     """Process a prompt and keep its KV cache in a file.
 
     Generations that begin with this prompt need not process it again.
+
+    \b
+    Examples:
+      mlxspec cache-prompt --prompt-file book.txt --prompt-cache-file book.safetensors
+      mlxspec generate --prompt-cache-file book.safetensors --prompt "Who is the narrator?"
+
+    The file names its model, which then answers without --model. If that has to be downloaded, you
+    are asked at a terminal, and elsewhere name it with --model.
+
+    The file is also one for "mlx_lm.generate --prompt-cache-file", and those of
+    "mlx_lm.cache_prompt" serve here. With a chat template the prompt is the beginning of a user's
+    message, which the later prompt goes on with.
     """
     import mlx.core as mx
     from mlx_lm.generate import generate_step

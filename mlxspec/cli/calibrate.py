@@ -13,7 +13,7 @@ from rich.text import Text
 from ..errors import OptionError
 from ..terminal import visible
 from .cost_plots import CostPoint, check_picture, cost_plot, cost_points, cost_table, drawn_curve
-from .options import FILE, NAME, command, force_option, option
+from .options import FILE, NAME, check_least, command, force_option, option
 from .outcome import note
 from .output import ProgressBar, output_console, write_json
 
@@ -21,20 +21,8 @@ if TYPE_CHECKING:
     from ..engine.capability import Capability
     from ..plan.cost_file import CostCache, CostKey, KnownRange
 
-EPILOG = """\b
-Examples:
-  mlxspec calibrate mlx-community/Mistral-7B-Instruct-v0.3-4bit
-  mlxspec calibrate demo --context 500 --svg curve.svg
-  mlxspec calibrate --show
 
-A draft of M - 1 tokens pays when its step emits more tokens than T(M)/T(1). The default
-decoder measures this by itself at first use, quickly, and corrects it all the time; this
-command measures it carefully, on an otherwise idle machine at best. The times are kept in the
-user's cache directory, or in the one that MLXSPEC_CACHE_DIR names.
-"""
-
-
-@command("calibrate", short_help="Measure what steps of MODEL cost by their rows.", epilog=EPILOG)
+@command("calibrate", short_help="Measure what steps of MODEL cost by their rows.")
 @click.argument("model", required=False, type=NAME)
 @option("--context N", "Measure behind N tokens of context.  [default: 256]", type=int)
 @option("--show", "Show what is known and measure nothing.")
@@ -55,6 +43,17 @@ def calibrate_command(
     """Measure what steps of MODEL cost by their number of rows, and keep it.
 
     MODEL is a model directory, a Hub repository, or 'demo'; --show needs none.
+
+    \b
+    Examples:
+      mlxspec calibrate mlx-community/Mistral-7B-Instruct-v0.3-4bit
+      mlxspec calibrate demo --context 500 --svg curve.svg
+      mlxspec calibrate --show
+
+    A draft of M - 1 tokens pays when its step emits more tokens than T(M)/T(1). The default
+    decoder measures this by itself at first use, quickly, and corrects it all the time; this
+    command measures it carefully, on an otherwise idle machine at best. The times are kept in the
+    user's cache directory, or in the one that MLXSPEC_CACHE_DIR names.
     """
     from ..eval.page import write_report
     from ..plan.cost_file import CostCache
@@ -62,8 +61,7 @@ def calibrate_command(
     pictures = {kind: path for kind, path in (("png", png), ("svg", svg)) if path}
     for kind, path in pictures.items():
         check_picture(f"--{kind}", path, force=force)
-    if context is not None and context < 1:
-        raise OptionError(f"--context is {context}: it is at least 1")
+    check_least(1, context=context)
     cache = CostCache()
     if show:
         curves = _kept(cache, model, context)

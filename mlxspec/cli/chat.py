@@ -83,7 +83,7 @@ def chat_command(generation: Generation, system_prompt: str | None, color: bool 
     if turns.interactive:
         name = one_line(model_or_default(generation.model))
         console.print(f"Chatting with {name}. /help says what can be typed.", style="dim")
-    with generation.drafting.learner(decoder) as learner:
+    with generation.learner(decoder) as learner:
         _Chat(conversation, console, color, learner, turns.interactive).take(turns)
 
 

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from rich.console import Console
 
 from ..errors import OptionError
 from .generate import prefill_bar
-from .generating import (
-    Generation,
-    generating,
-    model_or_default,
-    room_for,
-    tell_of_default,
-    tell_of_full_context,
-)
-from .options import color_option, command, option, options_of, page_options
+from .generating import Generation, generating, model_or_default, tell_of_default
+from .options import check_least, color_option, command, option, options_of, page_options
 from .output import (
     ProgressBar,
     check_page,
@@ -29,25 +18,10 @@ from .output import (
 )
 from .prompts import PromptOptions, model_option, prompt_tokens
 
-if TYPE_CHECKING:
-    from ..draft.recording import RecordedStep
-    from ..generation.decoder import Decoder
-    from ..generation.response import GenerationResponse, SpeculationStats
-
-EPILOG = """\b
-Examples:
-  mlxspec explain --decoder lookahead -W 7 -N 4 --raw --prompt "def add(a, b):"
-  mlxspec explain --prompt "Say this three times: ..." --steps 5 --skip 0
-  mlxspec explain --decoder combined --prompt-file question.txt --html steps.html
-
-The options are those of 'mlxspec generate', and the output is the same: only what is shown of
-it differs.
-"""
-
 _view = partial(option, group="Steps and output")
 
 
-@command("explain", epilog=EPILOG)
+@command("explain")
 @model_option
 @options_of(PromptOptions, "prompt", "Model and prompt")
 @option("--max-tokens N", "Generate at most N.", default=250, group="Model and prompt")
@@ -75,16 +49,23 @@ def explain_command(
 
     Each step is drawn as its draft tree: what was drafted and where it came from, what the
     model chose, how far the draft was accepted; for lookahead decoding with its window.
+
+    \b
+    Examples:
+      mlxspec explain --decoder lookahead -W 7 -N 4 --raw --prompt "def add(a, b):"
+      mlxspec explain --prompt "Say this three times: ..." --steps 5 --skip 0
+      mlxspec explain --decoder combined --prompt-file question.txt --html steps.html
+
+    The options are those of 'mlxspec generate', and the output is the same: only what is shown of
+    it differs.
     """
     # All that needs no model is checked before one is loaded, or even downloaded.
     source = prompt.read()
-    if steps < 1:
-        raise OptionError(f"--steps is {steps}: show at least 1 step")
-    if skip is not None and skip < 0:
-        raise OptionError(f"--skip is {skip}: 0 begins with the first step")
+    check_least(1, steps=steps)
+    check_least(0, skip=skip)
     check_page(html, force)
 
-    from ..engine.positions import context_length
+    from ..draft.recording import RecordedStep, RecordingDrafter
     from .explain_page import explain_page
     from .explain_terminal import print_explained
     from .explained import Explained, Pieces, telling_run
@@ -93,10 +74,12 @@ def explain_command(
     decoder = generation.load(console)
     templated = prompt.uses_template(source, decoder.tokenizer)
     tokens = prompt_tokens(source, decoder.tokenizer, templated)
-    longest = context_length(decoder.model)
-    room = room_for(longest, len(tokens), generation.max_tokens)
-    start = partial(generation.stream, decoder, tokens, room)
-    recorded, stats, cut = _record(decoder, start, room, console)
+    room = generation.room(decoder.model, len(tokens))
+    recorded: list[RecordedStep] = []
+    decoder.wrap_drafter = partial(RecordingDrafter, steps=recorded)
+    with prefill_bar(console) as prefilling, ProgressBar("Generating", console=console) as bar:
+        for last in generation.stream(decoder, tokens, room, on_progress=prefilling):
+            bar(last.generation_tokens, room)
     if skip is not None and skip >= len(recorded):
         raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps, skip fewer")
     name = model_or_default(generation.model)
@@ -107,7 +90,7 @@ def explain_command(
         steps=recorded,
         first=telling_run(recorded, steps) if skip is None else skip,
         count=steps,
-        stats=stats,
+        stats=last.stats,
         pieces=Pieces(decoder.tokenizer),
     )
     tell_of_default(generation.model)
@@ -117,25 +100,4 @@ def explain_command(
         force,
         lambda: explain_page(explained),
     )
-    if cut and room < generation.max_tokens:
-        tell_of_full_context(longest)
-
-
-def _record(
-    decoder: Decoder,
-    start: Callable[..., Iterable[GenerationResponse]],
-    max_tokens: int,
-    console: Console,
-) -> tuple[list[RecordedStep], SpeculationStats, bool]:
-    """Generate to the end; what the steps were, and whether all of ``max_tokens`` was given."""
-    from ..draft.recording import RecordingDrafter
-    from ..generation.response import SpeculationStats
-
-    steps: list[RecordedStep] = []
-    stats, cut = SpeculationStats(), False
-    decoder.wrap_drafter = partial(RecordingDrafter, steps=steps)
-    with prefill_bar(console) as prefilling, ProgressBar("Generating", console=console) as bar:
-        for response in start(on_progress=prefilling):
-            stats, cut = response.stats, response.finish_reason == "length"
-            bar(response.generation_tokens / max_tokens)
-    return steps, stats, cut
+    generation.tell_if_full(decoder.model, room, last.finish_reason)

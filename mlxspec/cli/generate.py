@@ -23,15 +23,8 @@ from ..distributed.launch import launched_rank, let_rank_0_speak, supervise
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
-from .generating import (
-    Generation,
-    generating,
-    model_or_default,
-    room_for,
-    tell_of_default,
-    tell_of_full_context,
-)
-from .options import NAME, Command, color_option, command, option, options_of
+from .generating import Generation, generating, model_or_default, tell_of_default
+from .options import NAME, Command, check_least, color_option, command, option, options_of
 from .output import ProgressBar, error_console, figures_grid, write_json
 from .prompts import PromptOptions, model_option, prompt_tokens
 
@@ -45,21 +38,6 @@ if TYPE_CHECKING:
     )
     from ..plan.live_costs import StepTime
 
-EPILOG = """\b
-Examples:
-  mlxspec generate --prompt "Say this three times: ..." --stats
-  mlxspec generate --model mlx-community/Mistral-7B-Instruct-v0.3-4bit \\
-      --prompt-file question.txt
-  mlxspec generate --raw --prompt - < draft.txt > continuation.txt
-  mlxspec generate --prompt "..." --json | jq .stats
-  mlx.launch --hostfile macs.json mlxspec generate --model ... --prompt "..."
-
-"python decoder.py" is the same command.
-
-Standard output gets the text and nothing else: a file or a pipe gets it as it is, a terminal
-with control characters made visible. Figures, notes and errors go to standard error.
-"""
-
 
 class _GenerateCommand(Command):
     """Lets rank 0 alone complain of wrong options, where several are launched."""
@@ -69,7 +47,7 @@ class _GenerateCommand(Command):
         return super().make_context(*args, **kwargs)
 
 
-@command("generate", cls=_GenerateCommand, epilog=EPILOG)
+@command("generate", cls=_GenerateCommand)
 @model_option
 @options_of(PromptOptions, "prompt", "Model and prompt")
 @option(
@@ -96,6 +74,20 @@ def generate_command(**options: Any) -> None:
     Drafts are taken from what followed the last words earlier in prompt, output or earlier
     outputs. The model verifies a draft in one forward, so the text is the model's own and only
     the speed changes.
+
+    \b
+    Examples:
+      mlxspec generate --prompt "Say this three times: ..." --stats
+      mlxspec generate --model mlx-community/Mistral-7B-Instruct-v0.3-4bit \\
+          --prompt-file question.txt
+      mlxspec generate --raw --prompt - < draft.txt > continuation.txt
+      mlxspec generate --prompt "..." --json | jq .stats
+      mlx.launch --hostfile macs.json mlxspec generate --model ... --prompt "..."
+
+    "python decoder.py" is the same command.
+
+    Standard output gets the text and nothing else: a file or a pipe gets it as it is, a terminal
+    with control characters made visible. Figures, notes and errors go to standard error.
     """
     if launched_rank() is None:
         answer(**options)
@@ -139,7 +131,6 @@ def answer(
         MlxspecError: an option, the prompt or the model is at fault.
     """
     from ..engine.caches import cached_length
-    from ..engine.positions import context_length
     from ..generation.response import Transcript
     from ..loading.detokenizer import detokenizer_of
 
@@ -147,8 +138,7 @@ def answer(
     source = prompt.read()
     if logprobs is not None and not as_json:
         raise OptionError("--logprobs are written into the JSON object: add --json")
-    if logprobs is not None and logprobs < 0:
-        raise OptionError(f"--logprobs is {logprobs}: choose 0 or more")
+    check_least(0, logprobs=logprobs)
     cached = None
     if prompt_cache_file is not None:
         from .cached_prompt import CachedPrompt
@@ -165,20 +155,19 @@ def answer(
         tokens, begun = cached.continued(source, decoder, templated)
     else:
         tokens = prompt_tokens(source, decoder.tokenizer, templated)
-    longest = context_length(decoder.model)
-    n_prompt = cached_length(begun.get("prompt_cache") or ()) + len(tokens)
-    room = room_for(longest, n_prompt, generation.max_tokens)
+    n_cached = cached_length(begun.get("prompt_cache") or ())
+    room = generation.room(decoder.model, n_cached + len(tokens))
+    start = partial(generation.stream, decoder, tokens, room, **begun)
     printer = None if as_json else TokenPrinter(color)
     # In a chat the answer is a text of its own, whose first space the tokenizer has put there.
     trims = templated and detokenizer_of(decoder.tokenizer).prefix_space
-    start = partial(generation.stream, decoder, tokens, room, **begun)
-    with generation.drafting.learner(decoder) as learner:
-        _transcribe(
-            start, transcript, printer, console, trims, partial(tell_of_default, generation.model)
-        )
+    tell = partial(tell_of_default, generation.model)
+    with generation.learner(decoder) as learner:
+        _transcribe(start, transcript, printer, console, trims, tell)
         if learner:
             learner.add(transcript.tokens)
-        result = replace(transcript.result(decoder.step_times), prompt_tokens=len(tokens))
+        result = transcript.result(decoder.step_times)
+        result = replace(result, prompt_tokens=len(tokens))
         if printer:
             printer.finish()
             console.print()
@@ -186,11 +175,10 @@ def answer(
         else:
             write_json(_report(result, model_or_default(generation.model)))
     # Learned after the answer is shown, which is not lost where the store cannot be written.
-    if result.finish_reason == "length" and room < generation.max_tokens:
-        tell_of_full_context(longest)
+    generation.tell_if_full(decoder.model, room, result.finish_reason)
     if stats:
         console.print(step_times_table(result.step_times))
-        if generation.drafting.plans:
+        if generation.plans:
             console.print(machine_line(decoder.costs.slowdown))  # type: ignore[attr-defined]
     if result.finish_reason == "interrupted":
         sys.exit(INTERRUPTED)

@@ -19,12 +19,12 @@ import mlxspec
 
 from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError
-from .options import NAME, Decorator, option_field, options_of
+from .options import NAME, Decorator, check_least, option_field, options_of
 from .outcome import note
+from .output import ProgressBar
 
 if TYPE_CHECKING:
     import mlx.nn as nn
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
     from rich.console import Console
 
     from ..distributed.leader import Leader
@@ -190,11 +190,6 @@ class Drafting:
             "pool_from_prompt": self.pool_from_prompt is not False,
         }
 
-    @property
-    def plans(self) -> bool:
-        """Whether each draft is chosen by its cost."""
-        return self.kind in ("auto", "combined")
-
     def tell_of_idle_window(self, max_tokens: int) -> None:
         """Say so where lookahead's window is too wide to run even once.
 
@@ -211,44 +206,6 @@ class Drafting:
                 f"not run; with --max-tokens {max_tokens} and n-grams of {ngram_size} choose "
                 f"{max(widest, 0)} at most"
             )
-
-    def load(
-        self,
-        model: str | nn.Module,
-        tokenizer: TokenizerWrapper | None,
-        on_measuring: Callable[[float], None],
-    ) -> Decoder:
-        """Load the model, and measure what its steps cost if that matters and is not known.
-
-        A model that is loaded already comes with its tokenizer.
-        """
-        choice = _DECODERS[self.kind]
-        options: dict[str, Any] = {}
-        if choice.measures:
-            options["on_measuring"] = on_measuring
-        if STORE in choice.takes:
-            # An empty store begins with this output.
-            begins = self.learn and self.store is not None and _is_empty(Path(self.store))
-            options["store"] = None if begins else self.store
-        decoder = getattr(mlxspec, choice.decoder)(model, tokenizer, **options)
-        if choice.measures and (self.kind != "lookahead" or self.sizes["window_size"] == "auto"):
-            _ = decoder.costs
-        return decoder
-
-    def stream(
-        self, decoder: Decoder, tokens: Sequence[int], max_tokens: int, **options: Any
-    ) -> Generator[GenerationResponse, None, None]:
-        """Generate with the decoder of :meth:`load`."""
-        own = _DECODERS[self.kind].arguments(self)
-        return decoder.stream(tokens, max_tokens, **own, **options)  # type: ignore[attr-defined]
-
-    def learner(self, decoder: Decoder) -> AbstractContextManager[Learner | None]:
-        """What adds outputs to the store, where that is wanted."""
-        from ..store.learner import Learner
-
-        if not self.learn or self.store is None:
-            return nullcontext()
-        return Learner(self.store, decoder.tokenizer)
 
 
 def _columns(text: str) -> int | Literal["auto"]:
@@ -267,11 +224,6 @@ def _columns(text: str) -> int | Literal["auto"]:
 
 def _or(value: int | None, default: int) -> int:
     return default if value is None else value
-
-
-def _is_empty(store: Path) -> bool:
-    """Whether there is no store yet: another process that learns makes an empty file first."""
-    return not store.exists() or (store.is_file() and store.stat().st_size == 0)
 
 
 @dataclass(frozen=True)
@@ -306,8 +258,12 @@ class Generation:
     caches: CacheOptions
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise OptionError(f"--max-tokens is {self.max_tokens}: generate at least 1 token")
+        check_least(1, max_tokens=self.max_tokens)
+
+    @property
+    def plans(self) -> bool:
+        """Whether each draft is chosen by its cost."""
+        return STORE in _DECODERS[self.drafting.kind].takes
 
     def load(self, console: Console, leader: Leader | None = None) -> Decoder:
         """Load the model, and measure what its steps cost if that matters and is not known.
@@ -316,34 +272,67 @@ class Generation:
             console: where a bar shows how far the measurement is.
             leader: splits the model over its ranks.
         """
-        from .output import ProgressBar
-
-        self.drafting.tell_of_idle_window(self.max_tokens)
+        drafting, choice = self.drafting, _DECODERS[self.drafting.kind]
+        drafting.tell_of_idle_window(self.max_tokens)
         name = model_or_default(self.model)
         with ProgressBar("Measuring step times", console=console) as bar:
-            model, tokenizer = leader.load(name) if leader else (name, None)
-            return self.drafting.load(model, tokenizer, bar)
+            options: dict[str, Any] = {"on_measuring": bar} if choice.measures else {}
+            if self.plans:
+                options["store"] = None if self._begins_store() else drafting.store
+            loaded = leader.load(name) if leader else (name,)
+            decoder = getattr(mlxspec, choice.decoder)(*loaded, **options)
+            if self.plans or (choice.measures and drafting.sizes["window_size"] == "auto"):
+                _ = decoder.costs
+        return decoder
+
+    def _begins_store(self) -> bool:
+        """Whether this output is to be the store's first.
+
+        Another process that learns makes an empty file before it writes.
+        """
+        store = Path(self.drafting.store or "")
+        is_empty = not store.exists() or (store.is_file() and store.stat().st_size == 0)
+        return self.drafting.learn and is_empty
+
+    def learner(self, decoder: Decoder) -> AbstractContextManager[Learner | None]:
+        """What adds outputs to the store, where that is wanted."""
+        from ..store.learner import Learner
+
+        if not self.drafting.learn or self.drafting.store is None:
+            return nullcontext()
+        return Learner(self.drafting.store, decoder.tokenizer)
 
     def stream(
-        self, decoder: Decoder, tokens: Sequence[int], max_tokens: int, **more: Any
+        self, decoder: Any, tokens: Sequence[int], max_tokens: int, **more: Any
     ) -> Generator[GenerationResponse, None, None]:
         """Generate with the decoder of :meth:`load`.
 
         Args:
             decoder: the decoder.
             tokens: the prompt.
-            max_tokens: how many tokens there is room for; see :func:`room_for`.
+            max_tokens: how many tokens there is room for; see :meth:`room`.
             more: what :meth:`mlxspec.Decoder.decode` takes besides.
         """
         # XTC keeps line breaks and end tokens, as on mlx-lm's command line.
-        tokenizer = decoder.tokenizer
-        kept = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
-        options = {
-            "sampling": replace(self.sampling, xtc_special_tokens=kept),
-            **vars(self.ends),
-            **vars(self.caches),
-        }
-        return self.drafting.stream(decoder, tokens, max_tokens, **options, **more)
+        kept = [*decoder.tokenizer.encode("\n"), *decoder.tokenizer.eos_token_ids]
+        sampling = replace(self.sampling, xtc_special_tokens=kept)
+        options = {**vars(self.ends), **vars(self.caches), "sampling": sampling, **more}
+        own = _DECODERS[self.drafting.kind].arguments(self.drafting)
+        return decoder.stream(tokens, max_tokens, **own, **options)
+
+    def room(self, model: nn.Module, n_prompt: int) -> int:
+        """How many tokens the output may have, at least one, after so many of the prompt."""
+        from ..engine.positions import context_length
+
+        return room_for(context_length(model), n_prompt, self.max_tokens)
+
+    def tell_if_full(self, model: nn.Module, room: int, finish_reason: str | None) -> None:
+        """Say so where the output ends because the model's context is full."""
+        from ..engine.positions import context_length
+
+        if finish_reason == "length" and room < self.max_tokens:
+            length = context_length(model)
+            note(f"the model's context of {length:,} tokens is full: the output ends there")
 
 
 def generating(leave_out: tuple[str, ...] = ()) -> Decorator:
@@ -418,8 +407,3 @@ def room_for(longest: int | None, n_prompt: int, max_tokens: int) -> int:
         max_tokens: how many it may have in an empty context.
     """
     return max_tokens if longest is None else max(1, min(max_tokens, longest - n_prompt))
-
-
-def tell_of_full_context(longest: int | None) -> None:
-    """Say why an output ends before its ``max_tokens``."""
-    note(f"the model's context of {longest:,} tokens is full: the output ends there")

@@ -16,16 +16,6 @@ from .output import output_console, write_json
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-EPILOG = """\b
-Examples:
-  mlxspec inspect demo
-  mlxspec inspect mlx-community/gemma-3-4b-it-4bit
-  mlxspec inspect ./mlx_model --json | jq -r .tier
-
-What a model verifies is found out by running it, not by its name: a draft of which a part is
-rejected has to leave what its accepted tokens alone would have left.
-"""
-
 _DRAFTS = {
     "tree": "trees: several continuations are verified in one forward",
     "chain": "chains: one continuation is verified in one forward",
@@ -34,13 +24,22 @@ _DRAFTS = {
 }
 
 
-@command("inspect", short_help="Show what MODEL is, and which drafts it verifies.", epilog=EPILOG)
+@command("inspect", short_help="Show what MODEL is, and which drafts it verifies.")
 @click.argument("model", type=NAME)
 @option("--json", "Write one JSON object.", "as_json")
 def inspect_command(model: str, as_json: bool) -> None:
     """Show what MODEL is, and which drafts it verifies: trees, chains, or none.
 
     MODEL is a model directory, a Hub repository, or 'demo'.
+
+    \b
+    Examples:
+      mlxspec inspect demo
+      mlxspec inspect mlx-community/gemma-3-4b-it-4bit
+      mlxspec inspect ./mlx_model --json | jq -r .tier
+
+    What a model verifies is found out by running it, not by its name: a draft of which a part is
+    rejected has to leave what its accepted tokens alone would have left.
     """
     from ..loading.model import load
 

@@ -10,21 +10,28 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import Field, field, fields
 from functools import partial, wraps
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ..errors import OptionError
 from .outcome import reported
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Command(click.Command):
-    """A command with a section of help for each group of options.
+    """A command whose help has a section for each group of options.
 
-    What goes wrong in it ends in one line; see :func:`.outcome.reported`.
+    Of its docstring, the examples and what follows them are shown below the options. What goes
+    wrong in it ends in one line; see :func:`.outcome.reported`.
     """
+
+    def __init__(self, name: str, help: str, **more: Any) -> None:
+        about, examples, rest = cleandoc(help).partition("\b\nExamples:")
+        super().__init__(name, help=about, **{"epilog": examples + rest, **more})
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sections in the order in which their first options were declared."""
@@ -189,3 +196,14 @@ def force_option(group: str | None = None) -> Decorator:
     """``--force`` for reports."""
     told = "Let the report replace whatever file is there, not only an older report."
     return option("--force", told, group=group)
+
+
+def check_least(least: int, **options: int | None) -> None:
+    """Refuse numbers below ``least``, by the names of their options.
+
+    Raises:
+        OptionError: one of them is.
+    """
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise OptionError(f"--{name.replace('_', '-')} is {value}: it is at least {least}")

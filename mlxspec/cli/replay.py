@@ -28,26 +28,13 @@ if TYPE_CHECKING:
     from ..eval.replay_report import ReplayReport
     from ..plan.cost_curve import CostCurve
 
-EPILOG = """\b
-Examples:
-  mlxspec replay traces.jsonl --tokenizer my_model --chip "M3 Max"
-  mlxspec replay chats.jsonl --tokenizer tokenizer.model --decoder auto,vllm,transformers
-  mlxspec calibrate my_model --json > curve.json
-  mlxspec replay chats.jsonl --tokenizer my_model --curve curve.json
-  mlxspec replay *.jsonl --tokenizer my_model --html replay.html
-  mlxspec replay chats.jsonl --tokenizer my_model --decoder auto,hindsight
-
-A line of TRACES is an object with "messages", as in OpenAI-style chat logs, and optionally
-"category", "model" and "completions", the indices of the messages to replay.
-"""
-
 _ALL = "all"
 _DEFAULT_CHIP = "M4 Pro"
 _OWN = "own curve"
 _work = partial(option, group="Work and machine")
 
 
-@command("replay", epilog=EPILOG)
+@command("replay")
 @click.argument("traces", metavar="TRACES...", nargs=-1, required=True, type=FILE)
 @_work(
     "--tokenizer MODEL",
@@ -87,6 +74,18 @@ def replay_command(
 
     The recorded outputs are decoded again, with the drafter and the planner that decode, and
     the time of the steps is modelled by the cost of a step over M rows, T(M)/T(1).
+
+    \b
+    Examples:
+      mlxspec replay traces.jsonl --tokenizer my_model --chip "M3 Max"
+      mlxspec replay chats.jsonl --tokenizer tokenizer.model --decoder auto,vllm,transformers
+      mlxspec calibrate my_model --json > curve.json
+      mlxspec replay chats.jsonl --tokenizer my_model --curve curve.json
+      mlxspec replay *.jsonl --tokenizer my_model --html replay.html
+      mlxspec replay chats.jsonl --tokenizer my_model --decoder auto,hindsight
+
+    A line of TRACES is an object with "messages", as in OpenAI-style chat logs, and optionally
+    "category", "model" and "completions", the indices of the messages to replay.
     """
     from ..eval.comparison import AUTO, DECODERS, chosen_decoders, compare
     from ..eval.replay import load_trace_tokenizer, read_workload
