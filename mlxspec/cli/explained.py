@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.cells import cell_len, set_cell_size
 
 from ..draft.drafter import VerifiedStep
 from ..draft.recording import RecordedStep
-from ..draft.tree import DraftTree
 from ..generation.response import SpeculationStats
 from ..loading.detokenizer import detokenizer_of
 from ..terminal import one_line, visible
@@ -112,27 +112,72 @@ class Fate(Enum):
     BONUS = "the target's own"
 
 
-def fates(step: VerifiedStep) -> tuple[Fate, ...]:
-    """Per node of the tree, what became of it.
+@dataclass
+class Node:
+    """A node of a verified tree, or the bonus token, which hangs where the walk ended.
 
-    A node is rejected where the walk stood at its parent and the target chose something else;
-    what hangs below a rejected node, or behind the output's end, was not reached.
+    Attributes:
+        token: its id.
+        fate: what became of it.
+        origin: where it was drafted from.
+        choice: what the target chose after it; None after the bonus token.
+        parent: the parent's number, -1 for the root.
+        children: the children's numbers.
+        size: how many nodes its subtree has, the bonus token not counted.
+        leaves: how many of these are leaves.
     """
-    walked = {0, *step.accepted}
-    if bonus(step) is None:
-        walked.discard(step.accepted[-1])  # the output ended there, and nothing was compared
-    result = [Fate.ROOT]
-    for node, parent in enumerate(step.tree.parents[1:], start=1):
-        if node in step.accepted:
-            result.append(Fate.ACCEPTED)
-        else:
-            result.append(Fate.REJECTED if parent in walked else Fate.UNREACHED)
-    return tuple(result)
+
+    token: int
+    fate: Fate
+    origin: str = ""
+    choice: int | None = None
+    parent: int = -1
+    children: list[int] = field(default_factory=list)
+    size: int = 1
+    leaves: int = 0
 
 
-def bonus(step: VerifiedStep) -> int | None:
-    """The token that the target added to the accepted ones; None if the output ended before."""
-    return step.tokens[-1] if len(step.tokens) > len(step.accepted) else None
+def nodes_of(step: RecordedStep) -> list[Node]:
+    """The nodes of a step's tree, and last the bonus token, unless the output ended before it.
+
+    A node is rejected where the walk stood at its parent and the target chose something else.
+    What hangs below a rejected node, or behind the output's end, was not reached.
+    """
+    verified = step.verified
+    has_bonus = len(verified.tokens) > len(verified.accepted)
+    walked = {0, *(verified.accepted if has_bonus else verified.accepted[:-1])}
+
+    def fate(number: int, parent: int) -> Fate:
+        if number == 0:
+            return Fate.ROOT
+        if number in verified.accepted:
+            return Fate.ACCEPTED
+        return Fate.REJECTED if parent in walked else Fate.UNREACHED
+
+    tree = zip(
+        *(verified.tree.tokens, step.origins, verified.choices, verified.tree.parents), strict=True
+    )
+    nodes = [
+        Node(token, fate(number, parent), origin, choice, parent)
+        for number, (token, origin, choice, parent) in enumerate(tree)
+    ]
+    for number, node in reversed([*enumerate(nodes)]):  # children come after their parents
+        node.leaves = node.leaves or 1
+        if number:
+            parent = nodes[node.parent]
+            parent.size += node.size
+            parent.leaves += node.leaves
+            parent.children.insert(0, number)
+    if has_bonus:
+        last = (0, *verified.accepted)[-1]
+        nodes[last].children.append(len(nodes))
+        nodes.append(Node(verified.tokens[-1], Fate.BONUS, parent=last, leaves=1))
+    return nodes
+
+
+def walk_first(node: Node) -> int:
+    """Sorts branches: what was accepted, the bonus token, then the others."""
+    return {Fate.ACCEPTED: 0, Fate.BONUS: 1}.get(node.fate, 2)
 
 
 def described_counts(step: VerifiedStep) -> str:
@@ -144,51 +189,7 @@ def described_counts(step: VerifiedStep) -> str:
     return f"{len(step.tree)} rows: {accepted}, {emitted}"
 
 
-BONUS = -1
-"""Stands for the bonus token where nodes are listed."""
-
-
-class TreeShape:
-    """How the nodes of a verified tree hang together.
-
-    Attributes:
-        children: per node its children; ``BONUS`` is one of the node where the walk ended.
-        sizes: per node, how many nodes its subtree has.
-        leaves: per node, how many nodes of its subtree are leaves.
-    """
-
-    def __init__(self, step: VerifiedStep) -> None:
-        self._accepted = set(step.accepted)
-        self.children = _children(step.tree)
-        self.sizes, self.leaves = _sizes_and_leaves(step.tree)
-        if bonus(step) is not None:
-            self.children[(0, *step.accepted)[-1]].append(BONUS)
-
-    def is_accepted(self, node: int) -> bool:
-        """Whether the walk came to a node."""
-        return node in self._accepted
-
-
-def _children(tree: DraftTree) -> list[list[int]]:
-    children: list[list[int]] = [[] for _ in tree.tokens]
-    for node, parent in enumerate(tree.parents[1:], start=1):
-        children[parent].append(node)
-    return children
-
-
-def _sizes_and_leaves(tree: DraftTree) -> tuple[list[int], list[int]]:
-    """Per node, how many nodes its subtree has, and how many of them are leaves."""
-    sizes, leaves = [1] * len(tree), [0] * len(tree)
-    for node in range(len(tree) - 1, -1, -1):
-        leaves[node] = leaves[node] or 1
-        if node:
-            sizes[tree.parents[node]] += sizes[node]
-            leaves[tree.parents[node]] += leaves[node]
-    return sizes, leaves
-
-
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A token of the window.
 
     Attributes:
@@ -202,8 +203,7 @@ class Cell:
     fate: Fate | None
 
 
-@dataclass(frozen=True)
-class WindowLevel:
+class WindowLevel(NamedTuple):
     """One Jacobi iteration.
 
     Attributes:
@@ -212,7 +212,7 @@ class WindowLevel:
     """
 
     name: str
-    cells: tuple[Cell | None, ...]
+    cells: list[Cell | None]
 
 
 def window_levels(step: RecordedStep) -> list[WindowLevel]:
@@ -224,25 +224,26 @@ def window_levels(step: RecordedStep) -> list[WindowLevel]:
     """
     if not step.window:
         return []
-    verified, became = step.verified, fates(step.verified)
+    nodes, argmaxes = nodes_of(step), step.verified.argmaxes
     height = 1 + max(level for level, _ in step.window)
-    columns = range(1 + max(column for _, column in step.window))
+    width = 1 + max(column for _, column in step.window)
 
     def cell(level: int, column: int) -> Cell | None:
-        node = step.window.get((level, column))
+        """A row's token, or below the last row what the model said after that."""
+        node = step.window.get((min(level, height - 1), column))
         if node is None:
             return None
-        return Cell(verified.tree.tokens[node], column + level, became[node])
+        if level == height:
+            return Cell(argmaxes[node], column + level, None)
+        return Cell(nodes[node].token, column + level, nodes[node].fate)
 
-    def outcome(column: int) -> Cell | None:
-        node = step.window.get((height - 1, column))
-        return None if node is None else Cell(verified.argmaxes[node], column + height, None)
-
-    levels = [
-        WindowLevel(f"t−{height - level}", tuple(cell(level, column) for column in columns))
-        for level in range(height)
+    return [
+        WindowLevel(
+            f"t−{height - level}" if level < height else "now",
+            [cell(level, column) for column in range(width)],
+        )
+        for level in range(height + 1)
     ]
-    return [*levels, WindowLevel("now", tuple(outcome(column) for column in columns))]
 
 
 SPACE, NEWLINE, TAB = "·", "↵", "⇥"

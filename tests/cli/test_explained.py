@@ -13,7 +13,7 @@ from mlxspec import load
 from mlxspec.cli.explained import (
     Fate,
     Pieces,
-    fates,
+    nodes_of,
     shortened,
     shortened_from_left,
     telling_run,
@@ -29,8 +29,8 @@ from tests.support.explained_steps import lookahead_step
 
 
 def test_a_rejected_node_is_one_that_the_target_could_have_chosen_and_did_not() -> None:
-    step = lookahead_step().verified
-    fate = {chr(token): fate for token, fate in zip(step.tree.tokens, fates(step), strict=True)}
+    nodes = nodes_of(lookahead_step())
+    fate = {chr(node.token): node.fate for node in nodes}
     assert fate["a"] is Fate.ROOT
     assert {letter for letter in fate if fate[letter] is Fate.ACCEPTED} == set("bc")
     assert {letter for letter in fate if fate[letter] is Fate.REJECTED} == set("dmx")
