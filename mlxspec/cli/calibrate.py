@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.text import Text
 
 from ..errors import OptionError
 from ..terminal import visible
@@ -161,7 +159,7 @@ def _measured(cache: CostCache, name: str, context: int | None) -> _Curve:
             f"the step times of {len(kept.times)} numbers of rows that were known are kept, since "
             f"this measurement has {len(known.times)}"
         )
-    points = cost_points((time.rows, time.seconds, time.spread) for time in times)
+    points = cost_points(times, [time.spread for time in times])
     return _Curve(key, range_end, known, points, "spread", chain_capability(model))
 
 
@@ -180,16 +178,13 @@ def _kept(cache: CostCache, name: str | None, context: int | None) -> list[_Curv
         capability = chain_capability(model)
         key = cost_key(model)
         entries = [(key, cache.read(key))]
-    return [
-        _Curve(key, end, known, _kept_points(known), "standard error", capability)
-        for key, ranges in entries
-        for end, known in sorted(ranges.items())
-        if context is None or context_range(context) == end
-    ]
-
-
-def _kept_points(known: KnownRange) -> list[CostPoint]:
-    return cost_points((time.rows, time.seconds, time.uncertainty) for time in known.times)
+    curves = []
+    for key, ranges in entries:
+        for end, known in sorted(ranges.items()):
+            if context is None or context_range(context) == end:
+                points = cost_points(known.times, [time.uncertainty for time in known.times])
+                curves.append(_Curve(key, end, known, points, "standard error", capability))
+    return curves
 
 
 def _print(curves: list[_Curve], model: str | None) -> None:
@@ -197,21 +192,17 @@ def _print(curves: list[_Curve], model: str | None) -> None:
     if not curves:
         of_what = f" of {visible(model)} on this machine" if model else ""
         console.print(
-            Text(f"No step times{of_what} are known yet: mlxspec calibrate MODEL measures them.")
+            f"No step times{of_what} are known yet: mlxspec calibrate MODEL measures them."
         )
     for curve in curves:
-        _print_curve(console, curve)
-
-
-def _print_curve(console: Console, curve: _Curve) -> None:
-    console.print(Text(curve.title, style="bold"))
-    console.print(Text(curve.subtitle))
-    console.print(cost_table(curve.points))
-    if len(curve.points) > 1:
-        console.print(cost_plot(curve.points, console))
-        console.print(Text("A draft pays when its step emits more than T(M)/T(1) tokens."))
-    elif curve.capability and curve.capability.value == "plain":
-        console.print(Text("This model verifies no drafts, so only plain steps were measured."))
-    else:
-        console.print(Text("Only plain steps were measured."))
-    console.print(Text(f"± is the {curve.error_is}.\n", style="dim"))
+        console.print(curve.title, style="bold")
+        console.print(curve.subtitle)
+        console.print(cost_table(curve.points))
+        if len(curve.points) > 1:
+            console.print(cost_plot(curve.points, console))
+            console.print("A draft pays when its step emits more than T(M)/T(1) tokens.")
+        elif curve.capability and curve.capability.value == "plain":
+            console.print("This model verifies no drafts, so only plain steps were measured.")
+        else:
+            console.print("Only plain steps were measured.")
+        console.print(f"± is the {curve.error_is}.\n", style="dim")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -15,6 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import OptionError
+
+if TYPE_CHECKING:
+    from ..plan.live_curve import KnownTime
+    from ..plan.measurement import RowsTime
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,12 @@ class CostPoint:
         return self.seconds / self.rows
 
 
-def cost_points(times: Iterable[tuple[int, float, float]]) -> list[CostPoint]:
-    """Points of rows, seconds and relative error, those of one row first."""
-    known = list(times)
-    one_row = known[0][1]
-    return [CostPoint(rows, seconds, seconds / one_row, error) for rows, seconds, error in known]
+def cost_points(times: Sequence[RowsTime | KnownTime], errors: Sequence[float]) -> list[CostPoint]:
+    """The curve of step times, that of one row first, with their relative errors."""
+    return [
+        CostPoint(time.rows, time.seconds, time.seconds / times[0].seconds, error)
+        for time, error in zip(times, errors, strict=True)
+    ]
 
 
 _WIDEST_PLOT = 100

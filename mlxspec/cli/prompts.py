@@ -68,14 +68,19 @@ class PromptOptions:
             return _parse_ids(self.prompt_ids)
         if self.prompt_file is not None:
             source = f"--prompt-file {self.prompt_file}"
-            return _without_last_newline(_read_file(self.prompt_file, source), source)
+            try:
+                with open(self.prompt_file, "rb") as file:
+                    return _read(file, source)
+            except OSError as error:
+                raise PromptError(
+                    f"{source} cannot be read ({error.strerror}): name a readable text file"
+                ) from error
         if self.prompt == "-":
             if sys.stdin is None:
                 raise PromptError(
                     "standard input is closed: give --prompt TEXT or --prompt-file FILE"
                 )
-            data = _read(sys.stdin.buffer, "standard input")
-            return _without_last_newline(data, "standard input")
+            return _read(sys.stdin.buffer, "standard input")
         # Bytes of an argument that are not UTF-8 have become lone surrogates.
         return _decode(str(self.prompt).encode(errors="surrogateescape"), "--prompt")
 
@@ -100,24 +105,10 @@ def _parse_ids(ids: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _read_file(file: str, source: str) -> bytes:
-    try:
-        with open(file, "rb") as opened:
-            return _read(opened, source)
-    except OSError as error:
-        raise PromptError(
-            f"{source} cannot be read ({error.strerror}): name a readable text file"
-        ) from error
-
-
-def _read(file: BinaryIO, source: str) -> bytes:
+def _read(file: BinaryIO, source: str) -> str:
     data = file.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
         raise PromptError(f"{source} is more than {_MOST_BYTES:,} bytes: give a shorter text")
-    return data
-
-
-def _without_last_newline(data: bytes, source: str) -> str:
     return _decode(data.removesuffix(b"\n").removesuffix(b"\r"), source)
 
 
