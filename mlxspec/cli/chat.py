@@ -8,7 +8,6 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from io import TextIOWrapper
-from textwrap import indent
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -18,8 +17,8 @@ from ..distributed.launch import launched_rank
 from ..errors import MlxspecError, OptionError, PromptError
 from ..terminal import TokenPrinter, one_line, visible
 from .generate import acceptance_row, prefill_bar
-from .generating import Generation, generating, model_or_default, tell_of_default
-from .options import color_option, command, option
+from .generating import Generation, model_or_default, tell_of_default
+from .options import color_option, command, option, options_of
 from .outcome import note
 from .output import counted, error_console, figures_grid
 from .prompts import model_option
@@ -29,40 +28,38 @@ if TYPE_CHECKING:
     from ..store.learner import Learner
     from .conversation import Conversation
 
-_HELP = '''\
-/help    what can be typed here
-/stats   figures of the conversation
-/reset   begin a new conversation
-/exit    leave; Ctrl-D and Ctrl-C twice do, too
-"""      begins and ends a message of several lines
-\\        at a line's end, goes on with the message in the next line'''
-_CTRL_C = "Ctrl-C stops an answer and keeps the conversation."
 
-EPILOG = f"""\b
-At the prompt:
-{indent(_HELP, "  ")}
-
-{_CTRL_C}
-
-\b
-From a pipe every line is a turn:
-  printf 'Name a river.\\nAnd its source?\\n' | mlxspec chat
-"""
-
-
-@command("chat", epilog=EPILOG)
+@command("chat")
 @model_option
 @option(
     "--system-prompt TEXT", "What the model is told before all turns.", group="Model and prompt"
 )
 @option("--max-tokens N", "Generate at most N per answer.", default=2048, group="Model and prompt")
-@generating()
+@options_of(Generation, "generation")
 @color_option("Output")
 def chat_command(generation: Generation, system_prompt: str | None, color: bool | None) -> None:
     """Talk with a model.
 
     Each turn goes on where the last one ended: what the KV cache and the drafter's index hold
     of the conversation is not processed again.
+
+    \b
+    Examples:
+      mlxspec chat --system-prompt "Answer in one sentence."
+      printf 'Name a river.\\nAnd its source?\\n' | mlxspec chat
+
+    From a pipe every line is a turn.
+
+    \b
+    At the prompt:
+      /help    what can be typed here
+      /stats   figures of the conversation
+      /reset   begin a new conversation
+      /exit    leave; Ctrl-D and Ctrl-C twice do, too
+      \"\"\"      begins and ends a message of several lines
+      \\        at a line's end, goes on with the message in the next line
+
+    Ctrl-C stops an answer and keeps the conversation.
     """
     if launched_rank() is not None:
         raise OptionError("chat runs in one process: start it without mlx.launch")
@@ -181,7 +178,7 @@ class _Chat:
         self._interactive = interactive
         self._figures = _Figures()
         self._commands: dict[str, Callable[[], None]] = {
-            "/help": lambda: self._tell(f"{_HELP}\n{_CTRL_C}"),
+            "/help": lambda: self._tell(_what_can_be_typed()),
             "/stats": lambda: console.print(self._figures.panel(conversation.context_length)),
             "/reset": self._reset,
         }
@@ -269,6 +266,12 @@ class _Chat:
 
     def _tell(self, text: str) -> None:
         self._console.print(visible(text), style="dim")
+
+
+def _what_can_be_typed() -> str:
+    """The end of the command's help."""
+    lines = (chat_command.epilog or "").partition("At the prompt:\n")[2].splitlines()
+    return "\n".join(line.strip() for line in lines if line)
 
 
 def _figures_line(last: GenerationResponse, ending: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import OptionError
 from .generate import prefill_bar
-from .generating import Generation, generating, model_or_default, tell_of_default
+from .generating import Generation, model_or_default, tell_of_default
 from .options import check_least, color_option, command, option, options_of, page_options
 from .output import (
     ProgressBar,
@@ -25,7 +25,7 @@ _view = partial(option, group="Steps and output")
 @model_option
 @options_of(PromptOptions, "prompt", "Model and prompt")
 @option("--max-tokens N", "Generate at most N.", default=250, group="Model and prompt")
-@generating(leave_out=("learn",))
+@options_of(Generation, "generation", leave_out=("learn",))
 @_view("--steps K", "Show K successive steps.", default=3)
 @_view(
     "--skip N",

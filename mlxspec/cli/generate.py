@@ -23,7 +23,7 @@ from ..distributed.launch import launched_rank, let_rank_0_speak, supervise
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
-from .generating import Generation, generating, model_or_default, tell_of_default
+from .generating import Generation, model_or_default, tell_of_default
 from .options import NAME, Command, check_least, color_option, command, option, options_of
 from .output import ProgressBar, error_console, figures_grid, write_json
 from .prompts import PromptOptions, model_option, prompt_tokens
@@ -57,7 +57,7 @@ class _GenerateCommand(Command):
     group="Model and prompt",
 )
 @option("--max-tokens N", "Generate at most N.", default=250, group="Model and prompt")
-@generating()
+@options_of(Generation, "generation")
 @color_option("Output")
 @option("--stats", "Show the measured time of a step by its rows.", group="Output")
 @option("--json", "Write one JSON object and no text.", "as_json", group="Output")

@@ -1,15 +1,15 @@
 """What the commands that generate share: their options, and the way from these to an output.
 
-A command with :func:`generating` above it is called with a :class:`Generation`: it has been
-checked as far as that goes without a model, loads the model, and starts generations with it.
+A command with the options of a :class:`Generation` is called with one: it has been checked as
+far as that goes without a model, loads the model, and generates with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, wraps
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -19,7 +19,7 @@ import mlxspec
 
 from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError
-from .options import NAME, Decorator, check_least, option_field, options_of
+from .options import NAME, check_least, nested, option_field
 from .outcome import note
 from .output import ProgressBar
 
@@ -238,9 +238,28 @@ class Ends:
     )
 
 
+def _biases(texts: Sequence[str]) -> dict[int, float]:
+    parsed = {}
+    for text in texts:
+        token, _, value = text.partition("=")
+        try:
+            parsed[int(token)] = float(value)
+        except ValueError:
+            raise OptionError(
+                f"--logit-bias is {text!r}: write it as ID=VALUE, for example 42=-5"
+            ) from None
+    return parsed
+
+
+def _ids_or_texts(tokens: Sequence[str]) -> tuple[int | str, ...]:
+    return tuple(int(token) if token.isdecimal() else token for token in tokens)
+
+
 @dataclass(frozen=True)
 class Generation:
     """A generation as it was asked for.
+
+    A command declares ``--model`` and ``--max-tokens`` itself.
 
     Attributes:
         model: a directory, a repository or "demo"; None takes the default.
@@ -252,10 +271,12 @@ class Generation:
 
     model: str | None
     max_tokens: int
-    drafting: Drafting
-    ends: Ends
-    sampling: SamplingParams
-    caches: CacheOptions
+    drafting: Drafting = field(metadata=nested(Drafting, "Drafting"))
+    ends: Ends = field(metadata=nested(Ends, "End of the output", stop_tokens=_ids_or_texts))
+    sampling: SamplingParams = field(
+        metadata=nested(SamplingParams, "Sampling", logit_bias=_biases)
+    )
+    caches: CacheOptions = field(metadata=nested(CacheOptions, "Memory"))
 
     def __post_init__(self) -> None:
         check_least(1, max_tokens=self.max_tokens)
@@ -333,58 +354,6 @@ class Generation:
         if finish_reason == "length" and room < self.max_tokens:
             length = context_length(model)
             note(f"the model's context of {length:,} tokens is full: the output ends there")
-
-
-def generating(leave_out: tuple[str, ...] = ()) -> Decorator:
-    """Give a command the options of a :class:`Generation`, with which it is called.
-
-    The command declares ``--model`` and ``--max-tokens`` itself.
-
-    Args:
-        leave_out: fields of :class:`Drafting` that are no options of this command.
-    """
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def called(
-            model: str | None,
-            max_tokens: int,
-            drafting: Drafting,
-            ends: Ends,
-            sampling: SamplingParams,
-            caches: CacheOptions,
-            **options: Any,
-        ) -> Any:
-            generation = Generation(model, max_tokens, drafting, ends, sampling, caches)
-            return function(generation=generation, **options)
-
-        optioned = options_of(CacheOptions, "caches", "Memory")(called)
-        for group in (
-            options_of(SamplingParams, "sampling", "Sampling", logit_bias=_biases),
-            options_of(Ends, "ends", "End of the output", stop_tokens=_ids_or_texts),
-            options_of(Drafting, "drafting", "Drafting", leave_out),
-        ):
-            optioned = group(optioned)
-        return optioned
-
-    return decorate
-
-
-def _biases(texts: Sequence[str]) -> dict[int, float]:
-    parsed = {}
-    for text in texts:
-        token, _, value = text.partition("=")
-        try:
-            parsed[int(token)] = float(value)
-        except ValueError:
-            raise OptionError(
-                f"--logit-bias is {text!r}: write it as ID=VALUE, for example 42=-5"
-            ) from None
-    return parsed
-
-
-def _ids_or_texts(tokens: Sequence[str]) -> tuple[int | str, ...]:
-    return tuple(int(token) if token.isdecimal() else token for token in tokens)
 
 
 def model_or_default(model: str | None) -> str:

@@ -7,7 +7,7 @@ called with: :func:`options_of`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import Field, field, fields
 from functools import partial, wraps
 from inspect import cleandoc
@@ -139,38 +139,67 @@ def _declared(spelling: str, **more: Any) -> dict[str, Any]:
 _TYPES = {"bool": bool, "float": float, "int": int, "str": str}
 
 
+def nested(kind: type, group: str, **read: Callable) -> dict[str, Any]:
+    """The metadata of a dataclass's field for :func:`options_of` that is such a dataclass itself.
+
+    Args:
+        kind: the field's.
+        group: the heading of its options.
+        read: by its field, what makes the value of the texts that were given.
+    """
+    return {"options": kind, "group": group, "read": read}
+
+
 def options_of(
-    kind: type, argument: str, group: str, leave_out: Collection[str] = (), **read: Callable
+    kind: type, argument: str, group: str | None = None, leave_out: Collection[str] = ()
 ) -> Decorator:
     """Give a command an option for each field of a dataclass whose metadata has a ``help``.
 
-    A field of several values is an option that can be repeated.
+    A field of several values is an option that can be repeated. Other fields take the command's
+    options of the same name, if there are any.
 
     Args:
         kind: the dataclass.
         argument: the command's, which gets the dataclass.
         group: the heading of these options.
         leave_out: fields that are no options of this command.
-        read: by field, what makes its value of the texts that were given.
     """
-    shown = [own for own in fields(kind) if "help" in own.metadata and own.name not in leave_out]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def called(**options: Any) -> Any:
-            values = {own.name: options.pop(own.name) for own in shown}
-            values |= {name: of(values[name]) for name, of in read.items()}
-            return function(**{argument: kind(**values)}, **options)
+            taken = _taken(kind, options)
+            return function(**{argument: taken}, **options)
 
         optioned: Callable[..., Any] = called
-        for own in reversed(shown):
-            optioned = _option_of(own, group)(optioned)
+        for add in reversed([*_options_in(kind, group, leave_out)]):
+            optioned = add(optioned)
         return optioned
 
     return decorate
 
 
-def _option_of(own: Field, group: str) -> Decorator:
+def _options_in(kind: type, group: str | None, leave_out: Collection[str]) -> Iterator[Decorator]:
+    for own in fields(kind):
+        if "options" in own.metadata:
+            yield from _options_in(own.metadata["options"], own.metadata["group"], leave_out)
+        elif "help" in own.metadata and own.name not in leave_out:
+            yield _option_of(own, group)
+
+
+def _taken(kind: type, options: dict[str, Any], **read: Callable) -> Any:
+    """A dataclass of a command's options, which are taken out."""
+    values = {}
+    for own in fields(kind):
+        if "options" in own.metadata:
+            values[own.name] = _taken(own.metadata["options"], options, **own.metadata["read"])
+        elif own.name in options:
+            value = options.pop(own.name)
+            values[own.name] = read[own.name](value) if own.name in read else value
+    return kind(**values)
+
+
+def _option_of(own: Field, group: str | None) -> Decorator:
     more: dict[str, Any] = dict(own.metadata)
     names = more.pop("names", ["--" + own.name.replace("_", "-")])
     more.pop("of", None)

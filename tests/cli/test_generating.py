@@ -12,7 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from mlxspec import PromptLookupDecoder, load
-from mlxspec.cli.generating import Ends, Generation, generating
+from mlxspec.cli.generating import Ends, Generation
+from mlxspec.cli.options import options_of
 from mlxspec.engine.params import CacheOptions, SamplingParams
 from tests.cli.test_generate import assert_one_line_error, generate, report
 from tests.support.scripted_model import EOS
@@ -23,7 +24,7 @@ def taken(*arguments: object) -> Generation:
     results = []
 
     @click.command()
-    @generating()
+    @options_of(Generation, "generation")
     def command(generation: Generation) -> None:
         results.append(generation)
 
