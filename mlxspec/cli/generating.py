@@ -162,9 +162,7 @@ class Drafting:
 
         n_draft, ngram_max = _or(self.n_draft, 10), _or(self.ngram_max, 3)
         if self.prompt_lookup_config is not None:
-            n_draft, ngram_max, ignored = parse_lookup_config(self.prompt_lookup_config)
-            if ignored:
-                note(ignored)
+            n_draft, ngram_max, _ = parse_lookup_config(self.prompt_lookup_config)
         return {"n_draft": n_draft, "ngram_max": ngram_max, "ngram_min": _or(self.ngram_min, 1)}
 
     @cached_property
@@ -190,17 +188,22 @@ class Drafting:
             "pool_from_prompt": self.pool_from_prompt is not False,
         }
 
-    def tell_of_idle_window(self, max_tokens: int) -> None:
-        """Say so where lookahead's window is too wide to run even once.
+    def tell_what_is_idle(self, max_tokens: int) -> None:
+        """Say so where a device list is ignored, or lookahead's window never runs.
 
-        It goes with drafts as deep as itself, W + N - 3 tokens in its first step, and no draft
-        reaches beyond the output's last token.
+        The window goes with drafts as deep as itself, W + N - 3 tokens in its first step, and no
+        draft reaches beyond the output's last token.
         """
+        from ..draft.prompt_lookup import parse_lookup_config
+
+        if self.prompt_lookup_config is not None:
+            *_, ignored = parse_lookup_config(self.prompt_lookup_config)
+            if ignored:
+                note(ignored)
         columns, ngram_size = self.sizes["window_size"], self.sizes["ngram_size"]
-        if LOOKAHEAD not in _DECODERS[self.kind].takes or columns in ("auto", 0):
-            return
         widest = max_tokens + 2 - ngram_size
-        if columns > widest:
+        wanted = LOOKAHEAD in _DECODERS[self.kind].takes and columns not in ("auto", 0)
+        if wanted and columns > widest:
             note(
                 f"--window-size is {columns}: the window looks beyond the output's end and does "
                 f"not run; with --max-tokens {max_tokens} and n-grams of {ngram_size} choose "
@@ -294,7 +297,7 @@ class Generation:
             leader: splits the model over its ranks.
         """
         drafting, choice = self.drafting, _DECODERS[self.drafting.kind]
-        drafting.tell_of_idle_window(self.max_tokens)
+        drafting.tell_what_is_idle(self.max_tokens)
         name = model_or_default(self.model)
         with ProgressBar("Measuring step times", console=console) as bar:
             options: dict[str, Any] = {"on_measuring": bar} if choice.measures else {}
