@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,15 +17,14 @@ from rich.text import Text
 from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
-from .options import FILE, NAME, check_least, command, option, page_options
+from .options import FILE, NAME, check_least, command, option, option_field, options_of
 from .outcome import note
 from .output import (
     FoldingTable,
     ProgressBar,
-    check_page,
+    ReportOptions,
     print_tables,
     ratio,
-    show_and_write_page,
     shown,
     write_json,
 )
@@ -34,46 +34,43 @@ if TYPE_CHECKING:
     from ..eval.bench_prompts import BenchPrompt
     from ..eval.bench_report import Report
 
-_prompts = partial(option, group="Prompts")
-_measurement = partial(option, group="Measurement")
-_output = partial(option, group="Output")
+_prompts = partial(option_field, group="Prompts")
+_measurement = partial(option_field, group="Measurement")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure."""
+
+    prompts: tuple[Path, ...] = _prompts(
+        "--prompts FILE",
+        "Prompts to answer; repeatable.  [default: a small set that comes with mlxspec]",
+        type=FILE,
+        multiple=True,
+    )
+    spec_bench: Path | None = _prompts(  # noqa: RUF009
+        "--spec-bench FILE", "Spec-Bench's question.jsonl as prompts."
+    )
+    limit: int | None = _prompts("--limit N", "At most N prompts of each category.")
+    references: bool = _prompts(
+        "--references", "Compare outputs with the prompts' references (ROUGE).", default=False
+    )
+    decoders: str | None = _measurement(
+        "--decoders A,B", "Who takes part besides plain decoding.  [default: all]"
+    )
+    max_tokens: int = _measurement("--max-tokens N", "Generate at most N.", default=250)
+    repeats: int = _measurement("--repeats N", "Turns of each decoder on each prompt.", default=3)
+    temp: float = _measurement("--temp T", "Temperature; 0 is greedy.", default=0.0)
+    seed: int = _measurement("--seed N", "Same seed, same outputs.", default=0)
 
 
 @command("bench", short_help="Compare decoders on MODEL: speed and outputs.")
 @click.argument("model", type=NAME, metavar="MODEL")
-@_prompts(
-    "--prompts FILE",
-    "Prompts to answer; repeatable.  [default: a small set that comes with mlxspec]",
-    type=FILE,
-    multiple=True,
-)
-@_prompts("--spec-bench FILE", "Spec-Bench's question.jsonl as prompts.", type=FILE)
-@_prompts("--limit N", "At most N prompts of each category.", type=int)
-@_prompts("--references", "Compare outputs with the prompts' references (ROUGE).")
-@_measurement("--decoders A,B", "Who takes part besides plain decoding.  [default: all]")
-@_measurement("--max-tokens N", "Generate at most N.", default=250)
-@_measurement("--repeats N", "Turns of each decoder on each prompt.", default=3)
-@_measurement("--temp T", "Temperature; 0 is greedy.", default=0.0)
-@_measurement("--seed N", "Same seed, same outputs.", default=0)
-@_output("--json", "Write one JSON object and no table.", "as_json")
-@page_options("Output")
-@_output("--include-text", "Put prompts and outputs into the JSON and the page.")
+@options_of(BenchOptions, "asked")
+@options_of(ReportOptions, "shows", "Output")
+@option("--include-text", "Put prompts and outputs into the JSON and the page.", group="Output")
 def bench_command(
-    *,
-    model: str,
-    prompts: tuple[Path, ...],
-    spec_bench: Path | None,
-    limit: int | None,
-    references: bool,
-    decoders: str | None,
-    max_tokens: int,
-    repeats: int,
-    temp: float,
-    seed: int,
-    as_json: bool,
-    html: Path | None,
-    force: bool,
-    include_text: bool,
+    model: str, asked: BenchOptions, shows: ReportOptions, include_text: bool
 ) -> None:
     """Measure plain decoding, mlx-lm and the drafting decoders on MODEL.
 
@@ -99,72 +96,73 @@ def bench_command(
     from ..loading.model import load
 
     # All that needs no model is checked before one is loaded, or even downloaded.
-    names = chosen_names(decoders)
-    sampling = SamplingParams(temp=temp, seed=seed)
-    check_least(1, max_tokens=max_tokens, repeats=repeats, limit=limit)
-    questions = _read(prompts, spec_bench, limit)
-    if references:
-        _check_references(questions)
-    check_page(html, force)
+    names = chosen_names(asked.decoders)
+    check_least(1, max_tokens=asked.max_tokens, repeats=asked.repeats, limit=asked.limit)
+    sampling = SamplingParams(temp=asked.temp, seed=asked.seed)
+    questions = _questions(asked)
+    shows.check()
 
     loaded, tokenizer = load(model)
     measurement = Measurement(
-        loaded, tokenizer, names, max_tokens=max_tokens, repeats=repeats, sampling=sampling
+        loaded,
+        tokenizer,
+        names,
+        max_tokens=asked.max_tokens,
+        repeats=asked.repeats,
+        sampling=sampling,
     )
     measured, interrupted = _measure(measurement, questions)
     settings = {
         "prompts": len(measured),
         "prompts_too_long": measurement.skipped,
-        "max_tokens": max_tokens,
-        "repeats": repeats,
-        "temperature": temp,
-        "seed": seed,
+        "max_tokens": asked.max_tokens,
+        "repeats": asked.repeats,
+        "temperature": asked.temp,
+        "seed": asked.seed,
         "interrupted": interrupted,
     }
     model_and_machine = {"model": model_figures(loaded, model), "machine": machine_figures()}
     report = bench_report(
         measured,
         facts={**model_and_machine, "settings": settings},
-        with_references=references,
+        with_references=asked.references,
         include_text=include_text,
     )
     wrong = list(what_differs(report))
 
     def show() -> None:
-        if as_json:
+        if shows.as_json:
             write_json(report)
         else:
             print_tables(bench_tables(report))
         for line in wrong:
             click.echo(f"Error: {shown(line)}", err=True)
 
-    show_and_write_page(show, html, force, lambda: bench_page(report))
+    shows.show(show, lambda: bench_page(report))
     if wrong:
         sys.exit(1)
     if interrupted:
         sys.exit(INTERRUPTED)
 
 
-def _read(files: tuple[Path, ...], spec_bench: Path | None, limit: int | None) -> list[BenchPrompt]:
+def _questions(asked: BenchOptions) -> list[BenchPrompt]:
+    """The prompts to answer."""
     from ..eval.bench_prompts import bundled_prompts, limited, read_prompts, read_spec_bench
-
-    if files and spec_bench:
-        raise OptionError("--prompts and --spec-bench are given together: choose one")
-    if spec_bench:
-        prompts = read_spec_bench(spec_bench)
-    elif files:
-        prompts = [prompt for file in files for prompt in read_prompts(file)]
-    else:
-        prompts = bundled_prompts()
-    return prompts if limit is None else limited(prompts, limit)
-
-
-def _check_references(prompts: list[BenchPrompt]) -> None:
     from ..eval.bench_report import require_rouge
 
-    require_rouge()
-    if not any(prompt.references for prompt in prompts):
-        raise PromptError('--references: no prompt has a "reference" to compare outputs with')
+    if asked.prompts and asked.spec_bench:
+        raise OptionError("--prompts and --spec-bench are given together: choose one")
+    if asked.spec_bench:
+        prompts = read_spec_bench(asked.spec_bench)
+    elif asked.prompts:
+        prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
+    else:
+        prompts = bundled_prompts()
+    if asked.references:
+        require_rouge()
+        if not any(prompt.references for prompt in prompts):
+            raise PromptError('--references: no prompt has a "reference" to compare outputs with')
+    return prompts if asked.limit is None else limited(prompts, asked.limit)
 
 
 def _measure(

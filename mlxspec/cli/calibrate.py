@@ -11,9 +11,9 @@ import click
 from ..errors import OptionError
 from ..terminal import visible
 from .cost_plots import CostPoint, check_picture, cost_plot, cost_points, cost_table, drawn_curve
-from .options import FILE, NAME, check_least, command, force_option, option
+from .options import FILE, NAME, check_least, command, option
 from .outcome import note
-from .output import ProgressBar, output_console, write_json
+from .output import FORCE_HELP, ProgressBar, output_console, write_json
 
 if TYPE_CHECKING:
     from ..engine.capability import Capability
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @option("--show", "Show what is known and measure nothing.")
 @option("--png FILE", "Draw the curve.", type=FILE)
 @option("--svg FILE", "Draw the curve.", type=FILE)
-@force_option()
+@option("--force", FORCE_HELP)
 @option("--json", "Write one JSON object and no table.", "as_json")
 def calibrate_command(
     *,

@@ -8,14 +8,8 @@ from pathlib import Path
 from ..errors import OptionError
 from .generate import prefill_bar
 from .generating import Generation, model_or_default, tell_of_default
-from .options import check_least, color_option, command, option, options_of, page_options
-from .output import (
-    ProgressBar,
-    check_page,
-    error_console,
-    output_console,
-    show_and_write_page,
-)
+from .options import check_least, color_option, command, option, options_of
+from .output import PageOptions, ProgressBar, error_console, output_console
 from .prompts import PromptOptions, model_option, prompt_tokens
 
 _view = partial(option, group="Steps and output")
@@ -33,7 +27,7 @@ _view = partial(option, group="Steps and output")
     "tokens are]",
     type=int,
 )
-@page_options("Steps and output", page="the steps as a page")
+@options_of(PageOptions, "shows", "Steps and output")
 @color_option("Steps and output", "Show in colour.")
 def explain_command(
     *,
@@ -41,8 +35,7 @@ def explain_command(
     prompt: PromptOptions,
     steps: int,
     skip: int | None,
-    html: Path | None,
-    force: bool,
+    shows: PageOptions,
     color: bool | None,
 ) -> None:
     """Show what steps of speculative decoding do.
@@ -63,7 +56,7 @@ def explain_command(
     source = prompt.read()
     check_least(1, steps=steps)
     check_least(0, skip=skip)
-    check_page(html, force)
+    shows.check()
 
     from ..draft.recording import RecordedStep, RecordingDrafter
     from .explain_page import explain_page
@@ -94,10 +87,7 @@ def explain_command(
         pieces=Pieces(decoder.tokenizer),
     )
     tell_of_default(generation.model)
-    show_and_write_page(
-        lambda: print_explained(explained, output_console(color)),
-        html,
-        force,
-        lambda: explain_page(explained),
+    shows.show(
+        lambda: print_explained(explained, output_console(color)), lambda: explain_page(explained)
     )
     generation.tell_if_full(decoder.model, room, last.finish_reason)

@@ -136,7 +136,7 @@ def _declared(spelling: str, **more: Any) -> dict[str, Any]:
     return {"names": names, **more}
 
 
-_TYPES = {"bool": bool, "float": float, "int": int, "str": str}
+_TYPES = {"bool": bool, "float": float, "int": int, "str": str, "Path": FILE}
 
 
 def nested(kind: type, group: str, **read: Callable) -> dict[str, Any]:
@@ -206,25 +206,14 @@ def _option_of(own: Field, group: str | None) -> Decorator:
     kind = _TYPES.get(str(own.type).partition(" | ")[0])
     if "type" not in more:
         more |= {"type": kind} if kind else {"multiple": True}
-    return click.option(*names, own.name, cls=Option, default=own.default, group=group, **more)
+    more = {"default": own.default, "group": group, **more}
+    return click.option(*names, own.name, cls=Option, **more)
 
 
 def color_option(group: str, help: str = "Colour accepted draft tokens.") -> Decorator:
     """``--color`` and ``--no-color``."""
     default = "  [default: at a terminal, unless NO_COLOR is set]"
     return option("--color/--no-color", help + default, default=None, group=group)
-
-
-def page_options(group: str, page: str = "a page with plots") -> Decorator:
-    """``--html`` for a report as a page, and ``--force``."""
-    html = option("--html FILE", f"Write {page} as well.", type=FILE, group=group)
-    return lambda function: html(force_option(group)(function))
-
-
-def force_option(group: str | None = None) -> Decorator:
-    """``--force`` for reports."""
-    told = "Let the report replace whatever file is there, not only an older report."
-    return option("--force", told, group=group)
 
 
 def check_least(least: int, **options: int | None) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, Timer
 from typing import Any
@@ -20,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..terminal import visible, wants_color
+from .options import option_field
 
 _UNLIMITED = 10_000  # columns
 
@@ -228,36 +230,50 @@ def write_json(report: dict[str, Any], indent: int | None = None) -> None:
     click.echo(text.replace("\x7f", "\\u007f"))  # DEL is the one that json leaves
 
 
-def check_page(html: Path | None, force: bool) -> None:
-    """Find out before the work that ``--html`` cannot be written.
-
-    Raises:
-        OptionError: it cannot.
-    """
-    from ..eval.page import check_report
-
-    if html:
-        check_report(html, "--html", force=force)
+FORCE_HELP = "Let the report replace whatever file is there, not only an older report."
 
 
-def show_and_write_page(
-    show: Callable[[], None], html: Path | None, force: bool, page: Callable[[], str]
-) -> None:
-    """Show what was found, and write it as the page of ``--html``, if that is given.
+@dataclass(frozen=True)
+class PageOptions:
+    """Where a page of what was found goes."""
 
-    The page comes first, since a reader who closes the pipe ends the command. What was found is
-    shown even if the page cannot be written.
+    html: Path | None = option_field("--html FILE", "Write a page as well.")  # noqa: RUF009
+    force: bool = option_field("--force", FORCE_HELP, default=False)
 
-    Raises:
-        OptionError: the page cannot be written.
-    """
-    from ..eval.page import write_report
+    def check(self) -> None:
+        """Find out before the work that the page cannot be written.
 
-    try:
-        if html:
-            write_report(html, page(), "--html", force=force)
-    finally:
-        show()
+        Raises:
+            OptionError: it cannot.
+        """
+        from ..eval.page import check_report
+
+        if self.html:
+            check_report(self.html, "--html", force=self.force)
+
+    def show(self, show: Callable[[], None], page: Callable[[], str]) -> None:
+        """Show what was found, and write it as a page, if there is to be one.
+
+        The page comes first, since a reader who closes the pipe ends the command. What was found
+        is shown even if the page cannot be written.
+
+        Raises:
+            OptionError: the page cannot be written.
+        """
+        from ..eval.page import write_report
+
+        try:
+            if self.html:
+                write_report(self.html, page(), "--html", force=self.force)
+        finally:
+            show()
+
+
+@dataclass(frozen=True)
+class ReportOptions(PageOptions):
+    """How to show a report: a table or one JSON object, and a page besides."""
+
+    as_json: bool = option_field("--json", "Write one JSON object and no table.", default=False)
 
 
 def shown(name: str) -> str:

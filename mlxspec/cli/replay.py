@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +11,13 @@ import click
 from rich.console import RenderableType
 
 from ..errors import OptionError
-from .options import FILE, NAME, command, option, page_options
+from .options import FILE, NAME, command, option_field, options_of
 from .output import (
     FoldingTable,
     ProgressBar,
-    check_page,
+    ReportOptions,
     print_tables,
     ratio,
-    show_and_write_page,
     shown,
     write_json,
 )
@@ -31,45 +30,41 @@ if TYPE_CHECKING:
 _ALL = "all"
 _DEFAULT_CHIP = "M4 Pro"
 _OWN = "own curve"
-_work = partial(option, group="Work and machine")
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """What to replay, and for which machine."""
+
+    tokenizer: str = option_field(
+        "--tokenizer MODEL",
+        "A model directory, a Hub repository, 'demo', or a tokenizer's file.",
+        required=True,
+        type=NAME,
+    )
+    chips: tuple[str, ...] = option_field(
+        "--chip NAME",
+        "A chip whose cost curve is known, or 'all'; repeatable.  [default: M4 Pro; with --html "
+        "all]",
+    )
+    curve: Path | None = option_field(  # noqa: RUF009
+        "--curve FILE", "A curve that mlxspec calibrate --json wrote."
+    )
+    limit: int = option_field(
+        "--limit N", "At most N conversations of a category, evenly spaced.", default=240
+    )
+    decoders: str | None = option_field(
+        "--decoder A,B",
+        "The decoders to replay, or 'all'; 'hindsight' shows what is left to gain.  [default: "
+        "auto; with --html all]",
+    )
 
 
 @command("replay")
 @click.argument("traces", metavar="TRACES...", nargs=-1, required=True, type=FILE)
-@_work(
-    "--tokenizer MODEL",
-    "A model directory, a Hub repository, 'demo', or a tokenizer's file.",
-    required=True,
-    type=NAME,
-)
-@_work(
-    "--chip NAME",
-    "A chip whose cost curve is known, or 'all'; repeatable.  [default: M4 Pro; with --html all]",
-    "chips",
-    multiple=True,
-)
-@_work("--curve FILE", "A curve that mlxspec calibrate --json wrote.", type=FILE)
-@_work("--limit N", "At most N conversations of a category, evenly spaced.", default=240)
-@_work(
-    "--decoder A,B",
-    "The decoders to replay, or 'all'; 'hindsight' shows what is left to gain.  [default: auto; "
-    "with --html all]",
-    "decoders",
-)
-@option("--json", "Write one JSON object and no table.", "as_json", group="Output")
-@page_options("Output")
-def replay_command(
-    *,
-    traces: tuple[Path, ...],
-    tokenizer: str,
-    chips: tuple[str, ...],
-    curve: Path | None,
-    decoders: str | None,
-    limit: int,
-    as_json: bool,
-    html: Path | None,
-    force: bool,
-) -> None:
+@options_of(ReplayOptions, "asked", "Work and machine")
+@options_of(ReportOptions, "shows", "Output")
+def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: ReportOptions) -> None:
     """Tell what each decoder would gain on recorded outputs.
 
     The recorded outputs are decoded again, with the drafter and the planner that decode, and
@@ -91,22 +86,24 @@ def replay_command(
     from ..eval.replay import load_trace_tokenizer, read_workload
     from ..eval.replay_page import replay_page
 
-    names = chosen_decoders(
-        ",".join(DECODERS) if decoders == _ALL else decoders, list(DECODERS) if html else [AUTO]
-    )
-    curves, sources = _curves(chips, curve, default=_ALL if html else _DEFAULT_CHIP)
-    check_page(html, force)
-    workload = read_workload(traces, load_trace_tokenizer(tokenizer), limit)
+    decoders = ",".join(DECODERS) if asked.decoders == _ALL else asked.decoders
+    names = chosen_decoders(decoders, list(DECODERS) if shows.html else [AUTO])
+    default = _ALL if shows.html else _DEFAULT_CHIP
+    if asked.chips and asked.curve:
+        raise OptionError("--chip and --curve are given together: choose one")
+    curves, sources = _curves(asked.chips or (default,), asked.curve)
+    shows.check()
+    workload = read_workload(traces, load_trace_tokenizer(asked.tokenizer), asked.limit)
     with ProgressBar("Replaying") as on_progress:
         comparison = compare(workload, names, curves, on_progress)
 
     def show() -> None:
-        if as_json:
+        if shows.as_json:
             write_json(_report(comparison))
         else:
             print_tables(_tables(comparison))
 
-    show_and_write_page(show, html, force, lambda: replay_page(comparison, sources))
+    shows.show(show, lambda: replay_page(comparison, sources))
 
 
 def _report(comparison: Comparison) -> dict[str, Any]:
@@ -120,18 +117,15 @@ def _report(comparison: Comparison) -> dict[str, Any]:
 
 
 def _curves(
-    chips: tuple[str, ...], file: Path | None, default: str
+    chips: tuple[str, ...], file: Path | None
 ) -> tuple[dict[str, CostCurve], dict[str, str]]:
     """Curves and their sources by name."""
     from ..eval.replay import read_curve
     from ..plan.cost_curve import chip_curve, chip_names, chip_source
 
-    if chips and file:
-        raise OptionError("--chip and --curve are given together: choose one")
     if file:
         return {_OWN: read_curve(file)}, {_OWN: "measured on the user's machine"}
-    wanted = chips or (default,)
-    names = chip_names() if _ALL in wanted else wanted
+    names = chip_names() if _ALL in chips else chips
     return (
         {name: chip_curve(name) for name in names},
         {name: chip_source(name) for name in names},
