@@ -145,7 +145,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path):
     path = tmp_path / "s"
     build_store(path, [[1, 2, 3]], FIRST)
     killing = (
-        "import os, sys; from mlxspec.store import Learner\n"
+        "import os, sys; from mlxspec.store.learner import Learner\n"
         "from tests.support.tokenizers import FIRST\n"
         "os.fsync = lambda _: os.kill(os.getpid(), 9)\n"
         "with Learner(sys.argv[1], FIRST) as learner: learner.add([4, 5])"

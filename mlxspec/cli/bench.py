@@ -31,8 +31,8 @@ from .output import (
 
 if TYPE_CHECKING:
     from ..eval.bench import MeasuredPrompt, Measurement
-    from ..eval.bench_prompts import BenchPrompt
     from ..eval.bench_report import Report
+    from ..eval.prompts import BenchPrompt
 
 _prompts = partial(option_field, group="Prompts")
 _measurement = partial(option_field, group="Measurement")
@@ -89,14 +89,19 @@ def bench_command(
     "reference" in each line; any other file is one prompt as it stands. Reports hold no prompts,
     no outputs and no paths unless you ask for them.
     """
-    from ..eval.backends import chosen_names
-    from ..eval.bench import Measurement, machine_figures, model_figures
-    from ..eval.bench_page import bench_page, what_differs
-    from ..eval.bench_report import bench_report
+    from ..eval.backends import chosen_backends
+    from ..eval.bench import Measurement
+    from ..eval.bench_report import (
+        bench_page,
+        bench_report,
+        machine_facts,
+        model_facts,
+        what_differs,
+    )
     from ..loading.model import load
 
     # All that needs no model is checked before one is loaded, or even downloaded.
-    names = chosen_names(asked.decoders)
+    backends = chosen_backends(asked.decoders)
     check_least(1, max_tokens=asked.max_tokens, repeats=asked.repeats, limit=asked.limit)
     sampling = SamplingParams(temp=asked.temp, seed=asked.seed)
     questions = _questions(asked)
@@ -106,7 +111,7 @@ def bench_command(
     measurement = Measurement(
         loaded,
         tokenizer,
-        names,
+        backends,
         max_tokens=asked.max_tokens,
         repeats=asked.repeats,
         sampling=sampling,
@@ -121,7 +126,7 @@ def bench_command(
         "seed": asked.seed,
         "interrupted": interrupted,
     }
-    model_and_machine = {"model": model_figures(loaded, model), "machine": machine_figures()}
+    model_and_machine = {"model": model_facts(loaded, model), "machine": machine_facts()}
     report = bench_report(
         measured,
         facts={**model_and_machine, "settings": settings},
@@ -147,8 +152,8 @@ def bench_command(
 
 def _questions(asked: BenchOptions) -> list[BenchPrompt]:
     """The prompts to answer."""
-    from ..eval.bench_prompts import bundled_prompts, limited, read_prompts, read_spec_bench
     from ..eval.bench_report import require_rouge
+    from ..eval.prompts import bundled_prompts, limited, read_prompts, read_spec_bench
 
     if asked.prompts and asked.spec_bench:
         raise OptionError("--prompts and --spec-bench are given together: choose one")
@@ -172,7 +177,7 @@ def _measure(
     measured: list[MeasuredPrompt] = []
     interrupted = True
     with suppress(KeyboardInterrupt), ProgressBar("Taking turns") as on_progress:
-        for prompt in measurement.run(prompts, on_progress):
+        for prompt in measurement.measure(prompts, on_progress):
             measured.append(prompt)
         interrupted = False
     if measurement.skipped:
@@ -186,7 +191,7 @@ def _measure(
 
 def bench_tables(report: Report) -> Iterator[RenderableType]:
     """The tables of a report made by :func:`mlxspec.eval.bench_report.bench_report`."""
-    from ..eval.bench_page import verdict
+    from ..eval.bench_report import verdict
 
     model, machine = report["model"], report["machine"]
     yield shown(
@@ -210,7 +215,7 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
 
 def _by_category(report: Report) -> RenderableType:
     """Tokens per second, and against the baseline."""
-    from ..eval.bench_page import ratio_name
+    from ..eval.bench_report import ratio_name
 
     names, which = list(report["decoders"]), ratio_name(report)
     result = FoldingTable(

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
         GenerationResponse,
         GenerationResult,
         SpeculationStats,
+        StepTime,
         Transcript,
     )
-    from ..plan.live_costs import StepTime
 
 
 class _GenerateCommand(Command):
@@ -179,7 +179,7 @@ def answer(
     if stats:
         console.print(step_times_table(result.step_times))
         if generation.plans:
-            console.print(machine_line(decoder.costs.slowdown))  # type: ignore[attr-defined]
+            console.print(machine_line(decoder.costs.slowdown))
     if result.finish_reason == "interrupted":
         sys.exit(INTERRUPTED)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,8 @@ from .output import (
 )
 
 if TYPE_CHECKING:
-    from ..eval.replay_page import Comparison
-    from ..eval.replay_report import ReplayReport
+    from ..eval.comparison import Comparison
+    from ..eval.replay import ReplayReport
     from ..plan.cost_curve import CostCurve
 
 _ALL = "all"
@@ -82,20 +82,22 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     A line of TRACES is an object with "messages", as in OpenAI-style chat logs, and optionally
     "category", "model" and "completions", the indices of the messages to replay.
     """
-    from ..eval.comparison import AUTO, DECODERS, chosen_decoders, compare
-    from ..eval.replay import load_trace_tokenizer, read_workload
-    from ..eval.replay_page import replay_page
+    from ..eval.comparison import chosen_policies, compare, replay_page
+    from ..eval.policies import AUTO
+    from ..eval.traces import load_trace_tokenizer, read_completions
 
-    decoders = ",".join(DECODERS) if asked.decoders == _ALL else asked.decoders
-    names = chosen_decoders(decoders, list(DECODERS) if shows.html else [AUTO])
+    policies = chosen_policies(
+        asked.decoders if asked.decoders is not None else _ALL if shows.html else AUTO
+    )
     default = _ALL if shows.html else _DEFAULT_CHIP
     if asked.chips and asked.curve:
         raise OptionError("--chip and --curve are given together: choose one")
     curves, sources = _curves(asked.chips or (default,), asked.curve)
     shows.check()
-    workload = read_workload(traces, load_trace_tokenizer(asked.tokenizer), asked.limit)
+    tokenizer = load_trace_tokenizer(asked.tokenizer)
+    completions = read_completions(traces, tokenizer, asked.limit)
     with ProgressBar("Replaying") as on_progress:
-        comparison = compare(workload, names, curves, on_progress)
+        comparison = compare(completions, tokenizer.classes, policies, curves, on_progress)
 
     def show() -> None:
         if shows.as_json:
@@ -103,13 +105,13 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
         else:
             print_tables(_tables(comparison))
 
-    shows.show(show, lambda: replay_page(comparison, sources))
+    shows.show(show, lambda: replay_page(comparison, policies, sources))
 
 
 def _report(comparison: Comparison) -> dict[str, Any]:
     """The figures of the first decoder on the first chip, and below ``comparison`` of all."""
     entries = [
-        {"chip": chip, "decoder": name, **report.as_json()}
+        {"chip": chip, "decoder": name, **asdict(report)}
         for chip, reports in comparison.items()
         for name, report in reports.items()
     ]
@@ -120,8 +122,8 @@ def _curves(
     chips: tuple[str, ...], file: Path | None
 ) -> tuple[dict[str, CostCurve], dict[str, str]]:
     """Curves and their sources by name."""
-    from ..eval.replay import read_curve
-    from ..plan.cost_curve import chip_curve, chip_names, chip_source
+    from ..eval.comparison import read_curve
+    from ..plan.chips import chip_curve, chip_names, chip_source
 
     if file:
         return {_OWN: read_curve(file)}, {_OWN: "measured on the user's machine"}
@@ -133,7 +135,7 @@ def _curves(
 
 
 def _tables(comparison: Comparison) -> Iterator[RenderableType]:
-    from ..eval.replay_page import verdict
+    from ..eval.comparison import verdict
 
     for chip, reports in comparison.items():
         yield shown(f"Modelled on: {chip}")
@@ -174,6 +176,6 @@ def _decoders(reports: Mapping[str, ReplayReport]) -> RenderableType:
 
 
 def _label(decoder: str) -> str:
-    from ..eval.comparison import HINDSIGHT
+    from ..eval.policies import HINDSIGHT
 
     return f"{decoder} (unreachable)" if decoder == HINDSIGHT else decoder

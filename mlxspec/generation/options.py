@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any, NamedTuple, TypedDict, cast
 
 import mlx.core as mx
@@ -158,12 +159,16 @@ class CheckedOptions(NamedTuple):
         stop: the texts that end the output.
         stop_tokens: the tokens that end it, the tokenizer's own included.
         cache: the memory of the cache.
+        session, prompt_cache, on_progress: as given.
     """
 
     sampling: SamplingParams
     stop: tuple[str, ...]
     stop_tokens: set[int]
     cache: CacheOptions
+    session: Session | None
+    prompt_cache: list[Any] | None
+    on_progress: Progress | None
 
 
 def sampling_from(
@@ -189,16 +194,6 @@ def sampling_from(
     return params
 
 
-def sampling_of(options: GenerationOptions, vocab_size: int) -> SamplingParams:
-    """The settings among the options of a generation.
-
-    Raises:
-        OptionError: as :func:`sampling_from`.
-    """
-    fields = {name: options.get(name) for name in SamplingOptions.__annotations__ & options.keys()}
-    return sampling_from(options.get("sampling"), cast(SamplingOptions, fields), vocab_size)
-
-
 def check_options(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
@@ -215,8 +210,10 @@ def check_options(
     left: dict[str, Any] = {**options}
     stop, stop_tokens = left.pop("stop", ()), left.pop("stop_tokens", ())
     session, prompt_cache = left.pop("session", None), left.pop("prompt_cache", None)
-    sampling, _ = left.pop("sampling", None), left.pop("on_progress", None)
+    sampling, on_progress = left.pop("sampling", None), left.pop("on_progress", None)
     memory = {name: left.pop(name) for name in MemoryOptions.__annotations__ if name in left}
+    for name in left.keys() - SamplingOptions.__annotations__.keys():
+        raise TypeError(_no_such_option(name))
     if max_tokens < 1:
         raise OptionError(f"max_tokens is {max_tokens}: generate at least 1 token")
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -233,4 +230,15 @@ def check_options(
         stop,
         stop_token_ids(tokenizer, stop_tokens, vocab_size),
         cache,
+        session,
+        prompt_cache,
+        on_progress,
     )
+
+
+def _no_such_option(name: str) -> str:
+    """What to say of an option that there is not."""
+    known = sorted(GenerationOptions.__annotations__)
+    (similar, *_) = [*get_close_matches(name, known, 1), None]
+    meant = f"did you mean {similar}" if similar else "see mlxspec.Decoder.decode for all"
+    return f"there is no option {name!r}: {meant}"

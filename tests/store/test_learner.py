@@ -17,7 +17,7 @@ from tests.support.tokenizers import FIRST
 # Learns 20 outputs of its own, one after the other, each with a write of the file.
 LEARNING = """
 import sys
-from mlxspec.store import Learner
+from mlxspec.store.learner import Learner
 from tests.support.tokenizers import FIRST
 path, number = sys.argv[1], int(sys.argv[2])
 print("ready", flush=True)
