@@ -17,7 +17,7 @@ from rich.text import Text
 from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
-from .options import FILE, NAME, check_least, command, option, option_field, options_of
+from .options import DRAFTER, FILE, NAME, check_least, command, option, option_field, options_of
 from .outcome import note
 from .output import (
     FoldingTable,
@@ -58,6 +58,9 @@ class BenchOptions:
     decoders: str | None = _measurement(
         "--decoders A,B", "Who takes part besides plain decoding.  [default: all]"
     )
+    drafter: str | None = _measurement(
+        DRAFTER, "Measure a drafter class of your own, too, alone and with auto."
+    )
     max_tokens: int = _measurement("--max-tokens N", "Generate at most N.", default=250)
     repeats: int = _measurement("--repeats N", "Turns of each decoder on each prompt.", default=3)
     temp: float = _measurement("--temp T", "Temperature; 0 is greedy.", default=0.0)
@@ -89,7 +92,8 @@ def bench_command(
     "reference" in each line; any other file is one prompt as it stands. Reports hold no prompts,
     no outputs and no paths unless you ask for them.
     """
-    from ..eval.backends import chosen_backends
+    from ..draft.drafter import load_drafter
+    from ..eval.backends import backends_with, chosen_backends
     from ..eval.bench import Measurement
     from ..eval.bench_report import (
         bench_page,
@@ -102,6 +106,8 @@ def bench_command(
 
     # All that needs no model is checked before one is loaded, or even downloaded.
     backends = chosen_backends(asked.decoders)
+    if asked.drafter is not None:
+        backends |= backends_with(load_drafter(asked.drafter))
     check_least(1, max_tokens=asked.max_tokens, repeats=asked.repeats, limit=asked.limit)
     sampling = SamplingParams(temp=asked.temp, seed=asked.seed)
     questions = _questions(asked)

@@ -19,7 +19,7 @@ import mlxspec
 
 from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError
-from .options import NAME, check_least, nested, option_field
+from .options import DRAFTER, NAME, check_least, nested, option_field
 from .outcome import note
 from .output import ProgressBar
 
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from ..generation.response import GenerationResponse
     from ..store.learner import Learner
 
-LOOKUP, LOOKAHEAD, STORE = "prompt lookup", "lookahead", "store"  # what options are of
+# What options are of.
+LOOKUP, LOOKAHEAD, STORE, OWN = "prompt lookup", "lookahead", "store", "own drafter"
 DEMO = "demo"
 
 
@@ -55,7 +56,7 @@ class _Choice(NamedTuple):
 
 # Where no decoder is named, it is the first that takes the options which are given.
 _DECODERS = {
-    "auto": _Choice("AutoDecoder", True, (STORE,), lambda _: {}),
+    "auto": _Choice("AutoDecoder", True, (STORE, OWN), lambda _: {}),
     "prompt-lookup": _Choice("PromptLookupDecoder", False, (LOOKUP,), lambda asked: asked.lookup),
     "lookahead": _Choice("LookaheadDecoder", True, (LOOKAHEAD,), lambda asked: asked.sizes),
     "combined": _Choice(
@@ -88,6 +89,11 @@ class Drafting:
         "With auto and combined: draft from a file of 'mlxspec store' too.",
         type=NAME,
         of=STORE,
+    )
+    drafter: str | None = option_field(
+        DRAFTER,
+        "With auto: draft with a class of your own, too, wherever that pays.",
+        of=OWN,
     )
     learn: bool = option_field("--learn", "Add the output to the --store file.", default=False)
     n_draft: int | None = option_field(
@@ -151,9 +157,8 @@ class Drafting:
     def kind(self) -> str:
         """The decoder, by its name: the one that was asked for, or that takes the options."""
         given = {of for _, of in self._given()} - {STORE}
-        return self.decoder or next(
-            kind for kind, choice in _DECODERS.items() if given <= {*choice.takes}
-        )
+        fitting = (kind for kind, choice in _DECODERS.items() if given <= {*choice.takes})
+        return self.decoder or next(fitting, "auto")
 
     @cached_property
     def lookup(self) -> dict[str, Any]:
@@ -296,11 +301,17 @@ class Generation:
             console: where a bar shows how far the measurement is.
             leader: splits the model over its ranks.
         """
+        from ..draft.drafter import load_drafter
+
         drafting, choice = self.drafting, _DECODERS[self.drafting.kind]
         drafting.tell_what_is_idle(self.max_tokens)
         name = model_or_default(self.model)
+        options: dict[str, Any] = {}
+        if drafting.drafter is not None:
+            options["extra_drafter"] = load_drafter(drafting.drafter)
         with ProgressBar("Measuring step times", console=console) as bar:
-            options: dict[str, Any] = {"on_measuring": bar} if choice.measures else {}
+            if choice.measures:
+                options["on_measuring"] = bar
             if self.plans:
                 options["store"] = None if self._begins_store() else drafting.store
             loaded = leader.load(name) if leader else (name,)

@@ -216,6 +216,10 @@ def color_option(group: str, help: str = "Colour accepted draft tokens.") -> Dec
     return option("--color/--no-color", help + default, default=None, group=group)
 
 
+DRAFTER = "--drafter MODULE:CLASS"
+"""How a drafter of the user's is given; :func:`mlxspec.draft.drafter.load_drafter` loads it."""
+
+
 def check_least(least: int, **options: int | None) -> None:
     """Refuse numbers below ``least``, by the names of their options.
 

@@ -11,7 +11,7 @@ import click
 from rich.console import RenderableType
 
 from ..errors import OptionError
-from .options import FILE, NAME, command, option_field, options_of
+from .options import DRAFTER, FILE, NAME, command, option_field, options_of
 from .output import (
     FoldingTable,
     ProgressBar,
@@ -53,6 +53,9 @@ class ReplayOptions:
     limit: int = option_field(
         "--limit N", "At most N conversations of a category, evenly spaced.", default=240
     )
+    drafter: str | None = option_field(
+        DRAFTER, "Replay a drafter class of your own, too, alone and with auto."
+    )
     decoders: str | None = option_field(
         "--decoder A,B",
         "The decoders to replay, or 'all'; 'hindsight' shows what is left to gain.  [default: "
@@ -82,13 +85,16 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     A line of TRACES is an object with "messages", as in OpenAI-style chat logs, and optionally
     "category", "model" and "completions", the indices of the messages to replay.
     """
+    from ..draft.drafter import load_drafter
     from ..eval.comparison import chosen_policies, compare, replay_page
-    from ..eval.policies import AUTO
+    from ..eval.policies import AUTO, policies_with
     from ..eval.traces import load_trace_tokenizer, read_completions
 
     policies = chosen_policies(
         asked.decoders if asked.decoders is not None else _ALL if shows.html else AUTO
     )
+    if asked.drafter is not None:
+        policies |= policies_with(load_drafter(asked.drafter))
     default = _ALL if shows.html else _DEFAULT_CHIP
     if asked.chips and asked.curve:
         raise OptionError("--chip and --curve are given together: choose one")

@@ -25,9 +25,9 @@ from mlxspec.generation.response import (
     GenerationResponse,
     GenerationResult,
     SpeculationStats,
+    StepTime,
     Transcript,
 )
-from mlxspec.plan.live_costs import StepTime
 from mlxspec.store.store import open_store
 from tests.cli.conftest import HOSTILE
 from tests.support.scripted_model import BOS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from mlxspec import PromptLookupDecoder, load
+from mlxspec.cli.chat import chat_command
+from mlxspec.cli.explain import explain_command
 from mlxspec.cli.generating import Ends, Generation
 from mlxspec.cli.options import options_of
 from mlxspec.engine.params import CacheOptions, SamplingParams
@@ -209,3 +212,62 @@ def test_what_makes_no_sense_is_one_line_before_a_model_is_loaded(
     assert result.exit_code == 1
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+OWN = """
+from mlxspec import PromptLookupDrafter
+
+class {name}(PromptLookupDrafter):
+    def begin(self, prompt):
+        print("own drafter", file=__import__("sys").stderr)
+        super().begin(prompt)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A drafter class of the user's in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "own_drafter", raising=False)
+    (tmp_path / "own_drafter.py").write_text(OWN.format(name="Mine"))
+    return "own_drafter:Mine"
+
+
+def test_a_drafter_of_ones_own_drafts_and_changes_no_token(endless: Path, own: str) -> None:
+    options = ("--model", endless, "--prompt", "a", "--max-tokens", 40)
+    plain = report(*options, "--decoder", "plain")
+    result = generate(*options, "--drafter", own, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["tokens"] == plain["tokens"]
+    assert "own drafter" in result.stderr
+    for command in (chat_command, explain_command):
+        given = ["--model", str(endless), "--max-tokens", "9", "--drafter", own]
+        given += ["--prompt", "a"] if command is explain_command else []
+        result = CliRunner().invoke(command, given, input="a\n")
+        assert result.exit_code == 0, result.stderr
+        assert "own drafter" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        ("own_drafter", "--drafter is 'own_drafter': write it as module:Class"),
+        ("nowhere_at_all:Mine", "drafter nowhere_at_all:Mine: No module named"),
+        ("own_drafter:Nothing", "has no class Nothing"),
+        ("json:JSONDecoder", "no class JSONDecoder derived from mlxspec.Drafter"),
+    ],
+)
+def test_what_is_no_drafter_is_one_line_before_a_model_is_loaded(
+    own: str, drafter: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxspec.generation.decoder.load", lambda name: 1 / 0)
+    result = generate("--model", "none", "--prompt", "a", "--drafter", drafter)
+    assert_one_line_error(result, message)
+
+
+@pytest.mark.parametrize("others", [("--decoder", "plain"), ("--n-draft", 3), ("-W", 4)])
+def test_a_drafter_of_ones_own_goes_with_auto(own: str, others: tuple) -> None:
+    result = generate("--model", "none", "--prompt", "a", "--drafter", own, *others)
+    assert result.exit_code == 1
+    assert "is for --decoder" in result.stderr
