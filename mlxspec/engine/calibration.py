@@ -14,8 +14,8 @@ from ..errors import OptionError
 from ..plan.measurement import MeasurementPlan, RowsTime, ShareDone, measure
 from .capability import chain_capability
 from .chooser import Chooser
+from .params import SamplingParams
 from .positions import context_length
-from .sampling import SamplingParams
 from .step import Sequence, decode
 from .target import Progress, Target, target_for, vocabulary_size
 

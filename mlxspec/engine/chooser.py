@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from .sampling import KeyedRandom, Sampler, SamplingParams, filtered
+from .params import Sampler, SamplingParams
+from .sampling import KeyedRandom, filtered
 from .shaping import History, processors_of, reach_of, shaped
 
 
