@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from .draft.prompt_lookup import PromptLookupDrafter
     from .draft.tree import DraftTree
     from .engine.draft_model import DraftModelDrafter
+    from .engine.params import SamplingParams, pure
     from .engine.prompt_cache_file import load_prompt_cache, save_prompt_cache
-    from .engine.sampling import SamplingParams, pure
     from .errors import MlxspecError
     from .generation.decoder import Decoder
     from .generation.decoders import (
@@ -82,8 +82,8 @@ _HOMES = {
     "DraftModelDrafter": ".engine.draft_model",
     "load_prompt_cache": ".engine.prompt_cache_file",
     "save_prompt_cache": ".engine.prompt_cache_file",
-    "SamplingParams": ".engine.sampling",
-    "pure": ".engine.sampling",
+    "SamplingParams": ".engine.params",
+    "pure": ".engine.params",
     "MlxspecError": ".errors",
     "Decoder": ".generation.decoder",
     "AutoDecoder": ".generation.decoders",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from ..engine.sampling import SamplingParams
+from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
 from ..eval.backends import chosen_names
 from ..eval.bench import MeasuredPrompt, Measurement, machine_figures, model_figures

@@ -47,7 +47,7 @@ def take_memory(options: dict[str, Any]) -> MemoryOptions:
         OptionError: a value makes no sense.
     """
     # Here, so that --help does not wait for MLX.
-    from ..engine.caches import CacheOptions
+    from ..engine.params import CacheOptions
 
     taken: MemoryOptions = {
         "kv_bits": options.pop("kv_bits"),

@@ -15,7 +15,7 @@ from .option_groups import GroupedOption
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from ..engine.sampling import SamplingParams
+    from ..engine.params import SamplingParams
     from ..generation.options import EndOptions
 
 _end_option = partial(click.option, cls=GroupedOption, group="End of the output")
@@ -107,7 +107,7 @@ def take_sampling(options: dict[str, Any]) -> tuple[SamplingParams, EndOptions]:
         OptionError: a value makes no sense.
     """
     # Here, so that --help does not wait for MLX.
-    from ..engine.sampling import SamplingParams
+    from ..engine.params import SamplingParams
 
     options["logit_bias"] = _parsed_biases(options["logit_bias"])
     given = [field.name for field in fields(SamplingParams) if field.name in options]

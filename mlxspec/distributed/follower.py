@@ -11,8 +11,8 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
 from ..draft.tree import DraftTree
-from ..engine.caches import CacheOptions
 from ..engine.capability import rounding_noise, row_error, tree_agrees
+from ..engine.params import CacheOptions
 from ..engine.target import Capability, Target
 from .channel import Channel
 from .leader import is_known, share, wait_for_all

@@ -1,4 +1,4 @@
-"""How much memory the KV cache may take: mlx-lm's options and their meaning."""
+"""mlx-lm's caches, and what the steps of draft trees ask of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -26,58 +25,8 @@ from mlx_lm.models.cache import (
 )
 
 from ..errors import OptionError
+from .params import CacheOptions
 from .tree_attention import TreeRows
-
-_BITS = (2, 3, 4, 5, 6, 8)
-_GROUP_SIZES = (32, 64, 128)
-_SMALLEST_MAX_SIZE = 8  # the first 4 tokens are kept, and some have to come after them
-
-
-@dataclass(frozen=True)
-class CacheOptions:
-    """What bounds the memory of KV cache and prefill; the names and meanings are mlx-lm's.
-
-    Attributes:
-        kv_bits: bits of a quantised key or value; None does not quantise.
-        kv_group_size: how many of them share a scale.
-        quantized_kv_start: so many positions are cached before quantisation begins.
-        max_kv_size: cache so many positions at most: the first 4 and the latest. Models that
-            bring a cache of their own (sliding windows, state) ignore it, as in mlx-lm.
-        prefill_step_size: how many prompt tokens are processed at a time.
-
-    Raises:
-        OptionError: a value is outside its range.
-    """
-
-    kv_bits: int | None = None
-    kv_group_size: int = 64
-    quantized_kv_start: int = 5000
-    max_kv_size: int | None = None
-    prefill_step_size: int = 2048
-
-    def __post_init__(self) -> None:
-        if self.kv_bits is not None and self.kv_bits not in _BITS:
-            raise OptionError(f"kv_bits is {self.kv_bits}: choose one of {_listed(_BITS)}")
-        if self.kv_group_size not in _GROUP_SIZES:
-            raise OptionError(
-                f"kv_group_size is {self.kv_group_size}: choose one of {_listed(_GROUP_SIZES)}"
-            )
-        if self.quantized_kv_start < 0:
-            raise OptionError(
-                f"quantized_kv_start is {self.quantized_kv_start}: choose 0 positions or more"
-            )
-        if self.max_kv_size is not None and self.max_kv_size < _SMALLEST_MAX_SIZE:
-            raise OptionError(
-                f"max_kv_size is {self.max_kv_size}: cache {_SMALLEST_MAX_SIZE} positions or more"
-            )
-        if self.prefill_step_size < 1:
-            raise OptionError(
-                f"prefill_step_size is {self.prefill_step_size}: process 1 token or more at a time"
-            )
-
-
-def _listed(values: tuple[int, ...]) -> str:
-    return ", ".join(map(str, values))
 
 
 def check_quantization(model: nn.Module, options: CacheOptions) -> None:

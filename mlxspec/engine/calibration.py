@@ -15,8 +15,8 @@ from ..errors import OptionError
 from ..plan.measurement import Effort, RowsTime, ShareDone, measure
 from .capability import chain_capability
 from .chooser import Chooser
+from .params import SamplingParams
 from .positions import context_length
-from .sampling import SamplingParams
 from .step import decode
 from .target import Progress, Target, target_for, vocabulary_size
 

@@ -9,7 +9,8 @@ import numpy as np
 from mlx_lm.sample_utils import make_logits_processors
 
 from ..draft.tree import DraftTree
-from .sampling import KeyedRandom, LogitsProcessor, Sampler, SamplingParams, filtered
+from .params import LogitsProcessor, Sampler, SamplingParams
+from .sampling import KeyedRandom, filtered
 
 _LONGEST = 2**31 - 1  # that MLX can count back; no context is as long
 

@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..draft.drafter import Drafter, NoDraft
 from ..draft.prompt_lookup import PromptLookupDrafter
-from ..engine.sampling import SamplingParams
+from ..engine.params import SamplingParams
 from ..engine.target import Progress
 from ..errors import OptionError
 from ..generation.decoder import Decoder

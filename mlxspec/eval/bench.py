@@ -19,8 +19,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import mlxspec
 
 from ..engine.costs import machine_identity, model_identity
+from ..engine.params import SamplingParams
 from ..engine.positions import context_length
-from ..engine.sampling import SamplingParams
 from ..errors import PromptError
 from ..loading.chat_template import apply_template
 from ..loading.model import encode_prompt

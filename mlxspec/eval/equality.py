@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..draft.tree import DraftTree
 from ..engine.chooser import Chooser
-from ..engine.sampling import SamplingParams
+from ..engine.params import SamplingParams
 
 NEAR_TIE_FLOAT32 = 1e-4
 """Gap between the two best perturbed logits below which a difference in float32 is rounding."""

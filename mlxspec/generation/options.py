@@ -12,9 +12,9 @@ import mlx.nn as nn
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..engine.caches import CacheOptions, check_quantization
+from ..engine.caches import check_quantization
+from ..engine.params import CacheOptions, LogitsProcessor, Sampler, SamplingParams
 from ..engine.prompt_cache import fitting_caches
-from ..engine.sampling import LogitsProcessor, Sampler, SamplingParams
 from ..engine.target import Progress
 from ..errors import OptionError, PromptError
 from ..loading.model import encode_prompt
@@ -132,7 +132,7 @@ class EndOptions(TypedDict, total=False):
 
 
 class MemoryOptions(TypedDict, total=False):
-    """The fields of :class:`mlxspec.engine.caches.CacheOptions`, one by one."""
+    """The fields of :class:`mlxspec.engine.params.CacheOptions`, one by one."""
 
     kv_bits: int | None
     kv_group_size: int
