@@ -13,8 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..draft.drafter import VerifiedStep
 from ..draft.tree import DraftTree
 from ..errors import OptionError
-from .capability import cache_capability
-from .prompt_cache import Loan, capability_with, lent_caches
+from .capability import capability_with
+from .prompt_cache import Loan, lent_caches
 from .target import Capability, Target, vocabulary_size
 
 _MOST_PADDING = 1024  # by which output layers over one tokenizer's vocabulary may differ
@@ -52,9 +52,7 @@ class DraftModelDrafter:
         self.model = model
         self.num_draft_tokens = num_draft_tokens
         # What its rounding does to a row costs at most a draft, so only caches matter.
-        self._capability = (
-            Capability.REPLAY if cache_capability(model) is Capability.REPLAY else Capability.CHAIN
-        )
+        self._capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
         self._vocab_size = vocabulary_size(model)
         self.loan: Loan | None = None
         """Of ``prompt_cache``, which holds prompt and output when the generation has ended."""

@@ -22,17 +22,10 @@ from mlx_lm.models.cache import (
 )
 
 from ..errors import OptionError, PromptCacheError
-from .caches import (
-    TREE_CACHES,
-    TreeKVCache,
-    TreeQuantizedKVCache,
-    WindowKVCache,
-    for_steps,
-    is_trimmable,
-    parts,
-)
+from .caches import TreeKVCache, TreeQuantizedKVCache, parts
 from .prompt_cache_file import check_fits
-from .target import Capability, Target
+from .target import Target
+from .window_cache import WindowKVCache
 
 _MLX_LM_CLASSES: dict[type, Any] = {
     TreeKVCache: KVCache,
@@ -80,23 +73,6 @@ def fitting_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
     if all(type(part) in _JUDGED and not part.empty() for part in parts(held)):
         check_fits(held, model, "prompt_cache")
     return lent
-
-
-def capability_with(caches: Iterable[Any], capability: Capability) -> Capability:
-    """What a model can verify on lent caches, which may be of another kind than its own.
-
-    Args:
-        caches: mlx-lm's.
-        capability: the model's, with the caches that mlx-lm makes for it.
-    """
-    if capability not in (Capability.TREE, Capability.CHAIN):
-        return capability
-    found = parts(map(for_steps, caches))
-    if not all(map(is_trimmable, found)):
-        return Capability.REPLAY
-    return (
-        capability if all(isinstance(cache, TREE_CACHES) for cache in found) else Capability.CHAIN
-    )
 
 
 def as_mlx_lms(cache: Any) -> Any:

@@ -18,7 +18,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..draft.tree import DraftTree
 from .caches import (
-    CacheOptions,
     Checkpoint,
     Snapshot,
     cached_length,
@@ -32,6 +31,7 @@ from .caches import (
     masked_for,
     parts,
 )
+from .params import CacheOptions
 from .tree_attention import OpenMask, RowPositions, TreeRows
 
 

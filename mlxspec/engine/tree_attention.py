@@ -88,19 +88,6 @@ class OpenMask:
         return self._kept[:rows, :end]
 
 
-class _TreeStep:
-    """The tree step that all stand-ins of a model are there for.
-
-    Attributes:
-        depths: of its rows, (rows,); None when it is over.
-        thread: runs it.
-    """
-
-    def __init__(self, depths: mx.array) -> None:
-        self.depths: mx.array | None = depths
-        self.thread = threading.get_ident()
-
-
 class _RowRoPE(nn.Module):
     """Stands in for a RoPE module during a tree step: row i gets the position offset + depth_i.
 
@@ -109,14 +96,14 @@ class _RowRoPE(nn.Module):
     does everybody when the step is over.
     """
 
-    def __init__(self, rope: nn.Module, step: _TreeStep) -> None:
+    def __init__(self, rope: nn.Module, positions: RowPositions) -> None:
         super().__init__()
         self._rope = rope
-        self._step = step
+        self._positions = positions
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0, **kwargs: Any) -> mx.array:
-        depths = self._step.depths
-        if depths is None or threading.get_ident() != self._step.thread:
+        depths = self._positions.depths_here()
+        if depths is None:
             return self._rope(x, offset=offset, **kwargs)
         # x: (1, heads, rows, head_dim) -> (rows, heads, 1, head_dim) and back
         rotated = self._rope(x.transpose(2, 1, 0, 3), offset=offset + depths, **kwargs)
@@ -132,6 +119,8 @@ class RowPositions:
     _exchange = threading.Lock()
 
     def __init__(self, model: nn.Module) -> None:
+        self._step: tuple[int, mx.array] | None = None
+        """The thread that runs a tree step, and the depths of its rows, (rows,)."""
         with self._exchange:
             self._ropes = [
                 (parent, name, child)
@@ -148,14 +137,19 @@ class RowPositions:
 
         The model computes as before afterwards, whatever happens in between.
         """
-        step = _TreeStep(rows.depths)
         with self._exchange:
             try:
+                self._step = threading.get_ident(), rows.depths
                 for parent, name, rope in self._ropes:
-                    setattr(parent, name, _RowRoPE(rope, step))
+                    setattr(parent, name, _RowRoPE(rope, self))
                 yield
             finally:
                 # First of all: an interrupt of what follows leaves stand-ins in the model.
-                step.depths = None
+                self._step = None
                 for parent, name, rope in self._ropes:
                     setattr(parent, name, rope)
+
+    def depths_here(self) -> mx.array | None:
+        """Of the rows of the tree step that this thread runs; None if it runs none."""
+        step = self._step
+        return step[1] if step and step[0] == threading.get_ident() else None

@@ -16,12 +16,18 @@ from ..draft.combined import CombinedDrafter
 from ..draft.drafter import Drafter, NoDraft
 from ..draft.lookahead import LookaheadDrafter
 from ..engine.caches import cached_length
-from ..engine.capability import chain_capability, draft_end, find_capability, first_crossing
+from ..engine.capability import (
+    capability_with,
+    chain_capability,
+    draft_end,
+    find_capability,
+    first_crossing,
+)
 from ..engine.chooser import Chooser
 from ..engine.costs import KeptCosts, costs_for
 from ..engine.draft_model import DraftModelDrafter
 from ..engine.positions import context_length
-from ..engine.prompt_cache import Loan, capability_with, fitting_caches, reclaim
+from ..engine.prompt_cache import Loan, fitting_caches, reclaim
 from ..engine.prompt_cache_file import check_lengths
 from ..engine.step import RecordTime
 from ..engine.target import Capability, Target, target_for, vocabulary_size
@@ -80,7 +86,7 @@ class Decoder:
     @cached_property
     def capability(self) -> Capability:
         """What drafts the model can verify; found out on first use, with a few forwards."""
-        return find_capability(self.model, self.draft_end)
+        return find_capability(self.model, self.draft_end).capability
 
     @cached_property
     def chain_capability(self) -> Capability:

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..engine.caches import check_quantization
+from ..engine.capability import check_quantization
 from ..engine.params import CacheOptions, LogitsProcessor, Sampler, SamplingParams
 from ..engine.prompt_cache import fitting_caches
 from ..engine.target import Progress

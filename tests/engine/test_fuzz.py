@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mlxspec.draft.drafter import NoDraft, VerifiedStep
 from mlxspec.draft.tree import DraftTree
-from mlxspec.engine.caches import CacheOptions
+from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.target import Capability, Target
 from tests.support.architectures import ARCHITECTURES
 from tests.support.harness import run

@@ -9,12 +9,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.draft.tree import DraftTree
-from mlxspec.engine import caches as kv_caches
-from mlxspec.engine import caches as step_caches
-from mlxspec.engine import caches as window_cache
-from mlxspec.engine import target
-from mlxspec.engine.caches import CacheOptions
+from mlxspec.engine import caches, target, window_cache
 from mlxspec.engine.chooser import Chooser
+from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.step import decode
 from mlxspec.engine.target import Capability, Target
@@ -27,9 +24,9 @@ from tests.support.random_models import random_model
 PROMPT = [7, 3, 9, 3, 5, 8, 2, 6, 1]
 STEPS = functions_of(
     target.Target,
-    step_caches,
-    step_caches.Snapshot,
-    kv_caches._TreeSteps,
+    caches,
+    caches.Snapshot,
+    caches._TreeSteps,
     window_cache.WindowKVCache,
 )
 

@@ -12,8 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.draft.drafter import Drafter, NoDraft
 from mlxspec.draft.tree import DraftTree
-from mlxspec.engine.caches import CacheOptions
 from mlxspec.engine.chooser import Chooser
+from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.step import DecodedStep, RecordTime, decode
 from mlxspec.engine.target import Capability, Target

@@ -9,9 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxspec.draft.drafter import Drafter, NoDraft
-from mlxspec.engine.caches import CacheOptions
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.chooser import Chooser
+from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.step import decode
 from mlxspec.engine.target import Target, target_for, vocabulary_size
