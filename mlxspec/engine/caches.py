@@ -1,4 +1,4 @@
-"""The KV caches of a step: made from mlx-lm's, asked for a tree's mask, cut to what was accepted.
+"""The KV caches of a step: made from mlx-lm's, masked for a tree, cut to what was accepted.
 
 In the order in which a step needs them: :func:`for_steps` makes caches that can be cut back,
 :func:`masked_for` lets them answer with the mask of a draft tree, :func:`keep_rows` and :func:`cut`
@@ -62,10 +62,10 @@ TREE_CACHES = (TreeKVCache, TreeQuantizedKVCache, WindowKVCache)
 
 
 def for_steps(cache: Any) -> Any:
-    """A cache with the same content that can be cut back after a step, if there is such a kind.
+    """A cache with the same content that can be cut back after a step, where there is such a kind.
 
     Args:
-        cache: one of mlx-lm's, or of a model's own. Its arrays are shared.
+        cache: one of mlx-lm's, or of a model's own kind. The new cache shares its arrays.
     """
     if type(cache) is KVCache:
         return TreeKVCache.from_state(cache.state)
@@ -79,7 +79,7 @@ def for_steps(cache: Any) -> Any:
 
 
 def parts(caches: Iterable[Any]) -> list[Any]:
-    """All caches, with those inside mlx-lm's lists of caches in place of the lists."""
+    """All caches, with the members of mlx-lm's ``CacheList`` in its place."""
     found = []
     for cache in caches:
         found += parts(cache.caches) if isinstance(cache, CacheList) else [cache]
@@ -92,7 +92,7 @@ def cached_length(caches: Iterable[Any]) -> int:
 
 
 def held_arrays(caches: Iterable[Any]) -> list[mx.array]:
-    """The arrays in caches, none of which is a list of caches."""
+    """The arrays in caches; pass :func:`parts` of them if there may be lists of caches."""
     found = []
     for cache in caches:
         for value in vars(cache).values():  # at each step: tree_flatten takes many times as long
@@ -149,7 +149,7 @@ def keep_rows(caches: Sequence[Any], start: int, rows: Sequence[int]) -> None:
 
 
 def cut(caches: Iterable[Any], length: int) -> None:
-    """Forget what stands behind the first ``length`` positions.
+    """Drop everything after the first ``length`` positions.
 
     Each cache is cut by itself: an interrupted forward leaves some longer than others.
 
@@ -163,10 +163,10 @@ def cut(caches: Iterable[Any], length: int) -> None:
 
 
 def check_cut(caches: Iterable[Any], length: int) -> None:
-    """Make sure that the next rows will see what they should if caches are cut.
+    """Check that caches, once they are cut, still hold what the next rows should see.
 
     Raises:
-        ValueError: a cache has dropped some of it. (A window says so itself.)
+        ValueError: chunked attention has dropped some of it. (A window refuses the cut itself.)
     """
     for cache in caches:
         if isinstance(cache, ChunkedKVCache) and length < cache.offset:
@@ -187,7 +187,7 @@ class Snapshot:
         self._held = [(cache, _copied(cache, vars(cache))) for cache in caches]
 
     def restore(self) -> None:
-        """Give the caches back what they held; as often as needed."""
+        """Give the caches back what they held; may be called more than once."""
         for cache, held in self._held:
             vars(cache).update(_copied(cache, held))
 

@@ -22,6 +22,7 @@ from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
     ChunkedKVCache,
+    ConcatenateKVCache,
     KVCache,
     RotatingKVCache,
     create_attention_mask,
@@ -180,39 +181,29 @@ def _verifies_chains(model: nn.Module, capability: Capability) -> bool:
 # --- trial steps far inside a context ---
 
 
-class _ShiftedCache:
+class _ShiftedCache(ConcatenateKVCache):
     """A cache that claims to stand ``base`` positions further on than what it holds.
 
     It lets a model be tried at long contexts without the memory of one.
     """
 
-    def __init__(self) -> None:
-        self.base = 0
-        self.size = 0
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
-        self.rows: TreeRows | None = None
+    base = 0
+    rows: TreeRows | None = None
 
     @property
     def offset(self) -> int:
-        return self.base + self.size
+        return self.base + self.held
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self.keys is not None and self.values is not None:
-            keys = mx.concatenate([self.keys, keys], axis=2)
-            values = mx.concatenate([self.values, values], axis=2)
-        self.keys, self.values, self.size = keys, values, keys.shape[2]
-        return keys, values
-
-    def keys_and_values(self) -> tuple[mx.array | None, mx.array | None]:
-        return self.keys, self.values
+    @offset.setter
+    def offset(self, held: int) -> None:
+        self.held = held
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
         if self.rows is not None:
-            return self.rows.mask(self.size, window_size)
-        return create_attention_mask(N, self.size, return_array, window_size)
+            return self.rows.mask(self.held, window_size)
+        return create_attention_mask(N, self.held, return_array, window_size)
 
 
 def _trial_caches(model: nn.Module) -> list[Any]:
@@ -245,7 +236,7 @@ def _context(model: nn.Module, length: int, fill: bool) -> list[Any]:
             part.base += before
         elif isinstance(part, _ShiftedCache) and part.keys is not None:
             part.keys, part.values = _filled(part.keys, before), _filled(part.values, before)
-            part.size = length
+            part.offset = length
     return caches
 
 
@@ -267,6 +258,7 @@ def finite(logits: mx.array) -> mx.array:
 
 # --- where a rule for positions changes ---
 
+_WITH_POSITIONS = (KVCache, RotatingKVCache, ChunkedKVCache)
 _ROWS = 8  # of a trial step: a rule that changes little shows in many
 _SAMPLES = 3  # of tokens: in half precision some rows come to other experts by rounding
 
@@ -274,17 +266,14 @@ _SAMPLES = 3  # of tokens: in half precision some rows come to other experts by 
 def draft_end(model: nn.Module) -> int | None:
     """The position from which on a model verifies no drafts; None if none has been found.
 
-    Steps whose rows all stand before it give what their rows give one by one. Tried are steps
-    that lie on both sides of the positions that the model's configuration names, with three or
-    four small forwards each.
+    A step whose rows all stand before it gives what its rows give one by one. Steps are tried that
+    lie on both sides of the positions that the model's configuration names, with three or four
+    small forwards each.
     """
-    caches = parts(make_prompt_cache(model))
-    have_positions = [isinstance(c, KVCache | RotatingKVCache | ChunkedKVCache) for c in caches]
-    if not any(have_positions) or not all(
-        has or isinstance(cache, ArraysCache)
-        for has, cache in zip(have_positions, caches, strict=True)
-    ):
-        return None  # without positions, or with caches that cannot claim others than they hold
+    kinds = {type(cache) for cache in parts(make_prompt_cache(model))}
+    with_positions = {kind for kind in kinds if issubclass(kind, _WITH_POSITIONS)}
+    if not with_positions or not all(issubclass(k, ArraysCache) for k in kinds - with_positions):
+        return None  # no positions, or caches that cannot claim to stand somewhere else
 
     def error(start: int, sample: int = 0, fill: bool = False) -> float:
         return together(row_error, model, start, sample, fill)
@@ -311,7 +300,7 @@ def draft_end(model: nn.Module) -> int | None:
 
 
 def first_crossing(model: nn.Module) -> int:
-    """The first position that :func:`draft_end` tries; no step before it has to be tried."""
+    """The first position that :func:`draft_end` tries: all steps before it are right."""
     return min([*named_positions(model), sparse_crossing(model) or sys.maxsize, sys.maxsize])
 
 
@@ -369,13 +358,12 @@ _DEPTH = len(_BRANCHES[0])
 def _failing_position(model: nn.Module, end: int | None) -> int | None:
     """The first position tried at which a branching step differs from its branches in a row.
 
-    Tried are the beginning of a context and steps across all crossings, where positions that are
-    scaled outside RoPE modules show. None if no step differs. Every cache of the model has to be
-    of a kind that verifies trees.
+    Steps are tried at the beginning of a context and across all crossings, where positions that
+    are scaled outside RoPE modules show. None if no step differs.
 
     Args:
-        model: the target.
-        end: the first position that no step has a row at; None if there are drafts everywhere.
+        model: the target, whose caches are all of a kind that verifies trees.
+        end: no step reaches this position; None if there are drafts everywhere.
     """
     noise = together(rounding_noise, model)
     if (sparse := sparse_crossing(model)) is not None and (end is None or sparse < end):

@@ -57,7 +57,7 @@ class DraftModelDrafter:
         self.loan: Loan | None = None
         """Of ``prompt_cache``, which holds prompt and output when the generation has ended."""
         if prompt_cache is not None:
-            lent_caches(prompt_cache, make_prompt_cache(model))
+            lent_caches(prompt_cache, model)
             self.loan = Loan(prompt_cache)
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -105,7 +105,7 @@ class DraftModelDrafter:
     def _new_target(self, caches: Sequence[Any] | None = None) -> Target:
         capability = self._capability
         if caches is not None:
-            caches = lent_caches(caches, make_prompt_cache(self.model))
+            caches = lent_caches(caches, self.model)
             capability = capability_with(caches, capability)
         undoable = self.num_draft_tokens + 1
         return Target(self.model, capability, self._vocab_size, cache=caches, undoable=undoable)

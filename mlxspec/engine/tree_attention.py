@@ -1,4 +1,4 @@
-"""Positions and masks of tree steps, shared by all layers."""
+"""Masks and positions of a tree's rows, shared by all layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TreeRows:
 
     Args:
         tree: the tree whose nodes are the rows.
-        open_mask: makes the masks over a whole context; one for all steps of a generation.
+        open_mask: makes the masks over a whole context; shared by all steps of a generation.
 
     Attributes:
         depths: each row's position after the cache's end, (rows,).
@@ -64,10 +64,10 @@ class TreeRows:
 
 
 class OpenMask:
-    """Masks of steps behind one growing context, kept as one array.
+    """Masks of the steps after one growing context, kept in one array.
 
-    Between steps all of it is True, so a step's mask costs writing its own rows' part, however
-    long the context is.
+    Between steps all of it is True. So a step's mask only costs writing its own rows' part,
+    however long the context is.
     """
 
     def __init__(self) -> None:
@@ -92,8 +92,8 @@ class _RowRoPE(nn.Module):
     """Stands in for a RoPE module during a tree step: row i gets the position offset + depth_i.
 
     ``mx.fast.rope`` takes one offset per batch entry, so the rows move onto the batch axis.
-    Other threads that run the model meanwhile get what they ask of the module itself, and so
-    does everybody when the step is over.
+    Other threads that run the model meanwhile are served by the module itself, and so is
+    everybody once the step is over.
     """
 
     def __init__(self, rope: nn.Module, positions: RowPositions) -> None:
@@ -144,7 +144,7 @@ class RowPositions:
                     setattr(parent, name, _RowRoPE(rope, self))
                 yield
             finally:
-                # First of all: an interrupt of what follows leaves stand-ins in the model.
+                # First of all, since an interrupt of what follows leaves stand-ins in the model.
                 self._step = None
                 for parent, name, rope in self._ropes:
                     setattr(parent, name, rope)

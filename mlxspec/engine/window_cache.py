@@ -1,4 +1,4 @@
-"""The cache of a sliding window, which rejected drafts can be cut from."""
+"""The cache of a sliding window from which rejected drafts can be cut."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WindowKVCache:
 
     Args:
         max_size: how many positions a row sees at most.
-        keep: how many of them are the first ones, for ever.
+        keep: how many of them are the context's first ones, which are never dropped.
     """
 
     rows: TreeRows | None = None
@@ -47,7 +47,7 @@ class WindowKVCache:
 
     @classmethod
     def of(cls, rotating: RotatingKVCache) -> WindowKVCache:
-        """The content of mlx-lm's cache, whatever turn its rotation has taken."""
+        """A cache with the content of mlx-lm's, wherever that one's rotation stands."""
         cache = cls(rotating.max_size, rotating.keep)
         if rotating.keys is not None:
             cache.keys = rotating._temporal_order(rotating.keys)
@@ -57,7 +57,7 @@ class WindowKVCache:
         return cache
 
     def rotating_state(self) -> tuple[Any, ...]:
-        """The state of mlx-lm's cache with the same content, its rotation turned back."""
+        """The state of mlx-lm's cache with the same content, in the order of the positions."""
         if self.keys is None:
             return None, None, 0, self.keep, self.max_size, 0
         end = self.index(self.offset)
@@ -127,7 +127,7 @@ class WindowKVCache:
         return True
 
     def trim(self, n: int) -> int:
-        """Forget the last ``n`` positions.
+        """Drop the last ``n`` positions.
 
         Raises:
             ValueError: positions are gone that the next row would see.
