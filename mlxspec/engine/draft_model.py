@@ -14,7 +14,7 @@ from ..draft.drafter import VerifiedStep
 from ..draft.tree import DraftTree
 from ..errors import OptionError
 from .capability import capability_with
-from .prompt_cache import Loan, lent_caches
+from .prompt_cache import Loan
 from .target import Capability, Target, vocabulary_size
 
 _MOST_PADDING = 1024  # by which output layers over one tokenizer's vocabulary may differ
@@ -35,7 +35,8 @@ class DraftModelDrafter:
         prompt_cache: caches of the draft model to continue; see ``loan``.
 
     Raises:
-        OptionError: ``num_draft_tokens`` is below 1, or the cache is another model's.
+        OptionError: ``num_draft_tokens`` is below 1, or the cache has too few layers.
+        PromptCacheError: the cache is another model's.
     """
 
     pipelined = False
@@ -57,8 +58,7 @@ class DraftModelDrafter:
         self.loan: Loan | None = None
         """Of ``prompt_cache``, which holds prompt and output when the generation has ended."""
         if prompt_cache is not None:
-            lent_caches(prompt_cache, model)
-            self.loan = Loan(prompt_cache)
+            self.loan = Loan(prompt_cache, model)
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation, with a prefill of the draft model's own."""
@@ -105,7 +105,6 @@ class DraftModelDrafter:
     def _new_target(self, caches: Sequence[Any] | None = None) -> Target:
         capability = self._capability
         if caches is not None:
-            caches = lent_caches(caches, self.model)
             capability = capability_with(caches, capability)
         undoable = self.num_draft_tokens + 1
         return Target(self.model, capability, self._vocab_size, cache=caches, undoable=undoable)

@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
 
 from ..errors import OptionError, PromptCacheError
 from .caches import TreeKVCache, TreeQuantizedKVCache, parts
-from .prompt_cache_file import check_fits
+from .prompt_cache_file import check_fits, check_lengths
 from .target import Target
 from .window_cache import WindowKVCache
 
@@ -49,6 +49,7 @@ def lent_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
 
     Raises:
         OptionError: the cache was made for a model with fewer layers.
+        PromptCacheError: it holds keys and values of another model.
     """
     needed = len(make_prompt_cache(model))
     if len(prompt_cache) < needed:
@@ -56,25 +57,19 @@ def lent_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
             f"prompt_cache has {len(prompt_cache)} caches and the model needs {needed}: make it "
             "with make_prompt_cache(model)"
         )
-    return list(prompt_cache[:needed])
-
-
-def fitting_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
-    """As :func:`lent_caches`, of caches that the model could have made.
-
-    Raises:
-        OptionError: the cache was made for a model with fewer layers.
-        PromptCacheError: it holds keys and values of another model.
-    """
-    lent = lent_caches(prompt_cache, model)
+    lent = list(prompt_cache[:needed])
     with _lock:
         # Those of an unfinished generation are checked when this one takes them over.
         if any(type(cache) is _LentCache for cache in lent):
             return lent
         held = [copy.copy(cache) for cache in lent]
+    _check_shapes(held, model)
+    return lent
+
+
+def _check_shapes(held: Sequence[Any], model: nn.Module) -> None:
     if all(type(part) in _JUDGED and not part.empty() for part in parts(held)):
         check_fits(held, model, "prompt_cache")
-    return lent
 
 
 def as_mlx_lms(cache: Any) -> Any:
@@ -105,14 +100,19 @@ class Loan:
 
     Args:
         prompt_cache: the caller's list, untouched until :meth:`take`.
+        model: that is to go on with it.
 
     Attributes:
         end: ends the generation, before its caches are given to another one or back for good.
+
+    Raises:
+        OptionError, PromptCacheError: as :func:`lent_caches`.
     """
 
-    def __init__(self, prompt_cache: Sequence[Any]) -> None:
+    def __init__(self, prompt_cache: Sequence[Any], model: nn.Module) -> None:
         self.end: Callable[[], None] | None = None
-        self._caches = list(prompt_cache)
+        self._model = model
+        self._caches = lent_caches(prompt_cache, model)
         self._state = _State.RETURNED
         self._target: Target | None = None
         self._context: Sequence[int] = ()
@@ -127,13 +127,16 @@ class Loan:
             new_target: called with caches that hold what the caller's do.
 
         Raises:
-            PromptCacheError: a generation is running on them, in another thread.
+            PromptCacheError: a generation is running on them, in another thread, or they are
+                another model's or damaged by now.
         """
         with _lock:
             reclaim(self._caches)
-            target = self._target = new_target([copy.copy(cache) for cache in self._caches])
+            held = [copy.copy(cache) for cache in self._caches]
+            _check_shapes(held, self._model)
+            check_lengths(held, "prompt_cache")
+            target = self._target = new_target(held)
             self._start = target.length
-            self._caches = self._caches[: len(target.cache)]
             self._lend()
         return target
 

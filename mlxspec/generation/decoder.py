@@ -27,8 +27,7 @@ from ..engine.chooser import Chooser
 from ..engine.costs import KeptCosts, costs_for
 from ..engine.draft_model import DraftModelDrafter
 from ..engine.positions import context_length
-from ..engine.prompt_cache import Loan, fitting_caches, reclaim
-from ..engine.prompt_cache_file import check_lengths
+from ..engine.prompt_cache import Loan, reclaim
 from ..engine.step import RecordTime
 from ..engine.target import Capability, Target, target_for, vocabulary_size
 from ..errors import OptionError
@@ -212,12 +211,10 @@ class Decoder:
             return generation(target_for(self.model, capability, self.vocab_size, checked.cache))
 
         def continued(caches: Sequence[Any]) -> Target:
-            lent = fitting_caches(caches, self.model)
-            check_lengths(lent, "prompt_cache")
-            with_them = capability_with(lent, capability)
-            return target_for(self.model, with_them, self.vocab_size, checked.cache, lent)
+            with_them = capability_with(caches, capability)
+            return target_for(self.model, with_them, self.vocab_size, checked.cache, caches)
 
-        loan = Loan(prompt_cache)
+        loan = Loan(prompt_cache, self.model)
         return on_loan(loan, tokens, lambda: generation(loan.take(continued)))
 
     def _new_detokenizer(self) -> Detokenizer:

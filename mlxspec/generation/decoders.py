@@ -20,7 +20,6 @@ from ..draft.lookahead import LookaheadDrafter, check_sizes
 from ..draft.prompt_lookup import lookup_drafter
 from ..engine.draft_model import DraftModelDrafter, check_vocabularies
 from ..engine.positions import context_length
-from ..engine.prompt_cache import fitting_caches
 from ..engine.target import Capability
 from ..plan.lookahead_source import LookaheadKnowledge, PlannedLookahead
 from ..plan.p_accept import token_classes
@@ -414,8 +413,6 @@ def stream_with_draft_model(
     check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
     both = options.get("prompt_cache") or []
     drafts_cache = both[len(make_prompt_cache(decoder.model)) :] or None
-    if drafts_cache is not None:
-        fitting_caches(drafts_cache, draft_model)
     drafter = DraftModelDrafter(draft_model, num_draft_tokens, drafts_cache)
 
     drafts = False

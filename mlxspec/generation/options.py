@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..engine.capability import check_quantization
 from ..engine.params import CacheOptions, LogitsProcessor, Sampler, SamplingParams
-from ..engine.prompt_cache import fitting_caches
+from ..engine.prompt_cache import lent_caches
 from ..engine.target import Progress
 from ..errors import OptionError, PromptError
 from ..loading.model import encode_prompt
@@ -227,7 +227,7 @@ def check_options(
     cache = CacheOptions(**memory)
     check_quantization(model, cache)
     if prompt_cache is not None:
-        fitting_caches(prompt_cache, model)
+        lent_caches(prompt_cache, model)
     return CheckedOptions(
         sampling_from(sampling, cast(SamplingOptions, left), vocab_size),
         stop,
