@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ def named_positions(model: nn.Module) -> set[int]:
 
     If a model's rule for positions changes somewhere, it is usually at one of these.
     """
-    found = {int(number) for number in _numbers(_settings(model), _names_position)}
+    found = _numbers(_settings(model), lambda name: any(word in name for word in _WORDS))
     return {number for number in found | {context_length(model) or 0} if number in _NUMBERS}
 
 
@@ -61,17 +61,12 @@ def sparse_crossing(model: nn.Module) -> int | None:
 
     It is a multiple of the blocks' size, unless that would be very long.
     """
-    numbers = {int(number) for number in _numbers(_settings(model), _names_sparse)}
+    numbers = _numbers(
+        _settings(model),
+        lambda name: ("sparse" in name or "index" in name) and ("block" in name or "topk" in name),
+    )
     product = math.prod(numbers)
     return min(2 * product * math.ceil(16 / product), _LONGEST_FILLED) if numbers else None
-
-
-def _names_sparse(name: str) -> bool:
-    return ("sparse" in name or "index" in name) and ("block" in name or "topk" in name)
-
-
-def _names_position(name: str) -> bool:
-    return any(word in name for word in _WORDS)
 
 
 def _extended(stated: float, settings: Any) -> float:
@@ -89,8 +84,9 @@ def _extended(stated: float, settings: Any) -> float:
     return max(stated, original * factor)
 
 
-def _numbers(settings: Any, wanted: Callable[[str], bool]) -> Iterator[float]:
+def _numbers(settings: Any, wanted: Callable[[str], bool]) -> set[int]:
     """All numbers under a wanted name, however deep."""
+    found = set()
     left = [("", settings)]
     while left:
         name, value = left.pop()
@@ -101,7 +97,8 @@ def _numbers(settings: Any, wanted: Callable[[str], bool]) -> Iterator[float]:
         elif is_dataclass(value):
             left += vars(value).items()
         elif wanted(name) and (number := _number(value)):
-            yield number
+            found.add(int(number))
+    return found
 
 
 def _settings(model: nn.Module) -> Any:

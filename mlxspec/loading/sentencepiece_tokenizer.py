@@ -205,29 +205,27 @@ def _verbatim_processor(model: Any) -> Any:
 
 
 def _read_model(path: Path) -> tuple[Any, Any]:
-    """The ``ModelProto`` in ``path``, of a kind that can be reproduced, and SentencePiece with it.
+    """The ``ModelProto`` in ``path``, and SentencePiece itself with it.
 
     Raises:
-        LoadError: ``path`` is no SentencePiece model, or one of another kind.
+        LoadError: ``path`` is no SentencePiece model, or one that cannot be reproduced.
     """
     from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
     try:
         content = path.read_bytes()
-        if _TIKTOKEN_LINE.match(content):
-            raise LoadError(f"{path}: a tiktoken vocabulary, no SentencePiece model; {_REMEDY}")
-        reference = SentencePieceProcessor(model_proto=content)
     except OSError as error:
         raise LoadError(f"{path}: cannot be read ({error.strerror})") from error
-    except RuntimeError as error:
-        raise LoadError(f"{path}: no SentencePiece model, or a damaged one") from error
+    if _TIKTOKEN_LINE.match(content):
+        raise LoadError(f"{path}: a tiktoken vocabulary, no SentencePiece model; {_REMEDY}")
     try:
+        reference = SentencePieceProcessor(model_proto=content)
         model = sentencepiece_model_pb2.ModelProto.FromString(content)
         pieces = [piece.piece for piece in model.pieces]
-    except Exception as error:  # protobuf's own, or one of its implementation's
+        if not pieces:
+            raise ValueError("an empty file, which is a valid protocol buffer")
+    except Exception as error:  # SentencePiece's, protobuf's own, or one of its implementation's
         raise LoadError(f"{path}: no SentencePiece model, or a damaged one") from error
-    if not pieces:  # an empty file is a valid protocol buffer
-        raise LoadError(f"{path}: no SentencePiece model, or a damaged one")
     if not all(isinstance(piece, str) for piece in pieces):  # SentencePiece does not mind
         raise LoadError(f"{path}: a piece of it is not UTF-8 text; {_REMEDY}")
     if obstacle := _obstacle(model):
@@ -277,10 +275,9 @@ _PIECES_A_TEXT = 64
 
 
 def _probe_texts(model: Any) -> Iterator[str]:
-    """Samples, the texts in which the order of joins matters most, and every piece in disorder.
+    """Samples, texts in which the order of joins matters most, and all pieces in a random order.
 
-    Texts with the name of a control piece in them are left out: it means the piece in the
-    tokenizer, and nothing in SentencePiece.
+    Texts that hold the name of a control piece are left out, since it is meant to differ there.
     """
     control = _piece_names(model, _PieceType.CONTROL)
     user_defined = _piece_names(model, _PieceType.USER_DEFINED)

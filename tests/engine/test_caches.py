@@ -1,4 +1,4 @@
-"""The caches of steps: what a commit costs, and what a snapshot gives back."""
+"""The caches of a step: what a commit costs, and what a snapshot gives back."""
 
 from __future__ import annotations
 
