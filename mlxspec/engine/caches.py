@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -194,16 +194,3 @@ class Snapshot:
 
 def _copied(cache: Any, held: dict[str, Any]) -> dict[str, Any]:
     return {"cache": [*held["cache"]]} if type(cache) is ArraysCache else copy.deepcopy(held)
-
-
-class Checkpoint(NamedTuple):
-    """A state that a target can return to.
-
-    Attributes:
-        length, pending: the target's.
-        state: what its caches held that cannot be cut back.
-    """
-
-    length: int
-    pending: tuple[int, ...]
-    state: Snapshot

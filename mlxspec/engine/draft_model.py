@@ -14,7 +14,7 @@ from ..draft.drafter import VerifiedStep
 from ..draft.tree import DraftTree
 from ..errors import OptionError
 from .capability import capability_with
-from .prompt_cache import Loan
+from .prompt_cache import Loan, lent_caches
 from .target import Capability, Target, vocabulary_size
 
 _MOST_PADDING = 1024  # by which output layers over one tokenizer's vocabulary may differ
@@ -58,7 +58,7 @@ class DraftModelDrafter:
         self.loan: Loan | None = None
         """Of ``prompt_cache``, which holds prompt and output when the generation has ended."""
         if prompt_cache is not None:
-            self.loan = Loan(prompt_cache, model)
+            self.loan = Loan(lent_caches(prompt_cache, model), model)
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation, with a prefill of the draft model's own."""

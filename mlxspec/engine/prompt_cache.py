@@ -37,7 +37,7 @@ _JUDGED = {*_MLX_LM_CLASSES.values(), ArraysCache}
 
 _lock = threading.RLock()
 """Held while caches change hands. One for all caches, and reentrant: a generation that is garbage
-collected gives its caches back wherever the collector runs, be it in here."""
+collected gives its caches back wherever the collector runs, in here too."""
 
 
 def lent_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
@@ -99,20 +99,16 @@ class Loan:
     become the caller's again, and when the generation goes on it borrows them anew.
 
     Args:
-        prompt_cache: the caller's list, untouched until :meth:`take`.
-        model: that is to go on with it.
+        caches: the caller's, from :func:`lent_caches`; untouched until :meth:`take`.
+        model: that is to go on with them.
 
     Attributes:
         end: ends the generation, before its caches are given to another one or back for good.
-
-    Raises:
-        OptionError, PromptCacheError: as :func:`lent_caches`.
     """
 
-    def __init__(self, prompt_cache: Sequence[Any], model: nn.Module) -> None:
+    def __init__(self, caches: list[Any], model: nn.Module) -> None:
         self.end: Callable[[], None] | None = None
-        self._model = model
-        self._caches = lent_caches(prompt_cache, model)
+        self._caches, self._model = caches, model
         self._state = _State.RETURNED
         self._target: Target | None = None
         self._context: Sequence[int] = ()

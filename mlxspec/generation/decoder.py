@@ -202,19 +202,18 @@ class Decoder:
         )
         # What the model can verify of this drafter's drafts.
         capability = self.capability if drafter.branching else self.chain_capability
-        session, prompt_cache = options.get("session"), options.get("prompt_cache")
-        if session is not None:
+        if (session := options.get("session")) is not None:
             return session.run(
                 generation, tokens, self.model, capability, self.vocab_size, checked.cache
             )
-        if prompt_cache is None:
+        if checked.lent is None:
             return generation(target_for(self.model, capability, self.vocab_size, checked.cache))
 
         def continued(caches: Sequence[Any]) -> Target:
             with_them = capability_with(caches, capability)
             return target_for(self.model, with_them, self.vocab_size, checked.cache, caches)
 
-        loan = Loan(prompt_cache, self.model)
+        loan = Loan(checked.lent, self.model)
         return on_loan(loan, tokens, lambda: generation(loan.take(continued)))
 
     def _new_detokenizer(self) -> Detokenizer:

@@ -158,12 +158,14 @@ class CheckedOptions(NamedTuple):
         stop: the texts that end the output.
         stop_tokens: the tokens that end it, the tokenizer's own included.
         cache: the memory of the cache.
+        lent: the caches of ``prompt_cache`` that the model takes; None without one.
     """
 
     sampling: SamplingParams
     stop: tuple[str, ...]
     stop_tokens: set[int]
     cache: CacheOptions
+    lent: list[Any] | None
 
 
 def sampling_from(
@@ -226,11 +228,11 @@ def check_options(
         raise OptionError("session and prompt_cache are given together: choose one")
     cache = CacheOptions(**memory)
     check_quantization(model, cache)
-    if prompt_cache is not None:
-        lent_caches(prompt_cache, model)
+    lent = None if prompt_cache is None else lent_caches(prompt_cache, model)
     return CheckedOptions(
         sampling_from(sampling, cast(SamplingOptions, left), vocab_size),
         stop,
         stop_token_ids(tokenizer, stop_tokens, vocab_size),
         cache,
+        lent,
     )

@@ -118,16 +118,6 @@ def load(
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
-def encode_prompt(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a prompt: with BOS, unless ``text`` starts with its name already.
-
-    That is mlx-lm's rule. An empty text gives BOS alone, or nothing where there is no BOS.
-    """
-    bos = tokenizer.bos_token
-    has_bos = bos is not None and text.startswith(bos)
-    return tokenizer.encode(text, add_special_tokens=not has_bos)
-
-
 def find_directory(path_or_repo: str | Path, revision: str | None, *, weights: bool = True) -> Path:
     """The directory with a model's files, downloaded if need be.
 
@@ -205,35 +195,6 @@ def _load_model(
     return model, config
 
 
-def _try(model: nn.Module) -> None:
-    """Raise whatever a setting of a wrong type makes a model raise only when it runs.
-
-    The graph of a small forward is built and never evaluated.
-    """
-    from mlx_lm.models.cache import make_prompt_cache
-
-    model(mx.array([[0]]), cache=make_prompt_cache(model))
-
-
-def _with_adapters(model: nn.Module, path: str | Path) -> nn.Module:
-    """The model with LoRA adapters put in."""
-    from mlx_lm.utils import load_adapters
-
-    directory = local_path(path)
-    try:
-        if directory.is_dir():
-            check_readable(directory)
-            if (weights := directory / "adapters.safetensors").is_file():
-                _check_weights(weights)
-        model = load_adapters(model, os.fspath(path))
-    except LoadError:
-        raise
-    except Exception as error:  # as above
-        raise LoadError(f"{path}: the adapters cannot be loaded: {one_line(error)}") from error
-    model.eval()
-    return model
-
-
 def _check_shards(directory: Path) -> int:
     """How many tensors the safetensors files hold.
 
@@ -268,6 +229,16 @@ def _check_weights(path: Path) -> int:
         raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error
 
 
+def _try(model: nn.Module) -> None:
+    """Raise whatever a setting of a wrong type makes a model raise only when it runs.
+
+    The graph of a small forward is built and never evaluated.
+    """
+    from mlx_lm.models.cache import make_prompt_cache
+
+    model(mx.array([[0]]), cache=make_prompt_cache(model))
+
+
 def _reason(error: Exception) -> str:
     """What is wrong with a model that mlx-lm does not load, in one line."""
     text = one_line(error)
@@ -285,6 +256,25 @@ def _reason(error: Exception) -> str:
     return f"config.json and weights do not make a model: {text or type(error).__name__}"
 
 
+def _with_adapters(model: nn.Module, path: str | Path) -> nn.Module:
+    """The model with LoRA adapters put in."""
+    from mlx_lm.utils import load_adapters
+
+    directory = local_path(path)
+    try:
+        if directory.is_dir():
+            check_readable(directory)
+            if (weights := directory / "adapters.safetensors").is_file():
+                _check_weights(weights)
+        model = load_adapters(model, os.fspath(path))
+    except LoadError:
+        raise
+    except Exception as error:  # as above
+        raise LoadError(f"{path}: the adapters cannot be loaded: {one_line(error)}") from error
+    model.eval()
+    return model
+
+
 def _evaluate(model: nn.Module, directory: Path) -> None:
     """Read the weights one after another, so that no second copy of them all is held."""
     try:
@@ -292,3 +282,13 @@ def _evaluate(model: nn.Module, directory: Path) -> None:
             mx.eval(parameter)
     except RuntimeError as error:
         raise LoadError(f"{directory}: the weights cannot be read ({error})") from error
+
+
+def encode_prompt(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a prompt: with BOS, unless ``text`` starts with its name already.
+
+    That is mlx-lm's rule. An empty text gives BOS alone, or nothing where there is no BOS.
+    """
+    bos = tokenizer.bos_token
+    has_bos = bos is not None and text.startswith(bos)
+    return tokenizer.encode(text, add_special_tokens=not has_bos)
