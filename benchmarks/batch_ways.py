@@ -26,7 +26,7 @@ import mlxspec  # before mlx_lm, for OpenBLAS
 import mlx.core as mx
 import mlx_lm
 
-from mlxspec.eval.bench_prompts import bundled_prompts
+from mlxspec.eval.prompts import bundled_prompts
 
 _TOKENS = 80
 _BATCHES = (2, 4, 8)

@@ -25,8 +25,10 @@ from mlxspec.draft.drafter import VerifiedStep
 from mlxspec.draft.tree import DraftTree
 from mlxspec.engine.caches import TreeKVCache, TreeQuantizedKVCache, keep_rows
 from mlxspec.engine.tree_attention import OpenMask, TreeRows
-from mlxspec.plan.cost_curve import chip_curve
-from mlxspec.plan.planner import PlannedDrafter
+from mlxspec.plan.chips import chip_curve
+from mlxspec.plan.cost_curve import FixedCosts
+from mlxspec.plan.planner import Planner
+from mlxspec.plan.suffix_source import SuffixSource
 
 _CONTEXTS = (1_000, 10_000, 100_000)
 _STEPS = 200
@@ -49,7 +51,7 @@ def main() -> None:
 
 def _drafting(context: int) -> float:
     text = _text(context + _STEPS)
-    drafter = PlannedDrafter(chip_curve("M4 Pro"))
+    drafter = Planner(FixedCosts(chip_curve("M4 Pro")), [SuffixSource()])
     drafter.begin(text[:context])
     drafter.propose(1)  # waits for the index, which is built beside the prefill
     drafter.observe(VerifiedStep(DraftTree.chain(0), (), (), (), (text[context],)))

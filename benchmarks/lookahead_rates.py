@@ -24,7 +24,7 @@ from statistics import geometric_mean, mean, median
 import mlxspec
 from mlxspec import LookaheadDecoder, SpeculationStats
 from mlxspec.draft.drafter import NoDraft
-from mlxspec.eval.bench_prompts import bundled_prompts
+from mlxspec.eval.prompts import bundled_prompts
 from mlxspec.generation.response import GenerationResponse
 
 _TOKENS = 80

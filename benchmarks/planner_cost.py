@@ -19,9 +19,10 @@ from statistics import median
 from mlxspec.draft.suffix_index import SuffixIndex
 from mlxspec.draft.tree import DraftTree
 from mlxspec.eval.replay import replay
-from mlxspec.plan.cost_curve import chip_curve
-from mlxspec.plan.planner import PlannedDrafter
-from mlxspec.plan.policy import Guard
+from mlxspec.plan.chips import chip_curve
+from mlxspec.plan.cost_curve import FixedCosts
+from mlxspec.plan.planner import Planner
+from mlxspec.plan.suffix_source import SuffixSource
 
 _OUTPUT = 1000  # tokens decoded behind the context
 _CONTEXTS = (32_000, 100_000)
@@ -76,7 +77,7 @@ def _memory(context: int) -> float:
 def _begin(context: int) -> float:
     """Seconds for which the prefill waits: the index is built beside it."""
     tokens = made_up_text(context)
-    drafter = PlannedDrafter(chip_curve("M4 Pro"))
+    drafter = Planner(FixedCosts(chip_curve("M4 Pro")), [SuffixSource()])
     seconds = _seconds(drafter.begin, tokens)
     drafter.end()
     return seconds
@@ -87,13 +88,13 @@ def _index(context: int) -> float:
     return _seconds(SuffixIndex, made_up_text(context))
 
 
-class _TimedDrafter(PlannedDrafter):
+class _TimedDrafter(Planner):
     """Records what each proposal takes, and never pipelines, so that each step proposes."""
 
     pipelined = False
 
     def __init__(self, chip: str, branching: bool) -> None:
-        super().__init__(chip_curve(chip), branching=branching, guard=Guard())
+        super().__init__(FixedCosts(chip_curve(chip)), [SuffixSource()], branching=branching)
         self.times: list[float] = []
 
     def propose(self, max_depth: int) -> DraftTree:

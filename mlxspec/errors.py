@@ -47,3 +47,7 @@ class DistributedError(MlxspecError):
 
 class PromptCacheError(MlxspecError):
     """A prompt cache could not be read or written, or is another model's."""
+
+
+class DrafterError(MlxspecError, TypeError):
+    """A drafter that the user has written is none, or proposes what is no draft."""

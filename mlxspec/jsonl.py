@@ -1,9 +1,10 @@
-"""JSON lines, and conversations logged in them, as other programs write them."""
+"""JSON lines, and the conversations that other programs log in them."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,9 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def load_json(text: str | bytes) -> Any:
-    """The value of a JSON text; bytes are UTF-8.
+    """Parse a JSON text; bytes are UTF-8.
 
-    Half a surrogate pair (``"\\ud800"``), which no encoding can write, becomes a question mark.
+    Half a surrogate pair (``"\\ud800"``), which cannot be encoded, becomes a question mark.
 
     Raises:
         ValueError, RecursionError: it is no JSON, or nested too deeply.
@@ -25,6 +26,23 @@ def load_json(text: str | bytes) -> Any:
         whole = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode()
         value = json.loads(whole)
     return value
+
+
+def json_lines(lines: Iterable[str | bytes]) -> Iterator[tuple[int, Any]]:
+    """Parse JSON lines: the number, from 1, and the value of each line that is not blank.
+
+    The value of a line that is no JSON, or nested too deeply, is None.
+
+    Args:
+        lines: divided at line feeds alone. U+2028, where ``str.splitlines`` divides too, may
+            stand within a JSON string.
+    """
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield number, load_json(line)
+            except (ValueError, RecursionError):
+                yield number, None
 
 
 @dataclass(frozen=True)
@@ -41,7 +59,7 @@ class Conversation:
 
     Attributes:
         messages: all turns.
-        completions: the indices of the turns that a model wrote.
+        completions: the indices of the turns that the model wrote.
     """
 
     messages: tuple[Message, ...]
@@ -54,13 +72,13 @@ class Conversation:
 
 
 def conversation_of(record: object) -> Conversation:
-    """The conversation in one record of a log.
+    """Read the conversation in one record of a log.
 
-    A record is ``{"messages": [{"role": …, "content": …}, …]}``. A content is a text, a list
-    of parts, of which the texts count, or null. Calls of tools count as a model writes them, a
-    line each: ``{"name": …, "arguments": …}``, and those of custom tools as the tool's name and
-    its input. A model has written the assistant's messages, or in a trace the ones that
-    ``"completions": [index, …]`` names.
+    A record is ``{"messages": [{"role": …, "content": …}, …]}``. A content is a text, null, or a
+    list of parts, whose texts are joined. Tool calls are added as a model writes them, a line
+    each: ``{"name": …, "arguments": …}``, or the name and the input of a custom tool. The
+    model's messages are the assistant's, or in a trace those that ``"completions": [index, …]``
+    lists.
 
     Raises:
         ValueError: it is no such record.
@@ -102,15 +120,14 @@ def _content(message: dict[str, Any]) -> str:
 
 def _call(call: object) -> str:
     """What a model writes to call a tool."""
-    for kind, said in (("function", "arguments"), ("custom", "input")):
-        tool = call.get(kind) if isinstance(call, dict) else None
-        if isinstance(tool, dict):
-            name, content = tool.get("name"), tool.get(said)
-            if kind == "custom":
-                return f"{name}\n{content}"
-            # OpenAI's arguments are the model's own text; elsewhere they are parsed.
-            arguments = content if isinstance(content, str) else _json(content)
-            return f'{{"name": {_json(name)}, "arguments": {arguments}}}'
+    tool = call if isinstance(call, dict) else {}
+    if isinstance(function := tool.get("function"), dict):
+        # OpenAI's arguments are the model's own text; elsewhere they are parsed.
+        arguments = function.get("arguments")
+        text = arguments if isinstance(arguments, str) else _json(arguments)
+        return f'{{"name": {_json(function.get("name"))}, "arguments": {text}}}'
+    if isinstance(custom := tool.get("custom"), dict):
+        return f"{custom.get('name')}\n{custom.get('input')}"
     raise ValueError("a tool call is neither of a function nor of a custom tool")
 
 

@@ -93,7 +93,8 @@ def await_at_exit() -> None:
         atexit.register(time.sleep, _LONG_ENOUGH)  # without the lock
 
 
-_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it: 128 + SIGINT."""
 
 
 def main() -> None:
@@ -121,4 +122,4 @@ def run(module: str, command: str, name: str) -> None:
 
 def _quit(*_: object) -> None:
     os.write(2, b"\nInterrupted.\n")
-    os._exit(_INTERRUPTED)
+    os._exit(INTERRUPTED)

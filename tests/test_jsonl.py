@@ -6,10 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.jsonl import conversation_of
+from mlxspec.jsonl import conversation_of, json_lines
 
 QUESTION = {"role": "user", "content": "question"}
 ANSWER = {"role": "assistant", "content": "answer"}
+
+
+def test_lines_are_numbered_and_those_that_are_no_json_hold_nothing() -> None:
+    lines = ['{"a": 1}', " ", "{", "[" * 100_000, '"\u2028"', "3"]
+    expected = [(1, {"a": 1}), (3, None), (4, None), (5, "\u2028"), (6, 3)]
+    assert list(json_lines(lines)) == expected
+    assert list(json_lines([line.encode() for line in lines])) == expected
+    assert list(json_lines([b"\xff"])) == [(1, None)]
 
 
 def content(**message: object) -> str:

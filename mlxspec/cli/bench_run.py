@@ -11,18 +11,18 @@ import click
 
 from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
-from ..eval.backends import chosen_names
-from ..eval.bench import MeasuredPrompt, Measurement, machine_figures, model_figures
-from ..eval.bench_page import bench_page, what_differs
-from ..eval.bench_prompts import (
-    BenchPrompt,
-    bundled_prompts,
-    limited,
-    read_prompts,
-    read_spec_bench,
+from ..eval.backends import chosen_backends
+from ..eval.bench import MeasuredPrompt, Measurement
+from ..eval.bench_report import (
+    bench_page,
+    bench_report,
+    machine_facts,
+    model_facts,
+    require_rouge,
+    what_differs,
 )
-from ..eval.bench_report import bench_report, require_rouge
 from ..eval.page import check_report, write_report
+from ..eval.prompts import BenchPrompt, bundled_prompts, limited, read_prompts, read_spec_bench
 from ..loading.model import load
 from .bench_table import bench_tables
 from .consoles import error_console
@@ -57,7 +57,7 @@ def run_bench(
         MlxspecError: an option, a prompt or the model is at fault.
     """
     # All that needs no model is checked before one is loaded, or even downloaded.
-    names = chosen_names(decoders)
+    backends = chosen_backends(decoders)
     sampling = SamplingParams(temp=temp, seed=seed)
     for option, value in (("--max-tokens", max_tokens), ("--repeats", repeats)):
         if value < 1:
@@ -70,7 +70,7 @@ def run_bench(
 
     loaded, tokenizer = load(model)
     measurement = Measurement(
-        loaded, tokenizer, names, max_tokens=max_tokens, repeats=repeats, sampling=sampling
+        loaded, tokenizer, backends, max_tokens=max_tokens, repeats=repeats, sampling=sampling
     )
     measured, interrupted = _measure(measurement, questions)
     settings = {
@@ -85,8 +85,8 @@ def run_bench(
     report = bench_report(
         measured,
         facts={
-            "model": model_figures(loaded, model),
-            "machine": machine_figures(),
+            "model": model_facts(loaded, model),
+            "machine": machine_facts(),
             "settings": settings,
         },
         with_references=references,
@@ -137,7 +137,7 @@ def _measure(
     interrupted = True
     console = error_console(None)
     with suppress(KeyboardInterrupt), MeasuringProgress(console, "Taking turns") as on_progress:
-        for prompt in measurement.run(prompts, on_progress):
+        for prompt in measurement.measure(prompts, on_progress):
             measured.append(prompt)
         interrupted = False
     if measurement.skipped:

@@ -8,8 +8,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..eval.bench_page import ratio_name, verdict
-from ..eval.bench_report import Report
+from ..eval.bench_report import Report, ratio_name, verdict
 from .folding_table import FoldingTable
 from .report_output import ratio, shown
 

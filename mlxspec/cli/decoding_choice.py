@@ -12,7 +12,7 @@ from ..draft.drafter import Drafter, NoDraft
 from ..draft.lookahead import check_sizes
 from ..draft.prompt_lookup import lookup_drafter
 from ..errors import OptionError
-from ..generation.decoder import Decoder, MeasuredDecoder, Prompt
+from ..generation.decoder import Decoder, Prompt
 from ..generation.decoders import AutoDecoder, CombinedDecoder, LookaheadDecoder
 from ..generation.options import GenerationOptions
 from ..generation.response import GenerationResponse
@@ -103,7 +103,7 @@ class DecodingChoice:
         A model that is loaded already comes with its tokenizer.
         """
         if self.kind == "lookahead":
-            decoder: MeasuredDecoder = LookaheadDecoder(model, tokenizer, on_measuring=on_measuring)
+            decoder: Decoder = LookaheadDecoder(model, tokenizer, on_measuring=on_measuring)
             if self._sizes["window_size"] == "auto":
                 _ = decoder.costs
             return decoder

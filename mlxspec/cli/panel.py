@@ -8,8 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ..generation.response import GenerationResult
-from ..plan.live_costs import StepTime
+from ..generation.response import GenerationResult, StepTime
 from ..terminal import colored
 
 _NOTICEABLY_SLOW = 1.3

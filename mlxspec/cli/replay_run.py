@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,20 @@ import click
 from rich.console import RenderableType
 
 from ..errors import OptionError
-from ..eval.comparison import AUTO, DECODERS, HINDSIGHT, chosen_decoders, compare
+from ..eval.comparison import (
+    Comparison,
+    chosen_policies,
+    compare,
+    read_curve,
+    replay_page,
+    verdict,
+)
 from ..eval.page import check_report, write_report
-from ..eval.replay import load_trace_tokenizer, read_curve, read_workload
-from ..eval.replay_page import Comparison, replay_page, verdict
-from ..eval.replay_report import ReplayReport
-from ..plan.cost_curve import CostCurve, chip_curve, chip_names, chip_source
+from ..eval.policies import AUTO, HINDSIGHT
+from ..eval.replay import ReplayReport
+from ..eval.traces import load_trace_tokenizer, read_completions
+from ..plan.chips import chip_curve, chip_names, chip_source
+from ..plan.cost_curve import CostCurve
 from .consoles import error_console
 from .folding_table import FoldingTable
 from .measuring_progress import MeasuringProgress
@@ -44,18 +53,17 @@ def run_replay(
     Raises:
         MlxspecError: an option, a trace or the tokenizer is at fault.
     """
-    names = chosen_decoders(
-        ",".join(DECODERS) if decoders == _ALL else decoders, list(DECODERS) if html else [AUTO]
-    )
+    policies = chosen_policies(decoders if decoders is not None else _ALL if html else AUTO)
     curves, sources = _curves(chips, curve, default=_ALL if html else _DEFAULT_CHIP)
     if html:
         check_report(html, "--html", force=force)
-    workload = read_workload(traces, load_trace_tokenizer(tokenizer), limit)
+    loaded = load_trace_tokenizer(tokenizer)
+    completions = read_completions(traces, loaded, limit)
     with MeasuringProgress(error_console(None), "Replaying") as on_progress:
-        comparison = compare(workload, names, curves, on_progress)
+        comparison = compare(completions, loaded.classes, policies, curves, on_progress)
     try:
         if html:
-            write_report(html, replay_page(comparison, sources), "--html", force=force)
+            write_report(html, replay_page(comparison, policies, sources), "--html", force=force)
     finally:  # what was found is not lost with the page
         if as_json:
             click.echo(json.dumps(json_report(comparison)))
@@ -66,7 +74,7 @@ def run_replay(
 def json_report(comparison: Comparison) -> dict[str, Any]:
     """The figures of the first decoder on the first chip, and below ``comparison`` of all."""
     entries = [
-        {"chip": chip, "decoder": name, **report.as_json()}
+        {"chip": chip, "decoder": name, **asdict(report)}
         for chip, reports in comparison.items()
         for name, report in reports.items()
     ]

@@ -16,8 +16,7 @@ from .wording import counted, size_in_words
 
 if TYPE_CHECKING:
     from ..store.building import Reading, TextFile
-    from ..store.store import Store, StoreInfo
-    from ..store.store_file import Vocabulary
+    from ..store.store import Store, StoreInfo, Vocabulary
 
 EPILOG = """\b
 Examples:

@@ -1,4 +1,4 @@
-"""Speculation under programs that call mlx-lm's generation functions, without changing them."""
+"""Speculation for programs that call mlx-lm's generation functions, without changing them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def augment() -> Augmentation:
     """Let mlx-lm's ``generate``, ``stream_generate`` and ``batch_generate`` speculate.
 
     They are replaced in all modules that have been imported so far, under whatever name, and in
-    mlx-lm itself for those that will be. What they generate stays what they are asked for. An
-    argument or a model that mlxspec cannot serve goes to mlx-lm's own function; a warning says
-    so, once for each reason.
+    mlx-lm itself for those that will be. They generate what they did. A call with an argument or
+    a model that mlxspec cannot serve goes to mlx-lm's own function, and a warning says so, once
+    for each reason.
 
     Not covered: functions kept elsewhere than in a module (in a class, in ``partial``), calls
     of ``generate_step`` and of ``BatchGenerator``. So ``mlx_lm.server`` speculates for the
@@ -39,7 +39,7 @@ def augment() -> Augmentation:
     and all of a model whose caches cannot be batched.
 
     Returns:
-        a handle to undo it; a context manager that does so at its end. With several, the last
+        a handle to undo it, and a context manager that does so at its end. Of several, the last
         one to be undone puts mlx-lm's functions back.
     """
     handle = Augmentation()
@@ -78,7 +78,7 @@ def _exchange(replacements: Mapping[Any, Any]) -> None:
 
 
 def _known(*functions: Callable[..., Any]) -> set[str]:
-    """The names of the arguments that mlx-lm knows; about others it is to complain itself."""
+    """The names of the arguments that mlx-lm knows; it complains about others itself."""
     return {name for function in functions for name in signature(function).parameters}
 
 
@@ -92,7 +92,7 @@ _BATCH_ARGUMENTS = _known(_mlx_lm.batch_generate, _mlx_lm.BatchGenerator)
 def _stream_generate(*args: Any, **options: Any) -> Generator[GenerationResponse, None, None]:
     responses = None
     if options.keys() <= _STREAM_ARGUMENTS:
-        with _told_if_it_fails():
+        with _warned_if_it_fails():
             responses = generation.stream_generate(*args, **options)
     yield from responses or generation.plainly(*args, **options)
 
@@ -108,9 +108,9 @@ def _generate(
 def _batch_generate(*args: Any, **options: Any) -> Any:
     run: Callable[[], Any] = functools.partial(batch.generate_in_batch, *args, **options)
     if options.keys() <= _BATCH_ARGUMENTS:
-        with _told_if_it_fails():
-            signature(batch.batch_generate).bind(*args, **options)
-            run = batch.prepared(*args, **options)
+        with _warned_if_it_fails():
+            given = signature(batch.batch_generate).bind(*args, **options)
+            run = batch.prepared(**given.arguments)
     return run()
 
 
@@ -122,17 +122,17 @@ _STAND_INS = {
 
 
 @contextmanager
-def _told_if_it_fails() -> Iterator[None]:
-    """Turn what mlxspec cannot serve into a warning, the first time.
+def _warned_if_it_fails() -> Iterator[None]:
+    """Turn an error into a warning, the first time: mlxspec cannot serve this call.
 
-    For what comes before a generation: what is raised in one goes to the caller, whose own
+    Only for what comes before a generation: what is raised in one goes to the caller, whose own
     processor may have raised it.
     """
     try:
         if mx.distributed.init().size() > 1:
             raise OptionError("several machines share the model; use mlxspec generate there")
         yield
-    except Exception as error:  # a model or an argument that only mlx-lm may know what to do with
+    except Exception as error:  # whatever a model or an argument causes that mlx-lm may know
         reason = " ".join(str(error).split()) or type(error).__name__
         kind = re.sub(r"\d+", "#", reason)
         if kind not in _told:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,17 +22,16 @@ from ..engine.target import Capability
 from ..errors import OptionError
 from ..generation.decoders import AutoDecoder
 from ..generation.options import GenerationOptions, check_options, prompt_ids
-from ..generation.response import GenerationResponse
 from .generation import decoder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_WORTH_BATCHING = 2.0
 _LABEL = "[batch_generate]"
-_CHECKED = ("sampler", "logits_processors", "prefill_step_size", "max_kv_size")
-_OF_BATCHES = ("completion_batch_size", "prefill_batch_size", "stream")
+_WORTH_BATCHING = 2.0  # rows for the price of one
+_DECODING = ("sampler", "logits_processors", "prefill_step_size", "max_kv_size")
+_BATCHING = ("completion_batch_size", "prefill_batch_size", "stream")
 
 
 def batch_generate(
@@ -56,13 +55,13 @@ def batch_generate(
 ) -> BatchResponse:
     """Answer several prompts: in mlx-lm's batches, or one by one with speculation.
 
-    Both are ways to give the model more rows at a time. A batch fills them with tokens that are
-    all kept, so with many prompts and cheap rows it is the better one. With few prompts, or where
-    rows are dear, it gains little, and speculation still does on text that repeats. So it is a
-    batch if the rows of its steps, one for each prompt, come at half their price or less by what
-    steps were measured to cost. In measurements (``benchmarks/batch_ways.py``) that was the
-    faster way, or as fast, in all cases but one: free text where rows are dear, on which nothing
-    is to be looked up.
+    Both give the model more rows at a time. A batch fills them with tokens that are all kept, so
+    it is better for many prompts where rows are cheap. With few prompts, or where rows are
+    expensive, a batch gains little, and speculation still helps on text that repeats. So prompts
+    go into a batch if the rows of its steps, one for each prompt, cost half of single rows or
+    less, by what steps were measured to cost. In measurements (``benchmarks/batch_ways.py``) that
+    was the faster way, or as fast, in all cases but one: free text where rows are expensive, on
+    which nothing is to be looked up.
 
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
@@ -71,14 +70,14 @@ def batch_generate(
         max_tokens: how many tokens to generate at most, for all prompts or for each.
         verbose: print progress, and figures at the end.
         return_prompt_caches: return caches that hold each prompt and its answer.
-        return_token_ids: return the answers' tokens, less the one that ended an answer.
+        return_token_ids: return the answers' tokens, without the one that ended an answer.
         return_logprobs: return the log-probability of each of these tokens.
-        sampler, logits_processors: as for :func:`mlxspec.stream_generate`. With those that are
-            not known to be pure it is mlx-lm's batches, whose calls they count.
+        sampler, logits_processors: as for :func:`mlxspec.stream_generate`. Those that are not
+            known to be pure may count their calls, so the prompts go into mlx-lm's batches.
         completion_batch_size, prefill_batch_size: of mlx-lm's batches.
         prefill_step_size, max_kv_size: the memory of prefill and cache. Where the model heeds
-            ``max_kv_size`` it is mlx-lm's batches, whatever steps cost: they drop the first
-            positions, too, which one prompt alone keeps.
+            ``max_kv_size`` the prompts go into mlx-lm's batches, whatever steps cost: batches
+            drop the first positions, too, which a prompt alone keeps.
         stream: where mlx-lm's batches run.
 
     Raises:
@@ -86,25 +85,7 @@ def batch_generate(
             prompt, before the first one is answered.
         TypeError: there is no such option.
     """
-    run = prepared(
-        model,
-        tokenizer,
-        prompts,
-        prompt_caches,
-        max_tokens,
-        verbose,
-        return_prompt_caches,
-        return_token_ids,
-        return_logprobs,
-        sampler=sampler,
-        logits_processors=logits_processors,
-        completion_batch_size=completion_batch_size,
-        prefill_batch_size=prefill_batch_size,
-        prefill_step_size=prefill_step_size,
-        max_kv_size=max_kv_size,
-        stream=stream,
-    )
-    return run()
+    return prepared(**locals())()
 
 
 def prepared(
@@ -113,15 +94,9 @@ def prepared(
     prompts: Sequence[Sequence[int]],
     prompt_caches: Sequence[list[Any] | None] | None = None,
     max_tokens: int | Sequence[int] = 128,
-    *wanted: bool,
     **options: Any,
 ) -> Callable[[], BatchResponse]:
-    """What :func:`batch_generate` runs, once all its arguments are known to be good.
-
-    Args:
-        model, tokenizer, prompts, prompt_caches, max_tokens: as there.
-        wanted, options: its other arguments.
-    """
+    """What :func:`batch_generate` runs, once its arguments, which are these, are checked."""
     decoder = decoder_of(model, tokenizer)
     budgets = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
     caches = [None] * len(prompts) if prompt_caches is None else list(prompt_caches)
@@ -130,10 +105,10 @@ def prepared(
             raise OptionError(f"{name} are {len(given)} for {len(prompts)} prompts: give one each")
     longest = context_length(model)
     tokens = [prompt_ids(p, decoder.tokenizer, decoder.vocab_size, longest) for p in prompts]
-    checked = {name: options[name] for name in _CHECKED if name in options}
+    decoding = {name: options[name] for name in _DECODING if name in options}
     stateful = False
     for budget, cache in zip(budgets, caches, strict=True):
-        each = cast(GenerationOptions, {**checked, "prompt_cache": cache})
+        each = cast(GenerationOptions, {**decoding, "prompt_cache": cache})
         found = check_options(model, decoder.tokenizer, decoder.vocab_size, budget, each)
         stateful = not found.sampling.allows_drafts
     own = make_prompt_cache(model, options.get("max_kv_size"))
@@ -144,11 +119,11 @@ def prepared(
     )
     # A RoPE that depends on a context's length takes no batch.
     if batched and decoder.draft_end is None:
-        args = model, decoder.tokenizer, tokens, prompt_caches, budgets, *wanted
+        args = model, decoder.tokenizer, tokens, prompt_caches, budgets
         return partial(generate_in_batch, *args, **options)
-    for name in _OF_BATCHES:
+    for name in _BATCHING:
         options.pop(name, None)
-    return partial(_one_by_one, decoder, tokens, caches, budgets, *wanted, **options)
+    return partial(_one_by_one, decoder, tokens, caches, budgets, **options)
 
 
 def _one_by_one(
@@ -162,27 +137,64 @@ def _one_by_one(
     return_logprobs: bool = False,
     **options: Any,
 ) -> BatchResponse:
-    answers = _Answers(len(prompts), verbose)
+    """Answer the prompts with speculation; ``options`` are those of ``decoder.stream``."""
     caches: list[list[Any]] = []
-    for prompt, lent, budget in zip(prompts, prompt_caches, budgets, strict=True):
+    tokens: list[list[int]] = [[] for _ in prompts]
+    logprobs: list[list[float]] = [[] for _ in prompts]
+    stats, drafted, accepted = BatchStats(), 0, 0
+    ends = decoder.tokenizer.eos_token_ids
+    started = time.perf_counter()
+    for index, (prompt, lent, budget) in enumerate(
+        zip(prompts, prompt_caches, budgets, strict=True)
+    ):
+        _show_progress(index, len(prompts), verbose)
         cache = copy.deepcopy(lent)
         if cache is None and return_prompt_caches:
             cache = make_prompt_cache(decoder.model, options.get("max_kv_size"))
         if cache is not None:
             caches.append(cache)
-        answers.take(
-            decoder.stream(prompt, budget, prompt_cache=cache, **options),
-            decoder.tokenizer.eos_token_ids,
-            return_logprobs,
+        responses = decoder.stream(prompt, budget, prompt_cache=cache, **options)
+        prefill = time.perf_counter()
+        for response in responses:
+            if response.generation_tokens == 1:
+                first = time.perf_counter()
+            if response.token not in ends:
+                tokens[index].append(response.token)
+                if return_logprobs:
+                    logprobs[index].append(response.token_logprobs().logprob)
+        stats += BatchStats(
+            prompt_tokens=response.prompt_tokens,
+            prompt_time=first - prefill,
+            generation_tokens=response.generation_tokens,
+            generation_steps=response.stats.steps,
+            decode_time=time.perf_counter() - first,
+            peak_memory=response.peak_memory,
         )
-    answers.finish()
+        drafted += response.stats.drafted
+        accepted += response.stats.accepted
+    stats.wall_time = time.perf_counter() - started
+    if verbose:
+        _show_progress(len(prompts), len(prompts), verbose)
+        print(
+            f"\n{_LABEL} Prompt: {stats.prompt_tokens} tokens, "
+            f"{stats.prompt_tps:.3f} tokens-per-sec\n"
+            f"{_LABEL} Generation: {stats.generation_tokens} tokens, "
+            f"{stats.generation_tps:.3f} tokens-per-sec\n"
+            f"{_LABEL} Speculation: {accepted} of {drafted} draft tokens accepted\n"
+            f"{_LABEL} Peak memory: {stats.peak_memory:.3f} GB"
+        )
     return BatchResponse(
-        texts=[decoder.tokenizer.decode(tokens) for tokens in answers.tokens],
-        stats=answers.stats,
+        texts=[decoder.tokenizer.decode(answer) for answer in tokens],
+        stats=stats,
         caches=caches if return_prompt_caches else None,
-        token_ids=answers.tokens if return_token_ids else None,
-        logprobs=answers.logprobs if return_logprobs else None,
+        token_ids=tokens if return_token_ids else None,
+        logprobs=logprobs if return_logprobs else None,
     )
+
+
+def _show_progress(done: int, count: int, verbose: bool) -> None:
+    if verbose:
+        print(f"{_LABEL} Finished processing {done}/{count} ...", end="\r", flush=True)
 
 
 def _can_be_batched(model: nn.Module, caches: Sequence[list[Any]]) -> bool:
@@ -194,7 +206,7 @@ def _can_be_batched(model: nn.Module, caches: Sequence[list[Any]]) -> bool:
 def _keeps_start(caches: Sequence[list[Any]]) -> bool:
     """Whether a cache of bounded size keeps the first positions.
 
-    In a batch mlx-lm drops these as well, so that its answers are others than one by one.
+    In a batch mlx-lm drops these as well, and so gives other answers than one by one.
     """
     return any(getattr(part, "keep", 0) for cache in caches for part in parts(cache))
 
@@ -208,73 +220,3 @@ def _batch_pays(decoder: AutoDecoder, size: int) -> bool:
     curve = decoder.costs.curve
     rows = min(size, curve.widest)
     return rows / curve(rows) >= _WORTH_BATCHING
-
-
-class _Answers:
-    """What comes of prompts that are answered one by one.
-
-    Args:
-        count: how many prompts there are.
-        verbose: print progress, and figures at the end.
-    """
-
-    def __init__(self, count: int, verbose: bool) -> None:
-        self.tokens: list[list[int]] = []
-        self.logprobs: list[list[float]] = []
-        self.stats = BatchStats()
-        self._count = count
-        self._verbose = verbose
-        self._drafted, self._accepted = 0, 0
-        self._started = time.perf_counter()
-        self._show_progress()
-
-    def take(
-        self,
-        responses: Iterable[GenerationResponse],
-        ends: Collection[int],
-        with_logprobs: bool,
-    ) -> None:
-        """Run a generation to its end."""
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        started = time.perf_counter()
-        for response in responses:
-            if response.generation_tokens == 1:
-                first = time.perf_counter()
-            if response.token not in ends:
-                tokens.append(response.token)
-                if with_logprobs:
-                    logprobs.append(response.token_logprobs().logprob)
-        self.tokens.append(tokens)
-        self.logprobs.append(logprobs)
-        self.stats += BatchStats(
-            prompt_tokens=response.prompt_tokens,
-            prompt_time=first - started,
-            generation_tokens=response.generation_tokens,
-            generation_steps=response.stats.steps,
-            decode_time=time.perf_counter() - first,
-            peak_memory=response.peak_memory,
-        )
-        self._drafted += response.stats.drafted
-        self._accepted += response.stats.accepted
-        self._show_progress()
-
-    def finish(self) -> None:
-        """To be called after the last prompt."""
-        self.stats.wall_time = time.perf_counter() - self._started
-        if not self._verbose:
-            return
-        stats = self.stats
-        print(
-            f"\n{_LABEL} Prompt: {stats.prompt_tokens} tokens, "
-            f"{stats.prompt_tps:.3f} tokens-per-sec\n"
-            f"{_LABEL} Generation: {stats.generation_tokens} tokens, "
-            f"{stats.generation_tps:.3f} tokens-per-sec\n"
-            f"{_LABEL} Speculation: {self._accepted} of {self._drafted} draft tokens accepted\n"
-            f"{_LABEL} Peak memory: {stats.peak_memory:.3f} GB"
-        )
-
-    def _show_progress(self) -> None:
-        if self._verbose:
-            done = f"{len(self.tokens)}/{self._count}"
-            print(f"{_LABEL} Finished processing {done} ...", end="\r", flush=True)

@@ -14,12 +14,14 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.generate import stream_generate as stream_generate_plainly
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..engine.draft_model import DraftModelDrafter, check_vocabularies
 from ..engine.target import Progress
 from ..errors import OptionError
-from ..generation.decoder import Prompt
-from ..generation.decoders import AutoDecoder, stream_with_draft_model
+from ..generation.decoder import DraftCaches, Prompt
+from ..generation.decoders import AutoDecoder
 from ..generation.options import GenerationOptions
 from ..generation.response import GenerationResponse, SpeculationStats
 from ..generation.text import Detokenizer
@@ -54,7 +56,7 @@ def generate(
 
 
 def joined(responses: Iterable[GenerationResponse], verbose: bool) -> str:
-    """The text of responses, printed as it comes if ``verbose``, with figures at its end."""
+    """The text of the responses; if ``verbose`` printed as it comes, with figures at its end."""
     if verbose:
         print("=" * 10)
     text = ""
@@ -83,12 +85,12 @@ def stream_generate(
 ) -> Generator[GenerationResponse, None, None]:
     """Generate with the default decoder, one response per token; the text is mlx-lm's.
 
-    What the decoder has measured of the model and remembers of its outputs serves the next
-    call with the same model and tokenizer. The arguments of mlx-lm mean what they mean there;
-    they are checked at once, not with the first response. Logits processors and samplers of
-    your own are called as mlx-lm calls them, without drafts, unless they are marked with
-    :func:`mlxspec.pure`. What a sampler draws depends on ``mx.random.seed`` as with mlx-lm, but
-    the samples are others: random numbers are keyed by position here.
+    The next call with the same model and tokenizer uses what this one has measured of the model
+    and remembers of its outputs. mlx-lm's arguments mean what they mean there; they are checked
+    at once, not with the first response. Logits processors and samplers of your own are called
+    as mlx-lm calls them, without drafts, unless they are marked with :func:`mlxspec.pure`. What a
+    sampler draws depends on ``mx.random.seed`` as with mlx-lm, but the samples differ from
+    mlx-lm's: random numbers are keyed by position here.
 
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
@@ -97,9 +99,9 @@ def stream_generate(
         draft_model: a small model with the same tokenizer, to draft where no text repeats.
         stream: where mlx-lm would run; everything runs on its ``generation_stream`` here.
         num_draft_tokens: how many tokens ``draft_model`` drafts at most.
-        prompt_progress_callback: called with prompt tokens done and prompt tokens in all.
-        input_embeddings: stand in for the prompt's embeddings; then mlx-lm generates, plainly,
-            and takes its own options only.
+        prompt_progress_callback: called with the numbers of prompt tokens done and in all.
+        input_embeddings: take the place of the prompt's embeddings. Then mlx-lm generates,
+            without drafts, and takes its own options only.
         options: how to sample and where to end, the memory of the cache and ``prompt_cache``,
             as in :meth:`mlxspec.Decoder.decode`. With a draft model ``max_kv_size`` is ignored,
             as by mlx-lm.
@@ -131,15 +133,36 @@ def stream_generate(
     if prompt_progress_callback is not None:
         options["on_progress"] = _one_more(prompt_progress_callback)
     if draft_model is None:
-        responses = decoder.stream(prompt, max_tokens, **options)
-    else:
-        options.pop("max_kv_size", None)
-        responses = stream_with_draft_model(
-            decoder, draft_model, prompt, max_tokens, num_draft_tokens, **options
-        )
-    if prompt_progress_callback is None:
-        return responses
-    return _telling_the_end(responses, prompt_progress_callback)
+        return decoder.stream(prompt, max_tokens, **options)
+    options.pop("max_kv_size", None)
+    return stream_with_draft_model(
+        decoder, draft_model, prompt, max_tokens, num_draft_tokens, **options
+    )
+
+
+def stream_with_draft_model(
+    decoder: AutoDecoder,
+    draft_model: nn.Module,
+    prompt: Prompt,
+    max_tokens: int,
+    num_draft_tokens: int = 2,
+    **options: Unpack[GenerationOptions],
+) -> Generator[GenerationResponse, None, None]:
+    """Draft from text that repeats where that pays, and with a small model elsewhere.
+
+    In ``prompt_cache`` the draft model's caches may follow the target's, as with mlx-lm.
+    """
+    check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
+    both = options.get("prompt_cache") or []
+    drafts_cache = both[len(make_prompt_cache(decoder.model)) :] or None
+    drafter = DraftModelDrafter(draft_model, num_draft_tokens, drafts_cache)
+    return decoder._generate(
+        prompt,
+        max_tokens,
+        options,
+        lambda session: decoder.look_ups_beside(session, drafter),
+        lambda owner, tokens: DraftCaches(owner, drafter, tokens) if drafter.loan else owner,
+    )
 
 
 class _KeptDecoder(AutoDecoder):
@@ -202,22 +225,14 @@ def plainly(*args: Any, **options: Any) -> Generator[GenerationResponse, None, N
 
 
 def _one_more(callback: Progress) -> Progress:
-    """mlx-lm counts the prompt's last token too, which belongs to the first step here."""
-    return lambda done, total: callback(done, total + 1)
+    """Count the prompt's last token, as mlx-lm does; here it belongs to the first step."""
 
+    def progress(done: int, total: int) -> None:
+        callback(done, total + 1)
+        if done == total:
+            callback(total + 1, total + 1)
 
-def _telling_the_end(
-    responses: Generator[GenerationResponse, None, None], callback: Progress
-) -> Generator[GenerationResponse, None, None]:
-    """Tell the callback that the whole prompt is done once the first token is there."""
-    try:
-        for response in responses:
-            if response.generation_tokens == 1:
-                run = response.prompt_tokens - response.reused_tokens
-                callback(run, run)
-            yield response
-    finally:
-        responses.close()
+    return progress
 
 
 def _figures(last: GenerationResponse) -> str:

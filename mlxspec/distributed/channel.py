@@ -1,21 +1,25 @@
-"""Messages between rank 0 and the others, and the notice that one of them is gone."""
+"""How rank 0 and the others meet, send messages, and notice that one of them is gone."""
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
-import selectors
+import secrets
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from signal import SIGTERM
-from typing import Any
+from typing import Any, cast
 
+import mlx.core as mx
+
+from ..errors import DistributedError
 from .launch import end_with, supervisor_descriptor
 
 Message = list[Any]
@@ -26,12 +30,110 @@ _RECEIVED_AT_ONCE = 1 << 16  # bytes
 _SECONDS_OF_GRACE = 0.5
 _SECONDS_SILENT, _SECONDS_BETWEEN_PROBES, _PROBES = 5, 2, 3
 
+_SECONDS_TO_MEET = 60.0
+_SECONDS_TO_GREET = 5.0
+_MAX_INVITATION = 1024  # bytes
+_LOOPBACK = "127.0.0.1"
+_FIREWALLS = "allow connections between the hosts in their firewalls"
+
+
+def meet(group: mx.distributed.Group) -> Channel:
+    """Connect rank 0 with each of the others.
+
+    Rank 0 listens at a port that the system gives it. By an all-reduce it tells the others its
+    addresses, the port and a secret; whoever does not know the secret is turned away.
+
+    Raises:
+        DistributedError: a rank cannot be reached.
+    """
+    rank, size = group.rank(), group.size()
+    if rank == 0:
+        addresses = _own_addresses()
+        only_here = addresses == [_LOOPBACK]
+        with socket.create_server((_LOOPBACK if only_here else "", 0), backlog=size) as listener:
+            secret = secrets.token_hex(16)
+            _broadcast(json.dumps([addresses, listener.getsockname()[1], secret]))
+            return Channel(rank, _accept(listener, secret, size - 1))
+    addresses, port, secret = json.loads(_broadcast(""))
+    connection = _connect(addresses, port)
+    connection.sendall(json.dumps([secret, rank]).encode() + b"\n")
+    return Channel(rank, {0: connection})
+
+
+def _own_addresses() -> list[str]:
+    """Where rank 0 may be reached, the fastest network first.
+
+    ``mlx.launch`` gives the ring back end a file with every rank's addresses, and JACCL one
+    address. In a ring of cables not every host has a cable to rank 0, so its name comes last.
+    """
+    file = os.environ.get("MLX_HOSTFILE")
+    if file:
+        with open(file, encoding="utf-8") as stream:
+            hosts = json.load(stream)
+        found = [[address.rpartition(":")[0] for address in host] for host in hosts]
+        if all(address == _LOOPBACK for host in found for address in host):
+            return [_LOOPBACK]
+        return [*dict.fromkeys(found[0]), socket.gethostname()]
+    coordinator = os.environ.get("MLX_JACCL_COORDINATOR", "").rpartition(":")[0]
+    return [address for address in (coordinator, socket.gethostname()) if address]
+
+
+def _broadcast(text: str) -> str:
+    """Rank 0's text, at every rank; the others pass an empty one."""
+    padded = text.encode().ljust(_MAX_INVITATION, b" ") if text else bytes(_MAX_INVITATION)
+    summed = mx.distributed.all_sum(mx.array(list(padded), mx.int32), stream=mx.cpu)
+    return bytes(cast(list[int], summed.tolist())).decode()
+
+
+def _accept(listener: socket.socket, secret: str, count: int) -> dict[int, socket.socket]:
+    """Wait for so many ranks."""
+    peers: dict[int, socket.socket] = {}
+    until = time.monotonic() + _SECONDS_TO_MEET
+    while len(peers) < count:
+        listener.settimeout(max(0.01, until - time.monotonic()))
+        try:
+            connection = listener.accept()[0]
+        except TimeoutError:
+            missing = ", ".join(str(r) for r in range(1, count + 1) if r not in peers)
+            raise DistributedError(
+                f"rank {missing} has not connected to rank 0: {_FIREWALLS}"
+            ) from None
+        rank = _greeted(connection, secret)
+        if rank is None:
+            connection.close()
+        else:
+            peers[rank] = connection
+    return peers
+
+
+def _greeted(connection: socket.socket, secret: str) -> int | None:
+    """The rank that has connected, by its first line; None if it does not know the secret."""
+    connection.settimeout(_SECONDS_TO_GREET)
+    try:
+        with connection.makefile("rb") as stream:
+            told, rank = json.loads(stream.readline(_MAX_INVITATION))
+        known = hmac.compare_digest(str(told).encode(), secret.encode())
+        return int(rank) if known else None
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+
+
+def _connect(addresses: Sequence[str], port: int) -> socket.socket:
+    for address in addresses:
+        try:
+            return socket.create_connection((address, port), timeout=_SECONDS_TO_GREET)
+        except OSError:
+            continue
+    raise DistributedError(
+        f"rank 0 cannot be reached at {' or '.join(addresses)}, port {port}: {_FIREWALLS}"
+    )
+
 
 class Channel:
     """Connections to other ranks, one JSON line a message.
 
-    A thread listens all the time. When a rank is gone without a farewell, when this process is
-    told to end by SIGTERM, or when its supervisor is gone, it writes one line and ends the
+    Threads listen all the time. When a rank is gone without a farewell, when this process is told
+    to end by SIGTERM, or when its supervisor is gone, one of them writes a line and ends the
     process. To be made in the main thread.
 
     Args:
@@ -42,20 +144,20 @@ class Channel:
     def __init__(self, rank: int, peers: Mapping[int, socket.socket]) -> None:
         self._rank = rank
         self._peers = dict(peers)
-        self._unfinished = dict.fromkeys(self._peers, b"")
         self._messages: SimpleQueue[Message] = SimpleQueue()
         self._sending = threading.RLock()
         self._closing = False
         self._status: int | None = None
         """The exit status that the farewell named."""
-        for connection in self._peers.values():
+        _in_thread(self._end_when_told, _sigterm_descriptor())
+        supervisor = supervisor_descriptor()
+        if supervisor is not None:
+            _in_thread(self._end_as_orphan, supervisor)
+        for peer, connection in self._peers.items():
             connection.setblocking(True)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _probe_when_silent(connection)
-        self._told_to_end = False
-        self._signals = _sigterm_descriptor()
-        self._supervisor = supervisor_descriptor()
-        threading.Thread(target=self._listen, name="mlxspec-ranks", daemon=True).start()
+            _in_thread(self._listen, peer, connection)
 
     def send(self, *message: Any) -> None:
         """Tell all peers something; nothing more after the farewell."""
@@ -69,7 +171,7 @@ class Channel:
                 try:
                     connection.sendall(line)
                 except OSError:
-                    self._lost(rank)
+                    self._lose(rank)
 
     def receive(self) -> Message:
         """Wait for the next message."""
@@ -78,62 +180,47 @@ class Channel:
     def close(self, status: int) -> None:
         """Bid farewell: when this process has ended, so do the peers, with this exit status.
 
-        Until then they take part in what is still on its way.
+        Until then they take part in what is still under way.
         """
         self.send(_END, status)
         self._closing = True
 
-    def wait_for_bad_news(self, seconds: float = 3.0) -> None:
-        """Give the thread time to notice that a rank is gone, where MLX has complained first.
+    def _listen(self, rank: int, connection: socket.socket) -> None:
+        """Take what a rank sends, until it is gone."""
+        unfinished = b""
+        with suppress(OSError):
+            while received := connection.recv(_RECEIVED_AT_ONCE):
+                *lines, unfinished = (unfinished + received).split(b"\n")
+                for line in lines:
+                    message = json.loads(line)
+                    if message[0] == _END:
+                        self._status = message[1]
+                    else:
+                        self._messages.put(message)
+        self._lose(rank)
 
-        Does not return if one is.
-        """
-        time.sleep(seconds)
-
-    def _listen(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._signals, selectors.EVENT_READ, self._heed_signals)
-            if self._supervisor is not None:
-                selector.register(self._supervisor, selectors.EVENT_READ, self._orphaned)
-            for rank, connection in self._peers.items():
-                selector.register(connection, selectors.EVENT_READ, partial(self._read, rank))
-            while not (self._told_to_end or self._closing):
-                for key, _ in selector.select():
-                    key.data()
-            if self._told_to_end:
-                # Who has started the ranks ends those that are left when one has died: that one
-                # is what the user should hear of.
-                for key, _ in selector.select(_SECONDS_OF_GRACE):
-                    key.data()
-                end_with(f"Error: rank {self._rank} was told to end (SIGTERM)", 128 + SIGTERM)
-
-    def _read(self, rank: int) -> None:
-        """Take what has arrived from a rank."""
-        try:
-            received = self._peers[rank].recv(_RECEIVED_AT_ONCE)
-        except OSError:
-            received = b""
-        if not received:
-            self._lost(rank)
-        *lines, self._unfinished[rank] = (self._unfinished[rank] + received).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
-            if message[0] == _END:
-                self._status = message[1]
-            else:
-                self._messages.put(message)
-
-    def _heed_signals(self) -> None:
-        self._told_to_end |= SIGTERM in os.read(self._signals, 64)
-
-    def _orphaned(self) -> None:
-        end_with(f"Error: the process that started rank {self._rank} is gone")
-
-    def _lost(self, rank: int) -> None:
+    def _lose(self, rank: int) -> None:
+        """End this process because another one is gone."""
         if self._status is not None:
             os._exit(self._status)  # wherever the main thread is: it has nothing to finish
         if not self._closing:
             end_with(f"Error: rank {rank} is gone, so rank {self._rank} ends, too")
+
+    def _end_when_told(self, signals: int) -> None:
+        while SIGTERM not in os.read(signals, 64):
+            pass
+        # When one rank has died, whoever started them ends the rest with this signal. Users
+        # should hear of the first one, which is the other threads' to notice.
+        time.sleep(_SECONDS_OF_GRACE)
+        end_with(f"Error: rank {self._rank} was told to end (SIGTERM)", 128 + SIGTERM)
+
+    def _end_as_orphan(self, supervisor: int) -> None:
+        os.read(supervisor, 1)
+        end_with(f"Error: the process that started rank {self._rank} is gone")
+
+
+def _in_thread(function: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=function, args=args, name="mlxspec-ranks", daemon=True).start()
 
 
 def _probe_when_silent(connection: socket.socket) -> None:
@@ -150,7 +237,7 @@ def _probe_when_silent(connection: socket.socket) -> None:
 def _sigterm_descriptor() -> int:
     """A descriptor that gets a byte at SIGTERM, even while the main thread waits inside MLX.
 
-    There Python's own handlers do not run.
+    Python's own handlers do not run there.
     """
     signals, wakeup = os.pipe()
     os.set_blocking(wakeup, False)

@@ -1,140 +1,43 @@
-"""How the followers find the leader: through the group that MLX has formed."""
+"""A group of ranks: rank 0 comes out of it as the leader, the others follow it to the end."""
 
 from __future__ import annotations
 
-import hmac
-import json
-import os
-import secrets
 import signal
-import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import generation_stream
+from mlx_lm.generate import generation_stream, wired_limit
 
+from ..draft.tree import DraftTree
+from ..engine.capability import rounding_noise, row_error, tree_agrees
+from ..engine.params import CacheOptions
+from ..engine.target import Capability, Target
 from ..errors import DistributedError, MlxspecError
-from .channel import Channel
-from .follower import Follower
+from ..process import INTERRUPTED
+from .channel import Channel, meet
 from .launch import end_with
 from .leader import Leader
+from .sharding import is_known, load_shard, share, wait_for_all
 
-_SECONDS = 60.0
-_SECONDS_TO_GREET = 5.0
-_LONGEST_INVITATION = 1024  # bytes
-_LOOPBACK = "127.0.0.1"
+TOGETHER: dict[str, Callable[..., Any]] = {
+    function.__name__: function for function in (rounding_noise, row_error, tree_agrees)
+}
+"""What :meth:`.leader.Leader.run` may call at every rank."""
 
-
-def meet(group: mx.distributed.Group) -> Channel:
-    """Connect rank 0 with each of the others.
-
-    Rank 0 listens at a port that the system gives it, and tells the others its addresses, the
-    port and a secret by an all-reduce. Who does not know the secret is turned away.
-
-    Raises:
-        DistributedError: a rank cannot be reached.
-    """
-    rank, size = group.rank(), group.size()
-    if rank == 0:
-        addresses = _own_addresses()
-        only_here = addresses == [_LOOPBACK]
-        with socket.create_server((_LOOPBACK if only_here else "", 0), backlog=size) as listener:
-            secret = secrets.token_hex(16)
-            _broadcast(json.dumps([addresses, listener.getsockname()[1], secret]))
-            return Channel(rank, _accept(listener, secret, size - 1))
-    addresses, port, secret = json.loads(_broadcast(""))
-    connection = _connect(addresses, port)
-    connection.sendall(json.dumps([secret, rank]).encode() + b"\n")
-    return Channel(rank, {0: connection})
-
-
-def _own_addresses() -> list[str]:
-    """Where rank 0 may be reached, the fastest network first.
-
-    ``mlx.launch`` gives the ring back end a file with every rank's addresses, JACCL one address.
-    In a ring of cables not every host has a cable to rank 0, so its name comes last.
-    """
-    file = os.environ.get("MLX_HOSTFILE")
-    if file:
-        with open(file, encoding="utf-8") as stream:
-            hosts = json.load(stream)
-        found = [[address.rpartition(":")[0] for address in host] for host in hosts]
-        if all(address == _LOOPBACK for host in found for address in host):
-            return [_LOOPBACK]
-        return [*dict.fromkeys(found[0]), socket.gethostname()]
-    coordinator = os.environ.get("MLX_JACCL_COORDINATOR", "").rpartition(":")[0]
-    return [address for address in (coordinator, socket.gethostname()) if address]
-
-
-def _broadcast(text: str) -> str:
-    """Rank 0's text, at every rank; the others pass an empty one."""
-    padded = text.encode().ljust(_LONGEST_INVITATION, b" ") if text else bytes(_LONGEST_INVITATION)
-    summed = mx.distributed.all_sum(mx.array(list(padded), mx.int32), stream=mx.cpu)
-    return bytes(cast(list[int], summed.tolist())).decode()
-
-
-def _accept(listener: socket.socket, secret: str, count: int) -> dict[int, socket.socket]:
-    """Wait for so many ranks."""
-    peers: dict[int, socket.socket] = {}
-    until = time.monotonic() + _SECONDS
-    while len(peers) < count:
-        listener.settimeout(max(0.01, until - time.monotonic()))
-        try:
-            connection = listener.accept()[0]
-        except TimeoutError:
-            missing = ", ".join(str(r) for r in range(1, count + 1) if r not in peers)
-            raise DistributedError(
-                f"rank {missing} has not connected to rank 0: allow connections between the "
-                "hosts in their firewalls"
-            ) from None
-        greeting = _greeting(connection)
-        if greeting and hmac.compare_digest(str(greeting[0]), secret):
-            peers[int(greeting[1])] = connection
-        else:
-            connection.close()
-    return peers
-
-
-def _greeting(connection: socket.socket) -> list[Any] | None:
-    """What a stranger says first."""
-    connection.settimeout(_SECONDS_TO_GREET)
-    received = b""
-    try:
-        while not received.endswith(b"\n") and len(received) < _LONGEST_INVITATION:
-            part = connection.recv(_LONGEST_INVITATION)
-            if not part:
-                return None
-            received += part
-        greeting = json.loads(received)
-    except (OSError, ValueError):
-        return None
-    return greeting if isinstance(greeting, list) and len(greeting) == 2 else None
-
-
-def _connect(addresses: Sequence[str], port: int) -> socket.socket:
-    for address in addresses:
-        try:
-            return socket.create_connection((address, port), timeout=_SECONDS_TO_GREET)
-        except OSError:
-            continue
-    raise DistributedError(
-        f"rank 0 cannot be reached at {' or '.join(addresses)}, port {port}: allow connections "
-        "between the hosts in their firewalls"
-    )
-
-
-_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+_FORWARDS_BETWEEN_CLEARING = 256  # as in the decoding loop: outgrown buffers go to the system
+_SECONDS_TO_NOTICE = 3.0  # that a rank is gone, where MLX has complained first
 
 
 @contextmanager
 def taking_part() -> Iterator[Leader | None]:
     """Form the group of the ranks that ``mlx.launch`` has started.
 
-    Only rank 0 comes out of this; the others follow it until the process ends. At its end they
-    end as well, with the exit status that rank 0 will have.
+    Only rank 0 comes out of this; the others follow it until the process ends. When rank 0 ends
+    they end as well, with its exit status.
 
     Yields:
         the leader, or None in a group of one.
@@ -150,7 +53,7 @@ def taking_part() -> Iterator[Leader | None]:
         yield None
         return
     if group.rank() > 0:
-        _follow(group)
+        _follow_to_the_end(group)
     channel = meet(group)
     status = 1
     try:
@@ -160,27 +63,62 @@ def taking_part() -> Iterator[Leader | None]:
         status = end.code if isinstance(end.code, int) else 1
         raise
     except KeyboardInterrupt:
-        status = _INTERRUPTED
+        status = INTERRUPTED
         raise
     except RuntimeError:
-        channel.wait_for_bad_news()  # MLX may notice before we do that a rank is gone
+        time.sleep(_SECONDS_TO_NOTICE)
         raise
     finally:
-        # A forward may still be on its way that the followers take part in.
+        # A forward may still be under way in which the followers take part.
         mx.synchronize(generation_stream)
         channel.close(status)
 
 
-def _follow(group: mx.distributed.Group) -> None:
+def _follow_to_the_end(group: mx.distributed.Group) -> None:
     """Follow rank 0 until the process ends, by its word or with one line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets it, too, and says what it means
-    name = f"Error: rank {group.rank()}"
     channel = None
     try:
         channel = meet(group)
-        Follower(group, channel).follow()
+        _follow(group, channel)
     except Exception as error:
         if channel:
-            channel.wait_for_bad_news()  # rank 0 may be gone, or be in the same trouble and say so
+            time.sleep(_SECONDS_TO_NOTICE)  # rank 0 may be in the same trouble, and say so
         reason = "" if isinstance(error, MlxspecError) else f"{type(error).__name__}: "
-        end_with(f"{name}: {reason}{error}")
+        end_with(f"Error: rank {group.rank()}: {reason}{error}")
+
+
+def _follow(group: mx.distributed.Group, channel: Channel) -> None:
+    """Do on this rank's part of the model what the leader tells, until the process ends.
+
+    Raises:
+        LoadError: this rank cannot load its part of the model.
+    """
+    targets: dict[int, Target] = {}
+    forwards = count(1)
+    with ExitStack() as wired, mx.stream(generation_stream):
+        while True:
+            match channel.receive():
+                case ["load", name]:
+                    model, _ = load_shard(name, group)
+                    wired.enter_context(wired_limit(model, [generation_stream]))
+                    wait_for_all()
+                case ["run", name, *args]:
+                    TOGETHER[name](model, *args)
+                case ["open", number, capability, vocab_size, options]:
+                    targets[number] = Target(
+                        model, Capability(capability), vocab_size, CacheOptions(**options)
+                    )
+                case ["close", number]:
+                    del targets[number]
+                case ["forward", number, tokens, parents]:
+                    tree = DraftTree(tuple(tokens), tuple(parents))
+                    rows = mx.array(tree.tokens) if is_known(tree) else share(None)
+                    # The other ranks need its values; nobody here reads the logits.
+                    mx.async_eval(targets[number].forward(rows, tree))
+                    if next(forwards) % _FORWARDS_BETWEEN_CLEARING == 0:
+                        mx.clear_cache()
+                # A generation that was never closed and ends as garbage may cut a target back
+                # that has been closed already.
+                case [method, number, *args] if number in targets:
+                    getattr(targets[number], method)(*args)

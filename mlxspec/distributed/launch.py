@@ -1,4 +1,7 @@
-"""Whether ``mlx.launch`` has started this process; asked before MLX is imported."""
+"""A process that ``mlx.launch`` has started: its rank, how it ends, what a signal does.
+
+Nothing here imports MLX.
+"""
 
 from __future__ import annotations
 
@@ -12,68 +15,57 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-
-def launched_rank() -> int | None:
-    """The rank that ``mlx.launch`` gave this process; None without it, or with one rank only."""
-    rank = os.environ.get("MLX_RANK", "")
-    return int(rank) if rank.isdecimal() and not _is_alone() else None
-
-
-def _is_alone() -> bool:
-    """Whether this is the only rank: the file of hosts is empty then, and MLX stumbles over it."""
-    hosts = Path(os.environ.get("MLX_HOSTFILE") or os.devnull)
-    return hosts.is_file() and not hosts.read_bytes().strip()
-
-
-def let_rank_0_speak() -> None:
-    """Lead the standard streams of the other ranks to nowhere.
-
-    What they have to say of themselves goes to the file descriptor; see :func:`.ending.say`.
-    """
-    if launched_rank():
-        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-
+_SUPERVISOR = "MLXSPEC_SUPERVISOR"
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 _ending = threading.Lock()
 
 
-def say(line: str) -> None:
-    """Write a line to standard error, whether this rank prints or not."""
-    os.write(2, f"{' '.join(line.split())}\n".encode(errors="replace"))
+def launched_rank() -> int | None:
+    """The rank that ``mlx.launch`` gave this process; None without it, or with one rank only."""
+    rank = os.environ.get("MLX_RANK", "")
+    hosts = Path(os.environ.get("MLX_HOSTFILE") or os.devnull)
+    # For a single rank mlx.launch writes an empty file of hosts, over which MLX stumbles.
+    is_alone = hosts.is_file() and not hosts.read_bytes().strip()
+    return int(rank) if rank.isdecimal() and not is_alone else None
+
+
+def let_rank_0_speak() -> None:
+    """Silence the standard streams of the other ranks, which have :func:`end_with`."""
+    if launched_rank():
+        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def end_with(line: str, status: int = 1) -> NoReturn:
-    """Say why, and end the process from any thread.
+    """Write a line to standard error, and end the process, from any thread and at any rank.
 
     The main thread may be waiting inside MLX for a rank that will never answer, where no
-    exception reaches it. Several threads may find the same rank gone: one of them says so.
+    exception reaches it. Of several threads that find the same rank gone, one says so.
     """
     _ending.acquire()
-    say(line)
+    os.write(2, f"{' '.join(line.split())}\n".encode(errors="replace"))
     os._exit(status)
 
 
-_DESCRIPTOR = "MLXSPEC_SUPERVISOR"
-_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
-
-
 def supervisor_descriptor() -> int | None:
-    """What a worker reads the end of a file from when its supervisor is gone; None without one."""
-    descriptor = os.environ.get(_DESCRIPTOR)
+    """The descriptor that comes to its end when this worker's supervisor dies; None without one."""
+    descriptor = os.environ.get(_SUPERVISOR)
     return int(descriptor) if descriptor else None
 
 
 def supervise() -> None:
-    """Run this process's command in a worker and end as it ends; in the worker, do nothing."""
+    """Run this process's command in a worker and end as it ends; in the worker, do nothing.
+
+    MLX can crash when another rank is gone: the supervisor then says what has happened.
+    """
     if supervisor_descriptor() is not None:
         return
     alive, held = os.pipe()
-    # Ctrl-C reaches the worker as well. What it means rank 0 says; in the other ranks' workers it
-    # stays ignored.
+    # Ctrl-C reaches the worker as well. Rank 0's says what it means; the others' ignore it.
     signal.signal(signal.SIGINT, signal.SIG_IGN if launched_rank() else lambda *_: None)
     worker = subprocess.Popen(
         [sys.executable, *sys.orig_argv[1:]],
-        env={**os.environ, _DESCRIPTOR: str(alive)},
+        env={**os.environ, _SUPERVISOR: str(alive)},
         pass_fds=[alive],
     )
     os.close(alive)
@@ -91,8 +83,8 @@ def supervise() -> None:
 def uninterrupted() -> Iterator[None]:
     """Hold an interrupt back until the block has ended.
 
-    A forward that the followers were told and the leader then does not run would have them wait
-    for it for ever. Threads other than the main one are never interrupted.
+    The followers would wait for ever for a forward that they were told of and that the leader
+    then does not run. Python interrupts the main thread only.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -102,7 +94,7 @@ def uninterrupted() -> Iterator[None]:
     try:
         yield
     finally:
-        if usual is not None:  # as when the interpreter shuts down and collects a generation
+        if usual is not None:  # None while the interpreter shuts down and collects a generation
             signal.signal(signal.SIGINT, usual)
         if held:
             signal.raise_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Rank 0: does everything, and tells the others each forward before it runs it."""
+"""Rank 0: does everything, and tells the others of each forward before it runs it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..engine.target import Capability, Target
 from ..errors import OptionError
 from .channel import Channel
 from .launch import uninterrupted
-from .sharding import load_shard
+from .sharding import is_known, load_shard, share, wait_for_all
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -40,7 +40,7 @@ class Leader:
         self.group = group
         self._channel = channel
         self._numbers = count()
-        self._let_go: list[int] = []
+        self._closed: list[int] = []
 
     def load(self, path_or_repo: str | Path) -> tuple[nn.Module, TokenizerWrapper]:
         """Load a model split over all ranks, each of which loads its own part.
@@ -62,7 +62,7 @@ class Leader:
         options: CacheOptions | None = None,
         cache: Sequence[Any] | None = None,
     ) -> LeadingTarget:
-        """A target that the followers' targets follow; the arguments are those of :class:`Target`.
+        """A target that every rank has on its part; the arguments are those of :class:`Target`.
 
         Raises:
             OptionError: caches are lent, which hold a whole model's keys and values.
@@ -76,26 +76,26 @@ class Leader:
         options = options or CacheOptions()
         self.tell("open", number, capability.value, vocab_size, asdict(options))
         target = LeadingTarget(self, number, model, capability, vocab_size, options)
-        weakref.finalize(target, self._let_go.append, number)
+        weakref.finalize(target, self._closed.append, number)
         return target
 
     def run(self, function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:
-        """Call a function of :data:`.follower.TOGETHER` with the model, at every rank."""
+        """Call a function of :data:`.group.TOGETHER` with the model, at every rank."""
         with uninterrupted(), mx.stream(generation_stream):
             self.tell("run", function.__name__, *args)
             return function(model, *args)
 
     def tell(self, *message: Any) -> None:
         """Tell the followers what to do."""
-        while self._let_go:
-            self._channel.send("close", self._let_go.pop())
+        while self._closed:
+            self._channel.send("close", self._closed.pop())
         self._channel.send(*message)
 
 
 class LeadingTarget(Target):
-    """A target whose every forward and every change of the cache the followers repeat.
+    """A target of which the followers repeat every forward and every change of the cache.
 
-    Interrupts come between what is repeated, never between telling and doing.
+    Interrupts wait until what the followers were told is done here, too.
     """
 
     def __init__(self, leader: Leader, number: int, *args: Any, **options: Any) -> None:
@@ -106,7 +106,7 @@ class LeadingTarget(Target):
 
     @contextmanager
     def _telling(self, method: str, *args: Any) -> Iterator[None]:
-        """Tell the followers a call, unless it is part of one that they were told."""
+        """Tell the followers of a call, unless it is part of one that they repeat already."""
         if self._told:
             yield
             return
@@ -119,7 +119,7 @@ class LeadingTarget(Target):
                 self._told = False
 
     def prefill(self, tokens: Sequence[int], *args: Any, **options: Any) -> None:
-        """As :meth:`Target.prefill`; the followers are told it chunk by chunk."""
+        """As :meth:`Target.prefill`, of which the followers are told chunk by chunk."""
         super().prefill(tokens, *args, **options)
         self._leader.tell("prefill", self._number, [])  # caches change for steps at its end
 
@@ -128,7 +128,7 @@ class LeadingTarget(Target):
             super()._prefill_chunk(tokens)
 
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
-        """As :meth:`Target.forward`, and dispatched, so that no rank waits for this one."""
+        """As :meth:`Target.forward`, and dispatched: the other ranks wait for its values."""
         with self._telling("forward", tree.tokens, tree.parents):
             if not is_known(tree):
                 tokens = share(tokens)
@@ -137,7 +137,7 @@ class LeadingTarget(Target):
         return logits
 
     def commit(self, rows: Sequence[int]) -> None:
-        """As :meth:`Target.keep`."""
+        """As :meth:`Target.commit`."""
         with self._telling("commit", list(rows)):
             super().commit(rows)
 
@@ -147,26 +147,6 @@ class LeadingTarget(Target):
             super().truncate(length)
 
     def flush_pending(self) -> None:
-        """As :meth:`Target.commit`."""
+        """As :meth:`Target.flush_pending`."""
         with self._telling("flush_pending"):
             super().flush_pending()
-
-
-def is_known(tree: DraftTree) -> bool:
-    """Whether the tokens of the rows are known; otherwise rank 0 has just chosen one."""
-    return tree.tokens[0] >= 0
-
-
-def share(token: mx.array | None) -> mx.array:
-    """Rank 0's choice of a pipelined token, (1,), at every rank; the others pass None.
-
-    It never becomes a number in Python on its way. Ranks could choose for themselves from equal
-    logits, but those of different chips need not be equal.
-    """
-    own = mx.zeros((1,), mx.uint32) if token is None else token.astype(mx.uint32)
-    return mx.distributed.all_sum(own)
-
-
-def wait_for_all() -> None:
-    """Wait until every rank has come here: a GPU would not wait as long for a slow disk."""
-    mx.eval(mx.distributed.all_sum(mx.array(1.0), stream=mx.cpu))

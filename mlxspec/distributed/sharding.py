@@ -1,4 +1,4 @@
-"""This rank's share of a model's weights."""
+"""What every rank does alike: load its share of the weights, exchange a token, wait."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..draft.tree import DraftTree
 from ..engine.target import vocabulary_size
 from ..errors import LoadError
 from ..loading.model import load
@@ -22,7 +23,7 @@ def load_shard(
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """Load a model split over the ranks of a group, as mlx-lm's ``shard`` splits it.
 
-    Weights are read one after another, and of each only this rank's part stays in memory.
+    Weights are read one after another, and only this rank's part of each stays in memory.
 
     Args:
         path_or_repo: as for :func:`mlxspec.load`; every rank has or downloads the files.
@@ -79,7 +80,7 @@ def _numbers(model: nn.Module) -> dict[tuple[str, str], int]:
 def _check_numbers(
     whole: dict[tuple[str, str], int], part: dict[tuple[str, str], int], size: int
 ) -> None:
-    """Refuse what mlx-lm has divided with a remainder: the model would run, and be another.
+    """Refuse what mlx-lm has divided with a remainder: the model would run with other results.
 
     Raises:
         ValueError: there was a remainder.
@@ -89,3 +90,23 @@ def _check_numbers(
         repeated = after == 1 and size % before == 0  # fewer heads than ranks, and copies of them
         if after not in (before, before / size) and not repeated:
             raise ValueError(f"{' '.join(key)}: {before} divided by {size}")
+
+
+def is_known(tree: DraftTree) -> bool:
+    """Whether the rows' tokens are known to all ranks: a pipelined one is only in rank 0's MLX."""
+    return tree.tokens[0] >= 0
+
+
+def share(token: mx.array | None) -> mx.array:
+    """Rank 0's choice of a pipelined token, (1,), at every rank; the others pass None.
+
+    It never becomes a number in Python on its way. Ranks cannot choose for themselves, because
+    the logits of different chips need not be equal.
+    """
+    own = mx.zeros((1,), mx.uint32) if token is None else token.astype(mx.uint32)
+    return mx.distributed.all_sum(own)
+
+
+def wait_for_all() -> None:
+    """Wait until every rank has come here: a GPU gives up earlier than a slow disk is done."""
+    mx.eval(mx.distributed.all_sum(mx.array(1.0), stream=mx.cpu))

@@ -5,21 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
 
-from .drafter import Drafter, VerifiedStep
+from .drafter import Drafter, VerifiedStep, origins_of, window_rows_of
 from .tree import DraftTree, TreeBuilder
 
 
-@runtime_checkable
-class RowFiller(Protocol):
-    """A drafter that can fit its draft to the rows that are left."""
-
-    def propose_beside(self, rows: int, max_depth: int, max_rows: int) -> DraftTree:
-        """Draft for a step that has ``rows`` rows already and may have ``max_rows``."""
-
-
-class CombinedDrafter:
+class CombinedDrafter(Drafter):
     """Drafts what either of two drafters proposes; common beginnings are verified once.
 
     Each drafter observes a step as if its own tree had been verified: with the target's choices
@@ -34,15 +25,13 @@ class CombinedDrafter:
             cut.
     """
 
-    branching = True
-
     def __init__(self, first: Drafter, second: Drafter, max_rows: int | None = None) -> None:
         self.first = first
         self.second = second
         self.max_rows = sys.maxsize if max_rows is None else max_rows
 
     @property
-    def pipelined(self) -> bool:
+    def pipelined(self) -> bool:  # type: ignore[override]
         """Whether neither drafter expects a draft soon."""
         return self.first.pipelined and self.second.pipelined
 
@@ -54,8 +43,9 @@ class CombinedDrafter:
         first = self.first.propose(max_depth)
         merged = _Merger(first.tokens[0], self.max_rows)
         merged.add(first)
-        if isinstance(self.second, RowFiller):
-            second = self.second.propose_beside(len(merged), max_depth, self.max_rows)
+        fill = getattr(self.second, "propose_beside", None)
+        if fill:
+            second = fill(len(merged), max_depth, self.max_rows)
         else:
             second = self.second.propose(max_depth)
         merged.add(second)
@@ -75,24 +65,21 @@ class CombinedDrafter:
             self.second.end()
 
     def origins(self) -> tuple[str, ...]:
-        """Per node of the tree proposed last, what its first proposer says of it, or "draft"."""
+        """Per node of the tree proposed last, what its first proposer says of it."""
         origins = ["root"] + [""] * (len(self._merged) - 1)
         for drafter, tree, nodes in zip(
             (self.first, self.second), self._parts, self._merged.nodes, strict=True
         ):
-            told = getattr(drafter, "origins", None)
-            own = told() if told else ("root", *["draft"] * (len(tree) - 1))
+            own = origins_of(drafter, tree)
             for node, origin in zip(nodes, own, strict=True):
                 if node is not None:
                     origins[node] = origins[node] or origin
         return tuple(origins)
 
     def window_rows(self) -> dict[tuple[int, int], int]:
-        """The node of each row (level, column) of a drafter's lookahead window, if one has any."""
         rows: dict[tuple[int, int], int] = {}
         for drafter, nodes in zip((self.first, self.second), self._merged.nodes, strict=True):
-            told = getattr(drafter, "window_rows", None)
-            for row, own in (told() if told else {}).items():
+            for row, own in window_rows_of(drafter).items():
                 node = nodes[own]
                 if node is not None:
                     rows[row] = node

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from ..errors import OptionError
-from .drafter import VerifiedStep
+from .drafter import Drafter, VerifiedStep
 from .tree import DraftTree, TreeBuilder
 
 MOST_GUESSES = 64
@@ -138,65 +138,32 @@ class JacobiWindow:
         return self._random.choices(self._text, k=count)
 
 
-class LookaheadTree(TreeBuilder):
-    """The tree that one step of lookahead decoding verifies.
+def add_window(
+    tree: TreeBuilder, levels: Sequence[Sequence[int]], columns: int | None = None
+) -> list[list[int]]:
+    """Add the first columns of a window to a draft.
 
-    Guesses are branches at the root. The window's level 0 is a trunk that starts there; the
-    deeper levels of its column i are a branch of the trunk's node i. So the ancestors of a row
-    are exactly what the paper's mask lets it see, and its depth gives the paper's position.
-    Where a guess and the window, or two guesses, begin alike they share nodes: what stands
-    above is the same, so are their rows.
-
-    Guesses are to be added first: a target that verifies no branches gets the first one.
+    The window's level 0 is a trunk that starts at the root; the deeper levels of its column i
+    are a branch of the trunk's node i. So the ancestors of a row are exactly what the paper's
+    mask lets it see, and its depth gives the paper's position. Where the tree and the window
+    begin alike they share nodes: what stands above is the same, so are their rows.
 
     Args:
-        root: the current token.
+        tree: holds the guesses; they come first, for a target that verifies no branches.
+        levels: as :class:`JacobiWindow` has them.
+        columns: how many, at least 1; None for all.
 
-    Attributes:
-        rows: ``rows[l][i]`` is the node of the window's row (l, i).
-        guess_nodes: how many nodes the guesses have; they are the nodes from 1 on.
+    Returns:
+        ``rows[l][i]`` is the node of the window's row (l, i).
     """
-
-    def __init__(self, root: int) -> None:
-        super().__init__(root)
-        self.rows: list[list[int]] = []
-        self.guess_nodes = 0
-
-    def add_guesses(self, guesses: Iterable[Sequence[int]]) -> None:
-        """Add what may follow the current token, best first."""
-        for guess in guesses:
-            node = 0
-            for token in guess:
-                node = self.child(node, token)
-        self.guess_nodes = len(self) - 1
-
-    def add_window(self, levels: Sequence[Sequence[int]], columns: int | None = None) -> None:
-        """Add the first columns of a window.
-
-        Args:
-            levels: as :class:`mlxspec.draft.lookahead.JacobiWindow` has them.
-            columns: how many, at least 1; None for all.
-        """
-        trunk = [0]
-        for token in levels[0][1:columns]:
-            trunk.append(self.child(trunk[-1], token))
-        self.rows.append(trunk)
-        for level in levels[1:]:
-            pairs = zip(self.rows[-1], level, strict=False)
-            self.rows.append([self.child(node, token) for node, token in pairs])
-
-    def origins(self) -> tuple[str, ...]:
-        """Per node, what has proposed it: "root", "guess" or "window"."""
-        window_nodes = len(self) - 1 - self.guess_nodes
-        return "root", *["guess"] * self.guess_nodes, *["window"] * window_nodes
-
-    def window_rows(self) -> dict[tuple[int, int], int]:
-        """The node of each of the window's rows (level, column)."""
-        return {
-            (level, column): node
-            for level, nodes in enumerate(self.rows)
-            for column, node in enumerate(nodes)
-        }
+    trunk = [0]
+    for token in levels[0][1:columns]:
+        trunk.append(tree.child(trunk[-1], token))
+    rows = [trunk]
+    for level in levels[1:]:
+        pairs = zip(rows[-1], level, strict=False)
+        rows.append([tree.child(node, token) for node, token in pairs])
+    return rows
 
 
 _LONGEST_NGRAM = 64  # as for prompt lookup
@@ -224,7 +191,7 @@ def check_sizes(window_size: int, ngram_size: int, guess_set_size: int) -> None:
         raise OptionError(f"guess_set_size is {guess_set_size}: choose 1 or more, or -1 for 64")
 
 
-class LookaheadDrafter:
+class LookaheadDrafter(Drafter):
     """Drafts n-grams from a pool, which a window of guesses about the tokens ahead feeds.
 
     Each step verifies one tree: the pool's guesses about what follows the current token, and
@@ -248,9 +215,6 @@ class LookaheadDrafter:
     Raises:
         OptionError: a size is out of range.
     """
-
-    pipelined = False
-    branching = True
 
     def __init__(
         self,
@@ -284,18 +248,21 @@ class LookaheadDrafter:
 
         Guesses come first, then as many columns of the window as there is room for.
         """
-        self._tree = LookaheadTree(self._current)
         depth = min(max_depth, self.ngram_size - 1)
         limit = max(max_rows - rows, 0) // max(depth, 1)
         guesses = self._pool.guesses(self._current, limit)
-        self._tree.add_guesses(guess[:depth] for guess in guesses)
+        tree = TreeBuilder.of(
+            DraftTree.from_branches(self._current, [guess[:depth] for guess in guesses])
+        )
+        self._n_guessed = len(tree) - 1
+        self._rows: list[list[int]] = []
         if self._window and self._window.depth <= max_depth:
             # The window's first row is the current token's, which is there in any case.
-            left = max_rows - rows - self._tree.guess_nodes + 1
+            left = max_rows - rows - self._n_guessed + 1
             columns = min(self._window.columns, left // len(self._window.levels))
             if columns > 0:
-                self._tree.add_window(self._window.levels, columns)
-        self._draft = self._tree.tree()
+                self._rows = add_window(tree, self._window.levels, columns)
+        self._draft = tree.tree()
         return self._draft
 
     def observe(self, step: VerifiedStep) -> None:
@@ -308,18 +275,20 @@ class LookaheadDrafter:
         del self._pool, self._window
 
     def origins(self) -> tuple[str, ...]:
-        """Per node of the tree proposed last: "root", "guess" or "window"."""
-        return self._tree.origins()
+        n_window = len(self._draft) - 1 - self._n_guessed
+        return "root", *["guess"] * self._n_guessed, *["window"] * n_window
 
     def window_rows(self) -> dict[tuple[int, int], int]:
-        """The node of each window row (level, column) in the tree proposed last."""
-        return self._tree.window_rows()
+        return {
+            (level, column): node
+            for level, nodes in enumerate(self._rows)
+            for column, node in enumerate(nodes)
+        }
 
     def _advance(self, window: JacobiWindow, step: VerifiedStep) -> None:
-        rows = self._tree.rows
-        if not rows or step.tree != self._draft:  # another step ran, or the tree was cut
+        if not self._rows or step.tree != self._draft:  # another step ran, or the tree was cut
             window.skip(step.tokens[-1])
             return
-        argmaxes = [step.argmaxes[node] for node in rows[-1]]
+        argmaxes = [step.argmaxes[node] for node in self._rows[-1]]
         for ngram in window.advance(argmaxes, step.tokens[-1]):
             self._pool.add(ngram)

@@ -59,7 +59,7 @@ class NgramIndex:
 _LONGEST_NGRAM = 64  # each length is indexed, at a cost in time and memory
 
 
-class PromptLookupDrafter:
+class PromptLookupDrafter(Drafter):
     """Drafts a chain by looking the context's last tokens up in the context itself.
 
     For n from ``ngram_max`` down to ``ngram_min``, the last n tokens of prompt and output are
@@ -76,7 +76,6 @@ class PromptLookupDrafter:
         OptionError: a number is out of range, or ``ngram_min`` exceeds ``ngram_max``.
     """
 
-    pipelined = False
     branching = False
 
     def __init__(self, n_draft: int = 10, ngram_max: int = 3, ngram_min: int = 1) -> None:
@@ -101,7 +100,6 @@ class PromptLookupDrafter:
         return DraftTree.chain(self._index.tokens[-1], draft)
 
     def origins(self) -> tuple[str, ...]:
-        """Per node of the tree proposed last, where it came from."""
         return "root", *["lookup"] * self._drafted
 
     def observe(self, step: VerifiedStep) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .drafter import Drafter, VerifiedStep
+from .drafter import Drafter, VerifiedStep, origins_of, window_rows_of
 from .tree import DraftTree
 
 ROOT = "root"
@@ -31,11 +31,8 @@ class RecordedStep:
     window: WindowRows
 
 
-class RecordingDrafter:
+class RecordingDrafter(Drafter):
     """Lets another drafter draft, and keeps every step.
-
-    A drafter may tell more about the tree that it proposed last: ``origins()`` gives a word per
-    node, ``window_rows()`` the nodes of lookahead decoding's window.
 
     Args:
         drafter: whose steps to record.
@@ -47,11 +44,11 @@ class RecordingDrafter:
         self._steps = steps
 
     @property
-    def pipelined(self) -> bool:
+    def pipelined(self) -> bool:  # type: ignore[override]  # the drafter's
         return self._drafter.pipelined
 
     @property
-    def branching(self) -> bool:
+    def branching(self) -> bool:  # type: ignore[override]
         return self._drafter.branching
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -59,11 +56,9 @@ class RecordingDrafter:
 
     def propose(self, max_depth: int) -> DraftTree:
         self._proposed = tree = self._drafter.propose(max_depth)
-        origins = getattr(self._drafter, "origins", None)
-        window_rows = getattr(self._drafter, "window_rows", None)
         # Taken now: after the step the drafter is ahead of its tree.
-        self._origins = origins() if origins else (ROOT, *[DRAFT] * (len(tree) - 1))
-        self._window = dict(window_rows()) if window_rows else {}
+        self._origins = origins_of(self._drafter, tree)
+        self._window = dict(window_rows_of(self._drafter))
         return tree
 
     def observe(self, step: VerifiedStep) -> None:

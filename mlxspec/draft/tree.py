@@ -137,6 +137,14 @@ class TreeBuilder:
         self._parents = [-1]
         self._children: dict[tuple[int, int], int] = {}
 
+    @classmethod
+    def of(cls, tree: DraftTree) -> TreeBuilder:
+        """One that goes on from a tree."""
+        builder = cls(tree.tokens[0])
+        for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
+            builder.child(parent, token)
+        return builder
+
     def __len__(self) -> int:
         """The number of nodes, the root included."""
         return len(self._tokens)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections import abc
 
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
-from ..draft.drafter import VerifiedStep
+from ..draft.drafter import Drafter, VerifiedStep
 from ..draft.tree import DraftTree
 from ..errors import OptionError
-from ..plan.measurement import Effort, RowsTime, ShareDone, measure
+from ..plan.measurement import MeasurementPlan, RowsTime, ShareDone, measure
 from .capability import chain_capability
 from .chooser import Chooser
 from .params import SamplingParams
 from .positions import context_length
-from .step import decode
+from .step import Sequence, decode
 from .target import Progress, Target, target_for, vocabulary_size
 
 _UNENDING = 1 << 30  # tokens
@@ -25,7 +25,7 @@ _UNENDING = 1 << 30  # tokens
 
 def calibrate(
     model: nn.Module,
-    effort: Effort,
+    effort: MeasurementPlan,
     *,
     context: int | None = None,
     on_prefill: Progress | None = None,
@@ -88,17 +88,15 @@ class ModelSteps:
     def __init__(self, model: nn.Module, context: int, on_prefill: Progress | None = None) -> None:
         self.target = _target(model)
         self._drafter = _RandomChains(self.target.vocab_size)
-        self._last_step = (0, 0.0, False)
-        self._steps = decode(
+        sequence = Sequence(
             self.target,
             self._drafter.tokens(context),
             self._drafter,
             Chooser(SamplingParams()),
             max_tokens=_UNENDING,
             ends=lambda token: False,
-            record_time=self._record,
-            on_progress=on_prefill,
         )
+        self._steps = decode(sequence, on_prefill)
         next(self._steps)
 
     def plain(self, tokens: int) -> list[float]:
@@ -106,28 +104,21 @@ class ModelSteps:
         self._drafter.pipelined, self._drafter.rows = True, 1
         times: list[float] = []
         while len(times) < tokens:
-            _, seconds, pipelined = self._step()
-            if pipelined:
-                times.append(seconds)
+            step = next(self._steps).verified
+            if step.pipelined:
+                times.append(step.seconds)
         return times
 
     def drafted(self, rows: int) -> float:
         """Seconds of one whole drafted step: proposal, forward, reading, acceptance, commit."""
         self._drafter.pipelined, self._drafter.rows = False, rows
         while True:  # a plain step that is on its way ends first
-            taken, seconds, _ = self._step()
-            if taken == rows:
-                return seconds
-
-    def _step(self) -> tuple[int, float, bool]:
-        next(self._steps)
-        return self._last_step
-
-    def _record(self, rows: int, seconds: float, pipelined: bool) -> None:
-        self._last_step = rows, seconds, pipelined
+            step = next(self._steps).verified
+            if step.rows == rows:
+                return step.seconds
 
 
-class _RandomChains:
+class _RandomChains(Drafter):
     """Drafts chains of random tokens, as many as make a step of ``rows`` rows.
 
     With REPLAY rejected drafts leave pending rows; a plain step runs them where they are more.
@@ -146,7 +137,7 @@ class _RandomChains:
         """So many random tokens."""
         return [self._random.randrange(self._vocab_size) for _ in range(count)]
 
-    def begin(self, prompt: Sequence[int]) -> None:
+    def begin(self, prompt: abc.Sequence[int]) -> None:
         self._last = prompt[-1]
 
     def propose(self, max_depth: int) -> DraftTree:
@@ -154,6 +145,3 @@ class _RandomChains:
 
     def observe(self, step: VerifiedStep) -> None:
         self._last, self._pending = step.tokens[-1], step.pending
-
-    def end(self) -> None:
-        pass

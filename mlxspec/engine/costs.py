@@ -21,7 +21,7 @@ from mlx_lm.utils import get_total_parameters
 from ..plan.cost_file import CostCache, CostKey, KnownRange, Ranges
 from ..plan.live_costs import LiveCosts, context_range
 from ..plan.live_curve import KnownTime
-from ..plan.measurement import QUICK, Effort, RowsTime, ShareDone
+from ..plan.measurement import QUICK, MeasurementPlan, RowsTime, ShareDone
 from .calibration import calibrate
 
 
@@ -133,7 +133,7 @@ def costs_for(
     return KeptCosts(cache, key, ranges)
 
 
-def known_range(times: list[RowsTime], effort: Effort, source: str) -> KnownRange:
+def known_range(times: list[RowsTime], effort: MeasurementPlan, source: str) -> KnownRange:
     """A measurement as the cache keeps it."""
     return KnownRange.now([time.known(effort.least_uncertainty) for time in times], source)
 
@@ -162,7 +162,7 @@ class KeptCosts(LiveCosts):
         self._clock = clock
         self._next_save = clock()
 
-    def save(self) -> None:
+    def end(self) -> None:
         """Keep what was learned, if it is worth it and the last time is a while ago.
 
         To be called after each generation.

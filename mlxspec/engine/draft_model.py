@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..draft.drafter import VerifiedStep
+from ..draft.drafter import Drafter, VerifiedStep
 from ..draft.tree import DraftTree
 from ..errors import OptionError
 from .capability import capability_with
@@ -20,7 +20,7 @@ from .target import Capability, Target, vocabulary_size
 _MOST_PADDING = 1024  # by which output layers over one tokenizer's vocabulary may differ
 
 
-class DraftModelDrafter:
+class DraftModelDrafter(Drafter):
     """Drafts a chain with another model, token by token: what that one thinks most likely.
 
     (Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding",
@@ -39,7 +39,6 @@ class DraftModelDrafter:
         PromptCacheError: the cache is another model's.
     """
 
-    pipelined = False
     branching = False
 
     def __init__(
@@ -55,6 +54,8 @@ class DraftModelDrafter:
         # What its rounding does to a row costs at most a draft, so only caches matter.
         self._capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
         self._vocab_size = vocabulary_size(model)
+        self.begun = False
+        """Whether a generation has begun."""
         self.loan: Loan | None = None
         """Of ``prompt_cache``, which holds prompt and output when the generation has ended."""
         if prompt_cache is not None:
@@ -62,6 +63,7 @@ class DraftModelDrafter:
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation, with a prefill of the draft model's own."""
+        self.begun = True
         self._target = self.loan.take(self._new_target) if self.loan else self._new_target()
         self._start = self._target.length
         self._context = list(prompt)

@@ -1,62 +1,32 @@
-"""The decoding loop: propose, verify, accept, commit, until the output ends."""
+"""One step of decoding: propose, verify, accept, commit."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections import abc
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
 from typing import cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from ..draft.drafter import Drafter, VerifiedStep
+from ..draft.drafter import Drafter, VerifiedStep, checked_tree
 from ..draft.tree import DraftTree, accept
-from .chooser import Chooser, History
+from .chooser import Chooser
 from .target import Capability, Progress, Target
 
 _STEPS_BETWEEN_CLEARING = 256  # as mlx-lm: buffers of outgrown caches go back to the system
 
-
 _NEXT = DraftTree.chain(-1)  # the one row after a token that is not known yet
 
-RecordTime = Callable[[int, float, bool], None]
-"""Told a step's rows (pending ones included), its wall time in seconds, and whether it was
-pipelined."""
 
+class Sequence:
+    """One generation: a context that grows, the target's cache of it, and what decides its tokens.
 
-@dataclass(frozen=True)
-class DecodedStep:
-    """One step of the loop.
-
-    Attributes:
-        verified: the tree, the target's choices and the emitted tokens.
-        logprobs: per emitted token, the log-probabilities after its predecessor, (vocabulary,),
-            before filters and temperature; dispatched, and without the rejected rows'.
-    """
-
-    verified: VerifiedStep
-    logprobs: Sequence[mx.array]
-
-
-def decode(
-    target: Target,
-    prompt: Sequence[int],
-    drafter: Drafter,
-    chooser: Chooser,
-    *,
-    max_tokens: int,
-    ends: Callable[[int], bool],
-    n_cached: int = 0,
-    deepest_draft: Callable[[int], int] | None = None,
-    record_time: RecordTime | None = None,
-    on_progress: Progress | None = None,
-) -> Generator[DecodedStep, None, None]:
-    """Generate tokens after a prompt, one verified step at a time.
-
-    After every step, and when the generator is closed or interrupted, the target's cache holds
-    exactly the context without its last token (while a pipelined plain step is in forward, one
-    dispatched token more; with REPLAY without the target's pending tokens).
+    After every step, and when it is closed in whatever way, the target's cache holds exactly the
+    context without its last token (while a pipelined plain step is pending, one dispatched token
+    more; with REPLAY without the target's pending tokens).
 
     Args:
         target: the model, with what precedes the prompt in its cache.
@@ -68,89 +38,179 @@ def decode(
         n_cached: how many of the prompt's first tokens the target's cache holds, not its last.
         deepest_draft: given how many positions precede it, how deep a draft may be; where it
             matters, since there are models that verify none beyond some position.
-        record_time: called after each step; it was pipelined if its forward had been dispatched
-            during the step before. What the call itself takes counts for the step after it, and
-            what the consumer takes between steps does not.
-        on_progress: reports the prefill.
+
+    Attributes:
+        length: positions of the context, the last token included.
+        remaining: how many tokens may still be emitted.
+        finished: whether the output has ended.
     """
-    prompt = tuple(prompt)  # a drafter that keeps and extends what it is given changes nothing
-    start = context_length = target.length + len(prompt) - n_cached
-    last = prompt[-1]
-    history = chooser.history(prompt)
-    ahead: PendingForward | None = None
-    drafter.begin(list(prompt))
-    try:
+
+    def __init__(
+        self,
+        target: Target,
+        prompt: abc.Sequence[int],
+        drafter: Drafter,
+        chooser: Chooser,
+        *,
+        max_tokens: int,
+        ends: Callable[[int], bool],
+        n_cached: int = 0,
+        deepest_draft: Callable[[int], int] | None = None,
+    ) -> None:
+        self.prompt = tuple(prompt)  # a drafter that extends what it is given changes nothing
+        self.target = target
+        self.drafter = drafter
+        self.chooser = chooser
+        self.history = chooser.history(self.prompt)
+        self.length = target.length + len(self.prompt) - n_cached
+        self.last = self.prompt[-1]
+        self.remaining = max_tokens
+        self.finished = False
+        self.ends = ends
+        self._n_cached = n_cached
+        self._deepest_draft = deepest_draft
+        self._ahead: PendingForward | None = None  # of the next step, dispatched in the last one
+        self._steps = 0
+        self._open = False
+        self._uncounted = 0.0  # seconds that the drafter took to observe the last step
+
+    def begin(self, on_progress: Progress | None = None) -> None:
+        """Run the prompt, all but its last token."""
+        self.drafter.begin(list(self.prompt))
+        self._open = True
         with mx.stream(generation_stream):
-            target.prefill(prompt[n_cached:-1], on_progress)
-        finished, steps, recording = False, 0, 0.0
-        while not finished:
-            started = time.perf_counter() - recording
-            remaining = max_tokens - (context_length - start)
-            max_depth = min(remaining - 1, target.max_depth)
-            if deepest_draft:
-                max_depth = min(max_depth, deepest_draft(target.length))
-            proposal = _fit(drafter.propose(max_depth), last, target, max_depth)
-            pipelined, pending = ahead is not None, len(target.pending)
-            if ahead is None:
-                tree, forward = proposal, _dispatch(target, chooser, history, proposal)
-            else:
-                # The last token's row is on its way; a draft waits for the step after it.
-                tree, forward = DraftTree.chain(last) if len(proposal) > 1 else proposal, ahead
-            ahead = None
-            more = remaining > 1 or chooser.looks_ahead
-            if len(proposal) == 1 and drafter.pipelined and more:
-                ahead = _dispatch(target, chooser, history, _NEXT, forward.choices)
+            self.target.prefill(self.prompt[self._n_cached : -1], on_progress)
 
-            verified, finished = _settle(tree, forward, remaining, ends)
-            if len(tree) > 1:
-                with mx.stream(generation_stream):
-                    target.commit((0, *verified.accepted[: len(verified.tokens) - 1]))
-                if target.pending:
-                    verified = replace(verified, pending=len(target.pending))
-            context_length += len(verified.tokens)
-            last = verified.tokens[-1]
-            if history:
-                history.extend(verified.tokens)
-            drafter.observe(verified)
-            steps += 1
-            if steps % _STEPS_BETWEEN_CLEARING == 0:
-                mx.clear_cache()
-            ended = time.perf_counter()
-            if record_time:
-                record_time(pending + len(tree), ended - started, pipelined)
-            recording = time.perf_counter() - ended
-            yield DecodedStep(verified, forward.logprobs_of(verified))
-    finally:
-        target.truncate(min(target.length, context_length - 1))
-        drafter.end()
+    def close(self) -> None:
+        """Leave the cache as it should be, and the drafter without its state.
+
+        May be called again, and before :meth:`begin`.
+        """
+        if not self._open:
+            return
+        self._open = False
+        self.target.truncate(min(self.target.length, self.length - 1))
+        self.drafter.end()
         with mx.stream(generation_stream):
-            mx.eval(target.arrays)  # those of an interrupted step are lazy
+            mx.eval(self.target.arrays)  # those of an interrupted step are lazy
 
+    def dispatch(self) -> PendingForward:
+        """Propose a draft and start the forward that verifies it, without waiting for it.
 
-def _fit(tree: DraftTree, last: int, target: Target, max_depth: int) -> DraftTree:
-    """Cut a proposal down to what the target can verify and the output can still hold.
+        Where the last step has dispatched this one's forward already, a draft waits for the next
+        step. Where nothing is drafted, the next step's forward may be dispatched behind this one.
+        """
+        started = time.perf_counter() - self._uncounted
+        max_depth = min(self.remaining - 1, self.target.max_depth)
+        if self._deepest_draft:
+            max_depth = min(max_depth, self._deepest_draft(self.target.length))
+        proposal = self._fitting(self.drafter.propose(max_depth), max_depth)
+        forward, self._ahead = self._ahead, None
+        if forward:
+            forward = replace(forward, tree=DraftTree.chain(self.last), pipelined=True)
+        else:
+            forward = self._forward(proposal)
+        more = self.remaining > 1 or self.chooser.looks_ahead
+        if len(proposal) == 1 and self.drafter.pipelined and more:
+            self._ahead = self._forward(_NEXT, forward.choices)
+        return replace(forward, started=started)
 
-    The root is what was emitted last, whatever the drafter believes.
-    """
-    if tree.tokens[0] != last:
-        tree = DraftTree((last, *tree.tokens[1:]), tree.parents)
-    if len(tree) == 1:
-        return tree
-    if target.capability is not Capability.TREE:
-        tree = tree.first_chain()
-    return tree.pruned(max_depth, target.vocab_size)
+    def settle(self, forward: PendingForward) -> DecodedStep:
+        """Wait for the target's choices, keep what they accept, and tell the drafter."""
+        tree = forward.tree
+        choices = cast(list[int], forward.choices.tolist())
+        greedy = forward.argmaxes is forward.choices
+        argmaxes = choices if greedy else cast(list[int], forward.argmaxes.tolist())
+        accepted, tokens = accept(tree, choices)
+        self.finished = len(tokens) >= self.remaining
+        for count, token in enumerate(tokens, start=1):
+            if self.ends(token):
+                tokens, self.finished = tokens[:count], True
+                break
+        if len(tree) > 1:
+            with mx.stream(generation_stream):
+                self.target.commit((0, *accepted[: len(tokens) - 1]))
+        self.length += len(tokens)
+        self.remaining -= len(tokens)
+        self.last = tokens[-1]
+        if self.history:
+            self.history.extend(tokens)
+        self._steps += 1
+        if self._steps % _STEPS_BETWEEN_CLEARING == 0:
+            mx.clear_cache()
+        ended = time.perf_counter()
+        verified = VerifiedStep(
+            tree,
+            tuple(choices),
+            tuple(argmaxes),
+            accepted[: len(tokens)],
+            tokens,
+            pending=len(self.target.pending),
+            rows=forward.rows,
+            seconds=ended - forward.started,
+            pipelined=forward.pipelined,
+            context=self.length,
+        )
+        self.drafter.observe(verified)
+        self._uncounted = time.perf_counter() - ended
+        return DecodedStep(verified, forward.logprobs_of(verified))
+
+    def _fitting(self, tree: object, max_depth: int) -> DraftTree:
+        """Cut a proposal down to what the target can verify and the output can still hold."""
+        tree = checked_tree(tree, self.drafter, self.last)
+        if len(tree) == 1:
+            return tree
+        if self.target.capability is not Capability.TREE:
+            tree = tree.first_chain()
+        return tree.pruned(max_depth, self.target.vocab_size)
+
+    def _forward(self, tree: DraftTree, unknown: mx.array | None = None) -> PendingForward:
+        """Start the forward over a tree's rows.
+
+        ``unknown``, (1,), stands in for the token of a single row where it is not known yet.
+
+        The only row of a plain step stays whatever is chosen after it, so it is committed at
+        once and the next forward can be dispatched behind it.
+        """
+        target, chooser = self.target, self.chooser
+        rows = len(target.pending) + len(tree)
+        tokens = mx.array(tree.tokens) if unknown is None else unknown
+        with mx.stream(generation_stream):
+            logits = target.forward(tokens, tree)
+            positions = [target.length + depth + 1 for depth in tree.depths]
+            contexts = self.history.contexts(tree, unknown) if self.history else None
+            choices, logprobs = chooser.choose(logits, positions, contexts)
+            argmaxes = choices if chooser.greedy else mx.argmax(logprobs, axis=-1)
+            if len(tree) == 1:
+                logprobs = logprobs.squeeze(0)
+        # All that outlives the step: what is lazy can be read in this thread only. (No choice
+        # may need a recurrent layer's last state, or the keys of a sparse layer's index.)
+        mx.async_eval(choices, argmaxes, logprobs, target.arrays)
+        if len(tree) == 1:
+            target.commit((0,))
+        return PendingForward(tree, choices, argmaxes, logprobs, rows)
 
 
 @dataclass(frozen=True)
 class PendingForward:
     """A forward that has been dispatched, and all of these with it.
 
-    Shapes: choices and argmaxes (rows,), logprobs (rows, vocabulary), of one row (vocabulary,).
+    Attributes:
+        tree: its rows.
+        choices, argmaxes: (rows,).
+        logprobs: (rows, vocabulary), of one row (vocabulary,).
+        rows: how many rows it has, the target's pending tokens included.
+        pipelined: whether it was dispatched during the step before its own.
+        started: when its step began.
     """
 
+    tree: DraftTree
     choices: mx.array
     argmaxes: mx.array
     logprobs: mx.array
+    rows: int
+    pipelined: bool = False
+    started: float = 0.0
 
     def logprobs_of(self, verified: VerifiedStep) -> list[mx.array]:
         """The rows after which the emitted tokens were chosen, (vocabulary,) each.
@@ -166,49 +226,33 @@ class PendingForward:
         return taken
 
 
-def _dispatch(
-    target: Target,
-    chooser: Chooser,
-    history: History | None,
-    tree: DraftTree,
-    unknown: mx.array | None = None,
-) -> PendingForward:
-    """Start the forward over a tree's rows without waiting for it.
+@dataclass(frozen=True)
+class DecodedStep:
+    """One step of a sequence.
 
-    ``unknown``, (1,), stands in for the token of a single row where it is not known yet.
-
-    The only row of a plain step stays whatever is chosen after it, so it is committed at once
-    and the next forward can be dispatched behind it.
+    Attributes:
+        verified: the tree, the target's choices and the emitted tokens.
+        logprobs: per emitted token, the log-probabilities after its predecessor, (vocabulary,),
+            before filters and temperature; dispatched, and without the rejected rows'.
     """
-    tokens = mx.array(tree.tokens) if unknown is None else unknown
-    with mx.stream(generation_stream):
-        logits = target.forward(tokens, tree)
-        positions = [target.length + depth + 1 for depth in tree.depths]
-        contexts = history.contexts(tree, unknown) if history else None
-        choices, logprobs = chooser.choose(logits, positions, contexts)
-        argmaxes = choices if chooser.greedy else mx.argmax(logprobs, axis=-1)
-        if len(tree) == 1:
-            logprobs = logprobs.squeeze(0)
-    # All that outlives the step: what is lazy can be read in this thread only. (No choice may
-    # need a recurrent layer's last state, or the keys of a sparse layer's index.)
-    mx.async_eval(choices, argmaxes, logprobs, target.arrays)
-    if len(tree) == 1:
-        target.commit((0,))
-    return PendingForward(choices, argmaxes, logprobs)
+
+    verified: VerifiedStep
+    logprobs: abc.Sequence[mx.array]
 
 
-def _settle(
-    tree: DraftTree, forward: PendingForward, remaining: int, ends: Callable[[int], bool]
-) -> tuple[VerifiedStep, bool]:
-    """Wait for the target's choices and walk the tree; whether the output ends here."""
-    choices = cast(list[int], forward.choices.tolist())
-    greedy = forward.argmaxes is forward.choices
-    argmaxes = choices if greedy else cast(list[int], forward.argmaxes.tolist())
-    accepted, tokens = accept(tree, choices)
-    finished = len(tokens) >= remaining
-    for count, token in enumerate(tokens, start=1):
-        if ends(token):
-            tokens, finished = tokens[:count], True
-            break
-    accepted = accepted[: len(tokens)]
-    return VerifiedStep(tree, tuple(choices), tuple(argmaxes), accepted, tokens), finished
+def step(sequences: Iterable[Sequence]) -> list[DecodedStep]:
+    """Run one step of each sequence: all are dispatched before the first is waited for."""
+    forwards = [(sequence, sequence.dispatch()) for sequence in sequences]
+    return [sequence.settle(forward) for sequence, forward in forwards]
+
+
+def decode(
+    sequence: Sequence, on_progress: Progress | None = None
+) -> Generator[DecodedStep, None, None]:
+    """Run a sequence alone, from its prompt to its end."""
+    try:
+        sequence.begin(on_progress)
+        while not sequence.finished:
+            yield from step([sequence])
+    finally:
+        sequence.close()

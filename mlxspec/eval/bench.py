@@ -1,203 +1,214 @@
-"""What was measured, and on what: figures that a report needs to be understood elsewhere."""
+"""The measuring: backends take turns on prompts, in one process on one loaded model."""
 
 from __future__ import annotations
 
 import itertools
-import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any
+from functools import partial
 
-import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-import mlxspec
-
-from ..engine.costs import machine_identity, model_identity
 from ..engine.params import SamplingParams
 from ..engine.positions import context_length
 from ..errors import PromptError
+from ..generation.response import SpeculationStats
 from ..loading.chat_template import apply_template
 from ..loading.model import encode_prompt
-from .backends import CONTESTANTS, PLAIN, Clock, Turn, play
-from .bench_prompts import BenchPrompt
+from .backends import PLAIN, Backend, MakeBackend
 from .equality import Difference, first_difference
+from .prompts import BenchPrompt, Messages, message
+
+Clock = Callable[[], float]
+"""Seconds since some moment."""
 
 
-def machine_figures() -> dict[str, Any]:
-    """The machine and the versions of what ran on it; no name of host or user."""
-    return {
-        **machine_identity(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": platform.python_version(),
-        "mlxspec": mlxspec.__version__,
-        "mlx_lm": version("mlx-lm"),
-    }
+@dataclass(frozen=True)
+class Run:
+    """One answer of a backend, and how long it took.
 
-
-def model_figures(model: nn.Module, name: str) -> dict[str, Any]:
-    """What the model is.
-
-    Args:
-        model: the loaded model.
-        name: what the user called it; of a directory only the last part is given.
+    Attributes:
+        tokens: the output, its end token included.
+        text: the output as text.
+        prefill_seconds: from the call to the first token's forward.
+        seconds: from there to the last token.
+        stats: what speculation did; None without speculation.
+        predicted_speed: what the planner expected, against plain decoding; None without one.
     """
-    return {
-        "name": Path(name).resolve().name if Path(name).is_dir() else name,
-        **model_identity(model),
-        "dtype": str(_computing_dtype(model)).removeprefix("mlx.core."),
-    }
+
+    tokens: tuple[int, ...]
+    text: str
+    prefill_seconds: float
+    seconds: float
+    stats: SpeculationStats | None
+    predicted_speed: float | None
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, the prefill not counted."""
+        return len(self.tokens) / self.seconds
 
 
-def _computing_dtype(model: nn.Module) -> mx.Dtype:
-    """The data type of most floating-point weights: packed ones are computed in their scales'."""
-    nbytes: dict[mx.Dtype, int] = {}
-    for _, weight in tree_flatten(model.parameters()):
-        if mx.issubdtype(weight.dtype, mx.floating):
-            nbytes[weight.dtype] = nbytes.get(weight.dtype, 0) + weight.nbytes
-    return max(nbytes, key=lambda dtype: nbytes[dtype])
+def run(
+    backend: Backend,
+    prompt: list[int],
+    max_tokens: int,
+    sampling: SamplingParams,
+    clock: Clock = time.perf_counter,
+) -> Run:
+    """Let a backend answer a prompt."""
+    tokens, texts, stats = list[int](), list[str](), None
+    started = prefilled = ended = clock()
 
+    def on_progress(done: int, total: int) -> None:
+        nonlocal prefilled
+        prefilled = clock()
 
-ShareDone = Callable[[float], None]
-Messages = list[dict[str, str]]
+    for response in backend.stream(
+        prompt, max_tokens=max_tokens, sampling=sampling, on_progress=on_progress
+    ):
+        ended = clock()  # what happens after the last token keeps nobody waiting
+        tokens.append(response.token)
+        texts.append(response.text)
+        stats = getattr(response, "stats", None)
+    cost, predicted_speed = backend.expected_cost(), None
+    if stats and cost is not None:
+        predicted_speed = stats.emitted / cost if cost else 1.0
+    return Run(
+        tokens=tuple(tokens),
+        text="".join(texts),
+        prefill_seconds=prefilled - started,
+        seconds=ended - prefilled,
+        stats=stats,
+        predicted_speed=predicted_speed,
+    )
 
 
 @dataclass(frozen=True)
 class MeasuredPrompt:
-    """All turns on one prompt.
+    """All runs on one prompt.
 
     Attributes:
         category: the prompt's.
         messages: the conversation that was answered.
         reference: what a good answer looks like, if that is known.
         prompt_tokens: how many tokens the conversation has.
-        turns: by contestant, one per repeat.
-        differences: by contestant, how its outputs differ from plain decoding's first one;
-            empty where all are equal, None where they cannot be compared because the
-            contestant draws other random numbers.
+        runs: by backend, one per repeat.
+        differences: by backend, how its distinct outputs differ from plain decoding's first
+            one; empty where all are equal, None where they cannot be compared because the
+            backend draws other random numbers.
     """
 
     category: str
     messages: Messages
     reference: str | None
     prompt_tokens: int
-    turns: dict[str, list[Turn]]
+    runs: dict[str, list[Run]]
     differences: dict[str, list[Difference] | None]
 
 
 class Measurement:
-    """Lets contestants take turns on prompts, in one process on one loaded model.
+    """Measures backends on prompts.
 
     Args:
         model, tokenizer: as :func:`mlxspec.load` returns them.
-        names: of the contestants; plain decoding among them.
+        backends: by name; plain decoding among them.
         max_tokens: per answer.
-        repeats: how often each contestant answers each prompt.
+        repeats: how often each backend answers each prompt.
         sampling: how the target picks tokens.
         clock: in seconds.
+
+    Attributes:
+        skipped: conversations left out, or cut short, that are longer than the model's context.
     """
 
     def __init__(
         self,
         model: nn.Module,
         tokenizer: TokenizerWrapper,
-        names: Sequence[str],
+        backends: Mapping[str, MakeBackend],
         *,
         max_tokens: int,
         repeats: int,
         sampling: SamplingParams,
         clock: Clock = time.perf_counter,
     ) -> None:
+        self.skipped = 0
         self._model = model
         self._tokenizer = tokenizer
-        self._contestants = {name: CONTESTANTS[name](model, tokenizer) for name in names}
-        self._max_tokens = max_tokens
+        self._backends = {name: make(model, tokenizer) for name, make in backends.items()}
         self._repeats = repeats
         self._sampling = sampling
-        self._clock = clock
+        self._run = partial(run, max_tokens=max_tokens, sampling=sampling, clock=clock)
         self._warm = False
-        self.skipped = 0
-        """Conversations left out, or cut short, that are longer than the model's context."""
 
-    def run(
-        self, prompts: Sequence[BenchPrompt], on_progress: ShareDone = lambda share: None
+    def measure(
+        self,
+        prompts: Sequence[BenchPrompt],
+        on_progress: Callable[[float], None] = lambda share: None,
     ) -> Iterator[MeasuredPrompt]:
-        """Measure prompt by prompt; before the first one, everyone warms up on it.
+        """Measure prompt by prompt; every backend warms up on the first one.
 
         Args:
             prompts: the questions.
-            on_progress: called after every turn with the share that is done.
+            on_progress: called after every run with the share that is done.
 
         Raises:
             PromptError: the model's chat template refuses a prompt.
         """
         answers = sum(1 + len(prompt.follow_ups) for prompt in prompts)
-        turns = len(self._contestants) * (1 + answers * self._repeats)
+        total = len(self._backends) * (1 + answers * self._repeats)
         done = itertools.count(1)
-        self._on_turn = lambda: on_progress(next(done) / turns)
+        self._on_run = lambda: on_progress(next(done) / total)
         for prompt in prompts:
             yield from self._converse(prompt)
 
     def _converse(self, prompt: BenchPrompt) -> Iterator[MeasuredPrompt]:
-        """Measure the first answer and, with plain decoding's answers between, the others."""
-        messages = list(prompt.messages)
-        follow_ups, references = iter(prompt.follow_ups), iter(prompt.references)
-        while True:
+        """Measure the first answer, then each follow-up after plain decoding's answer."""
+        messages, references = list(prompt.messages), iter(prompt.references)
+        longest = context_length(self._model)
+        for question in (*prompt.follow_ups, None):
             tokens = self._encode(prompt, messages)
-            longest = context_length(self._model)
             if longest is not None and len(tokens) > longest:
                 self.skipped += 1
                 return
             measured = self._measure(prompt.category, messages, next(references, None), tokens)
             yield measured
-            question = next(follow_ups, None)
-            if question is None:
-                return
-            answer = measured.turns[PLAIN][0].text.strip()
-            messages = [*messages, _message("assistant", answer), _message("user", question)]
+            if question is not None:
+                answer = measured.runs[PLAIN][0].text.strip()
+                messages = [*messages, message("assistant", answer), message("user", question)]
 
     def _measure(
         self, category: str, messages: Messages, reference: str | None, tokens: list[int]
     ) -> MeasuredPrompt:
-        if not self._warm:
-            self._round(tokens, list(self._contestants))
-            self._warm = True
-        names = list(self._contestants)
-        turns: dict[str, list[Turn]] = {name: [] for name in names}
+        names = list(self._backends)
+        order = [] if self._warm else names.copy()
         for repeat in range(self._repeats):
-            # Everyone is first in turn, and follows now the one before, now the one behind:
-            # a wide step leaves a hotter machine.
+            # Each backend is first in turn, and its neighbours change: a wide step leaves a
+            # hotter machine.
             first = repeat % len(names)
-            order = names[first:] + names[:first]
-            for name, turn in self._round(tokens, order[:: (-1) ** repeat]).items():
-                turns[name].append(turn)
-        differences = {name: self._compare(name, tokens, turns) for name in names}
-        return MeasuredPrompt(category, messages, reference, len(tokens), turns, differences)
-
-    def _round(self, tokens: list[int], names: Sequence[str]) -> dict[str, Turn]:
-        turns = {}
-        for name in names:
-            contestant = self._contestants[name]
-            turns[name] = play(contestant, tokens, self._max_tokens, self._sampling, self._clock)
-            self._on_turn()
-        return turns
+            order += (names[first:] + names[:first])[:: (-1) ** repeat]
+        runs: dict[str, list[Run]] = {name: [] for name in names}
+        for name in order:
+            runs[name].append(self._run(self._backends[name], tokens))
+            self._on_run()
+        runs = {name: warm[-self._repeats :] for name, warm in runs.items()}
+        self._warm = True
+        differences = {name: self._compare(name, tokens, runs) for name in names}
+        return MeasuredPrompt(category, messages, reference, len(tokens), runs, differences)
 
     def _compare(
-        self, name: str, prompt: list[int], turns: dict[str, list[Turn]]
+        self, name: str, prompt: list[int], runs: dict[str, list[Run]]
     ) -> list[Difference] | None:
-        """How the distinct outputs of a contestant differ from plain decoding's first one."""
-        if self._sampling.temp > 0 and not self._contestants[name].draws_by_position:
+        """How the distinct outputs of a backend differ from plain decoding's first one."""
+        if self._sampling.temp > 0 and not self._backends[name].same_samples:
             return None
-        expected = turns[PLAIN][0].tokens
-        outputs = dict.fromkeys(turn.tokens for turn in turns[name])
+        expected = runs[PLAIN][0].tokens
         compared = (
             first_difference(self._model, prompt, expected, output, self._sampling)
-            for output in outputs
+            for output in dict.fromkeys(one.tokens for one in runs[name])
         )
         return [difference for difference in compared if difference]
 
@@ -211,7 +222,3 @@ class Measurement:
             raise PromptError(
                 f"a prompt of the category {prompt.category!r}: {error}: change its messages"
             ) from error
-
-
-def _message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}

@@ -1,199 +1,63 @@
-"""ROUGE: how much of a reference text an output has. Needs the library ``rouge-score``."""
+"""What ``bench`` found: the figures of each backend, and their report as JSON and as a page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+import platform
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import version
+from math import isfinite
+from pathlib import Path
 from statistics import geometric_mean, mean, median
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+import mlxspec
+
+from ..engine.costs import machine_identity, model_identity
 from ..errors import OptionError
-from .backends import PLAIN
+from .backends import MLX_LM, PLAIN
 from .bench import MeasuredPrompt
-
-_KINDS = ("rouge1", "rouge2", "rougeL")
-
-
-def require_rouge() -> None:
-    """Raise OptionError unless the library is installed."""
-    try:
-        import rouge_score  # noqa: F401
-    except ImportError as error:
-        raise OptionError(
-            "--references needs the library rouge-score: pip install 'mlxspec[rouge]'"
-        ) from error
-
-
-def rouge(pairs: Iterable[tuple[str, str]]) -> dict[str, float]:
-    """Mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L, 0 to 1, over pairs of reference and output.
-
-    (Chin-Yew Lin, "ROUGE: A Package for Automatic Evaluation of Summaries", 2004; no stemming.)
-    """
-    from rouge_score.rouge_scorer import RougeScorer
-
-    scorer = RougeScorer(_KINDS)
-    scores = [scorer.score(reference, output) for reference, output in pairs]
-    return {kind: mean(score[kind].fmeasure for score in scores) for kind in _KINDS}
-
-
-MLX_LM = "mlx-lm"
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """How a contestant's outputs compare with plain decoding's.
-
-    Attributes:
-        equal: on how many prompts all outputs were equal.
-        near_ties: on how many they differ first at near ties.
-        different: on how many they differ otherwise.
-        not_compared: on how many the contestant draws other random numbers.
-        largest_margin: of the near ties.
-    """
-
-    equal: int
-    near_ties: int
-    different: int
-    not_compared: int
-    largest_margin: float | None
-
-
-@dataclass(frozen=True)
-class Figures:
-    """One contestant on some prompts.
-
-    Attributes:
-        tokens_per_second: median over all turns, the prefill not counted.
-        prefill_seconds: median over all turns.
-        speedup: rate against plain decoding: the median of each prompt's ratios, taken turn by
-            turn, and of those the geometric mean. None where outputs differ.
-        vs_mlx_lm: the same against mlx-lm.
-        predicted_speed: what planning promised, against plain decoding; averaged alike.
-        tokens_per_step, rows_per_step, acceptance_rate: over all steps; None without
-            speculation.
-        outputs: whether they were right.
-    """
-
-    tokens_per_second: float
-    prefill_seconds: float
-    speedup: float | None
-    vs_mlx_lm: float | None
-    predicted_speed: float | None
-    tokens_per_step: float | None
-    rows_per_step: float | None
-    acceptance_rate: float | None
-    outputs: Outputs
-
-    @property
-    def prediction_error(self) -> float | None:
-        """Predicted over measured speed, less 1."""
-        if self.predicted_speed is None or self.speedup is None:
-            return None
-        return self.predicted_speed / self.speedup - 1
-
-
-def figures(prompts: Sequence[MeasuredPrompt], name: str, trusted: set[str]) -> Figures:
-    """Sum up a contestant's turns.
-
-    Args:
-        prompts: at least one.
-        name: the contestant.
-        trusted: whose outputs are plain decoding's, see :func:`trusted_names`. There is no
-            ratio between two contestants of which one is not trusted.
-    """
-    turns = [turn for prompt in prompts for turn in prompt.turns[name]]
-    stats = [turn.stats for turn in turns if turn.stats]
-    steps = sum(s.steps for s in stats)
-    drafted = sum(s.drafted for s in stats)
-    predicted = [_median_prediction(prompt, name) for prompt in prompts]
-    known = [speed for speed in predicted if speed is not None]
-    return Figures(
-        tokens_per_second=median(turn.rate for turn in turns),
-        prefill_seconds=median(turn.prefill_seconds for turn in turns),
-        speedup=_ratio(prompts, name, PLAIN, trusted),
-        vs_mlx_lm=_ratio(prompts, name, MLX_LM, trusted),
-        predicted_speed=geometric_mean(known) if len(known) == len(predicted) else None,
-        tokens_per_step=sum(s.emitted for s in stats) / steps if steps else None,
-        rows_per_step=sum(s.rows for s in stats) / steps if steps else None,
-        acceptance_rate=sum(s.accepted for s in stats) / drafted if drafted else None,
-        outputs=_outputs(prompts, name),
-    )
-
-
-def trusted_names(prompts: Sequence[MeasuredPrompt]) -> set[str]:
-    """The contestants all of whose outputs are plain decoding's, or differ at near ties.
-
-    One that draws other random numbers is not among them: its outputs are other texts.
-    """
-    return {name for name in prompts[0].turns if all(_is_right(prompt, name) for prompt in prompts)}
-
-
-def _is_right(prompt: MeasuredPrompt, name: str) -> bool:
-    differences = prompt.differences[name]
-    return differences is not None and all(difference.near_tie for difference in differences)
-
-
-def _ratio(
-    prompts: Sequence[MeasuredPrompt], name: str, base: str, trusted: set[str]
-) -> float | None:
-    if not {name, base} <= trusted:
-        return None
-    return geometric_mean(
-        # A slow moment of the machine hits neighbours alike, so ratios are taken turn by turn.
-        median(
-            own.rate / other.rate
-            for own, other in zip(prompt.turns[name], prompt.turns[base], strict=True)
-        )
-        for prompt in prompts
-    )
-
-
-def _median_prediction(prompt: MeasuredPrompt, name: str) -> float | None:
-    known = [t.predicted_speed for t in prompt.turns[name] if t.predicted_speed is not None]
-    return median(known) if known else None
-
-
-def _outputs(prompts: Sequence[MeasuredPrompt], name: str) -> Outputs:
-    compared = [prompt.differences[name] for prompt in prompts]
-    lists = [differences for differences in compared if differences is not None]
-    right = [differences for differences in lists if all(d.near_tie for d in differences)]
-    margins = [d.margin for differences in right for d in differences]
-    return Outputs(
-        equal=sum(not differences for differences in right),
-        near_ties=sum(bool(differences) for differences in right),
-        different=len(lists) - len(right),
-        not_compared=len(compared) - len(lists),
-        largest_margin=max(margins, default=None),
-    )
-
-
-_SHORT = 30  # tokens of an answer
-_WIDE = 0.25  # from the lowest to the highest ratio of a prompt's turns, as a share of the median
-
-
-def roughness(prompts: Sequence[MeasuredPrompt]) -> str | None:
-    """Why the figures are rough, in one sentence; None where they are not."""
-    tokens = median(len(prompt.turns[PLAIN][0].tokens) for prompt in prompts)
-    scatter = {
-        name: median(_scatter(prompt, name) for prompt in prompts) for name in prompts[0].turns
-    }
-    widest = max(scatter, key=lambda name: scatter[name])
-    reasons = []
-    if tokens < _SHORT:
-        reasons.append(f"half of the answers have no more than {tokens:.0f} tokens")
-    if scatter[widest] > _WIDE:
-        reasons.append(f"the turns of {widest} on a prompt differ by {scatter[widest]:.0%}")
-    return f"The figures are rough: {' and '.join(reasons)}." if reasons else None
-
-
-def _scatter(prompt: MeasuredPrompt, name: str) -> float:
-    """How far the ratios to plain decoding, taken turn by turn, lie apart."""
-    pairs = zip(prompt.turns[name], prompt.turns[PLAIN], strict=True)
-    ratios = [own.rate / plain.rate for own, plain in pairs]
-    return (max(ratios) - min(ratios)) / median(ratios)
-
+from .equality import Difference
+from .page import Bar, BarChart, render
 
 Report = dict[str, Any]
+
+_SHORT = 30  # tokens of an answer
+_WIDE = 0.25  # from the lowest to the highest ratio of a prompt's runs, as a share of the median
+_SLOW = 0.95  # a measured ratio above it may as well be 1
+
+
+def machine_facts() -> Report:
+    """The machine and the versions of what ran on it; no name of host or user."""
+    return {
+        **machine_identity(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "mlxspec": mlxspec.__version__,
+        "mlx_lm": version("mlx-lm"),
+    }
+
+
+def model_facts(model: nn.Module, name: str) -> Report:
+    """What the model is.
+
+    Args:
+        model: the loaded model.
+        name: what the user called it; of a directory only the last part is given.
+    """
+    # Most floating-point weights tell: packed ones are computed in their scales' data type.
+    nbytes: dict[mx.Dtype, int] = {}
+    for _, weight in tree_flatten(model.parameters()):
+        if mx.issubdtype(weight.dtype, mx.floating):
+            nbytes[weight.dtype] = nbytes.get(weight.dtype, 0) + weight.nbytes
+    return {
+        "name": Path(name).resolve().name if Path(name).is_dir() else name,
+        **model_identity(model),
+        "dtype": str(max(nbytes, key=nbytes.__getitem__)).removeprefix("mlx.core."),
+    }
 
 
 def bench_report(
@@ -212,114 +76,298 @@ def bench_report(
         include_text: show prompts and outputs. Otherwise the report has none of them.
 
     Returns:
-        ``decoders``, ``categories`` and ``prompts`` hold the figures: of each contestant over
-        all, over each category, and on each prompt. A speed-up over all is the geometric mean
-        of the categories'. Without the same output there is no speed-up, but an entry in
-        ``differences``. ``rough`` is a sentence that says why the figures are rough, or None.
+        ``decoders``, ``categories`` and ``prompts`` hold the figures of each backend over all,
+        over each category, and on each prompt, see :func:`figures`. A speed-up over all is the
+        geometric mean of the categories'. Without the same output there is no speed-up, but an
+        entry in ``differences``. ``rough`` is a sentence that says why the figures are noisy,
+        or None.
     """
-    names = list(prompts[0].turns)
-    trusted = trusted_names(prompts)
+    names = list(prompts[0].runs)
+    trusted = {
+        name for name in names if all(_is_right(prompt.differences[name]) for prompt in prompts)
+    }
     grouped: dict[str, list[MeasuredPrompt]] = {}
     for prompt in prompts:
         grouped.setdefault(prompt.category, []).append(prompt)
-    categories = {
-        category: {name: figures(members, name, trusted) for name in names}
+    categories: dict[str, Report] = {
+        category: {
+            "prompts": len(members),
+            "decoders": _by_backend(members, trusted),
+            **({"rouge": _rouge(members, names)} if with_references else {}),
+        }
         for category, members in grouped.items()
     }
-    report = {
+    over_all = _by_backend(prompts, trusted)
+    for name, entry in over_all.items():
+        _weigh_alike(entry, {c: of["decoders"][name] for c, of in categories.items()}, name)
+    return {
         **facts,
-        "rough": roughness(prompts),
-        "baseline": MLX_LM if MLX_LM in trusted and PLAIN in trusted else PLAIN,
-        "decoders": {
-            name: _over_all(
-                name,
-                figures(prompts, name, trusted),
-                {category: of[name] for category, of in categories.items()},
-            )
-            for name in names
-        },
-        "categories": {
-            category: {
-                "prompts": len(grouped[category]),
-                "decoders": {name: _as_dict(figures) for name, figures in of.items()},
-            }
-            for category, of in categories.items()
-        },
-        "differences": _differences(prompts),
+        "rough": noise_warning(prompts),
+        "baseline": MLX_LM if {MLX_LM, PLAIN} <= trusted else PLAIN,
+        "decoders": over_all,
+        "categories": categories,
+        "differences": list(_differences(prompts)),
         "prompts": [_prompt(prompt, trusted, include_text) for prompt in prompts],
     }
-    if with_references:
-        for category, members in grouped.items():
-            report["categories"][category]["rouge"] = _rouge(members, names)
-    return report
 
 
-def _as_dict(figures: Figures) -> Report:
-    return {**asdict(figures), "prediction_error": figures.prediction_error}
+def _by_backend(prompts: Sequence[MeasuredPrompt], trusted: set[str]) -> Report:
+    return {name: figures(prompts, name, trusted) for name in prompts[0].runs}
 
 
-def _over_all(name: str, all_prompts: Figures, by_category: dict[str, Figures]) -> Report:
-    """Figures over all prompts, in which each category has the same weight in a ratio."""
-    entry = _as_dict(all_prompts)
-    for ratio in ("speedup", "vs_mlx_lm", "predicted_speed"):
-        values = [getattr(figures, ratio) for figures in by_category.values()]
-        entry[ratio] = None if None in values else geometric_mean(values)
-    if entry["speedup"] and entry["predicted_speed"]:
-        entry["prediction_error"] = entry["predicted_speed"] / entry["speedup"] - 1
-    speedups = {
-        category: figures.speedup
-        for category, figures in by_category.items()
-        if figures.speedup and name != PLAIN
-    }
-    worst = min(speedups, key=lambda category: speedups[category], default=None)
-    entry["worst_category"] = worst
-    entry["worst"] = None if worst is None else speedups[worst]
-    return entry
+def figures(prompts: Sequence[MeasuredPrompt], name: str, trusted: set[str]) -> Report:
+    """Sum up a backend's runs.
 
+    Args:
+        prompts: at least one.
+        name: the backend.
+        trusted: the backends whose outputs are plain decoding's, or differ only at near ties.
+            There is no ratio to or from any other: it wrote other texts.
 
-def _differences(prompts: Sequence[MeasuredPrompt]) -> list[Report]:
-    """Every difference between an output and plain decoding's."""
-    return [
-        {
-            "category": prompt.category,
-            "prompt": number,
-            "decoder": name,
-            "token": difference.index,
-            "margin": _finite(difference.margin),
-            "bound": difference.bound,
-            "near_tie": difference.near_tie,
-        }
-        for number, prompt in enumerate(prompts, start=1)
-        for name, differences in prompt.differences.items()
-        for difference in differences or ()
+    Returns:
+        ``tokens_per_second`` and ``prefill_seconds``: medians over all runs, the prefill not
+        counted in the first.
+        ``speedup``: the rate against plain decoding: the median of each prompt's ratios, taken
+        run by run, and of those the geometric mean. ``vs_mlx_lm``: the same against mlx-lm.
+        ``predicted_speed``: what the planner expected, against plain decoding, averaged alike;
+        ``prediction_error``: that over the measured speed-up, less 1.
+        ``tokens_per_step``, ``rows_per_step``, ``acceptance_rate``: over all steps.
+        ``outputs``: on how many prompts all outputs were ``equal``, differ first at
+        ``near_ties`` (with the ``largest_margin``), are ``different``, or are ``not_compared``
+        because the backend draws other random numbers.
+        Each is None where it is not known.
+    """
+    runs = [run for prompt in prompts for run in prompt.runs[name]]
+    stats = [run.stats for run in runs if run.stats]
+    steps = sum(s.steps for s in stats)
+    drafted = sum(s.drafted for s in stats)
+    speedup = _ratio(prompts, name, PLAIN, trusted)
+    predicted = [
+        [run.predicted_speed for run in prompt.runs[name] if run.predicted_speed is not None]
+        for prompt in prompts
     ]
+    predicted_speed = geometric_mean(map(median, predicted)) if all(predicted) else None
+    return {
+        "tokens_per_second": median(run.rate for run in runs),
+        "prefill_seconds": median(run.prefill_seconds for run in runs),
+        "speedup": speedup,
+        "vs_mlx_lm": _ratio(prompts, name, MLX_LM, trusted),
+        "predicted_speed": predicted_speed,
+        "tokens_per_step": sum(s.emitted for s in stats) / steps if steps else None,
+        "rows_per_step": sum(s.rows for s in stats) / steps if steps else None,
+        "acceptance_rate": sum(s.accepted for s in stats) / drafted if drafted else None,
+        "outputs": _outputs([prompt.differences[name] for prompt in prompts]),
+        "prediction_error": _error(predicted_speed, speedup),
+    }
 
 
-def _finite(margin: float) -> float | None:
-    """JSON has no infinity; None stands for an output that ended early."""
-    return margin if margin < float("inf") else None
+def _is_right(differences: list[Difference] | None) -> bool:
+    return differences is not None and all(difference.near_tie for difference in differences)
+
+
+def _ratios(prompt: MeasuredPrompt, name: str, base: str) -> list[float]:
+    """Run by run: a slow moment of the machine hits neighbours alike."""
+    pairs = zip(prompt.runs[name], prompt.runs[base], strict=True)
+    return [own.rate / other.rate for own, other in pairs]
+
+
+def _ratio(
+    prompts: Sequence[MeasuredPrompt], name: str, base: str, trusted: set[str]
+) -> float | None:
+    if not {name, base} <= trusted:
+        return None
+    return geometric_mean(median(_ratios(prompt, name, base)) for prompt in prompts)
+
+
+def _error(predicted: float | None, speedup: float | None) -> float | None:
+    return None if predicted is None or speedup is None else predicted / speedup - 1
+
+
+def _outputs(compared: Sequence[list[Difference] | None]) -> Report:
+    """How outputs compare with plain decoding's, given the differences on each prompt."""
+    right = [differences or [] for differences in compared if _is_right(differences)]
+    not_compared = compared.count(None)
+    margins = [difference.margin for differences in right for difference in differences]
+    return {
+        "equal": right.count([]),
+        "near_ties": len(right) - right.count([]),
+        "different": len(compared) - not_compared - len(right),
+        "not_compared": not_compared,
+        "largest_margin": max(margins, default=None),
+    }
+
+
+def _weigh_alike(entry: Report, by_category: dict[str, Report], name: str) -> None:
+    """Give each category the same weight in the ratios over all prompts, and name the worst."""
+    for ratio in ("speedup", "vs_mlx_lm", "predicted_speed"):
+        values = [of[ratio] for of in by_category.values()]
+        entry[ratio] = None if None in values else geometric_mean(values)
+    entry["prediction_error"] = _error(entry["predicted_speed"], entry["speedup"])
+    entry["worst_category"] = entry["worst"] = None
+    if entry["speedup"] is not None and name != PLAIN:
+        worst = min(by_category, key=lambda category: by_category[category]["speedup"])
+        entry["worst_category"], entry["worst"] = worst, by_category[worst]["speedup"]
+
+
+def noise_warning(prompts: Sequence[MeasuredPrompt]) -> str | None:
+    """Why the figures are noisy, in one sentence; None where they are not."""
+    tokens = median(len(prompt.runs[PLAIN][0].tokens) for prompt in prompts)
+    spread = {
+        name: median(_spread(_ratios(prompt, name, PLAIN)) for prompt in prompts)
+        for name in prompts[0].runs
+    }
+    widest = max(spread, key=spread.__getitem__)
+    reasons = []
+    if tokens < _SHORT:
+        reasons.append(f"half of the answers have no more than {tokens:.0f} tokens")
+    if spread[widest] > _WIDE:
+        reasons.append(f"the turns of {widest} on a prompt differ by {spread[widest]:.0%}")
+    return f"The figures are rough: {' and '.join(reasons)}." if reasons else None
+
+
+def _spread(ratios: list[float]) -> float:
+    return (max(ratios) - min(ratios)) / median(ratios)
+
+
+def _differences(prompts: Sequence[MeasuredPrompt]) -> Iterator[Report]:
+    """Every difference between an output and plain decoding's."""
+    for number, prompt in enumerate(prompts, start=1):
+        for name, differences in prompt.differences.items():
+            for difference in differences or ():
+                yield {
+                    "category": prompt.category,
+                    "prompt": number,
+                    "decoder": name,
+                    "token": difference.index,
+                    # JSON has no infinity; None stands for an output that ended early.
+                    "margin": difference.margin if isfinite(difference.margin) else None,
+                    "bound": difference.bound,
+                    "near_tie": difference.near_tie,
+                }
 
 
 def _prompt(prompt: MeasuredPrompt, trusted: set[str], include_text: bool) -> Report:
-    first = {name: turns[0] for name, turns in prompt.turns.items()}
+    first = {name: runs[0] for name, runs in prompt.runs.items()}
     entry: Report = {
         "category": prompt.category,
         "prompt_tokens": prompt.prompt_tokens,
-        "generated_tokens": {name: len(turn.tokens) for name, turn in first.items()},
-        "decoders": {name: _as_dict(figures([prompt], name, trusted)) for name in first},
+        "generated_tokens": {name: len(run.tokens) for name, run in first.items()},
+        "decoders": _by_backend([prompt], trusted),
     }
     if include_text:
         entry["messages"] = prompt.messages
-        entry["outputs"] = {name: turn.text for name, turn in first.items()}
+        entry["outputs"] = {name: run.text for name, run in first.items()}
     return entry
 
 
+def require_rouge() -> None:
+    """Raise OptionError unless the library for ROUGE is installed."""
+    try:
+        import rouge_score  # noqa: F401
+    except ImportError as error:
+        raise OptionError(
+            "--references needs the library rouge-score: pip install 'mlxspec[rouge]'"
+        ) from error
+
+
 def _rouge(prompts: Sequence[MeasuredPrompt], names: Sequence[str]) -> Report | None:
-    """Mean scores of each contestant, None where no prompt has a reference."""
-    known = [(prompt.reference, prompt.turns) for prompt in prompts if prompt.reference]
+    """Each backend's mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L, 0 to 1; None without references.
+
+    (Chin-Yew Lin, "ROUGE: A Package for Automatic Evaluation of Summaries", 2004; no stemming.)
+    """
+    from rouge_score.rouge_scorer import RougeScorer
+
+    known = [(prompt.reference, prompt.runs) for prompt in prompts if prompt.reference]
     if not known:
         return None
-    return {
-        name: rouge((reference, turns[name][0].text) for reference, turns in known)
-        for name in names
+    kinds = ("rouge1", "rouge2", "rougeL")
+    score = RougeScorer(kinds).score
+    scores = {
+        name: [score(reference, runs[name][0].text) for reference, runs in known] for name in names
     }
+    return {
+        name: {kind: mean(one[kind].fmeasure for one in of) for kind in kinds}
+        for name, of in scores.items()
+    }
+
+
+def ratio_name(report: Report) -> str:
+    """Which of the figures is the speed against the report's baseline."""
+    return "vs_mlx_lm" if report["baseline"] == MLX_LM else "speedup"
+
+
+def verdict(report: Report) -> str:
+    """One sentence: which backend is fastest."""
+    ratio, baseline = ratio_name(report), report["baseline"]
+    speeds = {name: of[ratio] for name, of in report["decoders"].items() if of[ratio] is not None}
+    if len(speeds) < 2:
+        return "No speed-up is given: there are no two decoders with the same output."
+    best = max(speeds, key=speeds.__getitem__)
+    if best == baseline:
+        return f"{baseline} is fastest: nothing else was worth its cost here."
+    lowest = min(entry["decoders"][best][ratio] for entry in report["categories"].values())
+    return (
+        f"{best} is fastest: {speeds[best]:.2f} times the speed of {baseline}, "
+        f"{lowest:.2f} times in its worst category."
+    )
+
+
+def what_differs(report: Report) -> Iterator[str]:
+    """A line for each output that is wrong."""
+    for difference in report["differences"]:
+        if difference["near_tie"]:
+            continue
+        margin = difference["margin"]
+        how = (
+            "one output ended before the other"
+            if margin is None
+            else f"the tokens are {margin:.2g} apart, rounding explains {difference['bound']:.2g}"
+        )
+        place = f"prompt {difference['prompt']} ({difference['category']})"
+        yield (
+            f"{difference['decoder']} differs from {PLAIN} decoding on {place} "
+            f"at token {difference['token']}: {how}"
+        )
+
+
+def bench_page(report: Report) -> str:
+    """The HTML page of a report: which backend wins, by how much, and whether outputs are right."""
+    ratio, categories = ratio_name(report), report["categories"]
+
+    def bars(over_all: Report, parts: Iterable[Report]) -> list[Bar]:
+        """A bar for each backend, and on it a mark for each part."""
+        parts = list(parts)
+        result = []
+        for name, of in over_all["decoders"].items():
+            marks = [part["decoders"][name][ratio] for part in parts]
+            known = [mark for mark in marks if mark is not None]
+            missing = "differs" if of["outputs"]["different"] else "–"
+            result.append(Bar(name, of[ratio], known if len(known) > 1 else (), missing))
+        return result
+
+    by_category = {
+        category: bars(entry, (p for p in report["prompts"] if p["category"] == category))
+        for category, entry in categories.items()
+    }
+    return render(
+        "bench.html",
+        report=report,
+        verdict=verdict(report),
+        wrong=list(what_differs(report)),
+        overall=BarChart({"": bars(report, categories.values())}, _SLOW),
+        by_category=BarChart(by_category, _SLOW),
+        rouge={name: entry["rouge"] for name, entry in categories.items() if entry.get("rouge")},
+        texts=[
+            {**prompt, "answers": _answers(prompt["outputs"])}
+            for prompt in report["prompts"]
+            if "outputs" in prompt
+        ],
+    )
+
+
+def _answers(outputs: dict[str, str]) -> dict[str, list[str]]:
+    """By each different output the backends that wrote it."""
+    writers: dict[str, list[str]] = {}
+    for name, output in outputs.items():
+        writers.setdefault(output, []).append(name)
+    return writers

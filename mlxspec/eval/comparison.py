@@ -1,118 +1,157 @@
-"""Which drafter wins on which chip: every one replayed under every cost curve."""
+"""Which policy wins on which chip: every one replayed under every cost curve, and the page."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from ..draft.context_index import OutputMemory
-from ..draft.drafter import Drafter
 from ..errors import OptionError
+from ..jsonl import load_json
 from ..plan.cost_curve import CostCurve
-from ..plan.planner import PlannedDrafter
-from ..plan.policy import Guard, trees_pay
-from .baselines import POLICIES
-from .hindsight import Hindsight
-from .replay import ReplayedCompletion, Workload, replay
-from .replay_report import ReplayReport, report
+from .page import Bar, BarChart, render
+from .policies import HINDSIGHT, POLICIES, Policy, Task
+from .replay import SLOW, ReplayedCompletion, ReplayReport, replay, replay_report
 from .traces import Completion
 
-AUTO = "auto"
-_AUTO_MEMORY = "auto-memory"
-HINDSIGHT = "hindsight"
-"""No decoder, since it knows the output; it shows how much is left to gain."""
+_WIDEST = 1024  # rows; far more than any draft has
+_UNUSABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
 
-DECODERS = {
-    AUTO: "mlxspec's default decoder on the first output of a process",
-    _AUTO_MEMORY: "the default decoder on what follows: it remembers the process's earlier "
-    "outputs, up to 16k tokens",
-    "prompt-lookup": "classic prompt lookup: n-grams of 3 to 1, 10 tokens, full drafts only",
-    "transformers": "its prompt_lookup_num_tokens=10, n-grams of 2 and 1",
-    "vllm": "its n-gram speculator: n-grams of 5, 5 tokens",
-    "tensorrt-llm": "its prompt lookup pool: n-grams of 2 and 1, 10 tokens, keep all, oldest",
-    "llama.cpp": "its ngram-simple: n-grams of 12, 48 tokens",
-    "suffix-path": "suffix decoding: the most frequent continuation of what matches, as one chain",
-    "suffix-tree": "the same with a tree of continuations, up to four times the match's length",
-    HINDSIGHT: "unreachable: auto's candidates, as many as the known output shows to pay best",
-}
-"""Who can be replayed, and what each is."""
-
-_Replayed = list[tuple[str, ReplayedCompletion]]
-_Maker = Callable[[Completion], Drafter]
-_ShareDone = Callable[[float], None]
+Comparison = Mapping[str, Mapping[str, ReplayReport]]
+"""Reports by chip and policy."""
 
 
-def chosen_decoders(names: str | None, default: Sequence[str]) -> list[str]:
-    """The decoders that a comma-separated list names, in its order.
+def chosen_policies(names: str) -> dict[str, Policy]:
+    """The policies that a comma-separated list names, in its order; "all" names all.
 
     Raises:
         OptionError: one of them is unknown.
     """
-    if names is None:
-        return list(default)
-    chosen = list(dict.fromkeys(name.strip() for name in names.split(",")))
-    for name in chosen:
-        if name not in DECODERS:
-            raise OptionError(f"no decoder is named {name!r}: choose among {', '.join(DECODERS)}")
-    return chosen
+    wanted = list(POLICIES) if names == "all" else [name.strip() for name in names.split(",")]
+    try:
+        return {name: POLICIES[name] for name in wanted}
+    except KeyError as error:
+        raise OptionError(
+            f"no decoder is named {error.args[0]!r}: choose among {', '.join(POLICIES)}"
+        ) from None
+
+
+def read_curve(path: Path) -> CostCurve:
+    """Read a curve.
+
+    The file holds the JSON of ``mlxspec calibrate``, or ``{"rows": [1, ...], "cost": [1, ...]}``.
+
+    Raises:
+        OptionError: it cannot be read, or holds no curve or several, or one of too many rows.
+    """
+    try:
+        points = _points(load_json(path.read_text(encoding="utf-8-sig")))
+    except _UNUSABLE as error:
+        raise OptionError(
+            f"{path}: no cost curve; write one with mlxspec calibrate MODEL --json"
+        ) from error
+    widest = max((rows for rows, _ in points), default=0)
+    if widest > _WIDEST:
+        raise OptionError(
+            f"{path}: a cost curve up to {widest} rows; leave out what is beyond {_WIDEST}"
+        )
+    return CostCurve(points)
+
+
+def _points(content: Any) -> list[tuple[int, float]]:
+    if "curves" in content:
+        (content,) = content["curves"]
+    if "times" in content:
+        return [(int(time["rows"]), float(time["cost"])) for time in content["times"]]
+    rows, costs = content["rows"], content["cost"]
+    return [(int(row), float(cost)) for row, cost in zip(rows, costs, strict=True)]
 
 
 def compare(
-    workload: Workload,
-    decoders: Sequence[str],
+    completions: Sequence[Completion],
+    classes: bytes,
+    policies: Mapping[str, Policy],
     curves: Mapping[str, CostCurve],
-    on_progress: _ShareDone = lambda share: None,
+    on_progress: Callable[[float], None] = lambda share: None,
 ) -> dict[str, dict[str, ReplayReport]]:
-    """Replay a workload with several decoders on several chips.
+    """Replay outputs with several policies on several chips.
 
     Args:
-        workload: at least one completion.
-        decoders: names out of ``DECODERS``.
+        completions: the recorded outputs, at least one.
+        classes: of their tokens, see :func:`mlxspec.plan.p_accept.token_classes`.
+        policies: by name.
         curves: T(rows)/T(1) by the chip's name.
         on_progress: called with the share that is done.
 
     Returns:
-        by chip and decoder, in the order given.
+        by chip and policy, in the order given.
     """
-    replays = sum(1 if name in POLICIES else len(curves) for name in decoders)
-    total = replays * len(workload.completions)
-    done = 0
-
-    def run(make: _Maker) -> _Replayed:
-        nonlocal done
-        replayed = []
-        for completion in workload.completions:
-            outcome = replay(completion.prompt, completion.output, make(completion))
-            replayed.append((completion.category, outcome))
-            done += 1
-            on_progress(done / total)
-        return replayed
-
-    # What a step costs is nothing to these, so that they run once for all chips.
-    fixed = {name: run(_fixed(POLICIES[name])) for name in decoders if name in POLICIES}
-    return {
-        chip: {
-            name: report(
-                fixed[name] if name in fixed else run(_costed(name, curve, workload.classes)),
-                curve,
-            )
-            for name in decoders
-        }
-        for chip, curve in curves.items()
-    }
+    replays = sum(len(curves) if policy.follows_costs else 1 for policy in policies.values())
+    done, total = itertools.count(1), replays * len(completions)
+    reports: dict[str, dict[str, ReplayReport]] = {chip: {} for chip in curves}
+    for name, policy in policies.items():
+        replayed: list[tuple[str, ReplayedCompletion]] = []
+        for chip, curve in curves.items():
+            if policy.follows_costs or not replayed:  # without costs all chips have the same steps
+                replayed, memory = [], OutputMemory()
+                for one in completions:
+                    task = Task(one.output, curve, classes, memory)
+                    outcome = replay(one.prompt, one.output, policy.make_drafter(task))
+                    replayed.append((one.category, outcome))
+                    on_progress(next(done) / total)
+            reports[chip][name] = replay_report(replayed, curve)
+    return reports
 
 
-def _fixed(make: Callable[[], Drafter]) -> _Maker:
-    return lambda completion: make()
+def verdict(comparison: Comparison) -> list[str]:
+    """Which policy wins where, a line for each winner; plain decoding where nothing gains."""
+    won: dict[str, list[str]] = {}
+    for chip, reports in comparison.items():
+        reachable = {name: report for name, report in reports.items() if name != HINDSIGHT}
+        if not reachable:
+            continue
+        best = max(reachable, key=lambda name: reachable[name].speedup)
+        speed, worst = reachable[best].speedup, reachable[best].worst
+        if speed > 1:
+            won.setdefault(best, []).append(f"{chip} ({speed:.2f}×, worst set {worst:.2f}×)")
+        else:
+            won.setdefault("plain decoding", []).append(chip)
+    return [f"{winner} wins on {', '.join(chips)}." for winner, chips in won.items()]
 
 
-def _costed(name: str, curve: CostCurve, classes: bytes) -> _Maker:
-    """Makers of the drafters that know what a step costs."""
-    branching = trees_pay(curve)
-    if name == HINDSIGHT:
-        return lambda completion: Hindsight(
-            completion.output, curve, branching=branching, token_classes=classes
-        )
-    memory = OutputMemory() if name == _AUTO_MEMORY else None
-    return lambda completion: PlannedDrafter(
-        curve, branching=branching, guard=Guard(), memory=memory, token_classes=classes
+def replay_page(
+    comparison: Comparison, policies: Mapping[str, Policy], sources: Mapping[str, str]
+) -> str:
+    """The HTML page: one look tells which policy wins on which chip.
+
+    Args:
+        comparison: from :func:`compare`.
+        policies: what was compared.
+        sources: by chip, where its cost curve comes from.
+    """
+    chart = BarChart(
+        {
+            chip: [
+                Bar(name, report.speedup, unreachable=name == HINDSIGHT)
+                for name, report in reports.items()
+            ]
+            for chip, reports in comparison.items()
+        },
+        SLOW,
+    )
+    sets = next(iter(next(iter(comparison.values())).values())).sets.values()
+    return render(
+        "replay.html",
+        verdict=verdict(comparison),
+        table=comparison,
+        chips=list(comparison),
+        decoders={name: policy.description for name, policy in policies.items()},
+        best={chip: chart.best(bars) for chip, bars in chart.groups.items()},
+        hindsight=HINDSIGHT,
+        chart=chart,
+        sources=sources,
+        completions=sum(one.completions for one in sets),
+        tokens=sum(one.tokens for one in sets),
     )

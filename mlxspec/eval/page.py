@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,11 +22,11 @@ class Bar:
     """One speed.
 
     Attributes:
-        label: what has it.
+        label: what the bar stands for.
         value: the speed, 1 for plain decoding; None where there is none to show.
         ticks: the speeds that it sums up.
         missing: what to write where there is no value.
-        unreachable: what nothing can reach, shown beside what competes.
+        unreachable: no decoder can have this speed; it is drawn beside those that compete.
     """
 
     label: str
@@ -37,40 +37,27 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class BarGroup:
-    """Bars to be compared with each other."""
-
-    title: str
-    bars: Sequence[Bar]
-
-    @property
-    def best(self) -> float:
-        """The highest speed, the unreachable left out."""
-        values = (bar.value for bar in self.bars if not bar.unreachable)
-        return max((value for value in values if value is not None), default=0.0)
-
-
-@dataclass(frozen=True)
 class BarChart:
     """Groups of bars on one scale.
 
     Attributes:
-        groups: what is drawn.
+        groups: what is drawn, by title.
         slow_below: the speed below which a bar is drawn as slower than plain decoding.
     """
 
-    groups: Sequence[BarGroup]
-    slow_below: float = 0.98
+    groups: Mapping[str, Sequence[Bar]]
+    slow_below: float
 
     def percent(self, value: float) -> float:
         """Where a speed stands on the scale, from 0 on the left to 100 on the right."""
-        return round(100 * value / (self._highest * _HEADROOM), 2)
+        bars = [bar for group in self.groups.values() for bar in group]
+        values = [speed for bar in bars for speed in (bar.value, *bar.ticks) if speed is not None]
+        return round(100 * value / (max([1.0, *values]) * _HEADROOM), 2)
 
-    @property
-    def _highest(self) -> float:
-        bars = [bar for group in self.groups for bar in group.bars]
-        values = [value for bar in bars for value in (bar.value, *bar.ticks) if value is not None]
-        return max([1.0, *values])
+    @staticmethod
+    def best(bars: Sequence[Bar]) -> float:
+        """The highest speed of a group, the unreachable left out."""
+        return max((bar.value or 0.0 for bar in bars if not bar.unreachable), default=0.0)
 
 
 # Pixels; a letter's width is that of 13-pixel monospace fonts.
@@ -122,24 +109,29 @@ class TreeDrawing:
     lines cross.
 
     Args:
-        nodes: parents before children; siblings in the order in which they are drawn.
+        nodes: in pre-order: a node's first child follows it, then that child's descendants.
+
+    Attributes:
+        columns: per depth, the x where its chips begin.
+        chips: the nodes in their places.
+        width, height: of the whole.
     """
 
     chip_height = _CHIP_HEIGHT
 
     def __init__(self, nodes: Sequence[TreeNode]) -> None:
-        children: list[list[int]] = [[] for _ in nodes]
-        depths = [0] * len(nodes)
+        depths, rows = [0], [0]
         for index, node in enumerate(nodes[1:], start=1):
-            children[node.parent].append(index)
-            depths[index] = depths[node.parent] + 1
-        rows = _rows(children)
+            depths.append(depths[node.parent] + 1)
+            rows.append(rows[-1] if node.parent == index - 1 else rows[-1] + 1)
         widths = [_LETTER * node.letters + _PADDING for node in nodes]
-        self.columns = _columns(depths, widths)
-        """Per depth, the x where its chips begin."""
+        self.columns = [2.0]
+        for depth in range(max(depths)):
+            widest = max(width for at, width in zip(depths, widths, strict=True) if at == depth)
+            self.columns.append(self.columns[-1] + widest + _GAP)
         worded = {row for node, row in zip(nodes, rows, strict=True) if node.above}
         middles = [_HEAD_HEIGHT + _ROW_HEIGHT / 2 + _WORD_HEIGHT * (0 in worded)]
-        for row in range(1, max(rows) + 1):
+        for row in range(1, rows[-1] + 1):
             middles.append(middles[-1] + _ROW_HEIGHT + _WORD_HEIGHT * (row in worded))
         self.chips = [
             Chip(node, self.columns[depth], middles[row], width)
@@ -158,31 +150,6 @@ class TreeDrawing:
             for chip in sorted(self.chips, key=lambda chip: -chip.y)
             if chip.node.parent >= 0
         ]
-
-
-def _rows(children: Sequence[Sequence[int]]) -> list[int]:
-    """The row of each node."""
-    rows = [0] * len(children)
-    used = 1
-    waiting = [(0, True)]
-    while waiting:
-        node, in_parent_s_row = waiting.pop()
-        if not in_parent_s_row:
-            rows[node] = used
-            used += 1
-        for child in reversed(children[node]):
-            rows[child] = rows[node]
-            waiting.append((child, child == children[node][0]))
-    return rows
-
-
-def _columns(depths: Sequence[int], widths: Sequence[float]) -> list[float]:
-    """Where each depth begins: behind the widest chip of the one before."""
-    columns = [2.0]
-    for depth in range(max(depths)):
-        widest = max(width for at, width in zip(depths, widths, strict=True) if at == depth)
-        columns.append(columns[-1] + widest + _GAP)
-    return columns
 
 
 def _path(parent: Chip, child: Chip) -> str:
@@ -213,7 +180,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def check_report(path: Path, option: str, *, force: bool) -> None:
-    """Find out that a report cannot be written before the work for it begins.
+    """Check that a report can be written, before the work for it begins.
 
     Args:
         path: the file. An older report there, page or picture, makes room for the new one.
@@ -221,7 +188,7 @@ def check_report(path: Path, option: str, *, force: bool) -> None:
         force: replace whatever regular file is there.
 
     Raises:
-        OptionError: ``path`` cannot be written, or is something else's.
+        OptionError: ``path`` cannot be written, or holds something else.
     """
     is_file = path.is_file() and not path.is_symlink()
     if not is_file and not path.is_dir() and os.path.lexists(path):
@@ -241,7 +208,7 @@ def write_report(path: Path, content: str | bytes, option: str, *, force: bool) 
     """Write a page or a picture, whole or not at all; the arguments are :func:`check_report`'s.
 
     Raises:
-        OptionError: it cannot be written; what was there before is as it was.
+        OptionError: it cannot be written; what was there before is unchanged.
     """
     check_report(path, option, force=force)
     if isinstance(content, str):

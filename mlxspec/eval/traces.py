@@ -1,20 +1,18 @@
-"""Reading recorded conversations: traces and OpenAI-style chat logs."""
+"""What ``replay`` reads: recorded conversations, and their outputs as tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import PromptError
-from ..jsonl import Conversation, conversation_of, load_json
-
-# MT-bench's own categories; Spec-Bench counts its 80 conversations as one.
-_MT_BENCH = {
-    "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"
-}  # fmt: skip
+from ..errors import LoadError, OptionError, PromptError
+from ..jsonl import Conversation, conversation_of
+from ..loading.tokenizer import load_tokenizer_of
+from ..plan.p_accept import token_classes
+from .prompts import MT_BENCH, limited, parse_json_lines, read_text
 
 
 @dataclass(frozen=True)
@@ -36,43 +34,23 @@ def read_traces(path: Path) -> list[Trace]:
     """Read conversations from a file, one JSON object a line.
 
     An object is as :func:`mlxspec.jsonl.conversation_of` reads it, and may have a
-    "category" and a "model". The messages that a model wrote are to be replayed.
+    "category" and a "model". The messages that a model wrote are replayed.
 
     Raises:
-        PromptError: the file cannot be read, a line has another form, or nothing is to replay.
+        PromptError: the file cannot be read, a line has another form, or nothing can be
+            replayed.
     """
-    try:
-        # Not splitlines(): U+2028 and its like may stand within a JSON string.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise PromptError(f"{path}: cannot be read ({error.strerror}); name a file") from None
-    except UnicodeDecodeError as error:
-        raise PromptError(
-            f"{path}: is not UTF-8 text (byte {error.start}); convert it to UTF-8"
-        ) from None
-    traces = list(_traces(path, lines))
+    form = 'expected a JSON object with "messages", each with "role" and "content"'
+    traces = parse_json_lines(read_text(path), path, partial(_trace, path.stem), form)
     if not any(trace.conversation.completions for trace in traces):
         raise PromptError(f"{path}: holds no assistant message to replay")
     return traces
 
 
-def _traces(path: Path, lines: list[str]) -> Iterator[Trace]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            yield _trace(load_json(line), default_category=path.stem)
-        except (ValueError, RecursionError):
-            raise PromptError(
-                f'{path}, line {number}: expected a JSON object with "messages", each with '
-                '"role" and "content"'
-            ) from None
-
-
-def _trace(record: Any, default_category: str) -> Trace:
+def _trace(default_category: str, record: Any) -> Trace:
     conversation = conversation_of(record)
     category = str(record.get("category", default_category))
-    if str(record.get("id", "")).startswith("specbench-") and category in _MT_BENCH:
+    if str(record.get("id", "")).startswith("specbench-") and category in MT_BENCH:
         category = "mt_bench"
     return Trace(category, str(record.get("model", "")), conversation)
 
@@ -118,7 +96,7 @@ def render(trace: Trace, encode: Encode, bos_id: int, eos_id: int) -> Iterator[C
     conversation = trace.conversation
     completions = set(conversation.completions)
     vicuna = trace.model.startswith("vicuna")
-    header = cache(lambda role: encode(_vicuna_header(role) if vicuna else _header(role)))
+    header = cache(lambda role: encode(_header(role, vicuna)))
     context = [bos_id, *(encode(_VICUNA_SYSTEM) if vicuna else ())]
     for index, message in enumerate(conversation.messages):
         context += header(message.role)
@@ -130,9 +108,76 @@ def render(trace: Trace, encode: Encode, bos_id: int, eos_id: int) -> Iterator[C
             context.append(eos_id)
 
 
-def _vicuna_header(role: str) -> str:
-    return "ASSISTANT:" if role == "assistant" else "USER:"
-
-
-def _header(role: str) -> str:
+def _header(role: str, vicuna: bool) -> str:
+    if vicuna:
+        return "ASSISTANT:" if role == "assistant" else "USER:"
     return f"\n### {role.capitalize()}:\n"
+
+
+@dataclass(frozen=True)
+class TraceTokenizer:
+    """What replaying needs of a tokenizer.
+
+    Attributes:
+        encode: a text's ids, without special tokens.
+        bos_id: what a context begins with.
+        eos_id: what an answer ends with.
+        classes: see :func:`mlxspec.plan.p_accept.token_classes`.
+    """
+
+    encode: Encode
+    bos_id: int
+    eos_id: int
+    classes: bytes
+
+
+def load_trace_tokenizer(source: str | Path) -> TraceTokenizer:
+    """A tokenizer for replaying.
+
+    Args:
+        source: as for :func:`mlxspec.loading.tokenizer.load_tokenizer_of`.
+
+    Raises:
+        LoadError: there is none, or it has no end token.
+    """
+    tokenizer = load_tokenizer_of(source)
+    bos_id, eos_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if eos_id is None:
+        raise LoadError(f"{source}: the tokenizer has no EOS token, with which answers end")
+    pieces = (piece or "" for piece in tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
+    return TraceTokenizer(
+        encode=partial(tokenizer.encode, add_special_tokens=False),
+        # Some models have no BOS; another token in front of everything else changes no draft.
+        bos_id=eos_id if bos_id is None else bos_id,
+        eos_id=eos_id,
+        classes=token_classes(pieces, set(tokenizer.all_special_ids)),
+    )
+
+
+def read_completions(
+    paths: Iterable[Path], tokenizer: TraceTokenizer, limit: int
+) -> list[Completion]:
+    """Read traces and encode their outputs, category by category.
+
+    Args:
+        paths: files of traces or chat logs.
+        tokenizer: gives the tokens.
+        limit: how many conversations of a category to take at most, evenly spaced.
+
+    Raises:
+        OptionError: ``limit`` is below 1.
+        PromptError: as :func:`read_traces`, or the conversations taken have no output.
+    """
+    if limit < 1:
+        raise OptionError(f"--limit is {limit}: take at least 1 conversation of a category")
+    traces = limited((trace for path in paths for trace in read_traces(path)), limit)
+    completions = [
+        completion
+        for trace in traces
+        for completion in render(trace, tokenizer.encode, tokenizer.bos_id, tokenizer.eos_id)
+    ]
+    if not completions:
+        raise PromptError(
+            f"--limit {limit} takes no conversation with an assistant message: raise it"
+        )
+    return completions

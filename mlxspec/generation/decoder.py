@@ -1,4 +1,4 @@
-"""What every decoder is: a model, a drafter, and the loop between them."""
+"""The decoder: a model, a drafter, and the generations in which the one verifies the other."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..draft.combined import CombinedDrafter
-from ..draft.drafter import Drafter, NoDraft
-from ..draft.lookahead import LookaheadDrafter
-from ..engine.caches import cached_length
+from ..draft.drafter import Drafter, NoDraft, checked_drafter
 from ..engine.capability import (
     capability_with,
     chain_capability,
@@ -27,27 +24,26 @@ from ..engine.chooser import Chooser
 from ..engine.costs import KeptCosts, costs_for
 from ..engine.draft_model import DraftModelDrafter
 from ..engine.positions import context_length
-from ..engine.prompt_cache import Loan, reclaim
-from ..engine.step import RecordTime
+from ..engine.prompt_cache import Loan
+from ..engine.step import Sequence as EngineSequence
 from ..engine.target import Capability, Target, target_for, vocabulary_size
 from ..errors import OptionError
 from ..loading.detokenizer import detokenizer_of
 from ..loading.model import load
-from ..plan.cost_curve import CostCurve
-from ..plan.live_costs import StepTimes
-from ..plan.policy import PlainSteps
-from ..process import await_at_exit
 from ..terminal import TokenPrinter
-from .options import GenerationOptions, Prompt, check_options, prompt_ids, sampling_of
-from .response import GenerationResponse, GenerationResult, Transcript
-from .responses import on_loan, responses
+from .options import CheckedOptions, GenerationOptions, Prompt, check_options, prompt_ids
+from .response import GenerationResponse, GenerationResult, StepTimes, Transcript
+from .responses import CacheOwner, NewCache, responses
+from .session import Session, SessionTurn
 from .text import Detokenizer, OutputText
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-
 _NEAR = 64  # positions; drafts are cut, but hardly one is deeper
+
+MakeDrafter = Callable[["Session | None"], Drafter]
+"""Gives the drafter of one generation, in a session if there is one."""
 
 
 class Decoder:
@@ -60,17 +56,26 @@ class Decoder:
         model: a directory or Hub repository that :func:`mlxspec.load` takes, or a loaded
             mlx-lm model.
         tokenizer: the tokenizer of a loaded model.
+        drafter: proposes what the model verifies: a :class:`mlxspec.Drafter`, which serves one
+            generation at a time, or a class or function that makes one for each. None decodes
+            plainly.
+        on_measuring: called with the share that is done while step times are first measured.
 
     Raises:
         LoadError: the model cannot be found or read.
         OptionError: a loaded model comes without its tokenizer.
+        DrafterError: ``drafter`` is none.
     """
 
     def __init__(
         self,
         model: str | Path | nn.Module = "mlx_model",
         tokenizer: TokenizerWrapper | None = None,
+        drafter: Drafter | Callable[[], Drafter] | None = None,
+        *,
+        on_measuring: Callable[[float], None] | None = None,
     ) -> None:
+        self._make_drafter = drafter_maker(drafter) if drafter is not None else NoDraft
         if isinstance(model, (str, Path)):
             model, tokenizer = load(model)
         elif tokenizer is None:
@@ -81,6 +86,9 @@ class Decoder:
         """Wall time of this decoder's steps by their number of rows."""
         self.wrap_drafter: Callable[[Drafter], Drafter] | None = None
         """Put around the drafter of each generation, to watch what it does; None leaves it bare."""
+        self._costs: KeptCosts | None = None
+        self._measuring = threading.Lock()
+        self._on_measuring = on_measuring
 
     @cached_property
     def capability(self) -> Capability:
@@ -102,20 +110,55 @@ class Decoder:
         return draft_end(self.model)
 
     @cached_property
-    def _first_crossing(self) -> int:
-        return first_crossing(self.model)
-
-    def _deepest_draft(self, length: int) -> int:
-        """How many tokens deep a draft may be that follows so many positions."""
-        room = self._first_crossing - 1 - length
-        if room < _NEAR:
-            room = sys.maxsize if self.draft_end is None else self.draft_end - 1 - length
-        return max(0, room)
-
-    @cached_property
     def vocab_size(self) -> int:
         """The number of token ids that the model knows."""
         return vocabulary_size(self.model)
+
+    @property
+    def costs(self) -> KeptCosts:
+        """What steps cost, from the cache or measured now, which takes a few seconds."""
+        with self._measuring:  # else threads would disturb each other's measurements
+            if self._costs is None:
+                self._costs = costs_for(self.model, on_progress=self._on_measuring)
+            return self._costs
+
+    @costs.setter
+    def costs(self, costs: KeptCosts | None) -> None:
+        self._costs = costs
+
+    def stream(
+        self,
+        prompt: Prompt,
+        max_tokens: int = 250,
+        **options: Unpack[GenerationOptions],
+    ) -> Generator[GenerationResponse, None, None]:
+        """Generate one response per token, with the decoder's drafter.
+
+        Args:
+            prompt: text, or token ids.
+            max_tokens: how many tokens to generate at most.
+            options: how to sample and where to end, as in :meth:`decode`: ``temp``, ``top_p``,
+                ``seed``, ``stop`` and so on.
+
+        Raises:
+            PromptError, OptionError: as :meth:`decode`.
+        """
+        return self._generate(prompt, max_tokens, options, self._new_drafter)
+
+    def generate(
+        self, prompt: Prompt, max_tokens: int = 250, color: bool = True, **options: Any
+    ) -> GenerationResult:
+        """Generate, write the text to standard output as it comes, and return the result.
+
+        Args:
+            prompt, max_tokens: as in :meth:`stream`.
+            color: colour accepted draft tokens and the model's own, at a terminal.
+            options: :meth:`stream`'s other options.
+
+        Raises:
+            PromptError, OptionError: as :meth:`decode`.
+        """
+        return self.written(self.stream(prompt, max_tokens, **options), color)
 
     def decode(
         self,
@@ -123,7 +166,6 @@ class Decoder:
         drafter: Drafter,
         *,
         max_tokens: int = 250,
-        record_time: RecordTime | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Generator[GenerationResponse, None, None]:
         """Generate with a drafter of your own, or with one of mlxspec's.
@@ -131,10 +173,9 @@ class Decoder:
         Args:
             prompt: text, or token ids that are taken as they are.
             drafter: proposes what the model verifies; it changes the speed, not the output. It
-                is not used with logits processors or a sampler that are not known to be pure;
-                see :class:`mlxspec.SamplingParams`.
+                is not used with logits processors or a sampler that are not known to be pure
+                (see :class:`mlxspec.SamplingParams`), nor for a model that verifies no drafts.
             max_tokens: how many tokens to generate at most, at least 1.
-            record_time: called after each step; see :func:`mlxspec.engine.step.decode`.
             options: any of these.
 
         Options:
@@ -173,54 +214,10 @@ class Decoder:
                 shapes tell. With the first response: the session's first cache does, or the
                 generation that has ``prompt_cache`` is running in another thread. With a later
                 one: ``prompt_cache`` has been continued or changed since the last.
+            DrafterError: ``drafter`` is none. With a response: what it proposed is no draft.
             TypeError: there is no such option.
         """
-        tokens = self._prompt_tokens(prompt)
-        checked = check_options(self.model, self.tokenizer, self.vocab_size, max_tokens, options)
-        if not checked.sampling.allows_drafts:
-            drafter = NoDraft()
-        if self.wrap_drafter:
-            drafter = self.wrap_drafter(drafter)
-        output = OutputText(self._new_detokenizer(), checked.stop_tokens, checked.stop, max_tokens)
-
-        def record(rows: int, seconds: float, pipelined: bool) -> None:
-            await_at_exit()
-            self.step_times.record(rows, seconds, pipelined)
-            if record_time:
-                record_time(rows, seconds, pipelined)
-
-        generation = partial(
-            responses,
-            prompt=tokens,
-            drafter=drafter,
-            chooser=Chooser(checked.sampling),
-            output=output,
-            max_tokens=max_tokens,
-            deepest_draft=self._deepest_draft,
-            on_progress=options.get("on_progress"),
-            record_time=record,
-        )
-        # What the model can verify of this drafter's drafts.
-        capability = self.capability if drafter.branching else self.chain_capability
-        if (session := options.get("session")) is not None:
-            return session.run(
-                generation, tokens, self.model, capability, self.vocab_size, checked.cache
-            )
-        if checked.lent is None:
-            return generation(target_for(self.model, capability, self.vocab_size, checked.cache))
-
-        def continued(caches: Sequence[Any]) -> Target:
-            with_them = capability_with(caches, capability)
-            return target_for(self.model, with_them, self.vocab_size, checked.cache, caches)
-
-        loan = Loan(checked.lent, self.model)
-        return on_loan(loan, tokens, lambda: generation(loan.take(continued)))
-
-    def _new_detokenizer(self) -> Detokenizer:
-        return cast(Detokenizer, detokenizer_of(self.tokenizer))
-
-    def _prompt_tokens(self, prompt: Prompt) -> list[int]:
-        return prompt_ids(prompt, self.tokenizer, self.vocab_size, context_length(self.model))
+        return self._generate(prompt, max_tokens, options, lambda session: drafter)
 
     def written(
         self, responses: Iterable[GenerationResponse], color: bool = True
@@ -239,148 +236,165 @@ class Decoder:
         printer.finish()
         return transcript.result(self.step_times)
 
+    def _new_drafter(self, session: Session | None) -> Drafter:
+        """The drafter of a generation with :meth:`stream`."""
+        return self._make_drafter()
 
-@runtime_checkable
-class Planner(Protocol):
-    """What is told the costs between steps: a drafter, or a part of one."""
-
-    curve: CostCurve
-    waiting_cost: float
-    plain_steps: PlainSteps
-
-
-class MeasuredDecoder(Decoder):
-    """Measures the steps of its model, at first use and whenever one runs.
-
-    Args:
-        model, tokenizer: as for :class:`Decoder`.
-        on_measuring: called with the share that is done while step times are first measured.
-
-    Raises:
-        LoadError, OptionError: as :class:`Decoder`.
-    """
-
-    def __init__(
+    def _generate(
         self,
-        model: str | Path | nn.Module = "mlx_model",
-        tokenizer: TokenizerWrapper | None = None,
-        *,
-        on_measuring: Callable[[float], None] | None = None,
-    ) -> None:
-        super().__init__(model, tokenizer)
-        self._on_measuring = on_measuring
-        self._measuring = threading.Lock()
-        self.foreseen_cost = 0.0
-        """What the steps of the last generation should have taken, in plain tokens' times."""
-
-    @cached_property
-    def costs(self) -> KeptCosts:
-        """What steps cost, from the cache or measured now, which takes a few seconds."""
-        with self._measuring:  # else threads would disturb each other's measurements
-            if "costs" not in vars(self):
-                vars(self)["costs"] = costs_for(self.model, on_progress=self._on_measuring)
-            return cast(KeptCosts, vars(self)["costs"])
-
-    def _decode_with(
-        self,
-        make_drafter: Callable[[], Drafter],
         prompt: Prompt,
         max_tokens: int,
-        **options: Unpack[GenerationOptions],
+        options: GenerationOptions,
+        make_drafter: MakeDrafter,
+        around: Callable[[CacheOwner, list[int]], CacheOwner] = lambda owner, tokens: owner,
     ) -> Generator[GenerationResponse, None, None]:
-        """As :meth:`Decoder.decode`, with a drafter that may need the costs.
+        """As :meth:`decode`; the drafter is made once prompt and options are known to be good,
+        since it may measure, and only where drafts can be verified.
 
         Args:
-            make_drafter: called once the options are known to be good, since it may measure.
-                What can only be decoded plainly gets no drafter.
+            make_drafter: given the session.
+            around: puts an owner of further caches around that of the model's.
         """
         tokens = self._prompt_tokens(prompt)
-        if "costs" not in vars(self):  # else nothing is measured, and `decode` refuses in time
-            check_options(self.model, self.tokenizer, self.vocab_size, max_tokens, options)
-        if (
-            self.chain_capability is Capability.PLAIN
-            or not sampling_of(options, self.vocab_size).allows_drafts
-        ):
-            return self.decode(tokens, NoDraft(), max_tokens=max_tokens, **options)
-        drafter = make_drafter()
-        if not _follows_costs(drafter):
-            return self.decode(tokens, drafter, max_tokens=max_tokens, **options)
-        return self._decode_planned(tokens, drafter, max_tokens, **options)
+        checked = check_options(self.model, self.tokenizer, self.vocab_size, max_tokens, options)
+        drafter: Drafter = NoDraft()
+        if self.drafts(checked):
+            drafter = checked_drafter(make_drafter(checked.session))
+        if self.wrap_drafter:
+            drafter = self.wrap_drafter(drafter)
+        output = OutputText(self._new_detokenizer(), checked.stop_tokens, checked.stop, max_tokens)
 
-    def _decode_planned(
-        self,
-        prompt: Sequence[int],
-        drafter: Drafter,
-        max_tokens: int,
-        **options: Unpack[GenerationOptions],
-    ) -> Generator[GenerationResponse, None, None]:
-        """As :meth:`Decoder.decode`, with planners that are told the costs; these learn too."""
-        costs = self.costs.for_generation()
-        planners = _planners(drafter)
-        foreseen = self.foreseen_cost = 0.0
+        def new_sequence(target: Target, n_cached: int) -> EngineSequence:
+            return EngineSequence(
+                target,
+                tokens,
+                drafter,
+                Chooser(checked.sampling),
+                max_tokens=max_tokens,
+                ends=output.add,
+                n_cached=n_cached,
+                deepest_draft=self._deepest_draft,
+            )
 
-        def tell() -> None:
-            for planner in planners:
-                planner.curve, planner.waiting_cost = costs.curve, costs.waiting_cost
-                planner.plain_steps.sought = costs.wants_plain_steps
+        owner = around(self._owner(tokens, drafter, checked), tokens)
+        return responses(owner, tokens, new_sequence, output, self.step_times, checked.on_progress)
 
-        def record(rows: int, seconds: float, pipelined: bool) -> None:
-            nonlocal foreseen
-            waiting = costs.waiting_cost if rows == 1 and not pipelined else 0.0
-            foreseen += costs.cost(rows) + waiting
-            self.foreseen_cost = foreseen
-            costs.record(rows, seconds, pipelined)
-            tell()
+    def drafts(self, options: CheckedOptions) -> bool:
+        """Whether a generation with these options can have drafts at all."""
+        allowed = options.sampling.allows_drafts
+        return allowed and self.chain_capability is not Capability.PLAIN
 
-        def begin() -> int:
-            lent = options.get("prompt_cache") or ()
-            reclaim(lent)
-            held = cached_length(lent)
-            costs.move_to(held + len(prompt))
-            tell()
-            return held
+    def _owner(self, tokens: list[int], drafter: Drafter, options: CheckedOptions) -> CacheOwner:
+        """Who owns the generation's caches."""
+        # What the model can verify of this drafter's drafts.
+        capability = self.capability if drafter.branching else self.chain_capability
+        new_target = partial(target_for, self.model)
+        if options.session is not None:
+            return SessionTurn(
+                options.session, tokens, self.model, capability, self.vocab_size, options.cache
+            )
+        if options.prompt_cache is None:
+            return NewCache(lambda: new_target(capability, self.vocab_size, options.cache))
 
-        responses = self.decode(
-            prompt, drafter, max_tokens=max_tokens, record_time=record, **options
-        )
-        return self._kept(responses, costs, begin)
+        def continued(caches: Sequence[Any]) -> Target:
+            with_them = capability_with(caches, capability)
+            return new_target(with_them, self.vocab_size, options.cache, caches)
 
-    def _kept(
-        self,
-        responses: Generator[GenerationResponse, None, None],
-        costs: KeptCosts,
-        begin: Callable[[], int],
-    ) -> Generator[GenerationResponse, None, None]:
-        """Tell the costs how long the context has become, and keep them at the end.
+        return LentCaches(Loan(options.prompt_cache, self.model), len(tokens), continued)
 
-        Args:
-            responses: of a generation.
-            costs: the generation's own; the decoder's go on from them.
-            begin: called before the first step; returns the length of what precedes the prompt.
-        """
+    def _deepest_draft(self, length: int) -> int:
+        """How many tokens deep a draft may be that follows so many positions."""
+        room = self._first_crossing - 1 - length
+        if room < _NEAR:
+            room = sys.maxsize if self.draft_end is None else self.draft_end - 1 - length
+        return max(0, room)
+
+    @cached_property
+    def _first_crossing(self) -> int:
+        return first_crossing(self.model)
+
+    def _new_detokenizer(self) -> Detokenizer:
+        return cast(Detokenizer, detokenizer_of(self.tokenizer))
+
+    def _prompt_tokens(self, prompt: Prompt) -> list[int]:
+        return prompt_ids(prompt, self.tokenizer, self.vocab_size, context_length(self.model))
+
+
+class LentCaches:
+    """A caller's caches, which follow the responses that are taken; a :class:`CacheOwner`."""
+
+    def __init__(
+        self, loan: Loan, prompt_tokens: int, continued: Callable[[Sequence[Any]], Target]
+    ) -> None:
+        self._loan = loan
+        self._prompt_tokens = prompt_tokens
+        self._continued = continued
+
+    def take(self, close: Callable[[], None]) -> tuple[Target, int]:
+        target = self._loan.take(self._continued)
+        self._loan.end = close
+        return target, 0
+
+    def pause(self, context: Sequence[int]) -> None:
+        self._loan.pause(context)
+
+    def resume(self) -> None:
+        self._loan.resume()
+
+    def give_back(self, context: Sequence[int]) -> None:
+        self._loan.give_back(context, complete=len(context) > self._prompt_tokens)
+
+
+class DraftCaches:
+    """A draft model's caches beside the target's; they follow the responses too.
+
+    Args:
+        owner: of the target's caches.
+        drafter: has a loan of the others.
+        prompt: token ids.
+    """
+
+    def __init__(self, owner: CacheOwner, drafter: DraftModelDrafter, prompt: list[int]) -> None:
+        assert drafter.loan is not None
+        self._owner = owner
+        self._drafter = drafter
+        self._loan = drafter.loan
+        self._prompt = prompt
+
+    def take(self, close: Callable[[], None]) -> tuple[Target, int]:
+        taken = self._owner.take(close)
+        self._loan.end = close
+        return taken
+
+    def pause(self, context: Sequence[int]) -> None:
+        self._owner.pause(context)
+        self._begin_unless_begun()
+        self._loan.pause(context)
+
+    def resume(self) -> None:
+        self._owner.resume()
+        self._loan.resume()
+
+    def give_back(self, context: Sequence[int]) -> None:
         try:
-            held = begin()
-            for response in responses:
-                costs.move_to(held + response.prompt_tokens + response.generation_tokens)
-                yield response
+            self._owner.give_back(context)
+            self._begin_unless_begun()
         finally:
-            responses.close()
-            costs.save()
-            self.costs = costs
+            self._loan.give_back(context, complete=len(context) > len(self._prompt))
+
+    def _begin_unless_begun(self) -> None:
+        """Where nothing can be drafted, its caches follow the output all the same."""
+        if not self._drafter.begun:
+            self._drafter.begin(self._prompt)
 
 
-def _follows_costs(drafter: Drafter) -> bool:
-    """Whether its drafts depend on what steps cost, and its steps show what rows cost."""
-    # The sizes of lookahead's are fixed, and a draft model's forwards are in the steps' times.
-    return not isinstance(drafter, LookaheadDrafter) and not any(
-        isinstance(part, DraftModelDrafter) for part in _parts(drafter)
-    )
+def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Drafter]:
+    """What gives a generation its drafter: a maker as it is, a drafter again and again.
 
-
-def _planners(drafter: Drafter) -> list[Planner]:
-    """The parts of a drafter that follow the costs."""
-    return [part for part in _parts(drafter) if isinstance(part, Planner)]
-
-
-def _parts(drafter: Drafter) -> list[Drafter]:
-    return [drafter.first, drafter.second] if isinstance(drafter, CombinedDrafter) else [drafter]
+    Raises:
+        DrafterError: it is neither.
+    """
+    if callable(drafter) and not isinstance(drafter, Drafter):
+        return drafter
+    drafter = checked_drafter(drafter)
+    return lambda: drafter

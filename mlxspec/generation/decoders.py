@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..draft.combined import CombinedDrafter
@@ -18,38 +17,68 @@ from ..draft.context_index import OutputMemory
 from ..draft.drafter import Drafter
 from ..draft.lookahead import LookaheadDrafter, check_sizes
 from ..draft.prompt_lookup import lookup_drafter
-from ..engine.draft_model import DraftModelDrafter, check_vocabularies
-from ..engine.positions import context_length
+from ..engine.draft_model import DraftModelDrafter
 from ..engine.target import Capability
-from ..plan.lookahead_source import LookaheadKnowledge, PlannedLookahead
+from ..plan.candidates import DrafterSource, Source
+from ..plan.cost_curve import Costs, FixedCosts
+from ..plan.lookahead_source import LookaheadKnowledge, LookaheadSource
 from ..plan.p_accept import token_classes
-from ..plan.planner import PlannedDrafter
-from ..plan.policy import Guard, trees_pay
+from ..plan.planner import Planner
+from ..plan.policy import trees_pay
+from ..plan.suffix_source import SuffixSource
 from ..store.store import open_store
-from .decoder import Decoder, MeasuredDecoder
-from .options import GenerationOptions, Prompt, prompt_ids
+from .decoder import Decoder, drafter_maker
+from .options import GenerationOptions, Prompt
 from .response import GenerationResponse, GenerationResult
-from .responses import on_loan
 from .session import Session
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+_AUTO_GUESSES = 16  # that are kept for one first token; how many are verified follows the costs
 
-class AutoDecoder(MeasuredDecoder):
+
+class _PlannedDecoder(Decoder):
+    """A decoder whose drafts follow what steps cost here, and correct it."""
+
+    _planner: Planner | None = None
+
+    @property
+    def predicted_cost(self) -> float:
+        """What the steps of the last generation should have taken, in plain tokens' times."""
+        return self._planner.predicted_cost if self._planner else 0.0
+
+    def _plan(
+        self, sources: Sequence[Source], *, branching: bool, costs: Costs | None = None
+    ) -> Planner:
+        """A planner for one generation."""
+        if costs is None:
+            costs = self.costs = self.costs.for_generation()
+        self._planner = Planner(
+            costs,
+            sources,
+            branching=branching,
+            replays=self.chain_capability is Capability.REPLAY,
+        )
+        return self._planner
+
+
+class AutoDecoder(_PlannedDecoder):
     """Chooses each draft by what it costs and what it will probably earn; nothing to tune.
 
     What a step costs is measured at first use, kept in the user's cache directory and
     corrected by every step. Outputs are remembered, and later ones are drafted from them too.
 
     Args:
-        model, tokenizer: as for :class:`Decoder`.
+        model, tokenizer, on_measuring: as for :class:`Decoder`.
         memory_tokens: how many tokens of earlier outputs are remembered, first in, first out.
         store: a file of ``mlxspec store build`` to draft from.
-        on_measuring: called with the share that is done while step times are first measured.
+        extra_drafter: drafts as well, wherever that pays: a :class:`mlxspec.Drafter`, which
+            serves one generation at a time, or a class or function that makes one for each. How
+            likely its tokens are right is learned from the output.
 
     Raises:
-        LoadError, OptionError: as :class:`Decoder`.
+        LoadError, OptionError, DrafterError: as :class:`Decoder`.
         StoreError: the store cannot be read, or is another tokenizer's.
     """
 
@@ -60,70 +89,46 @@ class AutoDecoder(MeasuredDecoder):
         *,
         memory_tokens: int = 16384,
         store: str | os.PathLike[str] | None = None,
+        extra_drafter: Drafter | Callable[[], Drafter] | None = None,
         on_measuring: Callable[[float], None] | None = None,
     ) -> None:
         super().__init__(model, tokenizer, on_measuring=on_measuring)
         self.memory = OutputMemory(memory_tokens)
         self._store = open_store(store, self.tokenizer) if store is not None else None
+        self._extra = drafter_maker(extra_drafter) if extra_drafter is not None else None
 
     @cached_property
     def _token_classes(self) -> bytes:
         pieces = self.tokenizer.convert_ids_to_tokens(list(range(len(self.tokenizer))))
         return token_classes([piece or "" for piece in pieces], set(self.tokenizer.all_special_ids))
 
-    @property
-    def _branching(self) -> bool:
-        """Whether drafts may be trees."""
-        return trees_pay(self.costs.curve) and self.capability is Capability.TREE
+    def _new_drafter(self, session: Session | None) -> Drafter:
+        extra = self._extra() if self._extra else None
+        if isinstance(extra, DraftModelDrafter):
+            return self.look_ups_beside(session, extra)
+        return self._look_ups(session, [] if extra is None else [DrafterSource(extra)])
 
-    def drafter(self, session: Session | None = None) -> PlannedDrafter:
-        """A planner for one generation, with the index of its session."""
-        return PlannedDrafter(
-            self.costs.curve,
-            waiting_cost=self.costs.waiting_cost,
-            branching=self._branching,
-            replays=self.chain_capability is Capability.REPLAY,
-            guard=Guard(),
+    def _look_ups(
+        self, session: Session | None, others: Sequence[Source] = (), costs: Costs | None = None
+    ) -> Planner:
+        """A planner of look-ups in text that repeats, and of other sources."""
+        suffixes = SuffixSource(
             memory=self.memory,
             store=self._store,
             token_classes=self._token_classes,
-            index=session.index if session else None,
+            context=session.index if session else None,
         )
+        branching = trees_pay(self.costs.curve) and self.capability is Capability.TREE
+        return self._plan([suffixes, *others], branching=branching, costs=costs)
 
-    def stream(
-        self,
-        prompt: Prompt,
-        max_tokens: int = 250,
-        **options: Unpack[GenerationOptions],
-    ) -> Generator[GenerationResponse, None, None]:
-        """Generate one response per token.
+    def look_ups_beside(self, session: Session | None, drafter: DraftModelDrafter) -> Drafter:
+        """Look-ups, and a draft model where they have nothing.
 
-        Args:
-            prompt: text, or token ids.
-            max_tokens: how many tokens to generate at most.
-            options: how to sample and where to end, as in :meth:`Decoder.decode`: ``temp``,
-                ``top_p``, ``seed``, ``stop`` and so on.
-
-        Raises:
-            PromptError, OptionError: as :meth:`Decoder.decode`.
+        Its forwards take time before anybody knows what they are worth, and are in the steps'
+        times: so these teach the costs nothing.
         """
-        make_drafter = partial(self.drafter, options.get("session"))
-        return self._decode_with(make_drafter, prompt, max_tokens, **options)
-
-    def generate(
-        self, prompt: Prompt, max_tokens: int = 250, color: bool = True, **options: Any
-    ) -> GenerationResult:
-        """Generate, write the text to standard output as it comes, and return the result.
-
-        Args:
-            prompt, max_tokens: as in :meth:`stream`.
-            color: colour accepted draft tokens and the model's own, at a terminal.
-            options: :meth:`stream`'s other options.
-
-        Raises:
-            PromptError, OptionError: as :meth:`Decoder.decode`.
-        """
-        return self.written(self.stream(prompt, max_tokens, **options), color)
+        costs = FixedCosts(self.costs.curve, self.costs.sync_overhead)
+        return CombinedDrafter(self._look_ups(session, costs=costs), drafter)
 
 
 class PromptLookupDecoder(Decoder):
@@ -172,7 +177,7 @@ class PromptLookupDecoder(Decoder):
         drafter, note = lookup_drafter(n_draft, ngram_max, ngram_min, prompt_lookup_config)
         if note:
             warnings.warn(note, stacklevel=2)
-        return self.decode(prompt, drafter, max_tokens=max_tokens, **options)
+        return self._generate(prompt, max_tokens, options, lambda session: drafter)
 
     def prompt_lookup(
         self,
@@ -202,10 +207,7 @@ class PromptLookupDecoder(Decoder):
         return self.written(responses, color)
 
 
-_AUTO_GUESSES = 16  # that are kept for one first token; how many are verified follows the costs
-
-
-class LookaheadDecoder(MeasuredDecoder):
+class LookaheadDecoder(_PlannedDecoder):
     """Speculates without any text to copy: on the model's own guesses of the tokens ahead.
 
     A window runs Jacobi iterations over the next positions in the rows of each step; the n-grams
@@ -227,12 +229,6 @@ class LookaheadDecoder(MeasuredDecoder):
     A step has up to (N - 1)(W + G) rows, which only pays where rows are cheap. With
     ``window_size="auto"`` all sizes follow the measured cost of rows and what drafts have
     lately earned, down to plain decoding.
-
-    Args:
-        model, tokenizer, on_measuring: as for :class:`MeasuredDecoder`.
-
-    Raises:
-        LoadError, OptionError: as :class:`Decoder`.
     """
 
     @cached_property
@@ -267,8 +263,14 @@ class LookaheadDecoder(MeasuredDecoder):
             PromptError, OptionError: as :meth:`Decoder.decode`.
         """
         sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
-        make_drafter = partial(lookahead_drafter, self, self._knowledge, *sizes)
-        return self._decode_with(make_drafter, prompt, max_tokens, **options)
+        looks_ahead = _lookahead(*sizes, self._knowledge)
+
+        def new_drafter(session: Session | None) -> Drafter:
+            if isinstance(looks_ahead, Drafter):
+                return looks_ahead
+            return self._plan([looks_ahead], branching=self.capability is Capability.TREE)
+
+        return self._generate(prompt, max_tokens, options, new_drafter)
 
     def lookahead(
         self,
@@ -294,49 +296,9 @@ class LookaheadDecoder(MeasuredDecoder):
         Raises:
             PromptError, OptionError: as :meth:`Decoder.decode`.
         """
-        responses = self.stream(
-            prompt,
-            max_tokens,
-            window_size,
-            ngram_size,
-            guess_set_size,
-            pool_from_prompt,
-            temp=temp,
-            seed=seed,
-            **options,
-        )
+        sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
+        responses = self.stream(prompt, max_tokens, *sizes, temp=temp, seed=seed, **options)
         return self.written(responses, color)
-
-
-def lookahead_drafter(
-    decoder: MeasuredDecoder,
-    knowledge: LookaheadKnowledge,
-    window_size: int | Literal["auto"],
-    ngram_size: int,
-    guess_set_size: int | None,
-    pool_from_prompt: bool,
-) -> LookaheadDrafter | PlannedLookahead:
-    """A drafter for one generation, with the parameters of :meth:`LookaheadDecoder.stream`.
-
-    Args:
-        decoder: measures costs where the sizes follow them.
-        knowledge: what was learned from the decoder's earlier generations.
-
-    Raises:
-        OptionError: a size is out of range.
-    """
-    if window_size != "auto":
-        return LookaheadDrafter(window_size, ngram_size, guess_set_size, pool_from_prompt)
-    guess_set_size = _AUTO_GUESSES if guess_set_size is None else guess_set_size
-    check_sizes(0, ngram_size, guess_set_size)
-    return PlannedLookahead(
-        decoder.costs.curve,
-        ngram_size=ngram_size,
-        guess_set_size=guess_set_size,
-        pool_from_prompt=pool_from_prompt,
-        branching=decoder.capability is Capability.TREE,
-        knowledge=knowledge,
-    )
 
 
 class CombinedDecoder(AutoDecoder):
@@ -376,61 +338,39 @@ class CombinedDecoder(AutoDecoder):
         Raises:
             PromptError, OptionError: as :meth:`Decoder.decode`.
         """
+        sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
+        looks_ahead = _lookahead(*sizes, self._knowledge)
 
-        def make_drafter() -> CombinedDrafter:
-            sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
-            second = lookahead_drafter(self, self._knowledge, *sizes)
-            return CombinedDrafter(drafter or self.drafter(options.get("session")), second)
+        def new_drafter(session: Session | None) -> Drafter:
+            if isinstance(looks_ahead, Drafter):
+                return CombinedDrafter(drafter or self._look_ups(session), looks_ahead)
+            if drafter is None:
+                return self._look_ups(session, [looks_ahead])
+            sources = [DrafterSource(drafter), looks_ahead]
+            return self._plan(sources, branching=self.capability is Capability.TREE)
 
-        return self._decode_with(make_drafter, prompt, max_tokens, **options)
+        return self._generate(prompt, max_tokens, options, new_drafter)
 
 
-def stream_with_draft_model(
-    decoder: AutoDecoder,
-    draft_model: nn.Module,
-    prompt: Prompt,
-    max_tokens: int,
-    num_draft_tokens: int = 2,
-    **options: Unpack[GenerationOptions],
-) -> Generator[GenerationResponse, None, None]:
-    """Draft from text that repeats where that pays, and with a small model elsewhere.
-
-    The steps' times teach the decoder nothing, since the draft model's forwards are in them.
-
-    Args:
-        decoder: of the target; plans the look-ups.
-        draft_model: an mlx-lm model with the target's tokenizer.
-        prompt: text, or token ids.
-        max_tokens: how many tokens to generate at most.
-        num_draft_tokens: how many tokens the draft model drafts at most.
-        options: as in :meth:`mlxspec.Decoder.decode`. In ``prompt_cache`` the draft model's
-            caches may follow the target's, as with mlx-lm.
+def _lookahead(
+    window_size: int | Literal["auto"],
+    ngram_size: int,
+    guess_set_size: int | None,
+    pool_from_prompt: bool,
+    knowledge: LookaheadKnowledge,
+) -> LookaheadDrafter | LookaheadSource:
+    """Lookahead with the parameters of :meth:`LookaheadDecoder.stream`: fixed, or to be planned.
 
     Raises:
-        PromptError, OptionError: as :meth:`mlxspec.Decoder.decode`, or the draft model has
-            another vocabulary.
+        OptionError: a size is out of range.
     """
-    check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
-    both = options.get("prompt_cache") or []
-    drafts_cache = both[len(make_prompt_cache(decoder.model)) :] or None
-    drafter = DraftModelDrafter(draft_model, num_draft_tokens, drafts_cache)
-
-    drafts = False
-
-    def make_drafter() -> CombinedDrafter:
-        nonlocal drafts
-        drafts = True
-        return CombinedDrafter(decoder.drafter(options.get("session")), drafter)
-
-    longest = context_length(decoder.model)
-    tokens = prompt_ids(prompt, decoder.tokenizer, decoder.vocab_size, longest)
-    responses = decoder._decode_with(make_drafter, tokens, max_tokens, **options)
-    if drafter.loan is None:
-        return responses
-
-    def start() -> Generator[GenerationResponse, None, None]:
-        if not drafts:  # its caches follow the output all the same
-            drafter.begin(tokens)
-        return responses
-
-    return on_loan(drafter.loan, tokens, start)
+    if window_size != "auto":
+        return LookaheadDrafter(window_size, ngram_size, guess_set_size, pool_from_prompt)
+    guess_set_size = _AUTO_GUESSES if guess_set_size is None else guess_set_size
+    check_sizes(0, ngram_size, guess_set_size)
+    return LookaheadSource(
+        ngram_size=ngram_size,
+        guess_set_size=guess_set_size,
+        pool_from_prompt=pool_from_prompt,
+        knowledge=knowledge,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any, NamedTuple, TypedDict, cast
 
 import mlx.core as mx
@@ -132,7 +133,7 @@ class EndOptions(TypedDict, total=False):
 
 
 class MemoryOptions(TypedDict, total=False):
-    """The fields of :class:`mlxspec.engine.params.CacheOptions`, one by one."""
+    """The fields of :class:`mlxspec.engine.caches.CacheOptions`, one by one."""
 
     kv_bits: int | None
     kv_group_size: int
@@ -158,14 +159,17 @@ class CheckedOptions(NamedTuple):
         stop: the texts that end the output.
         stop_tokens: the tokens that end it, the tokenizer's own included.
         cache: the memory of the cache.
-        lent: the caches of ``prompt_cache`` that the model takes; None without one.
+        session, on_progress: as given.
+        prompt_cache: the caches of it that the model takes; None without one.
     """
 
     sampling: SamplingParams
     stop: tuple[str, ...]
     stop_tokens: set[int]
     cache: CacheOptions
-    lent: list[Any] | None
+    session: Session | None
+    prompt_cache: list[Any] | None
+    on_progress: Progress | None
 
 
 def sampling_from(
@@ -191,16 +195,6 @@ def sampling_from(
     return params
 
 
-def sampling_of(options: GenerationOptions, vocab_size: int) -> SamplingParams:
-    """The settings among the options of a generation.
-
-    Raises:
-        OptionError: as :func:`sampling_from`.
-    """
-    fields = {name: options.get(name) for name in SamplingOptions.__annotations__ & options.keys()}
-    return sampling_from(options.get("sampling"), cast(SamplingOptions, fields), vocab_size)
-
-
 def check_options(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
@@ -217,8 +211,10 @@ def check_options(
     left: dict[str, Any] = {**options}
     stop, stop_tokens = left.pop("stop", ()), left.pop("stop_tokens", ())
     session, prompt_cache = left.pop("session", None), left.pop("prompt_cache", None)
-    sampling, _ = left.pop("sampling", None), left.pop("on_progress", None)
+    sampling, on_progress = left.pop("sampling", None), left.pop("on_progress", None)
     memory = {name: left.pop(name) for name in MemoryOptions.__annotations__ if name in left}
+    for name in left.keys() - SamplingOptions.__annotations__.keys():
+        raise TypeError(_no_such_option(name))
     if max_tokens < 1:
         raise OptionError(f"max_tokens is {max_tokens}: generate at least 1 token")
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -228,11 +224,22 @@ def check_options(
         raise OptionError("session and prompt_cache are given together: choose one")
     cache = CacheOptions(**memory)
     check_quantization(model, cache)
-    lent = None if prompt_cache is None else lent_caches(prompt_cache, model)
+    if prompt_cache is not None:
+        prompt_cache = lent_caches(prompt_cache, model)
     return CheckedOptions(
         sampling_from(sampling, cast(SamplingOptions, left), vocab_size),
         stop,
         stop_token_ids(tokenizer, stop_tokens, vocab_size),
         cache,
-        lent,
+        session,
+        prompt_cache,
+        on_progress,
     )
+
+
+def _no_such_option(name: str) -> str:
+    """What to say of an option that there is not."""
+    known = sorted(GenerationOptions.__annotations__)
+    (similar, *_) = [*get_close_matches(name, known, 1), None]
+    meant = f"did you mean {similar}" if similar else "see mlxspec.Decoder.decode for all"
+    return f"there is no option {name!r}: {meant}"

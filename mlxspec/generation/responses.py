@@ -1,101 +1,129 @@
-"""The loop's steps as users see them: one response per token."""
+"""A generation as users see it: one response per token, from caches that somebody owns."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from typing import Protocol
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 
-from ..draft.drafter import Drafter, VerifiedStep
-from ..engine.chooser import Chooser
-from ..engine.prompt_cache import Loan
-from ..engine.step import DecodedStep, RecordTime, decode
+from ..draft.drafter import VerifiedStep
+from ..engine import step as engine
 from ..engine.target import Progress, Target
-from .response import GenerationResponse, SpeculationStats
+from .response import GenerationResponse, SpeculationStats, StepTimes
 from .text import OutputText
 
 
+class CacheOwner(Protocol):
+    """Whose caches a generation continues, and what they see of it."""
+
+    def take(self, close: Callable[[], None]) -> tuple[Target, int]:
+        """Begin: the target, and how many of the prompt's tokens its cache holds.
+
+        Args:
+            close: ends the generation's use of the target; for an owner who gives the caches to
+                somebody else before the generation has ended.
+        """
+
+    def pause(self, context: Sequence[int]) -> None:
+        """The consumer gets a response; ``context`` is the prompt and the output so far."""
+
+    def resume(self) -> None:
+        """The consumer asks for the next response."""
+
+    def give_back(self, context: Sequence[int]) -> None:
+        """The generation has ended, in whatever way."""
+
+
+class NewCache:
+    """Caches of the generation's own, which end with it."""
+
+    def __init__(self, new_target: Callable[[], Target]) -> None:
+        self._new_target = new_target
+
+    def take(self, close: Callable[[], None]) -> tuple[Target, int]:
+        return self._new_target(), 0
+
+    def pause(self, context: Sequence[int]) -> None:
+        """Nobody else sees them."""
+
+    def resume(self) -> None:
+        """Nobody else has used them."""
+
+    def give_back(self, context: Sequence[int]) -> None:
+        """Nobody wants them."""
+
+
 def responses(
-    target: Target,
+    owner: CacheOwner,
     prompt: Sequence[int],
-    drafter: Drafter,
-    chooser: Chooser,
+    new_sequence: Callable[[Target, int], engine.Sequence],
     output: OutputText,
-    *,
-    max_tokens: int,
-    n_cached: int = 0,
-    deepest_draft: Callable[[int], int],
+    step_times: StepTimes,
     on_progress: Progress | None,
-    record_time: RecordTime,
 ) -> Generator[GenerationResponse, None, None]:
-    """Run the loop and turn its steps into responses; the arguments are the loop's."""
-    clock = _Clock(len(prompt), n_cached, on_progress)
-    stats = SpeculationStats()
-    generated = 0
-    steps = decode(
-        target,
-        prompt,
-        drafter,
-        chooser,
-        max_tokens=max_tokens,
-        ends=output.add,
-        n_cached=n_cached,
-        deepest_draft=deepest_draft,
-        record_time=record_time,
-        on_progress=clock.on_progress,
-    )
+    """Run a sequence and turn its steps into responses.
 
-    try:
-        with wired_limit(target.model, [generation_stream]):
-            for step in steps:
-                stats = _updated(stats, step.verified)
-                segments = output.take()
-                for index, text in enumerate(segments):
-                    generated += 1
-                    finish_reason = output.finish_reason if generated == stats.emitted else None
-                    yield _response(step, index, text, stats, clock, generated, finish_reason)
-    finally:
-        steps.close()
-
-
-def on_loan(
-    loan: Loan,
-    prompt: Sequence[int],
-    start: Callable[[], Generator[GenerationResponse, None, None]],
-) -> Generator[GenerationResponse, None, None]:
-    """Run a generation on caches that are lent, which follow the responses that are taken.
+    The last response comes when all is closed, so that the conversation's next turn may begin
+    with it at hand.
 
     Args:
-        loan: of the caches, which the generation takes when it begins.
-        prompt: without what the caches hold already.
-        start: gives the generation's responses.
+        owner: of the caches.
+        prompt: token ids.
+        new_sequence: makes the sequence of a target that holds so many of the prompt's tokens.
+        output: where the tokens become text and the end is found.
+        step_times: told each step's.
+        on_progress: told how far the prompt is.
     """
     context = list(prompt)
+    sequence: engine.Sequence | None = None
+    last: GenerationResponse | None = None
+
+    def close() -> None:
+        if sequence:
+            sequence.close()
+
+    target, n_cached = owner.take(close)
     try:
-        responses = start()
-        loan.end = responses.close
-        for response in responses:
-            context.append(response.token)
-            if response.finish_reason:
-                break
-            loan.pause(context)
-            yield response
-            loan.resume()
+        sequence = new_sequence(target, n_cached)
+        with wired_limit(target.model, [generation_stream]):
+            clock = _Clock(len(prompt), n_cached, on_progress)
+            sequence.begin(clock.on_progress)
+            stats = SpeculationStats()
+            while not last:
+                (step,) = engine.step([sequence])
+                verified = step.verified
+                step_times.record(verified.rows, verified.seconds, verified.pipelined)
+                stats = _updated(stats, verified)
+                for index, text in enumerate(output.take()):
+                    context.append(verified.tokens[index])
+                    response = _response(
+                        step, index, text, stats, clock, len(context) - len(prompt), output
+                    )
+                    if response.finish_reason:
+                        last = response
+                        break
+                    owner.pause(context)
+                    yield response
+                    owner.resume()
     finally:
-        loan.give_back(context, complete=len(context) > len(prompt))
-    yield response
+        try:
+            close()
+        finally:
+            owner.give_back(context)
+    yield last
 
 
 def _response(
-    step: DecodedStep,
+    step: engine.DecodedStep,
     index: int,
     text: str,
     stats: SpeculationStats,
     clock: _Clock,
     generated: int,
-    finish_reason: str | None,
+    output: OutputText,
 ) -> GenerationResponse:
     return GenerationResponse(
         text=text,
@@ -108,7 +136,7 @@ def _response(
         generation_tps=clock.generation_tps(generated),
         peak_memory=mx.get_peak_memory() / 1e9,
         stats=stats,
-        finish_reason=finish_reason,
+        finish_reason=output.finish_reason if generated == stats.emitted else None,
         reused_tokens=clock.n_cached,
     )
 

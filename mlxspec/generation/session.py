@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -27,12 +27,9 @@ from ..engine.prompt_cache_file import (
 )
 from ..engine.target import Capability, Target
 from ..errors import OptionError, PromptCacheError
-from .response import GenerationResponse
 
 _MARKS = 2  # prefills to return to where a cache cannot be cut; each holds its state once more
 _TRIMMABLE = {Capability.TREE, Capability.CHAIN}
-
-Generation = Callable[..., Generator[GenerationResponse, None, None]]
 
 
 class Session:
@@ -127,45 +124,6 @@ class Session:
         """What the cache holds."""
         return self._tokens.copy()
 
-    def run(
-        self,
-        generation: Generation,
-        prompt: list[int],
-        model: nn.Module,
-        capability: Capability,
-        vocab_size: int,
-        options: CacheOptions,
-    ) -> Generator[GenerationResponse, None, None]:
-        """Run a generation on the session's cache; decoders call this.
-
-        Args:
-            generation: called with the target and, as ``n_cached``, how many prompt tokens it has.
-            prompt: of the whole conversation.
-            model, capability, vocab_size, options: as for :class:`mlxspec.engine.target.Target`.
-
-        Raises:
-            OptionError: the session is in the middle of another generation, or the model is
-                split over several machines.
-            PromptCacheError: the cache that it begins with is another model's.
-        """
-        if getattr(model, "leader", None):
-            raise OptionError("session holds one machine's cache: leave it out for a split model")
-        taken: list[int] = []
-        with self._used():
-            with mx.stream(generation_stream):
-                target = self._take(prompt, model, capability, vocab_size, options)
-            responses = generation(target, n_cached=target.length)
-            try:
-                for response in responses:
-                    taken.append(response.token)
-                    if response.finish_reason:
-                        break
-                    yield response
-            finally:
-                responses.close()
-                self._put_back(target, [*prompt, *taken])
-        yield response  # the last one: the next turn may begin
-
     def _take(
         self,
         prompt: list[int],
@@ -201,12 +159,64 @@ class Session:
         target.flush_pending()
         return target
 
-    def _put_back(self, target: Target, context: list[int]) -> None:
+    def _put_back(self, target: Target, context: Sequence[int]) -> None:
         """Keep what the consumer has seen of a generation."""
         with suppress(ValueError), mx.stream(generation_stream):
             target.truncate(min(target.length, len(context)))
             self._target = target
-            self._tokens = context[: target.length]
+            self._tokens = list(context[: target.length])
+
+
+class SessionTurn:
+    """A session's part in one generation, whose caches it owns.
+
+    Args:
+        session: the conversation's.
+        prompt: of the whole conversation.
+        model, capability, vocab_size, options: as for :class:`mlxspec.engine.target.Target`.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        prompt: list[int],
+        model: nn.Module,
+        capability: Capability,
+        vocab_size: int,
+        options: CacheOptions,
+    ) -> None:
+        self._session = session
+        self._prompt = prompt
+        self._of_target = model, capability, vocab_size, options
+        self._ending = ExitStack()
+
+    def take(self, close: Callable[[], None]) -> tuple[Target, int]:
+        """The session's target, and how much of the prompt its cache holds.
+
+        Raises:
+            OptionError: the session is in the middle of another generation, or the model is
+                split over several machines.
+            PromptCacheError: the cache that it begins with is another model's.
+        """
+        model, *_ = self._of_target
+        if getattr(model, "leader", None):
+            raise OptionError("session holds one machine's cache: leave it out for a split model")
+        with ExitStack() as ending:
+            ending.enter_context(self._session._used())
+            with mx.stream(generation_stream):
+                self._target = self._session._take(self._prompt, *self._of_target)
+            self._ending = ending.pop_all()
+        return self._target, self._target.length
+
+    def pause(self, context: Sequence[int]) -> None:
+        """Nothing: the session is in use until the generation has ended."""
+
+    def resume(self) -> None:
+        """Nothing."""
+
+    def give_back(self, context: Sequence[int]) -> None:
+        with self._ending:
+            self._session._put_back(self._target, context)
 
 
 def _serves(

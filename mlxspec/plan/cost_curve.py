@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from functools import cache
-from importlib.resources import files
-from typing import Any
+from dataclasses import dataclass
+from typing import Protocol
 
 from ..errors import OptionError
 
@@ -72,41 +70,49 @@ def _least_slopes(costs: Sequence[float]) -> list[float]:
     return slopes
 
 
-def chip_names() -> list[str]:
-    """The chips whose curves come with the package."""
-    return list(_chips())
+USUAL_SYNC_OVERHEAD = 0.02
+"""The sync overhead until some plain steps have waited for a token."""
 
 
-def chip_curve(name: str) -> CostCurve:
-    """The verify cost of a chip.
+class Costs(Protocol):
+    """What steps cost, as a planner asks for it and tells it."""
 
-    Raises:
-        OptionError: there is no curve of that name.
-    """
-    chip = _chip(name)
-    return CostCurve(zip(chip["rows"], chip["cost"], strict=True))
+    @property
+    def curve(self) -> CostCurve:
+        """T(rows) / T(1); the same object until a cost has changed noticeably."""
 
+    @property
+    def sync_overhead(self) -> float:
+        """What a plain step costs more whose forward is dispatched only after the last token was
+        read, as a share of a pipelined one."""
 
-def chip_source(name: str) -> str:
-    """Where the figures of a chip come from, and which of them are estimates.
+    @property
+    def wants_plain_steps(self) -> bool:
+        """Whether plain steps should run between drafted ones, to be measured."""
 
-    Raises:
-        OptionError: there is no curve of that name.
-    """
-    return str(_chip(name)["source"])
+    def move_to(self, context: int) -> None:
+        """Say how many positions the context has by now."""
 
+    def record(self, rows: int, seconds: float, pipelined: bool) -> None:
+        """Learn from a step; see :class:`mlxspec.draft.drafter.VerifiedStep`."""
 
-def _chip(name: str) -> dict[str, Any]:
-    try:
-        return _chips()[name]
-    except KeyError:
-        raise OptionError(
-            f"no cost curve for the chip {name!r}: choose one of {', '.join(chip_names())}"
-        ) from None
+    def end(self) -> None:
+        """The generation has ended."""
 
 
-@cache
-def _chips() -> dict[str, dict[str, Any]]:
-    text = files(__package__).joinpath("chips.json").read_text(encoding="utf-8")
-    chips: dict[str, dict[str, Any]] = json.loads(text)["chips"]
-    return chips
+@dataclass
+class FixedCosts:
+    """Costs that no step corrects."""
+
+    curve: CostCurve
+    sync_overhead: float = USUAL_SYNC_OVERHEAD
+    wants_plain_steps: bool = False
+
+    def move_to(self, context: int) -> None:
+        """Nothing: they hold for all contexts."""
+
+    def record(self, rows: int, seconds: float, pipelined: bool) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""

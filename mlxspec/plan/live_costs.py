@@ -1,84 +1,25 @@
-"""What steps cost: wall time by number of rows, measured on the steps that run."""
+"""What steps cost now: one live curve per range of context lengths, and the sync overhead."""
 
 from __future__ import annotations
 
 import copy
 import math
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from statistics import median
 from typing import TypeVar
 
-from .cost_curve import CostCurve
+from .cost_curve import USUAL_SYNC_OVERHEAD, CostCurve
 from .live_curve import KnownTime, LiveCurve
 
-_KEPT = 64  # recent steps per number of rows: enough for a median, and a hot chip is noticed
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """T(rows) as measured.
-
-    Attributes:
-        rows: rows per forward.
-        pipelined: whether the forward was dispatched during the step before, as in plain
-            decoding; such a step has one row.
-        steps: how many steps of this width ran.
-        seconds: median wall time of the recent ones.
-        cost: T(rows) / T(1), the verify cost, with T(1) pipelined if such a step has run; None
-            while no step of one row has.
-    """
-
-    rows: int
-    pipelined: bool
-    steps: int
-    seconds: float
-    cost: float | None
-
-
-class StepTimes:
-    """T(rows): the wall time of whole steps by their number of rows.
-
-    A whole step is proposing, forward, reading, acceptance and cache commit. Times hold for one
-    model on one machine in one data type. Threads may record at once.
-    """
-
-    def __init__(self) -> None:
-        self._recent: dict[tuple[int, bool], deque[float]] = {}
-        self._steps: Counter[tuple[int, bool]] = Counter()
-        self._lock = threading.Lock()
-
-    def record(self, rows: int, seconds: float, pipelined: bool = False) -> None:
-        """Add the wall time of one step."""
-        with self._lock:
-            self._recent.setdefault((rows, pipelined), deque(maxlen=_KEPT)).append(seconds)
-            self._steps[rows, pipelined] += 1
-
-    def table(self) -> list[StepTime]:
-        """One entry per kind of step that has run, fewest rows first."""
-        with self._lock:
-            seconds = {kind: median(recent) for kind, recent in self._recent.items()}
-            steps = self._steps.copy()
-        one_row = seconds.get((1, True)) or seconds.get((1, False))
-        return [
-            StepTime(*kind, steps[kind], time, time / one_row if one_row else None)
-            for kind, time in sorted(seconds.items())
-        ]
-
-
-USUAL_WAITING_COST = 0.02
-"""What a plain step is taken to cost more that is not pipelined, until some have waited."""
-
 _MOST = 0.5
-_DOUBT = 0.1**2  # variances: of the usual cost at first,
+_FIRST_VARIANCE = 0.1**2  # variances: of the usual cost at first,
 _CHANGE = 0.005**2  # and of its change from one run of plain steps to the next
 _STEPS_NOISE = 6  # a run's surplus over 2 T(1): a step of 2 T(1), a short one, and T(1) itself
 _CLIP = 3.0  # standard deviations
 
 
-class WaitingCost:
+class SyncOverhead:
     """The cost of waiting, as a share of a pipelined plain step, learned from runs of such steps.
 
     The first step of a run waits for its token and for a part of the second's forward, and the
@@ -88,7 +29,7 @@ class WaitingCost:
     """
 
     def __init__(self) -> None:
-        self._mean, self._variance = USUAL_WAITING_COST, _DOUBT
+        self._mean, self._variance = USUAL_SYNC_OVERHEAD, _FIRST_VARIANCE
 
     @property
     def value(self) -> float:
@@ -115,7 +56,7 @@ _Costs = TypeVar("_Costs", bound="LiveCosts")
 _SHORTEST_RANGE = 1024
 _RANGE_FACTOR = 4
 _PLAIN_STEPS_PER_LESSON = 8  # in a row; to learn from each would slow them down
-_MOST_DOUBT = 0.05  # of all costs of drafted steps together, before plain steps are sought
+_MOST_STDDEV = 0.05  # of all costs of drafted steps together, before plain steps are sought
 _OTHER_CONTEXT = 0.15  # relative uncertainty of a cost that was measured in another range
 
 
@@ -147,18 +88,26 @@ class LiveCosts:
     def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
         self._lock = threading.RLock()
         self._curves = {end: LiveCurve(times) for end, times in known.items()}
-        self._waiting = WaitingCost()
+        self._sync_overhead = SyncOverhead()
         self._unsaved: Counter[int] = Counter()  # steps by range
-        # What follows is each generation's own.
-        self._plain_steps = 0  # in a row
         self._enter(min(self._curves))
-        # Seconds of the last run of plain steps: the one that waited, and the last pipelined one.
-        self._last_waiting: float | None = None
-        self._last_pipelined: float | None = None
+        self._begin_run()
 
     def for_generation(self: _Costs) -> _Costs:
         """The same costs at the context length and in the steps of one generation."""
-        return copy.copy(self)
+        own = copy.copy(self)
+        own._begin_run()
+        return own
+
+    def end(self) -> None:
+        """The generation has ended; there is nothing to do."""
+
+    def _begin_run(self) -> None:
+        """Forget the latest steps, which are each generation's own."""
+        self._plain_steps = 0  # in a row
+        # Seconds of the last run of plain steps: the one that waited, and the last pipelined one.
+        self._last_waiting: float | None = None
+        self._last_pipelined: float | None = None
 
     @property
     def unsaved_steps(self) -> int:
@@ -177,10 +126,6 @@ class LiveCosts:
         with self._lock:
             return self._live.curve
 
-    def cost(self, rows: int) -> float:
-        """T(rows)/T(1)."""
-        return self.curve(rows)
-
     def seconds(self, rows: int) -> float:
         """The wall time that a step over ``rows`` rows would take now."""
         with self._lock:
@@ -192,9 +137,9 @@ class LiveCosts:
         return self._live.slowdown
 
     @property
-    def waiting_cost(self) -> float:
+    def sync_overhead(self) -> float:
         """What plain steps cost more if the first of them waits, as a share of a pipelined one."""
-        return self._waiting.value
+        return self._sync_overhead.value
 
     @property
     def wants_plain_steps(self) -> bool:
@@ -203,13 +148,13 @@ class LiveCosts:
         Nothing else tells costs apart from the machine's speed: where hardly any run, a T(1)
         that was measured on a busy machine would stay, and make all drafts look cheap.
         """
-        return self._live.doubt > _MOST_DOUBT
+        return self._live.stddev > _MOST_STDDEV
 
     def record(self, rows: int, seconds: float, pipelined: bool) -> None:
         """Learn from a step.
 
         Plain steps teach T(1) only in the middle of a pipeline. The first and the last one tell
-        what waiting costs; see :class:`.waiting_cost.WaitingCost`.
+        the sync overhead; see :class:`SyncOverhead`.
 
         Args:
             rows: its rows.
@@ -223,7 +168,7 @@ class LiveCosts:
         before, self._last_pipelined = self._last_pipelined, seconds if pipelined else None
         if not pipelined:
             if self._last_waiting is not None:
-                self._learn_waiting(self._last_waiting, before)
+                self._learn_sync_overhead(self._last_waiting, before)
             self._last_waiting = seconds if rows == 1 else None
         if rows == 1:
             if not pipelined or before is None:
@@ -245,16 +190,16 @@ class LiveCosts:
             self._unsaved.clear()
             return changed
 
-    def _learn_waiting(self, first: float, last: float | None) -> None:
+    def _learn_sync_overhead(self, first: float, last: float | None) -> None:
         """Learn from a run of plain steps: the one that waited, and the last pipelined one."""
         steps, seconds = (1, first) if last is None else (2, first + last)
-        self._waiting.learn(seconds / self.seconds(1) - steps, self._live.noise)
+        self._sync_overhead.learn(seconds / self.seconds(1) - steps, self._live.noise)
 
     def _enter(self, end: int) -> None:
         with self._lock:
             if end not in self._curves:
                 nearest = min(self._curves, key=lambda other: abs(math.log(other / end)))
-                self._curves[end] = LiveCurve(self._curves[nearest].known(doubt=_OTHER_CONTEXT))
+                self._curves[end] = LiveCurve(self._curves[nearest].known(stddev=_OTHER_CONTEXT))
             self._live = self._curves[end]
             self._live.reopen()
         self._plain_steps = 0

@@ -13,12 +13,12 @@ import numpy as np
 from .cost_curve import CostCurve
 
 WIDEST = 64
-"""Rows up to which costs are foreseen; on no chip whose costs are known do wider steps pay."""
+"""Rows up to which costs are predicted; on no chip whose costs are known do wider steps pay."""
 
 # Variances, all of natural logarithms of seconds. Of a part at first:
-_MACHINE_DOUBT = 0.3**2  # what a machine may have become while nobody measured
-_DRAFTED_DOUBT = 0.08**2  # real drafts also take a proposal, and their tokens are other ones
-_UNSEEN_DOUBT = 0.1**2  # of a number of rows between two that were measured
+_MACHINE_VARIANCE = 0.3**2  # what a machine may have become while nobody measured
+_DRAFTED_VARIANCE = 0.08**2  # real drafts also take a proposal, and their tokens are other ones
+_UNSEEN_VARIANCE = 0.1**2  # of a number of rows between two that were measured
 # Of a part's change from step to step:
 _MACHINE_CHANGE = 0.025**2
 _DRAFTED_CHANGE = 0.002**2
@@ -60,7 +60,7 @@ class LiveCurve:
     The logarithm of a step's time is taken as a sum: the machine's speed now (the time of a
     plain step), what drafted steps have in common, and what this number of rows adds. A Kalman
     filter (Kalman 1960) corrects all parts by each step's time, in proportion to how uncertain
-    they are. It keeps their covariances, so where a drafted step takes longer than foreseen,
+    they are. It keeps their covariances, so where a drafted step takes longer than predicted,
     the next plain steps tell whether the machine was to blame or the costs. So a hot or busy
     machine changes the first part and leaves the costs, which are ratios, alone, and a number
     of rows that was never measured is believed at once.
@@ -74,10 +74,10 @@ class LiveCurve:
     def __init__(self, known: Iterable[KnownTime]) -> None:
         times = {time.rows: time for time in known if time.rows <= WIDEST}
         self._usual = plain = times.pop(1)
-        shared_doubt = _DRAFTED_DOUBT + plain.uncertainty**2
+        shared_variance = _DRAFTED_VARIANCE + plain.uncertainty**2
         # Few numbers of rows ever run, and a small matrix stays in the processor's cache.
         self._parts = self._in_curve = np.array([math.log(plain.seconds), 0.0])
-        self._covariance = np.diag([_MACHINE_DOUBT, shared_doubt])
+        self._covariance = np.diag([_MACHINE_VARIANCE, shared_variance])
         # Kept, and filled by a product (multiplying by broadcasting takes memory too): a kilobyte
         # asked of the C library between two steps can make it tidy up what the forward has freed,
         # which takes longer than the whole lesson.
@@ -88,7 +88,7 @@ class LiveCurve:
         self._noise = _FIRST_NOISE
         self._step = 0
         # Per number of rows: errors of the recent steps, the last step that took the time
-        # foreseen, and since which step they have not.
+        # predicted, and since which step they have not.
         self._recent: dict[int, deque[float]] = {}
         self._fitted: dict[int, int] = {}
         self._off_since: dict[int, int] = {}
@@ -107,7 +107,7 @@ class LiveCurve:
         return math.exp(self._parts[_MACHINE]) / self._usual.seconds
 
     @property
-    def doubt(self) -> float:
+    def stddev(self) -> float:
         """Relative standard error that the costs of all drafted steps have in common.
 
         It grows small only where plain and drafted steps run in turn.
@@ -145,26 +145,26 @@ class LiveCurve:
             if len(recent) <= _RECENT // 2 or abs(error) <= limit:
                 return
             blamed = self._blame(rows, parts)
-            shared[blamed] += _MACHINE_DOUBT
-            variance += _MACHINE_DOUBT
+            shared[blamed] += _MACHINE_VARIANCE
+            variance += _MACHINE_VARIANCE
         self._fitted[rows] = self._step
         self._off_since.pop(rows, None)
         self._correct(error, shared, variance)
 
     def reopen(self) -> None:
         """Expect the machine's speed to have changed, since time has passed unmeasured."""
-        self._add_doubt(_MACHINE, _MACHINE_DOUBT - self._covariance[_MACHINE, _MACHINE])
+        self._widen(_MACHINE, _MACHINE_VARIANCE - self._covariance[_MACHINE, _MACHINE])
 
-    def known(self, doubt: float = 0.0) -> list[KnownTime]:
+    def known(self, stddev: float = 0.0) -> list[KnownTime]:
         """What is known by now, in times of the machine's usual speed.
 
         Args:
-            doubt: further relative uncertainty, for use at another context length.
+            stddev: further relative uncertainty, for use at another context length.
         """
-        times = [KnownTime(1, self._usual.seconds, math.hypot(self.doubt, doubt))]
+        times = [KnownTime(1, self._usual.seconds, math.hypot(self.stddev, stddev))]
         for rows, part in sorted(self._part_of_rows.items()):
             cost = math.exp(self._parts[_DRAFTED] + self._parts[part])
-            uncertainty = math.sqrt(max(self._covariance[part, part], 0.0) + doubt**2)
+            uncertainty = math.sqrt(max(self._covariance[part, part], 0.0) + stddev**2)
             times.append(KnownTime(rows, self._usual.seconds * cost, uncertainty))
         return times
 
@@ -194,7 +194,7 @@ class LiveCurve:
         self._parts, self._in_curve, self._covariance, self._correction = arrays
         self._part_of_rows[rows] = len(parts) - 1
 
-    def _add_doubt(self, part: int, variance: float) -> None:
+    def _widen(self, part: int, variance: float) -> None:
         self._covariance[part, part] += max(variance, 0.0)
 
     def _parts_of(self, rows: int) -> list[int]:
@@ -205,8 +205,8 @@ class LiveCurve:
             return [_MACHINE]
         if rows not in self._part_of_rows:
             value = math.log(self.curve(rows)) - self._parts[_DRAFTED]
-            doubt = max(self._covariance.diagonal()[_DRAFTED + 1 :], default=0.0)
-            self._add_part(rows, value, doubt + _UNSEEN_DOUBT)
+            variance = max(self._covariance.diagonal()[_DRAFTED + 1 :], default=0.0)
+            self._add_part(rows, value, variance + _UNSEEN_VARIANCE)
         return [_MACHINE, _DRAFTED, self._part_of_rows[rows]]
 
     def _learn_noise(self, difference: float) -> None:
@@ -218,7 +218,7 @@ class LiveCurve:
     def _blame(self, rows: int, parts: list[int]) -> int:
         """Make the part uncertain that is to blame for a time that has changed; which it is.
 
-        Where steps of other rows still take the time foreseen, it is not the machine.
+        Where steps of other rows still take the time predicted, it is not the machine.
         """
         if any(step > self._off_since[rows] for step in self._fitted.values()):
             self._recent[rows].clear()
@@ -227,7 +227,7 @@ class LiveCurve:
             self._recent.clear()  # these were errors against the former speed
             self._off_since.clear()
             blamed = _MACHINE
-        self._add_doubt(blamed, _MACHINE_DOUBT)
+        self._widen(blamed, _MACHINE_VARIANCE)
         return blamed
 
     def _correct(self, error: float, shared: np.ndarray, variance: float) -> None:

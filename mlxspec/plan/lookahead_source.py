@@ -8,20 +8,10 @@ from typing import NamedTuple
 
 from ..draft.context_index import common_length
 from ..draft.drafter import VerifiedStep
-from ..draft.lookahead import JacobiWindow, LookaheadTree, NgramPool
-from ..draft.tree import DraftTree
-from .cost_curve import CostCurve
-from .live_costs import USUAL_WAITING_COST
-from .policy import (
-    Guard,
-    PlainSteps,
-    RecentSteps,
-    Rest,
-    expected_shortfall,
-    expected_tokens,
-    price_of_time,
-    widths_by_worth,
-)
+from ..draft.lookahead import JacobiWindow, NgramPool, add_window
+from ..draft.tree import TreeBuilder
+from .candidates import Candidates, Source, best_first
+from .policy import Policy, price_of_time
 
 _RANKS = 4  # siblings that are considered
 _CLASSES = 8  # of agreement with the text, in tokens
@@ -115,67 +105,53 @@ class LiveGuesses:
 
 
 class GuessTree:
-    """Guesses merged into one tree; nodes are numbered so that parents come first.
+    """Guesses merged into one tree, as candidates; it remembers what each node was judged by.
 
     Args:
+        current: the token before the guesses.
         guesses: best first.
         odds: gives their probabilities.
         max_depth: of a node.
-        least_reach: less likely nodes are left out.
+        least_p: less likely nodes are left out.
         branching: whether nodes may have siblings.
 
     Attributes:
-        reach: per node from the root, 1.0, the probability that it is accepted.
+        candidates: the nodes, the likeliest first.
     """
 
     def __init__(
         self,
+        current: int,
         guesses: Sequence[Guess],
         odds: GuessOdds,
         *,
         max_depth: int,
-        least_reach: float,
+        least_p: float,
         branching: bool,
     ) -> None:
         self._odds = odds
         self._children: list[dict[int, int]] = [{}]
         self._agreements = [0]
-        self._paths: list[tuple[int, ...]] = [()]
-        self.reach = [1.0]
+        nodes = Candidates(current)
         ranks = _RANKS if branching else 1
         for tail, agreement in guesses:
-            node = 0
+            node, p_node = 0, 1.0
             for depth, token in enumerate(tail[:max_depth]):
                 siblings = self._children[node]
                 if token not in siblings:
                     rank = len(siblings)
                     if rank >= ranks:
                         break
-                    reach = self.reach[node] * odds.probability(agreement + depth, rank)
-                    if reach < least_reach and node:
+                    p_reached = p_node * odds.probability(agreement + depth, rank)
+                    if p_reached < least_p and node:
                         break
-                    siblings[token] = len(self.reach)
+                    siblings[token] = nodes.add(token, node, p_reached)
                     self._children.append({})
                     self._agreements.append(agreement + depth)
-                    self._paths.append(tail[: depth + 1])
-                    self.reach.append(reach)
                 node = siblings[token]
-        self._order = sorted(range(1, len(self.reach)), key=lambda node: -self.reach[node])
-
-    def best_reach(self) -> list[float]:
-        """The probabilities of the nodes, the likeliest first, the root left out."""
-        return [self.reach[node] for node in self._order]
-
-    def reach_by_depth(self, width: int) -> list[float]:
-        """Per depth from 1, the probability that so many of the ``width`` best are accepted."""
-        by_depth = [0.0] * max((len(self._paths[node]) for node in self._order[:width]), default=0)
-        for node in self._order[:width]:
-            by_depth[len(self._paths[node]) - 1] += self.reach[node]
-        return by_depth
-
-    def paths(self, width: int) -> list[tuple[int, ...]]:
-        """The tokens that lead to each of the ``width`` likeliest nodes."""
-        return [self._paths[node] for node in self._order[:width]]
+                p_node = nodes.p_reached[node - 1]
+        self.candidates = Candidates(current, "guess")
+        best_first(nodes, self.candidates)
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Learn from the tokens that followed."""
@@ -296,48 +272,34 @@ class LookaheadKnowledge:
         self.gain = WindowGain()
 
 
-class PlannedLookahead:
-    """Lookahead decoding that verifies what is worth its time: often no window, or nothing.
+class LookaheadSource(Source):
+    """Lookahead decoding whose sizes follow what rows cost: often no window, or nothing.
 
-    Each step takes the guesses, likeliest first, up to the number at which expected tokens less
-    the price of the time are greatest. A window is added where the tokens that windows have
-    lately earned are worth its rows, within what the guard allows. So W, N and G change from
-    step to step; where each row costs as much as a plain step, all of them are zero.
+    The candidates are the pool's guesses. A window is verified beside them where the tokens that
+    windows have lately earned are worth its rows. So W, N and G change from step to step; where
+    each row costs as much as a plain step, all of them are zero.
 
     Args:
-        curve: the verify cost. May be replaced between steps (attribute ``curve``) by a newly
-            measured one.
         ngram_size: the longest n-grams.
         guess_set_size: how many are kept for one first token; -1 for 64.
         pool_from_prompt: whether the pool starts with the prompt's n-grams.
-        waiting_cost: what a plain step costs more when its forward is dispatched only after the
-            last token was read, as a share of a pipelined one. May be replaced too.
-        branching: whether the target verifies trees; otherwise drafts are chains, without a
-            window.
         knowledge: what was learned from earlier generations of the same target.
     """
 
+    name = "guess"
+
     def __init__(
         self,
-        curve: CostCurve,
         *,
         ngram_size: int = 5,
         guess_set_size: int = 16,
         pool_from_prompt: bool = True,
-        waiting_cost: float = USUAL_WAITING_COST,
-        branching: bool = True,
         knowledge: LookaheadKnowledge | None = None,
     ) -> None:
-        self.curve = curve
-        self.waiting_cost = waiting_cost
-        self.plain_steps = PlainSteps()
-        """While they are sought, steps are pipelined wherever nothing is drafted."""
-        self.branching = branching
         self._ngram_size = ngram_size
         self._guess_set_size = guess_set_size
         self._pool_from_prompt = pool_from_prompt
         self._knowledge = knowledge or LookaheadKnowledge()
-        self._guard = Guard()
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._text = list(prompt)
@@ -345,113 +307,83 @@ class PlannedLookahead:
         self._pool.read(prompt if self._pool_from_prompt else prompt[-1:])
         self._live = LiveGuesses(self._pool, self._ngram_size)
         self._knowledge.odds.begin()
-        self._guard.begin()
         self._size: WindowSize | None = None
         self._window: JacobiWindow | None = None
-        self._steps = self._pending = 0
-        self._rest = Rest()
-        self._recent = RecentSteps()
+        self._rows: list[list[int]] = []  # of the window: the node of each (level, column)
+        self._steps = 0
 
-    def propose(self, max_depth: int) -> DraftTree:
-        return self.propose_beside(1, max_depth, self.curve.widest)
-
-    def propose_beside(self, rows: int, max_depth: int, max_rows: int) -> DraftTree:
-        """Draft for a step that has ``rows`` rows already and may have ``max_rows``."""
-        self._rows_beside = rows + self._pending
-        self._hopeless = self.curve.cheapest_rows[0] >= _SUREST or self._rest.due(self.curve)
+    def candidates(
+        self, max_nodes: int, max_depth: int, branching: bool, least_p: Sequence[float]
+    ) -> Candidates:
+        self._rows = []
+        self._branching = branching
+        self._hopeless = least_p[0] >= _SUREST
         self._guesses = GuessTree(
+            self._text[-1],
             () if self._hopeless else self._live.at(self._text[-1]),
             self._knowledge.odds,
             max_depth=min(max_depth, self._ngram_size - 1),
-            least_reach=self.curve.cheapest_rows[0],
-            branching=self.branching,
+            least_p=least_p[0],
+            branching=branching,
         )
-        self._plan = self._choose(max_depth, min(max_rows, self.curve.widest))
-        self._tree = LookaheadTree(self._text[-1])
-        self._tree.add_guesses(self._guesses.paths(self._plan.width))
-        if self._plan.window:
-            self._tree.add_window(self._plan.window.levels)
-        self._draft = self._tree.tree()
-        return self._draft
+        self._guesses.candidates.cut(max_nodes)
+        return self._guesses.candidates
 
-    @property
-    def pipelined(self) -> bool:
-        """Whether to dispatch the next forward before the next token is known.
+    def rows_beside(
+        self, expected: Sequence[float], costs: Sequence[float], policy: Policy, max_depth: int
+    ) -> tuple[int, float]:
+        if self._hopeless or not self._branching:
+            self._window = self._size = None
+            return 0, 0.0
+        if self._steps % _STEPS_BETWEEN_SIZES == 0:
+            self._resize(expected, costs, policy)
+        if not self._window or not self._size or self._window.depth > max_depth:
+            return 0, 0.0
+        if 1 + self._size.rows >= len(costs):
+            return 0, 0.0
+        return self._size.rows, self._knowledge.gain.of(self._size)
 
-        Not where drafts have lately been worth more than it costs to wait for the token.
-        """
-        return self.plain_steps.sought or self._recent.worth <= self.waiting_cost
+    def add_rows(self, tree: TreeBuilder) -> None:
+        if self._window:
+            self._rows = add_window(tree, self._window.levels)
+            self._tree_size = len(tree)
 
-    def observe(self, step: VerifiedStep) -> None:
-        tokens, cost = step.tokens, self.curve(self._rows_beside + step.drafted)
-        self._pending = step.pending  # rows that the next step begins with
+    def window_rows(self) -> dict[tuple[int, int], int]:
+        return {
+            (level, column): node
+            for level, nodes in enumerate(self._rows)
+            for column, node in enumerate(nodes)
+        }
+
+    def observe(self, step: VerifiedStep, searched: bool) -> None:
+        tokens = step.tokens
         self._steps += 1
-        self._rest.count(drafted=self._plan.width > 0 or self._plan.window is not None)
-        self.plain_steps.count()
-        self._recent.add(step, cost, self._plan.worth)
-        self._guard.settle(len(tokens), cost)
-        if self._hopeless:
-            self._live.forget()
-        else:
+        if searched and not self._hopeless:
             self._guesses.learn(tokens)
             self._live.advance(tokens)
+        else:
+            self._live.forget()
         if self._window and self._size:
             self._advance(self._window, self._size, step)
         else:
             self._knowledge.gain.relax()
         self._pool.read(tokens)
         self._text += tokens
+        self._rows = []
 
     def end(self) -> None:
         del self._text, self._pool, self._live, self._window
 
-    def origins(self) -> tuple[str, ...]:
-        """Per node of the tree proposed last: "root", "guess" or "window"."""
-        return self._tree.origins()
-
-    def window_rows(self) -> dict[tuple[int, int], int]:
-        """The node of each window row (level, column) in the tree proposed last."""
-        return self._tree.window_rows()
-
-    def _choose(self, max_depth: int, max_rows: int) -> _Plan:
-        """Choose the window, and how many guesses to verify beside it."""
-        if self.plain_steps.due or self._hopeless or self._rows_beside > max_rows:
-            self._window = self._size = None
-            return _Plan(0, None, 0.0)
-        expected = expected_tokens(self._guesses.best_reach())
-        if self._steps % _STEPS_BETWEEN_SIZES == 0 and self.branching:
-            self._resize(expected, max_rows)
-        window, size = self._window, self._size
-        gain, rows = 0.0, self._rows_beside
-        if window and size and window.depth <= max_depth and rows + size.rows <= max_rows:
-            gain, rows = self._knowledge.gain.of(size), rows + size.rows
-        else:
-            window = None
-        costs = [0.0, *self.curve.table[rows : max_rows + 1]]
-        expected = [tokens + gain for tokens in expected[: len(costs) - 1]]
-        price = price_of_time(expected, costs, self._recent.rate)
-        worth_of_window = gain - price * (costs[1] - self.curve.table[self._rows_beside])
-        entry_cost = self._recent.entry_cost(self.waiting_cost)
-        widths = [*widths_by_worth(expected, costs, price, entry_cost), (0.0, 0)]
-        for worth, width in widths:
-            if not width and not window:
-                break
-            reached = self._guesses.reach_by_depth(width)
-            if self._guard.allows(expected_shortfall(costs[width + 1], reached) - gain):
-                return _Plan(width, window, max(worth + worth_of_window, 0.0))
-        return _Plan(0, None, 0.0)
-
-    def _resize(self, expected: Sequence[float], max_rows: int) -> None:
+    def _resize(self, expected: Sequence[float], costs: Sequence[float], policy: Policy) -> None:
         """Begin, end or exchange the window, where another size is worth more."""
-        costs = self.curve.table[self._rows_beside - 1 : max_rows + 1]
-        price = price_of_time(expected[: len(costs) - 1], costs, self._recent.rate)
+        price = price_of_time(expected[: len(costs) - 1], costs, policy.rate)
         size = best_window(
             self._knowledge.gain,
             expected,
             costs,
             price,
             max_ngram_size=self._ngram_size,
-            bank=self._guard.bank,
+            bank=policy.bank,
             now=self._size,
         )
         if size != self._size:
@@ -459,11 +391,11 @@ class PlannedLookahead:
             self._window = JacobiWindow(size.columns, size.ngram_size, self._text) if size else None
 
     def _advance(self, window: JacobiWindow, size: WindowSize, step: VerifiedStep) -> None:
-        rows = self._tree.rows
-        if not rows or step.tree != self._draft:
+        if not self._rows or len(step.tree) != self._tree_size:  # another step ran, or a part of it
             window.skip(step.tokens[-1])
             return
-        ngrams = window.advance([step.argmaxes[node] for node in rows[-1]], step.tokens[-1])
+        argmaxes = [step.argmaxes[node] for node in self._rows[-1]]
+        ngrams = window.advance(argmaxes, step.tokens[-1])
         if ngrams:
             self._knowledge.gain.learn(size, self._earned(step))
         for ngram in ngrams:
@@ -476,11 +408,3 @@ class PlannedLookahead:
             common_length(guess, accepted) for guess in self._pool.text_guesses(step.tree.tokens[0])
         )
         return len(accepted) - max(guessed, default=0)
-
-
-class _Plan(NamedTuple):
-    """How many guesses to verify, the window beside them, and what both are worth."""
-
-    width: int
-    window: JacobiWindow | None
-    worth: float

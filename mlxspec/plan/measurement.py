@@ -15,7 +15,7 @@ ShareDone = Callable[[float], None]
 
 
 @dataclass(frozen=True)
-class Effort:
+class MeasurementPlan:
     """How thoroughly to measure.
 
     Attributes:
@@ -47,7 +47,7 @@ class Effort:
         """Positions behind the context that the steps take, the widest one at the end."""
         return self.tokens + max(self.rows, default=1)
 
-    def within(self, room: int) -> Effort:
+    def within(self, room: int) -> MeasurementPlan:
         """The same in fewer rounds, and if that is not enough without the widest steps.
 
         One round of plain steps is the least; it may take more than ``room``.
@@ -63,7 +63,7 @@ class Effort:
 
 # Costs bend where kernels change: published curves rise to 8, 12 or 16 rows and are flat from
 # there to 32 (see chips.json). So both sides of the bend come before what lies between.
-QUICK = Effort(
+QUICK = MeasurementPlan(
     rows=(2, 4, 8, 16, 3, 6, 12, 32),
     rounds=24,
     steady_rounds=12,
@@ -72,7 +72,7 @@ QUICK = Effort(
     context=64,
     least_uncertainty=0.1,
 )
-CAREFUL = Effort(
+CAREFUL = MeasurementPlan(
     rows=(2, 4, 8, 16, 32, 3, 6, 12, 24, 64, 5, 7, 9, 10, 14, 20, 28, 33, 40, 48),
     rounds=24,
     steady_rounds=12,
@@ -129,7 +129,7 @@ class Steps(Protocol):
 
 def measure(
     steps: Steps,
-    effort: Effort,
+    effort: MeasurementPlan,
     max_rows: int,
     started: float,
     clock: Callable[[], float],

@@ -72,22 +72,22 @@ _FIRST_AVERAGE = 0.3
 
 
 class Estimate(NamedTuple):
-    """The hazard of one continuation.
+    """The p_accept of one continuation.
 
     Attributes:
-        hazard: the probability that it is right, given that its path is and that the
+        p_accept: the probability that it is right, given that its path is and that the
             better-ranked continuations are not.
         kind: which bias of its rank and origin was added.
         length_class: which bias of its match length was added.
     """
 
-    hazard: float
+    p_accept: float
     kind: int
     length_class: int
 
 
-class HazardModel:
-    """A logistic model of a continuation's hazard, with biases that are learned online.
+class AcceptanceModel:
+    """A logistic model of a continuation's p_accept, with biases that are learned online.
 
     Evidence: length of the match, number of occurrences that agree and disagree, distance,
     the kind of token, rank among the continuations, and how well recent drafts did. One weight
@@ -122,7 +122,7 @@ class HazardModel:
     def estimate(
         self, found: Sequence[Continuation], end: int, depth: int, before: int, limit: int
     ) -> list[Estimate]:
-        """Estimate the hazards of the continuations of one node.
+        """Estimate the probabilities of the continuations of one node.
 
         Args:
             found: all continuations of the node, best first.
@@ -162,8 +162,8 @@ class HazardModel:
                 kind += 1
             length_class = _LENGTH_CLASSES[length]
             z += self._kind_biases[kind] + self._length_biases[length_class]
-            hazard = 1 / (1 + math.exp(-z))
-            estimates.append(Estimate(min(_HIGHEST, max(_LOWEST, hazard)), kind, length_class))
+            p_accept = 1 / (1 + math.exp(-z))
+            estimates.append(Estimate(min(_HIGHEST, max(_LOWEST, p_accept)), kind, length_class))
         return estimates
 
     def learn(self, estimates: Sequence[Estimate], right: int | None, *, at_root: bool) -> None:
@@ -175,8 +175,8 @@ class HazardModel:
             at_root: whether the node was the root.
         """
         tried = estimates if right is None else estimates[: right + 1]
-        for rank, (hazard, kind, length_class) in enumerate(tried):
-            change = _BIAS_RATE * ((rank == right) - hazard)
+        for rank, (p_accept, kind, length_class) in enumerate(tried):
+            change = _BIAS_RATE * ((rank == right) - p_accept)
             for biases, index in ((self._kind_biases, kind), (self._length_biases, length_class)):
                 biases[index] = min(_BIAS_LIMIT, max(-_BIAS_LIMIT, biases[index] + change))
         hit = right == 0

@@ -1,210 +1,197 @@
-"""The planner: suffix drafting whose every draft is chosen by what it costs and should earn."""
+"""The planner: drafts what emits most per time, the empty draft included."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..draft.context_index import ContextIndex, OutputMemory
-from ..draft.drafter import VerifiedStep
-from ..draft.suffix_index import SuffixIndex, TextStore
-from ..draft.tree import DraftTree
-from .cost_curve import CostCurve
-from .live_costs import USUAL_WAITING_COST
-from .p_accept import HazardModel
-from .policy import (
-    Guard,
-    PlainSteps,
-    RecentSteps,
-    Rest,
-    expected_shortfall,
-    expected_tokens,
-    price_of_time,
-    replayed_costs,
-    widths_by_worth,
-)
-from .suffix_source import CandidateTree
+from ..draft.drafter import Drafter, VerifiedStep
+from ..draft.tree import DraftTree, TreeBuilder
+from .candidates import Candidates, Source, merged
+from .cost_curve import USUAL_SYNC_OVERHEAD, Costs
+from .policy import Policy, expected_shortfall, expected_tokens, price_of_time, replayed_costs
 
-CHILDREN = 6
-"""Per node of a tree; more are never likely enough."""
-
-# Before the first draft, what one would be worth whose tokens are each right with 60 %.
+# Before the first draft, what one would gain whose tokens are each right with 60 %.
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
 
 
-class PlannedDrafter:
-    """Drafts what maximises expected tokens per time, the empty draft included.
+class Planner(Drafter):
+    """Drafts what maximises expected tokens per time.
 
-    Each step, the earlier occurrences of the text's end are gathered, their continuations are
-    ranked and given probabilities, and the number of rows is chosen at which expected tokens
-    less the price of the time are greatest, within what the guard allows. The probabilities
-    are learned from every emitted token, drafted or not.
+    Each step, the sources' candidates are put in the order of their probabilities, and the
+    number of them is chosen at which expected tokens less the price of the time are greatest,
+    within what the policy allows. Every step corrects the costs and the probabilities.
 
     Args:
-        curve: the verify cost. May be replaced between steps (attribute ``curve``) by a newly
-            measured one.
-        waiting_cost: what a plain step costs more when its forward is dispatched only after the
-            last token was read, as a share of a pipelined one. May be replaced too.
+        costs: what steps cost; the planner tells them each step.
+        sources: of candidates; with several, the first one's siblings count first.
         branching: whether drafts may be trees; otherwise they are chains.
         replays: whether accepted tokens of a partly rejected draft run again (REPLAY).
-        guard: bounds what failed drafts may cost; None does not.
-        memory: earlier outputs to draft from, to which each output is added at its end.
-        store: other texts to draft from.
-        token_classes: see :func:`mlxspec.plan.p_accept.token_classes`.
-        index: of the conversation's last turn, to be extended; by default a new one.
+        guarded: whether a guard bounds what failed drafts may cost.
+
+    Attributes:
+        policy: of the generation at hand.
+        predicted_cost: what its steps should have taken so far, in plain tokens.
     """
 
     def __init__(
         self,
-        curve: CostCurve,
+        costs: Costs,
+        sources: Sequence[Source],
         *,
-        waiting_cost: float = USUAL_WAITING_COST,
         branching: bool = True,
         replays: bool = False,
-        guard: Guard | None = None,
-        memory: OutputMemory | None = None,
-        store: TextStore | None = None,
-        token_classes: bytes = b"",
-        index: ContextIndex | None = None,
+        guarded: bool = True,
     ) -> None:
-        self.curve = curve
-        self.waiting_cost = waiting_cost
-        self.plain_steps = PlainSteps()
-        """While they are sought, steps are pipelined wherever nothing is drafted."""
+        self.costs = costs
         self.branching = branching
+        self.predicted_cost = 0.0
+        self._sources = sources
         self._replays = replays
-        self._pending = 0
-        self._guard = guard
-        self._memory = memory
-        self._store = store
-        self._hazards = HazardModel(token_classes)
-        self._kept_context = index
+        self._guarded = guarded
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Start a generation; the index is built beside the prefill, in a thread."""
-        self._context = self._kept_context or ContextIndex()
-        self._context.begin(prompt, self._memory.text() if self._memory else [])
-        self._index: SuffixIndex | None = None
-        self._hazards.begin(memory_end=self._context.memory_end)
-        self._rest = Rest()
+        self._last = prompt[-1]
         self._pending = 0
-        self._recent = RecentSteps()
-        first = _FIRST_DRAFT[: self.curve.widest - 1]
-        self._recent.worth = self._worth_of_chain(first, guarded=False)
-        if self._guard:
-            self._guard.begin()
+        self.predicted_cost = 0.0
+        self.costs.move_to(len(prompt))
+        self.policy = Policy(self._guarded)
+        first = _FIRST_DRAFT[: self.costs.curve.widest - 1]
+        self.policy.gain = self._gain_of_chain(first, guarded=False)
+        for source in self._sources:
+            source.begin(prompt)
 
     def propose(self, max_depth: int) -> DraftTree:
-        self._plan = _NO_PLAN if self._rest.due(self.curve) else self._choose(max_depth)
-        if self._plan.tree is None:
-            return DraftTree.chain(self._text().tokens[-1])
-        return self._plan.tree.draft(self._plan.width)
-
-    def origins(self) -> tuple[str, ...]:
-        """Per node of the tree proposed last, where it came from."""
-        return "root", *["suffix"] * self._plan.width
+        self._plan = plan = self._choose(max_depth)
+        if plan.candidates is None:
+            self._draft = DraftTree.chain(self._last)
+        elif not plan.rows_beside:
+            self._draft = plan.candidates.draft(plan.n_draft)
+        else:
+            builder = TreeBuilder.of(plan.candidates.draft(plan.n_draft))
+            for source in self._sources:
+                source.add_rows(builder)
+            self._draft = builder.tree()
+        return self._draft
 
     @property
-    def pipelined(self) -> bool:
+    def pipelined(self) -> bool:  # type: ignore[override]
         """Whether to dispatch the next forward before the next token is known.
 
         Asked when nothing is drafted now. The token may open a passage worth drafting; to wait
-        for it pays where drafts have lately been worth more than the waiting costs, or where
-        they would be if the likeliest token came. Where waiting is dear, the guard must allow
-        what is waited for.
+        for it pays where drafts have lately gained more than the waiting costs, or where they
+        would if the likeliest token came. Where waiting is expensive, the guard must allow what
+        is waited for.
         """
-        tree = self._plan.tree
-        if self.plain_steps.sought or tree is None:
+        candidates, sync_overhead = self._plan.candidates, self.costs.sync_overhead
+        if self.costs.wants_plain_steps or candidates is None:
             return True
-        if self._recent.worth > self.waiting_cost:
+        if self.policy.gain > sync_overhead:
             return False
-        reach = tree.first_branch()
-        if len(reach) < 2:
+        branch = candidates.first_branch()
+        if len(branch) < 2:
             return True
-        then = [probability / reach[0] for probability in reach[1:]]
-        dear = self.waiting_cost > USUAL_WAITING_COST
-        return reach[0] * self._worth_of_chain(then, guarded=dear) <= self.waiting_cost
+        then = [probability / branch[0] for probability in branch[1:]]
+        guarded = sync_overhead > USUAL_SYNC_OVERHEAD
+        return branch[0] * self._gain_of_chain(then, guarded) <= sync_overhead
 
     def observe(self, step: VerifiedStep) -> None:
-        tokens = step.tokens
-        cost = self.curve(self._pending + len(step.tree))
+        plan, costs = self._plan, self.costs
+        cost = costs.curve(self._pending + len(step.tree))
+        waiting = costs.sync_overhead if step.rows == 1 and not step.pipelined else 0.0
+        self.predicted_cost += cost + waiting
+        self.policy.settle(
+            step,
+            cost,
+            chosen=plan.n_draft > 0 or plan.rows_beside > 0,
+            gain=plan.gain,
+            probing=costs.wants_plain_steps,
+        )
         self._pending = step.pending
-        self._rest.count(drafted=self._plan.width > 0)
-        self.plain_steps.count()
-        if self._plan.tree:
-            self._plan.tree.learn(tokens)
-        self._recent.add(step, cost, self._plan.worth)
-        if self._guard:
-            self._guard.settle(len(tokens), cost)
-        self._text().extend(tokens)
+        self._last = step.tokens[-1]
+        for source in self._sources:
+            source.observe(step, searched=plan.candidates is not None)
+        costs.record(step.rows, step.seconds, step.pipelined)
+        costs.move_to(step.context)
 
     def end(self) -> None:
-        if self._memory:
-            self._memory.add(self._context.output)
-        self._index = None
+        for source in self._sources:
+            source.end()
+        self.costs.end()
 
-    def _text(self) -> SuffixIndex:
-        if self._index is None:
-            self._index = self._context.index
-        return self._index
+    def origins(self) -> tuple[str, ...]:
+        """Per node of the tree proposed last: the source that proposed it, or "window"."""
+        plan = self._plan
+        names = plan.candidates.origins(plan.n_draft) if plan.candidates else []
+        return "root", *names, *["window"] * (len(self._draft) - 1 - len(names))
+
+    def window_rows(self) -> dict[tuple[int, int], int]:
+        return {row: node for source in self._sources for row, node in source.window_rows().items()}
 
     def _choose(self, max_depth: int) -> _Plan:
-        """Grow the candidates after the current token and choose how many to verify."""
-        self._hazards.refresh()
-        tree = CandidateTree(
-            self._text(),
-            self._hazards,
-            max_nodes=max(0, self.curve.widest - 1 - self._pending),
-            max_depth=max_depth,
-            branching=CHILDREN if self.branching else 1,
-            least_reach=self.curve.cheapest_rows,
-            store=self._store,
-        )
-        if self.plain_steps.due:
-            return _Plan(tree, 0, 0.0)
-        entry_cost = self._recent.entry_cost(self.waiting_cost)
-        worth, width = self._best(tree.reach, tree.reach_by_depth, entry_cost)
-        return _Plan(tree, width, worth)
+        """Gather the candidates after the current token and choose how many to verify."""
+        costs, policy, curve = self.costs, self.policy, self.costs.curve
+        if policy.skips_search(curve):
+            return _NO_PLAN
+        max_nodes = max(0, curve.widest - 1 - self._pending)
+        found = [
+            source.candidates(max_nodes, max_depth, self.branching, curve.cheapest_rows)
+            for source in self._sources
+        ]
+        candidates = merged(found, max_nodes)
+        if policy.probes:
+            return _Plan(candidates, 0, 0.0)
+        expected = expected_tokens(candidates.p_reached)
+        table = self._costs_of(expected)
+        restart_cost = policy.restart_cost(costs.sync_overhead)
+        for source in self._sources:
+            rows, earned = source.rows_beside(expected, table, policy, max_depth)
+            if rows:
+                return self._with_rows_beside(candidates, expected, table, rows, earned)
+        gain, n_draft = policy.best(expected, table, candidates.p_by_depth, restart_cost)
+        return _Plan(candidates, n_draft, gain)
 
-    def _worth_of_chain(self, reach: Sequence[float], guarded: bool) -> float:
-        """The worth of a chain whose first 1, 2, … tokens are accepted with these probabilities."""
-        worth, _ = self._best(reach, lambda width: reach[:width], guarded=guarded)
-        return worth
-
-    def _best(
+    def _with_rows_beside(
         self,
-        reach: Sequence[float],
-        reach_by_depth: Callable[[int], Sequence[float]],
-        entry_cost: float = 0.0,
-        guarded: bool = True,
-    ) -> tuple[float, int]:
-        """The greatest worth that the guard allows, and the width that has it; 0 and 0 for none.
+        candidates: Candidates,
+        expected: Sequence[float],
+        table: Sequence[float],
+        rows: int,
+        earned: float,
+    ) -> _Plan:
+        """Choose how many candidates to verify beside rows that earn so many tokens per step."""
+        costs = [0.0, *table[1 + rows :]]
+        expected = [tokens + earned for tokens in expected[: len(costs) - 1]]
+        price = price_of_time(expected, costs, self.policy.rate)
+        restart_cost = self.policy.restart_cost(self.costs.sync_overhead)
+        gain, n_draft = self.policy.best(
+            expected, costs, candidates.p_by_depth, restart_cost, earned=earned
+        )
+        if not n_draft and not self.policy.allows(expected_shortfall(costs[1], ()) - earned):
+            return _Plan(candidates, 0, 0.0)
+        gain += earned - price * (costs[1] - table[1])
+        return _Plan(candidates, n_draft, max(gain, 0.0), rows)
 
-        Args:
-            reach: per draft node, best first, the probability that it is accepted.
-            reach_by_depth: of so many first nodes, the probability that 1, 2, … are accepted.
-            entry_cost: what any draft costs besides, in plain tokens' time.
-            guarded: False asks no guard.
-        """
-        expected = expected_tokens(reach)
-        costs: Sequence[float] = self.curve.table
-        if self._replays:
-            costs = replayed_costs(expected, costs, self._pending)
-        guard = self._guard if guarded else None
-        price = price_of_time(expected, costs, self._recent.rate)
-        for worth, width in widths_by_worth(expected, costs, price, entry_cost):
-            shortfall = expected_shortfall(costs[width + 1], reach_by_depth(width))
-            if guard is None or guard.allows(shortfall):
-                return worth, width
-        return 0.0, 0
+    def _gain_of_chain(self, p_reached: Sequence[float], guarded: bool) -> float:
+        """The gain of a chain whose first 1, 2, … tokens are accepted with these probabilities."""
+        expected = expected_tokens(p_reached)
+        costs = self._costs_of(expected)
+        gain, _ = self.policy.best(expected, costs, lambda n: p_reached[:n], guarded=guarded)
+        return gain
+
+    def _costs_of(self, expected: Sequence[float]) -> Sequence[float]:
+        """``costs[rows]`` is T(rows) / T(1) of a step with so many rows of its own."""
+        table = self.costs.curve.table
+        return replayed_costs(expected, table, self._pending) if self._replays else table
 
 
 class _Plan(NamedTuple):
-    """What was found for the current token: the candidates, how many to verify, their worth."""
+    """What was found for the current token, how much of it to verify, and the gain of that."""
 
-    tree: CandidateTree | None
-    width: int
-    worth: float
+    candidates: Candidates | None
+    n_draft: int
+    gain: float
+    rows_beside: int = 0
 
 
 _NO_PLAN = _Plan(None, 0, 0.0)

@@ -1,26 +1,162 @@
-"""When to draft, and how much: the price of time, the guard, the back-off and the probe."""
+"""When to draft, and how much: the gain of a draft, and what keeps drafts from costing too much.
+
+All times are in plain tokens, the time of a pipelined plain step. Where the numbers come from:
+docs/planner-notes.md, "Constants".
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..draft.drafter import VerifiedStep
 from .cost_curve import CostCurve
 
-_SHARE_OF_NOW = 0.8  # of the best possible rate of this step in the price; the rest is the past's
+_SHARE_OF_NOW = 0.8  # of this step's best rate in the price of time; the rest is the past's
+_FIRST_RATE = 1.2
+_CHANGE = 0.1  # weight of the newest step in the running averages
+
+_FIRST_BANK = 0.35
+_INCOME = 1.02  # per emitted token, so that the bank stands still at 98 % of plain decoding's speed
+_RISKED_SHARE = 0.15
+
+_STEEP = 0.6  # of a plain step, that each row costs; published curves of Macs stay below 0.3
+_PATIENCE = 8
+_STEPS_PER_SEARCH = 4
+
+_PROBE_ROUND = 30
+_PROBE = range(12, 18)  # in a row, since the first and the last pipelined step tell nothing
+
+_ROWS_OF_A_TREE = 16
+_FLAT = 2.0
 
 
-def expected_tokens(reach: Sequence[float]) -> list[float]:
-    """E(w): what a step emits on average when the first ``w`` draft nodes are verified.
+class Policy:
+    """Chooses how many of a step's candidates to verify; the state of one generation.
+
+    A draft's **gain** is what it emits beyond a plain step, less the price of its time, in
+    tokens. Four things temper it:
+
+    - The *guard* is a bank of time out of which the generation pays for drafts that fail. Each
+      step earns a little more than it emits and pays its cost. A draft is allowed while its
+      expected shortfall, the time by which the step costs more than it emits, is at most 15 % of
+      the bank. So sure drafts pass where bold ones must wait until something was gained.
+    - A draft behind a plain step interrupts the pipeline, which costs the *restart*.
+    - The *back-off*: where rows are expensive, drafts seldom pay, and a search for one in each
+      step is felt. There, after eight steps without a draft, only every fourth step searches.
+    - The *probe*: all costs relate to the time of a plain step. Where every step has a draft,
+      nothing tells it apart from the machine's speed, so while plain steps are wanted, six in a
+      row of every 30 go without a draft.
 
     Args:
-        reach: per draft node, best first, the probability that it is accepted.
+        guarded: whether there is a guard.
+
+    Attributes:
+        rate: running average of tokens per plain token's time.
+        gain: running average of the chosen drafts' gains; that of none is 0.
+        bank: what the guard has left.
+    """
+
+    def __init__(self, guarded: bool = True) -> None:
+        self.rate = _FIRST_RATE
+        self.gain = 0.0
+        self.bank = _FIRST_BANK
+        self._guarded = guarded
+        self._drafted_last = False
+        self._steps_without_draft = 0
+        self._probe_step = 0
+
+    def skips_search(self, curve: CostCurve) -> bool:
+        """Whether the next step shall search for no draft."""
+        return (
+            self._steps_without_draft >= _PATIENCE
+            and self._steps_without_draft % _STEPS_PER_SEARCH != 0
+            and curve.cheapest_rows[0] > _STEEP
+        )
+
+    @property
+    def probes(self) -> bool:
+        """Whether the next step shall be a plain one, to measure it."""
+        return self._probe_step % _PROBE_ROUND in _PROBE
+
+    def restart_cost(self, sync_overhead: float) -> float:
+        """What any draft costs now besides its rows: after a plain step, the pipeline."""
+        return 0.0 if self._drafted_last else sync_overhead
+
+    def best(
+        self,
+        expected: Sequence[float],
+        costs: Sequence[float],
+        p_by_depth: Callable[[int], Sequence[float]],
+        restart_cost: float = 0.0,
+        *,
+        earned: float = 0.0,
+        guarded: bool = True,
+    ) -> tuple[float, int]:
+        """The greatest gain that the guard allows, and the number of nodes that has it.
+
+        All numbers are compared, since cost curves have stairs.
+
+        Args:
+            expected: E(n), the tokens that a step emits on average with the first ``n`` nodes.
+            costs: ``costs[rows]`` is T(rows) / T(1).
+            p_by_depth: of so many first nodes, the probability that 1, 2, … are accepted.
+            restart_cost: what any draft costs besides.
+            earned: tokens in ``expected`` that do not depend on the nodes.
+            guarded: False asks no guard.
+
+        Returns:
+            0.0 and 0 where no draft gains anything.
+        """
+        price = price_of_time(expected, costs, self.rate)
+        plain = expected[0] - price * costs[1]
+        gains = [
+            (gain, n_draft)
+            for n_draft, tokens in enumerate(expected)
+            if (gain := tokens - price * (costs[n_draft + 1] + restart_cost) - plain) > 0
+        ]
+        gains.sort(reverse=True)
+        for gain, n_draft in gains:
+            shortfall = expected_shortfall(costs[n_draft + 1], p_by_depth(n_draft)) - earned
+            if not guarded or self.allows(shortfall):
+                return gain, n_draft
+        return 0.0, 0
+
+    def allows(self, shortfall: float) -> bool:
+        """Whether the guard lets a draft of this expected shortfall be verified."""
+        return not self._guarded or shortfall <= _RISKED_SHARE * self.bank
+
+    def settle(
+        self, step: VerifiedStep, cost: float, *, chosen: bool, gain: float, probing: bool
+    ) -> None:
+        """Account for a step that ran.
+
+        Args:
+            step: what was verified, which is nothing where a plain step was under way.
+            cost: T(rows) / T(1) of the step.
+            chosen: whether a draft was chosen, verified or not.
+            gain: its gain, 0 for none.
+            probing: whether plain steps are wanted.
+        """
+        emitted = len(step.tokens)
+        self._drafted_last = step.drafted > 0
+        self._steps_without_draft = 0 if chosen else self._steps_without_draft + 1
+        self._probe_step = self._probe_step + 1 if probing else 0
+        self.gain += _CHANGE * (gain - self.gain)
+        self.rate += _CHANGE * (emitted / cost - self.rate)
+        self.bank += _INCOME * emitted - cost
+
+
+def expected_tokens(p_reached: Sequence[float]) -> list[float]:
+    """E(n): what a step emits on average when the first ``n`` draft nodes are verified.
+
+    Args:
+        p_reached: per draft node, best first, the probability that it is accepted.
 
     Returns:
         E(0), E(1), …; E(0) = 1, the token that every step emits.
     """
     expected = [1.0]
-    for probability in reach:
+    for probability in p_reached:
         expected.append(expected[-1] + probability)
     return expected
 
@@ -29,15 +165,30 @@ def price_of_time(expected: Sequence[float], costs: Sequence[float], rate: float
     """What a plain token's time is worth, in tokens.
 
     Time that this step does not use is spent at the rate of the steps to come. That rate is
-    foreseen from the best rate possible now, since easy passages last, and from the average.
+    predicted from the best rate possible now, since easy passages last, and from the average.
 
     Args:
-        expected: E(w) as from :func:`expected_tokens`.
+        expected: E(n) as from :func:`expected_tokens`.
         costs: ``costs[rows]`` is T(rows) / T(1).
         rate: recent tokens per plain token's time.
     """
     best = max(tokens / costs[rows] for rows, tokens in enumerate(expected, start=1))
     return float(best**_SHARE_OF_NOW * rate ** (1 - _SHARE_OF_NOW))
+
+
+def expected_shortfall(cost: float, p_by_depth: Sequence[float]) -> float:
+    """The expected time that a step costs beyond what it emits: E[max(0, cost - emitted)].
+
+    Args:
+        cost: T(rows) / T(1) of the step.
+        p_by_depth: per depth from 1, the probability that at least so many are accepted.
+    """
+    shortfall = cost - 1
+    for depth, probability in enumerate(p_by_depth, start=1):
+        if depth >= cost:
+            break
+        shortfall -= probability * min(1.0, cost - depth)
+    return shortfall
 
 
 def replayed_costs(expected: Sequence[float], table: Sequence[float], pending: int) -> list[float]:
@@ -47,7 +198,7 @@ def replayed_costs(expected: Sequence[float], table: Sequence[float], pending: i
     makes the next step wider by what is pending then.
 
     Args:
-        expected: E(w) as from :func:`expected_tokens`.
+        expected: E(n) as from :func:`expected_tokens`.
         table: ``table[rows]`` is T(rows) / T(1), up to the widest draft with its pending rows.
         pending: accepted tokens that this step runs again.
 
@@ -56,43 +207,15 @@ def replayed_costs(expected: Sequence[float], table: Sequence[float], pending: i
     """
     widest = len(table) - 1
     costs = [0.0, table[min(pending + 1, widest)]]
-    for width in range(1, len(expected)):
-        whole = expected[width] - expected[width - 1]  # the probability that all is accepted
-        cost = table[pending + 1 + width]
+    for n_draft in range(1, len(expected)):
+        whole = expected[n_draft] - expected[n_draft - 1]  # the probability that all is accepted
+        cost = table[pending + 1 + n_draft]
         if whole < 1:
-            accepted = (expected[width] - 1 - width * whole) / (1 - whole)
+            accepted = (expected[n_draft] - 1 - n_draft * whole) / (1 - whole)
             rows_then = min(pending + 2 + round(accepted), widest)
             cost += (1 - whole) * (table[rows_then] - table[1])
         costs.append(cost)
     return costs
-
-
-def widths_by_worth(
-    expected: Sequence[float], costs: Sequence[float], price: float, entry_cost: float = 0.0
-) -> list[tuple[float, int]]:
-    """The widths that are worth more than plain decoding, the best first.
-
-    All widths are compared, since cost curves have stairs.
-
-    Args:
-        expected, costs, price: as for :func:`price_of_time`, and what it returns.
-        entry_cost: what any draft costs besides, in plain tokens' time.
-
-    Returns:
-        pairs of worth, E(w) - price · T(1 + w) less the same for w = 0, and w.
-    """
-    plain = expected[0] - price * costs[1]
-    worths = [
-        (worth, width)
-        for width, tokens in enumerate(expected)
-        if (worth := tokens - price * (costs[width + 1] + entry_cost) - plain) > 0
-    ]
-    worths.sort(reverse=True)
-    return worths
-
-
-_ROWS_OF_A_TREE = 16
-_FLAT = 2.0
 
 
 def trees_pay(curve: CostCurve) -> bool:
@@ -103,149 +226,3 @@ def trees_pay(curve: CostCurve) -> bool:
     """
     rows = min(_ROWS_OF_A_TREE, curve.widest)
     return rows > 1 and curve(rows) < _FLAT
-
-
-_FIRST_BANK = 0.35
-_GAIN = 1.02
-_RISKED_SHARE = 0.15
-
-
-class Guard:
-    """A bank of time, in plain tokens, out of which a completion pays for its failed drafts.
-
-    Each step earns 1.02 per emitted token and pays its cost, so at 98 % of plain decoding's
-    speed the bank would stay as it is. A draft is allowed while its expected shortfall, the
-    time by which the step costs more than it emits, is at most 15 % of the bank: sure drafts
-    pass where bold ones must wait until something was gained.
-
-    Attributes:
-        bank: what is left; it starts anew with each completion.
-    """
-
-    def __init__(self) -> None:
-        self.bank = _FIRST_BANK
-
-    def begin(self) -> None:
-        """Start a completion."""
-        self.bank = _FIRST_BANK
-
-    def allows(self, shortfall: float) -> bool:
-        """Whether a draft of this expected shortfall may be verified."""
-        return shortfall <= _RISKED_SHARE * self.bank
-
-    def settle(self, emitted: int, cost: float) -> None:
-        """Account for a step that ran."""
-        self.bank += _GAIN * emitted - cost
-
-
-def expected_shortfall(cost: float, reached: Sequence[float]) -> float:
-    """The expected time that a step costs beyond what it emits, in plain tokens.
-
-    That is E[max(0, cost - emitted)], where ``1 + n`` tokens are emitted when ``n`` draft
-    tokens are accepted.
-
-    Args:
-        cost: T(rows) / T(1) of the step.
-        reached: per depth from 1, the probability that at least so many are accepted.
-    """
-    shortfall = cost - 1
-    for depth, probability in enumerate(reached, start=1):
-        if depth >= cost:
-            break
-        shortfall -= probability * min(1.0, cost - depth)
-    return shortfall
-
-
-_STEEP = 0.6  # of a plain step, that a row costs at least; published curves of Macs stay below 0.3
-_PATIENCE = 8
-_STEPS_PER_SEARCH = 4
-
-
-class Rest:
-    """Where rows are dear, drafts seldom pay, and to look for one in each step is felt.
-
-    There, after eight steps without a draft only every fourth step looks for one.
-    """
-
-    def __init__(self) -> None:
-        self._steps_without = 0
-
-    def due(self, curve: CostCurve) -> bool:
-        """Whether the next step shall look for no draft."""
-        return (
-            self._steps_without >= _PATIENCE
-            and self._steps_without % _STEPS_PER_SEARCH != 0
-            and curve.cheapest_rows[0] > _STEEP
-        )
-
-    def count(self, *, drafted: bool) -> None:
-        """A step has run, for which a draft was found or not."""
-        self._steps_without = 0 if drafted else self._steps_without + 1
-
-
-_ROUND = 30
-_PLAIN = range(12, 18)  # pipelined steps come in a row, and the first and last tell nothing
-
-
-class PlainSteps:
-    """Of every 30 steps in which plain ones are sought, six in a row go without a draft.
-
-    All costs relate to the time of a plain step. Where every step has a draft, nothing tells
-    it apart from the speed of the machine.
-
-    Attributes:
-        sought: whether plain steps are in need of measurement.
-    """
-
-    def __init__(self) -> None:
-        self.sought = False
-        self._steps = 0
-
-    @property
-    def due(self) -> bool:
-        """Whether the next step shall be a plain one."""
-        return self._steps % _ROUND in _PLAIN
-
-    def count(self) -> None:
-        """A step has run."""
-        self._steps = self._steps + 1 if self.sought else 0
-
-
-_FIRST_RATE = 1.2
-_CHANGE = 0.1  # weight of the newest step in the averages
-
-
-class RecentSteps:
-    """Running averages over the steps of one generation.
-
-    Attributes:
-        rate: tokens that a step emits per plain token's time.
-        worth: of the draft that was chosen, in tokens; that of none is 0.
-    """
-
-    def __init__(self) -> None:
-        self.rate = _FIRST_RATE
-        self.worth = 0.0
-        self._drafted = False
-
-    def entry_cost(self, waiting_cost: float) -> float:
-        """What any draft costs now besides its rows, in plain tokens' time.
-
-        After a plain step a draft interrupts the pipeline, and the next plain step waits.
-
-        Args:
-            waiting_cost: what a plain step costs more that is not pipelined.
-        """
-        return 0.0 if self._drafted else waiting_cost
-
-    def add(self, step: VerifiedStep, cost: float, worth: float) -> None:
-        """A step has run.
-
-        Args:
-            step: what was verified, which is nothing if a plain step was under way.
-            cost: T(rows) / T(1) of the step.
-            worth: of the draft that was chosen, whether it was verified or not.
-        """
-        self._drafted = step.drafted > 0
-        self.worth += _CHANGE * (worth - self.worth)
-        self.rate += _CHANGE * (len(step.tokens) / cost - self.rate)

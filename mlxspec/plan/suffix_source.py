@@ -1,59 +1,126 @@
-"""The most probable draft nodes below the current token, the best first."""
+"""Candidates from text that repeats: what followed wherever the text's end has stood before."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from ..draft.suffix_index import MAX_LENGTH, Occurrence, SuffixIndex, TextStore, continuations
-from ..draft.tree import DraftTree
-from .p_accept import Estimate, HazardModel
+from ..draft.context_index import ContextIndex, OutputMemory
+from ..draft.drafter import VerifiedStep
+from ..draft.suffix_index import (
+    MAX_LENGTH,
+    Occurrence,
+    SuffixIndex,
+    TextStore,
+    continuations,
+)
+from .candidates import Candidates, Source
+from .p_accept import AcceptanceModel, Estimate
 
-# Negative reach, serial number, parent, rank among its siblings, occurrences, path.
+# Negative p_reached, serial number, parent, rank among its siblings, occurrences, path.
 _Frontier = tuple[float, int, int, int, list[Occurrence], list[int]]
 
+_CHILDREN = 6  # per node of a tree; more are never likely enough
 _STORED_OCCURRENCES = 8
-_LEAST_REACH = 0.01  # nodes that are reached more rarely are worth nothing on any machine
+_LEAST_P_REACHED = 0.01  # nodes that are reached more rarely are worth nothing on any machine
 
 
-class CandidateTree:
-    """Draft nodes in order of their probability of being accepted.
+class SuffixSource(Source):
+    """Continuations of the earlier occurrences of the text's end.
+
+    The text is the context, preceded by earlier outputs; a store on disk can be searched as
+    well. The probabilities are learned from every emitted token, drafted or not.
+
+    Args:
+        memory: earlier outputs to draft from, to which each output is added at its end.
+        store: other texts to draft from.
+        token_classes: see :func:`mlxspec.plan.p_accept.token_classes`.
+        context: index of the conversation's last turn, to be extended; by default a new one for
+            each generation.
+    """
+
+    name = "suffix"
+
+    def __init__(
+        self,
+        *,
+        memory: OutputMemory | None = None,
+        store: TextStore | None = None,
+        token_classes: bytes = b"",
+        context: ContextIndex | None = None,
+    ) -> None:
+        self._memory = memory
+        self._store = store
+        self._acceptance = AcceptanceModel(token_classes)
+        self._kept_context = context
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a generation; the index is built beside the prefill, in a thread."""
+        self._context = self._kept_context or ContextIndex()
+        self._context.begin(prompt, self._memory.text() if self._memory else [])
+        self._index: SuffixIndex | None = None
+        self._acceptance.begin(memory_end=self._context.memory_end)
+
+    def candidates(
+        self, max_nodes: int, max_depth: int, branching: bool, least_p: Sequence[float]
+    ) -> Candidates:
+        self._acceptance.refresh()
+        self._tree = SuffixCandidates(
+            self._text(),
+            self._acceptance,
+            max_nodes=max_nodes,
+            max_depth=max_depth,
+            branching=branching,
+            least_p=least_p,
+            store=self._store,
+        )
+        return self._tree
+
+    def observe(self, step: VerifiedStep, searched: bool) -> None:
+        if searched:
+            self._tree.learn(step.tokens)
+        self._text().extend(step.tokens)
+
+    def end(self) -> None:
+        if self._memory:
+            self._memory.add(self._context.output)
+        self._index = None
+
+    def _text(self) -> SuffixIndex:
+        if self._index is None:
+            self._index = self._context.index
+        return self._index
+
+
+class SuffixCandidates(Candidates):
+    """A tree of continuations, grown best first.
 
     A child's probability is its parent's, times those of its better siblings being wrong, times
-    its hazard. No child's exceeds its parent's, so any number of first nodes is a tree.
+    its own. No child's exceeds its parent's, so any number of first nodes is a tree.
 
     Args:
         index: the text to draft from.
-        hazards: what estimates the probabilities.
-        max_nodes: how many to grow, the root not counted.
-        max_depth: how deep to grow.
-        branching: how many children a node may have; 1 grows a chain.
-        least_reach: per number of nodes, the probability below which no further one pays,
-            as :attr:`CostCurve.cheapest_rows`.
+        acceptance: estimates the probabilities.
+        max_nodes, max_depth, branching, least_p: as for :meth:`Source.candidates`.
         store: other texts to draft from.
-
-    Attributes:
-        reach: per node the probability that it is accepted; the root's is left out.
     """
 
     def __init__(
         self,
         index: SuffixIndex,
-        hazards: HazardModel,
+        acceptance: AcceptanceModel,
+        *,
         max_nodes: int,
         max_depth: int,
-        branching: int,
-        least_reach: Sequence[float],
+        branching: bool,
+        least_p: Sequence[float],
         store: TextStore | None = None,
     ) -> None:
+        super().__init__(index.tokens[-1], "suffix")
         self._index = index
         self._stored = store.tokens if store else ()
-        self._hazards = hazards
-        self._branching = branching
-        self._tokens = [index.tokens[-1]]
-        self._parents = [-1]
-        self.reach: list[float] = []
-        self._depths: list[int] = []
+        self._acceptance = acceptance
+        self._most_children = _CHILDREN if branching else 1
         # Per node its ranked children: tokens, estimates, and their nodes where they were grown.
         self._children: list[tuple[list[int], list[Estimate], dict[int, int]]] = []
         self._serial = 0  # decides between equals: the older entry comes first
@@ -61,29 +128,7 @@ class CandidateTree:
         if store:
             occurrences += store.occurrences(index.tokens[-MAX_LENGTH:], _STORED_OCCURRENCES)
             occurrences.sort(reverse=True)
-        self._grow(occurrences, max_nodes, max_depth, least_reach)
-
-    def draft(self, width: int) -> DraftTree:
-        """The tree of the first ``width`` nodes."""
-        return DraftTree(tuple(self._tokens[: width + 1]), tuple(self._parents[: width + 1]))
-
-    def reach_by_depth(self, width: int) -> list[float]:
-        """The probability that 1, 2, … tokens at least are accepted of the first nodes."""
-        depths = self._depths[:width]
-        reached = [0.0] * max(depths)
-        for depth, reach in zip(depths, self.reach, strict=False):
-            reached[depth - 1] += reach
-        return reached
-
-    def first_branch(self) -> list[float]:
-        """The reach of the likeliest first token and of the best nodes down from it."""
-        reach: list[float] = []
-        node = 0
-        for child, parent in enumerate(self._parents[1:], start=1):
-            if parent == node:
-                reach.append(self.reach[child - 1])
-                node = child
-        return reach
+        self._grow(occurrences, max_nodes, max_depth, least_p)
 
     def learn(self, emitted: Sequence[int]) -> None:
         """Learn from the tokens that followed, whether they had been verified as drafts or not."""
@@ -95,7 +140,7 @@ class CandidateTree:
             if not tokens:
                 return
             right = tokens.index(token) if token in tokens else None
-            self._hazards.learn(estimates, right, at_root=node == 0)
+            self._acceptance.learn(estimates, right, at_root=node == 0)
             node = None if right is None else nodes.get(right)
 
     def _grow(
@@ -103,33 +148,29 @@ class CandidateTree:
         occurrences: list[Occurrence],
         max_nodes: int,
         max_depth: int,
-        least_reach: Sequence[float],
+        least_p: Sequence[float],
     ) -> None:
         """Best-first search from the root."""
         frontier: list[_Frontier] = []
         self._expand(0, 1.0, occurrences, [], frontier)
-        while frontier and len(self.reach) < max_nodes and max_depth > 0:
-            negative_reach, _, parent, rank, occurrences, path = heappop(frontier)
-            reach = -negative_reach
+        while frontier and len(self.p_reached) < max_nodes and max_depth > 0:
+            negative_p, _, parent, rank, occurrences, path = heappop(frontier)
+            p_reached = -negative_p
             # What is worth drafting once the first token is known to be right grows as well.
-            first = self.reach[0] if self.reach else 1.0
-            if reach < max(_LEAST_REACH, first * least_reach[len(self.reach)]):
+            first = self.p_reached[0] if self.p_reached else 1.0
+            if p_reached < max(_LEAST_P_REACHED, first * least_p[len(self.p_reached)]):
                 break
-            node = len(self._tokens)
+            node = self.add(path[-1], parent, p_reached)
             self._children[parent][2][rank] = node
-            self._tokens.append(path[-1])
-            self._parents.append(parent)
-            self.reach.append(reach)
-            self._depths.append(len(path))
             if len(path) < max_depth:
-                self._expand(node, reach, occurrences, path, frontier)
+                self._expand(node, p_reached, occurrences, path, frontier)
             else:
                 self._children.append(([], [], {}))
 
     def _expand(
         self,
         node: int,
-        reach: float,
+        p_reached: float,
         occurrences: list[Occurrence],
         path: list[int],
         frontier: list[_Frontier],
@@ -139,14 +180,14 @@ class CandidateTree:
         found = continuations(text, occurrences, path, self._stored)
         estimates: list[Estimate] = []
         if found:
-            estimates = self._hazards.estimate(
-                found, len(text), len(path), self._tokens[node], self._branching
+            estimates = self._acceptance.estimate(
+                found, len(text), len(path), self.tokens[node], self._most_children
             )
         for rank, estimate in enumerate(estimates):
             token, _, _, going_on = found[rank]
-            entry = (-reach * estimate.hazard, self._serial, node, rank, going_on, [*path, token])
-            heappush(frontier, entry)
+            p_child = p_reached * estimate.p_accept
+            heappush(frontier, (-p_child, self._serial, node, rank, going_on, [*path, token]))
             self._serial += 1
-            reach *= 1 - estimate.hazard
-        tokens = [continuation.token for continuation in found[: self._branching]]
+            p_reached *= 1 - estimate.p_accept
+        tokens = [continuation.token for continuation in found[: self._most_children]]
         self._children.append((tokens, estimates, {}))

@@ -1,1 +1,18 @@
 """Stores: texts on disk that drafts are drawn from, searched without loading them. No MLX here."""
+
+from .building import add_to_store, build_store
+from .learner import LEARNED_TOKENS, Learner
+from .store import Store, StoreInfo, TokenizerIdentity, Vocabulary, identify, open_store
+
+__all__ = [
+    "LEARNED_TOKENS",
+    "Learner",
+    "Store",
+    "StoreInfo",
+    "TokenizerIdentity",
+    "Vocabulary",
+    "add_to_store",
+    "build_store",
+    "identify",
+    "open_store",
+]

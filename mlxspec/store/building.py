@@ -1,4 +1,4 @@
-"""Texts from files and directories, as a user names them."""
+"""Making a store: finding files, reading texts from them, and writing what they hold."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from ..errors import OptionError, StoreError
+from ..errors import StoreError
 from ..files import check_writable, sole_writer
-from ..jsonl import conversation_of, load_json
-from .store import Store, check_tokenizer
-from .store_file import (
-    EMPTY,
+from ..jsonl import conversation_of, json_lines
+from .store import (
+    Store,
     Vocabulary,
-    as_texts,
     begins_as_store,
-    divided,
+    check_max_tokens,
     identify,
-    joined,
-    oldest,
-    read_store_file,
-    write_store_file,
+    read_store,
+    write_store,
 )
+from .suffix_array import TOKEN_BYTES, SuffixArray, encode_texts
 
-_TEXT_CHARACTERS = 32_768  # of a longer file, so much at a time, up to the end of a line
-_LONGEST_LINE = 1 << 24  # bytes; of a chat log, whose records are lines
+MAX_TOKENS = 50_000_000
+"""Tokens of a store unless it is told otherwise. Building it takes about 90 bytes a token."""
+
+_TEXT_CHARACTERS = 32_768  # read of a file at a time, and then up to the end of the line
+_MAX_LINE = 1 << 24  # bytes of a chat log, which has one record a line
 _PROBED_BYTES = 8192
 
 OnBytes = Callable[[int], None]
@@ -44,7 +45,7 @@ class TextFile:
 
 @dataclass
 class Reading:
-    """What was read, counted as it is read.
+    """Counts of what is read, made while it is read.
 
     Attributes:
         files: those that gave text.
@@ -60,11 +61,11 @@ class Reading:
 
 
 def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[TextFile]:
-    """The files that are named, and those in directories that are named.
+    """Find the files that are named, and those in directories that are named.
 
-    In directories, hidden files and directories (whose name begins with a dot) are left out,
-    and so is whatever is no regular file; links to directories are not followed, so there are
-    no loops. A file that is reached twice is taken once.
+    In directories, hidden files and directories (whose name begins with a dot) are left out, and
+    so is everything but regular files. Links to directories are not followed, so there are no
+    loops. A file that is reached twice is taken once.
 
     Raises:
         StoreError: a named path is not there, or neither a file nor a directory.
@@ -94,10 +95,10 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[TextFile]:
 def read_texts(
     files: Iterable[TextFile], reading: Reading, on_bytes: OnBytes = lambda size: None
 ) -> Iterator[str]:
-    """The texts in files: what models wrote in chat logs (``.jsonl``), all of other files.
+    """Read the texts in files: of chat logs (``.jsonl``) what models wrote, of others everything.
 
-    Long files come in stretches of lines. Files that are no UTF-8 text, or cannot be opened,
-    are passed over and counted in ``reading``.
+    Long files come in pieces of several lines. Files that are no UTF-8 text or cannot be opened
+    are skipped and counted in ``reading``.
     """
     for file in files:
         try:
@@ -126,48 +127,34 @@ def _texts_in(path: Path, reading: Reading) -> Iterator[str]:
         if b"\0" in file.read(_PROBED_BYTES):
             reading.binary += 1
             return
-    records = _records(path) if path.suffix.lower() == ".jsonl" else iter(())
-    first = _outputs(next(records, None))
-    if first is None:
-        yield from _stretches(path)
+    outputs = _outputs(path) if path.suffix.lower() == ".jsonl" else iter(())
+    first = next(outputs, None)
+    if first is None:  # the file is no chat log
+        yield from _pieces(path)
         return
     yield from first
-    for record in records:
-        outputs = _outputs(record)
-        if outputs is None:
+    for texts in outputs:
+        if texts is None:
             reading.bad_lines += 1
         else:
-            yield from outputs
+            yield from texts
 
 
-def _outputs(record: object) -> list[str] | None:
-    """What a model wrote, of a record of a chat log; None if it is no such record."""
-    try:
-        return [output for output in conversation_of(record).outputs if output]
-    except (ValueError, RecursionError):
-        return None
+def _outputs(path: Path) -> Iterator[list[str] | None]:
+    """What a model wrote, per record of a chat log; None for a line that is no record."""
+    with path.open("rb") as file:
+        for _, record in json_lines(iter(partial(file.readline, _MAX_LINE), b"")):
+            try:
+                yield [output for output in conversation_of(record).outputs if output]
+            except (ValueError, RecursionError):
+                yield None
 
 
-def _stretches(path: Path) -> Iterator[str]:
-    """The file's text, cut behind the ends of lines where it is long."""
+def _pieces(path: Path) -> Iterator[str]:
+    """The file's text; a long one is cut at the ends of lines."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         while text := file.read(_TEXT_CHARACTERS):
             yield text + file.readline(_TEXT_CHARACTERS)
-
-
-def _records(path: Path) -> Iterator[object]:
-    """The JSON values in the file's lines; None for a line that is no JSON."""
-    with path.open("rb") as file:
-        while line := file.readline(_LONGEST_LINE):
-            if line.strip():
-                try:
-                    yield load_json(line)
-                except (ValueError, RecursionError):
-                    yield None
-
-
-MAX_TOKENS = 50_000_000
-"""Tokens of a store unless it is told otherwise. Building it takes about 90 bytes a token."""
 
 
 def build_store(
@@ -178,11 +165,11 @@ def build_store(
     max_tokens: int = MAX_TOKENS,
     force: bool = False,
 ) -> Store:
-    """Write a store of the sequences, each of which is kept once; it appears whole or not at all.
+    """Write a store of texts, each of which is kept once; it appears whole or not at all.
 
     Args:
         path: the file to write.
-        sequences: token ids of one text each. Later ones count as newer.
+        sequences: the token ids of each text. Later ones count as newer.
         tokenizer: whose ids they are.
         max_tokens: how many to take; what comes after them is not read.
         force: replace a store that is at ``path``.
@@ -193,16 +180,16 @@ def build_store(
     """
     target = Path(path)
     _check_target(target, force)
-    _check_max_tokens(max_tokens)
+    check_max_tokens(max_tokens)
     identity = identify(tokenizer)
-    texts = chain.from_iterable(as_texts(ids, identity.vocab_size) for ids in sequences)
-    built = joined(oldest(_once(texts), max_tokens))
+    texts = chain.from_iterable(encode_texts(ids, identity.vocab_size) for ids in sequences)
+    built = SuffixArray.of(_first(texts, max_tokens))
     if not len(built.tokens):
         raise StoreError(f"{target}: nothing to write, there is no text of two tokens or more")
     with sole_writer(target, StoreError, create=True):
         _check_target(target, force)
-        write_store_file(target, identity, built, EMPTY)
-    return Store(read_store_file(target))
+        write_store(target, identity, built, SuffixArray.of([]))
+    return read_store(target)
 
 
 def add_to_store(
@@ -212,11 +199,11 @@ def add_to_store(
     *,
     max_tokens: int = MAX_TOKENS,
 ) -> Store:
-    """Add those sequences to a store that it does not hold yet; what it has learned stays.
+    """Add texts that a store does not hold yet; what it has learned stays.
 
     Args:
         path: the store.
-        sequences: token ids of one text each.
+        sequences: the token ids of each text.
         tokenizer: whose ids they are.
         max_tokens: how many tokens the built part may have then.
 
@@ -225,27 +212,30 @@ def add_to_store(
         StoreError: ``path`` is no store, another tokenizer's, or cannot be written.
     """
     target = Path(path)
-    _check_max_tokens(max_tokens)
+    check_max_tokens(max_tokens)
     identity = identify(tokenizer)
-    check_tokenizer(path, read_store_file(target).identity, identity)
-    # Made before the lock is taken: tokenising may last.
-    texts = [text for ids in sequences for text in as_texts(ids, identity.vocab_size)]
+    read_store(target, identity)
+    # Tokenizing takes long, so it comes before the lock is taken.
+    texts = [text for ids in sequences for text in encode_texts(ids, identity.vocab_size)]
     with sole_writer(target, StoreError, create=False):
-        file = read_store_file(target)
-        check_tokenizer(path, file.identity, identity)
-        held = divided(file.built.tokens)
-        new = oldest(_once(texts, known=held), max_tokens - file.built.size)
-        write_store_file(target, file.identity, joined(chain(held, new)), file.learned)
-    return Store(read_store_file(target))
+        store = read_store(target, identity)
+        held = store.built.texts
+        new = _first(texts, max_tokens - store.built.n_tokens, known=held)
+        write_store(target, store.identity, SuffixArray.of(chain(held, new)), store.learned)
+    return read_store(target)
 
 
-def _once(texts: Iterable[bytes], known: Iterable[bytes] = ()) -> Iterator[bytes]:
-    """The texts without repetitions, and without those known before."""
+def _first(texts: Iterable[bytes], max_tokens: int, known: Iterable[bytes] = ()) -> Iterator[bytes]:
+    """The first texts that are not known, each once, up to ``max_tokens``; the last may be cut."""
     seen = set(known)
+    room = max_tokens * TOKEN_BYTES
     for text in texts:
+        if room <= TOKEN_BYTES:
+            return
         if text not in seen:
             seen.add(text)
-            yield text
+            yield text[:room]
+            room -= len(text)
 
 
 def _check_target(target: Path, force: bool) -> None:
@@ -259,8 +249,3 @@ def _check_target(target: Path, force: bool) -> None:
         )
     if not begins_as_store(target):
         raise StoreError(f"{target}: is no store, and --force replaces nothing else")
-
-
-def _check_max_tokens(max_tokens: int) -> None:
-    if max_tokens < 2:
-        raise OptionError(f"max_tokens is {max_tokens}: take at least 2")

@@ -6,22 +6,11 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 
-from ..errors import OptionError, StoreError
+from ..errors import StoreError
 from ..files import check_writable, sole_writer
-from .store import check_tokenizer
-from .store_file import (
-    EMPTY,
-    Vocabulary,
-    as_texts,
-    divided,
-    identify,
-    joined,
-    newest,
-    read_store_file,
-    write_store_file,
-)
+from .store import Store, Vocabulary, check_max_tokens, identify, read_store, write_store
+from .suffix_array import TOKEN_BYTES, SuffixArray, encode_texts
 
 LEARNED_TOKENS = 250_000
 """Tokens of outputs that a store keeps; of more, the oldest outputs go."""
@@ -32,17 +21,16 @@ class Learner:
 
     They are added whatever ended the block, an interrupt included. Several processes may learn
     into one store at a time: each adds its outputs to what the others have written. Threads may
-    share a learner. An output
-    that the store has learned before is kept once, as the newest.
+    share a learner. An output that the store has learned before is kept once, as the newest.
 
-    The outputs are merged and the file is written anew, which takes time in proportion to its
-    size (0.4 s for ten million tokens), so it is done once and not for every output.
+    Adding outputs writes the file anew, which takes time in proportion to its size (0.4 s for
+    ten million tokens), so it is done once and not for every output.
 
     Args:
         path: the store. If there is none, one is made.
         tokenizer: the model's.
-        max_tokens: how many tokens of outputs the store keeps, first in, first out; what was
-            built into it is not counted and stays.
+        max_tokens: how many tokens of outputs the store keeps, first in, first out. What was
+            built into it does not count and stays.
 
     Raises:
         OptionError: ``max_tokens`` is below 2.
@@ -56,22 +44,21 @@ class Learner:
         tokenizer: Vocabulary,
         max_tokens: int = LEARNED_TOKENS,
     ) -> None:
-        if max_tokens < 2:
-            raise OptionError(f"max_tokens is {max_tokens}: learn at least 2 tokens")
+        check_max_tokens(max_tokens)
         self._path = Path(os.path.abspath(path))
         self._identity = identify(tokenizer)
         self._max_tokens = max_tokens
         self._outputs: dict[bytes, None] = {}
         self._lock = threading.Lock()
         check_writable(self._path, StoreError)
-        if self._path.exists() and self._path.stat().st_size > 0:
-            check_tokenizer(path, read_store_file(self._path).identity, self._identity)
+        if self._path.exists():
+            self._read()
 
     def add(self, output: Sequence[int]) -> None:
         """Remember an output's token ids, in memory, until :meth:`save`."""
         with self._lock:
-            _append(self._outputs, as_texts(output, self._identity.vocab_size))
-            self._outputs = dict.fromkeys(newest(self._outputs, self._max_tokens))
+            texts = encode_texts(output, self._identity.vocab_size)
+            self._outputs = self._newest(self._outputs, texts)
 
     def save(self) -> None:
         """Add the remembered outputs to the store now.
@@ -80,36 +67,44 @@ class Learner:
             StoreError: it cannot be written; the outputs are still remembered.
         """
         with self._lock:
-            if self._outputs:
-                self._save()
+            if not self._outputs:
+                return
+            with sole_writer(self._path, StoreError, create=True):
+                store = self._read()
+                identity = store.identity if store else self._identity
+                built = store.built if store else SuffixArray.of([])
+                texts = self._newest(store.learned.texts if store else [], self._outputs)
+                write_store(self._path, identity, built, SuffixArray.of(texts))
+            self._outputs = {}
 
-    def _save(self) -> None:
-        with sole_writer(self._path, StoreError, create=True):
-            identity, built, learned = self._identity, EMPTY, EMPTY
-            if self._path.stat().st_size > 0:
-                file = read_store_file(self._path)
-                check_tokenizer(self._path, file.identity, self._identity)
-                identity, built, learned = file.identity, file.built, file.learned
-            texts = dict.fromkeys(divided(learned.tokens))
-            _append(texts, self._outputs)
-            learned = joined(newest(texts, self._max_tokens))
-            write_store_file(self._path, identity, built, learned)
-        self._outputs = {}
+    def _read(self) -> Store | None:
+        """The store as it is now; None where an empty file is to become one."""
+        if self._path.stat().st_size == 0:
+            return None
+        return read_store(self._path, self._identity)
+
+    def _newest(self, texts: Iterable[bytes], newer: Iterable[bytes]) -> dict[bytes, None]:
+        """The last texts that fit into ``max_tokens``, each once; of one that is too long its end.
+
+        A dictionary keeps the order in which its keys were put in.
+        """
+        ordered = dict.fromkeys(texts)
+        for text in newer:
+            ordered.pop(text, None)
+            ordered[text] = None
+        kept: list[bytes] = []
+        room = self._max_tokens * TOKEN_BYTES
+        for text in reversed(ordered):
+            if len(text) > room:
+                if not kept:
+                    kept.append(text[-room:])
+                break
+            kept.append(text)
+            room -= len(text)
+        return dict.fromkeys(reversed(kept))
 
     def __enter__(self) -> Learner:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.save()
-
-
-def _append(texts: dict[bytes, None], new: Iterable[bytes]) -> None:
-    """Put texts at the end of others; those that were among them move there."""
-    for text in new:
-        texts.pop(text, None)
-        texts[text] = None

@@ -1,115 +1,82 @@
-"""Looking up a context's end in a text that is sorted by places."""
+"""A store: texts in a file, and the tokenizer whose tokens they are."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import mmap
 import os
+import re
+import stat
+import struct
+import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
-from ..draft.suffix_index import MAX_LENGTH, Occurrence
-from ..errors import StoreError
-from .store_file import StoreFile, TokenizerIdentity, Vocabulary, identify, read_store_file
+from ..draft.suffix_index import SEPARATOR, Occurrence
+from ..errors import OptionError, StoreError
+from ..files import replaced
+from .suffix_array import TOKEN_BITS, SuffixArray
+
+_HUB_SNAPSHOT = re.compile(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]")
+_MAX_VOCABULARY = (1 << TOKEN_BITS) - 1
 
 
-class PlaceSearch:
-    """Finds the places of a text before which a context's last tokens stand.
+class Vocabulary(Protocol):
+    """What a store needs of a tokenizer; mlx-lm's, transformers' and tokenizers' have it."""
 
-    Nothing is loaded: a look-up reads a few dozen numbers of either array. Every match is
-    compared token by token, so that a wrong order costs matches and never gives a false one.
+    def get_vocab(self) -> dict[str, int]: ...
 
-    Args:
-        tokens: (n,) of int32.
-        order: its places as :func:`sorted_places` orders them, each from 1 to n - 1.
+
+@dataclass(frozen=True)
+class TokenizerIdentity:
+    """Which tokenizer made some token ids.
+
+    Attributes:
+        name: for people; a model's name, without the path to it.
+        vocab_size: all ids are below it.
+        fingerprint: SHA-256 of the vocabulary, 32 bytes. Equal for tokenizers whose ids mean
+            the same. How they split a text is not in it: a store of text that was split
+            otherwise is still right, if less useful.
     """
 
-    def __init__(self, tokens: np.ndarray, order: np.ndarray) -> None:
-        # A memory view gives Python integers four times as fast as an array does.
-        self._tokens = tokens.data
-        self._order = order.data
+    name: str
+    vocab_size: int
+    fingerprint: bytes
 
-    def occurrences(self, tail: Sequence[int], limit: int) -> list[Occurrence]:
-        """Up to ``limit`` places, the longest matches first, then the newest.
+    def __str__(self) -> str:
+        return f"{self.name} ({self.vocab_size:,} tokens, {self.fingerprint.hex()[:8]})"
 
-        Of places that match equally long, where not all are wanted, it takes a sample at regular
-        intervals of the order: that tells better what mostly follows than the newest ones do.
-        (Half of each open trace set looked up in the other half, eight places: the right token
-        came first 13.9 % against 12.5 % of the times on Spec-Bench, 34.0 against 32.7 on code,
-        53.2 against 52.9 with the agent.)
 
-        Args:
-            tail: the context, of which the last MAX_LENGTH tokens count.
-            limit: most places to return.
-        """
-        order = self._order
-        context = list(tail[-MAX_LENGTH:])
-        low = high = self._slot(context[::-1])  # the slots from low to high have been taken
-        found: list[Occurrence] = []
-        longer = len(context) + 1
-        while len(found) < limit:
-            length = max(self._match(low - 1, context), self._match(high, context))
-            if not 0 < length < longer:  # nothing is left, or the order is wrong
-                break
-            longer, match = length, context[-length:]
-            left = low - self._run(low - 1, -1, match)
-            right = high + self._run(high, 1, match)
-            equal = right - left - (high - low)
-            wanted = min(equal, limit - len(found))
-            slots = [left + equal * number // wanted for number in range(wanted)]
-            places = [order[slot if slot < low else slot + high - low] for slot in slots]
-            places.sort(reverse=True)
-            found += [Occurrence(length, place) for place in places if self._follows(place, match)]
-            low, high = left, right
-        return found
+def identify(tokenizer: Vocabulary) -> TokenizerIdentity:
+    """The identity of a tokenizer, from its whole vocabulary, added tokens included.
 
-    def _slot(self, recent: list[int]) -> int:
-        """Where the context would stand in the order; ``recent`` is its end read backwards."""
-        tokens, order, whole = self._tokens, self._order, len(recent)
-        low, high = 0, len(order)
-        low_match = high_match = 0  # tokens that the places around the interval share with it
-        while low < high:
-            middle = (low + high) // 2
-            place = order[middle]
-            length = min(low_match, high_match)
-            longest = min(place, whole)
-            while length < longest and tokens[place - 1 - length] == recent[length]:
-                length += 1
-            if length == whole or (length < place and tokens[place - 1 - length] > recent[length]):
-                high, high_match = middle, length
-            else:
-                low, low_match = middle + 1, length
-        return low
+    Raises:
+        StoreError: it has no tokens, or more than a store can hold.
+    """
+    vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    name = _short_name(getattr(tokenizer, "name_or_path", None) or "unnamed")
+    if not vocabulary or not 0 <= vocabulary[0][0] <= vocabulary[-1][0] < _MAX_VOCABULARY:
+        raise StoreError(
+            f"the tokenizer {name} has ids that no store can hold: 0 to {_MAX_VOCABULARY - 1:,} "
+            "are possible"
+        )
+    fingerprint = hashlib.sha256(json.dumps(vocabulary).encode()).digest()
+    return TokenizerIdentity(name, vocabulary[-1][0] + 1, fingerprint)
 
-    def _match(self, slot: int, context: list[int]) -> int:
-        """How many tokens before the place in ``slot`` equal the context's last."""
-        if not 0 <= slot < len(self._order):
-            return 0
-        tokens, place = self._tokens, self._order[slot]
-        longest = min(place, len(context))
-        length = 0
-        while length < longest and tokens[place - 1 - length] == context[-1 - length]:
-            length += 1
-        return length
 
-    def _run(self, slot: int, direction: int, match: list[int]) -> int:
-        """How many slots, from ``slot`` on in a direction, hold places right after ``match``."""
-        slots = self._order[slot:] if direction > 0 else self._order[: slot + 1][::-1]
-        inside, outside = 0, 1
-        while outside <= len(slots) and self._follows(slots[outside - 1], match):
-            inside, outside = outside, 2 * outside
-        outside = min(outside, len(slots) + 1)
-        while outside - inside > 1:
-            middle = (inside + outside) // 2
-            if self._follows(slots[middle - 1], match):
-                inside = middle
-            else:
-                outside = middle
-        return inside
-
-    def _follows(self, place: int, match: list[int]) -> bool:
-        return place >= len(match) and self._tokens[place - len(match) : place].tolist() == match
+def _short_name(path: str) -> str:
+    """``owner/name`` of a copy from the Hub; of other directories the last part of the path."""
+    if snapshot := _HUB_SNAPSHOT.search(path):
+        return f"{snapshot[1]}/{snapshot[2]}"
+    if os.path.isabs(path) or os.path.isdir(path):
+        return os.path.basename(os.path.abspath(path)) or "unnamed"
+    return path
 
 
 @dataclass(frozen=True)
@@ -131,60 +98,59 @@ class StoreInfo:
     nbytes: int
 
 
+@dataclass(frozen=True, eq=False)
 class Store:
-    """Texts on disk in which a context's last tokens are looked up.
+    """Texts on disk in which a context's last tokens are looked up; see :func:`open_store`.
 
-    The file is mapped into memory, so processes share it and only what look-ups touch needs to
-    stay there. It remains readable while others replace it: this store then holds what the file
-    held when it was opened. (mlxspec never changes a file in place. A program that cuts one short
-    in place ends the processes that read it, as with every mapped file.) Use :func:`open_store`.
+    The file is mapped into memory, so processes share it, and only what look-ups touch needs to
+    stay there. A store holds what the file held when it was opened, even when others replace the
+    file meanwhile. (mlxspec never changes a file in place. A program that cuts one short in place
+    ends the processes that read it, as with every mapped file.)
 
     Attributes:
-        tokens: the ids of all texts, a SEPARATOR behind each; an indexable view.
+        identity: the tokenizer.
+        built: what ``mlxspec store build`` and ``add`` put in.
+        learned: outputs.
+        tokens: the ids of all texts, a SEPARATOR behind each.
+        nbytes: size of the file.
     """
 
-    def __init__(self, file: StoreFile) -> None:
-        self._file = file
-        self.tokens = file.tokens.data
-        self._parts = tuple(
-            (PlaceSearch(part.tokens, part.order), offset - len(file.tokens))
-            for part, offset in ((file.built, 0), (file.learned, len(file.built.tokens)))
-            if len(part.order)
-        )
+    identity: TokenizerIdentity
+    built: SuffixArray
+    learned: SuffixArray
+    tokens: memoryview
+    nbytes: int
 
     def occurrences(self, tail: Sequence[int], limit: int) -> list[Occurrence]:
         """Where the context's last tokens stand, the longest matches first, then the newest.
 
         Args:
             tail: the context's last tokens, at most 64 of which are compared.
-            limit: most occurrences to return.
+            limit: how many occurrences to return at most.
 
         Returns:
             occurrences whose positions are **negative**: they count from the end of
             :attr:`tokens`, so that ``tokens[position]`` is what followed and no position is one
-            of the context's. What follows a position ends with a SEPARATOR, always.
+            of the context's. What follows a position always ends with a SEPARATOR.
         """
-        found: list[Occurrence] = []
-        for search, offset in self._parts:
-            found += [
-                Occurrence(length, position + offset)
-                for length, position in search.occurrences(tail, limit)
-            ]
-        if len(self._parts) > 1:
-            found.sort(reverse=True)
-        return found[:limit]
+        parts = (self.built, len(self.tokens)), (self.learned, len(self.learned.tokens))
+        found = [
+            Occurrence(length, position - from_end)
+            for part, from_end in parts
+            for length, position in part.occurrences(tail, limit)
+        ]
+        return sorted(found, reverse=True)[:limit]
 
     @property
     def info(self) -> StoreInfo:
         """What the store holds, counted."""
-        built, learned = self._file.built, self._file.learned
         return StoreInfo(
-            self._file.identity,
-            built.size,
-            built.sequences,
-            learned.size,
-            learned.sequences,
-            self._file.nbytes,
+            self.identity,
+            self.built.n_tokens,
+            self.built.n_texts,
+            self.learned.n_tokens,
+            self.learned.n_texts,
+            self.nbytes,
         )
 
 
@@ -196,20 +162,157 @@ def open_store(path: str | os.PathLike[str], tokenizer: Vocabulary | None = None
         tokenizer: the model's; None opens a store of any tokenizer.
 
     Raises:
-        StoreError: it is no store, damaged, or another tokenizer's.
+        StoreError: it is no store, cut short, damaged, of a later version, or another
+            tokenizer's.
     """
-    file = read_store_file(Path(path))
-    if tokenizer is not None:
-        check_tokenizer(path, file.identity, identify(tokenizer))
-    return Store(file)
+    return read_store(Path(path), None if tokenizer is None else identify(tokenizer))
 
 
-def check_tokenizer(
-    path: str | os.PathLike[str], of_store: TokenizerIdentity, given: TokenizerIdentity
-) -> None:
-    """Raise StoreError unless a store's tokenizer is the given one."""
-    if (of_store.fingerprint, of_store.vocab_size) != (given.fingerprint, given.vocab_size):
+# The file: a header, then the tokens of what was built, the tokens of what was learned, and the
+# order of either, all as little-endian int32. The header has the magic bytes, the version, the
+# vocabulary's size, the four sections' lengths and checksums, the tokenizer's fingerprint and
+# name, and at its end a checksum of its own.
+VERSION = 1
+_MAGIC = b"mlxstore"
+_HEADER = struct.Struct("<8sII4I4I32s96s76xI")
+_NAME_BYTES = 96
+_CRC_BYTES = 4
+_MAX_WORDS = 2**31 - 1  # positions are int32
+_REMEDY = "build it again with `mlxspec store build`"
+
+
+def read_store(path: Path, identity: TokenizerIdentity | None = None) -> Store:
+    """Map a store's file and verify all of it.
+
+    Args:
+        path: the file.
+        identity: the tokenizer whose tokens it must hold; None for any.
+
+    Raises:
+        StoreError: as :func:`open_store`.
+    """
+    words = _map(path)
+    header = words[: _HEADER.size // 4].tobytes()
+    magic, version, vocab_size, *rest, name, header_crc = _HEADER.unpack(header)
+    if magic != _MAGIC:
+        raise StoreError(f"{path}: is no store; {_REMEDY}")
+    if version != VERSION:
+        raise StoreError(f"{path}: has version {version} of the format, not {VERSION}; {_REMEDY}")
+    if header_crc != zlib.crc32(header[:-_CRC_BYTES]):
+        raise StoreError(f"{path}: its header is damaged; {_REMEDY}")
+    lengths, checksums, fingerprint = rest[:4], rest[4:8], rest[8]
+    missing = _HEADER.size + 4 * sum(lengths) - 4 * len(words)
+    if missing:
+        wrong = f"{missing:,} bytes too short" if missing > 0 else f"{-missing:,} bytes too long"
+        raise StoreError(f"{path}: is {wrong}; {_REMEDY}")
+    if not 0 < vocab_size < 1 << TOKEN_BITS:
+        raise StoreError(f"{path}: has a vocabulary of {vocab_size:,} tokens; {_REMEDY}")
+    body = words[_HEADER.size // 4 :]
+    sections = np.split(body, np.cumsum(lengths)[:3])
+    for section, checksum in zip(sections, checksums, strict=True):
+        if zlib.crc32(section.data) != checksum:
+            raise StoreError(f"{path}: is damaged (a checksum is wrong); {_REMEDY}")
+    built, learned = (SuffixArray(sections[part], sections[part + 2]) for part in (0, 1))
+    if not (_is_valid(built, vocab_size) and _is_valid(learned, vocab_size)):
+        raise StoreError(f"{path}: holds tokens or places out of bounds; {_REMEDY}")
+    held = TokenizerIdentity(_printable(name), vocab_size, fingerprint)
+    if identity and (identity.fingerprint, identity.vocab_size) != (fingerprint, vocab_size):
         raise StoreError(
-            f"{os.fspath(path)}: holds tokens of {of_store}, the model's tokenizer is {given}; "
+            f"{path}: holds tokens of {held}, the model's tokenizer is {identity}; "
             "build a store for it with `mlxspec store build`"
         )
+    tokens = body[: lengths[0] + lengths[1]]
+    return Store(held, built, learned, tokens.data, words.nbytes)
+
+
+def write_store(
+    path: Path, identity: TokenizerIdentity, built: SuffixArray, learned: SuffixArray
+) -> None:
+    """Put a store in the place of whatever is at ``path``, whole or not at all.
+
+    Raises:
+        StoreError: it cannot be written, or is too large.
+    """
+    sections = (built.tokens, learned.tokens, built.order, learned.order)
+    if len(built.tokens) + len(learned.tokens) > _MAX_WORDS:
+        raise StoreError(f"{path}: more than {_MAX_WORDS:,} tokens; build several stores")
+    # Cut to whole characters.
+    name = identity.name.encode()[:_NAME_BYTES].decode(errors="ignore").encode()
+    header = _HEADER.pack(
+        _MAGIC,
+        VERSION,
+        identity.vocab_size,
+        *map(len, sections),
+        *(zlib.crc32(section.data) for section in sections),
+        identity.fingerprint,
+        name,
+        0,
+    )[:-_CRC_BYTES]
+    with replaced(path, StoreError) as file:
+        file.write(header + struct.pack("<I", zlib.crc32(header)))
+        for section in sections:
+            file.write(section.data)
+
+
+def begins_as_store(path: Path) -> bool:
+    """Whether a file is a store, damaged perhaps."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+def check_max_tokens(max_tokens: int) -> None:
+    """Refuse a limit below the two tokens that a look-up needs.
+
+    Raises:
+        OptionError: it is below 2.
+    """
+    if max_tokens < 2:
+        raise OptionError(f"max_tokens is {max_tokens}: take at least 2")
+
+
+def _map(path: Path) -> np.ndarray:
+    """The file as int32 words, read from the disk when they are looked at."""
+    try:
+        # A blocking open would wait for the other end of a named pipe.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise StoreError(f"{path}: is not a regular file; name a store")
+            if status.st_size < _HEADER.size or status.st_size % 4:
+                raise StoreError(f"{path}: is no store, or cut short; {_REMEDY}")
+            mapped = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"{path}: no such file; make a store with `mlxspec store build`, or by learning"
+        ) from error
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read ({error.strerror})") from error
+    if sys.byteorder != "little":
+        raise StoreError(f"{path}: stores can be read on little-endian machines only")
+    return np.frombuffer(mapped, dtype=np.int32)
+
+
+def _printable(name: bytes) -> str:
+    """The tokenizer's name as it may go to a terminal, on one line."""
+    text = name.rstrip(b"\0").decode(errors="replace")
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def _is_valid(part: SuffixArray, vocab_size: int) -> bool:
+    """Whether every id is the tokenizer's and every place has a token before and after it."""
+    tokens, order = part.tokens, part.order
+    if len(tokens) == 0:
+        return len(order) == 0
+    return (
+        len(order) < len(tokens)
+        and tokens[-1] == SEPARATOR
+        and tokens.min() >= SEPARATOR
+        and tokens.max() < vocab_size
+        and (len(order) == 0 or (order.min() > 0 and order.max() < len(tokens)))
+    )

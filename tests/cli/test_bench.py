@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from mlxspec.cli.bench import bench_command
-from mlxspec.draft.drafter import NoDraft
-from mlxspec.eval.backends import CONTESTANTS, Drafting
+from mlxspec.eval.backends import BACKENDS, PLAIN, Backend
 
 QUICK = ("--max-tokens", "8", "--repeats", "1")
 
@@ -34,7 +34,7 @@ def test_the_table_names_machine_versions_categories_and_decoders(
 ) -> None:
     result = bench(endless, "--prompts", prompts, *QUICK)
     assert result.exit_code == 0, result.stderr
-    for name in (*CONTESTANTS, "say", "go on", "mlx ", "Python", "2 equal", "float32"):
+    for name in (*BACKENDS, "say", "go on", "mlx ", "Python", "2 equal", "float32"):
         assert name in result.stdout
     assert "endless" in result.stdout
     assert str(endless) not in result.stdout
@@ -63,23 +63,20 @@ def test_html_is_written_beside_the_table(endless: Path, prompts: Path, tmp_path
     assert str(prompts) not in html
 
 
-class Liar:
-    """Generates what nobody asked for."""
+def liar(model: object, tokenizer: object) -> Backend:
+    """Ends one token too early."""
+    plain = BACKENDS[PLAIN](model, tokenizer)  # type: ignore[arg-type]
 
-    def __init__(self, model: object, tokenizer: object) -> None:
-        self._plain = Drafting(NoDraft, model, tokenizer)  # type: ignore[arg-type]
-        self.draws_by_position = True
-        self.stats = self._plain.stats
-        self.predicted_speed = self._plain.predicted_speed
+    def stream(prompt: list[int], *, max_tokens: int, **options: object) -> Iterator[object]:
+        return plain.stream(prompt, max_tokens=max_tokens - 1, **options)
 
-    def stream(self, prompt: list[int], max_tokens: int, *rest: object) -> Iterator[object]:
-        return self._plain.stream(prompt, max_tokens - 1, *rest)  # type: ignore[arg-type]
+    return Backend(stream)  # type: ignore[arg-type]
 
 
 def test_a_wrong_output_is_told_and_gets_no_speedup(
     endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(CONTESTANTS, "liar", Liar)
+    monkeypatch.setitem(BACKENDS, "liar", liar)
     result = bench(endless, "--prompts", prompts, *QUICK, "--decoders", "liar,lookup")
     assert result.exit_code == 1
     lines = result.stderr.splitlines()
@@ -97,16 +94,18 @@ def test_a_wrong_output_is_told_and_gets_no_speedup(
 def test_ctrl_c_shows_what_was_measured(
     endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Impatient(Drafting):
-        turns = 0
+    def impatient(model: object, tokenizer: object) -> Backend:
+        plain = BACKENDS[PLAIN](model, tokenizer)  # type: ignore[arg-type]
+        runs = count(1)
 
-        def stream(self, *arguments: object, **options: object) -> Iterator[object]:
-            self.turns += 1
-            if self.turns == 3:  # the warm-up, the first prompt, the second
+        def stream(prompt: list[int], **options: object) -> Iterator[object]:
+            if next(runs) == 3:  # the warm-up, the first prompt, the second
                 raise KeyboardInterrupt
-            return super().stream(*arguments, **options)  # type: ignore[arg-type]
+            return plain.stream(prompt, **options)
 
-    monkeypatch.setitem(CONTESTANTS, "impatient", lambda m, t: Impatient(NoDraft, m, t))
+        return Backend(stream)  # type: ignore[arg-type]
+
+    monkeypatch.setitem(BACKENDS, "impatient", impatient)
     result = bench(endless, "--prompts", prompts, *QUICK, "--decoders", "impatient", "--json")
     assert result.exit_code == 130
     report = json.loads(result.stdout)

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from mlxspec.draft.lookahead import LookaheadTree
+from mlxspec.draft.lookahead import add_window
+from mlxspec.draft.tree import DraftTree, TreeBuilder
 
 Row = tuple[str, int, int]  # ("window", level, column) or ("guess", number, place)
 
@@ -40,15 +41,15 @@ def test_masks_and_positions_are_the_papers(ngram_size: int) -> None:
 
 
 def check(levels: list[list[int]], guesses: list[list[int]]) -> None:
-    tree = LookaheadTree(levels[0][0])
-    tree.add_guesses(guesses)
-    tree.add_window(levels)
+    tree = TreeBuilder.of(DraftTree.from_branches(levels[0][0], guesses))
+    rows = add_window(tree, levels)
     draft = tree.tree()
     tokens: dict[Row, int] = {}
     nodes: dict[Row, int] = {}
-    for (level, column), node in tree.window_rows().items():
-        nodes["window", level, column] = node
-        tokens["window", level, column] = levels[level][column]
+    for level, of_level in enumerate(rows):
+        for column, node in enumerate(of_level):
+            nodes["window", level, column] = node
+            tokens["window", level, column] = levels[level][column]
     for number, guess in enumerate(guesses):
         node = 0
         for place, token in enumerate(guess):
@@ -66,16 +67,12 @@ def check(levels: list[list[int]], guesses: list[list[int]]) -> None:
 
 
 def test_equal_beginnings_are_verified_once() -> None:
-    tree = LookaheadTree(7)
-    tree.add_guesses([(1, 2, 3), (1, 2, 4)])
-    tree.add_window([[7, 1, 5], [1, 2, 6]])
+    tree = TreeBuilder.of(DraftTree.from_branches(7, [(1, 2, 3), (1, 2, 4)]))
+    assert add_window(tree, [[7, 1, 5], [1, 2, 6]]) == [[0, 1, 5], [1, 2, 6]]
     assert tree.tree().tokens == (7, 1, 2, 3, 4, 5, 6)
-    assert tree.rows == [[0, 1, 5], [1, 2, 6]]
-    assert tree.origins() == ("root", *["guess"] * 4, *["window"] * 2)
 
 
 def test_the_first_guess_is_what_remains_of_it_for_a_target_without_trees() -> None:
-    tree = LookaheadTree(7)
-    tree.add_guesses([(1, 2, 3), (4, 5, 6)])
-    tree.add_window([[7, 8, 9], [1, 8, 9]])
+    tree = TreeBuilder.of(DraftTree.from_branches(7, [(1, 2, 3), (4, 5, 6)]))
+    add_window(tree, [[7, 8, 9], [1, 8, 9]])
     assert tree.tree().first_chain().tokens == (7, 1, 2, 3)

@@ -69,11 +69,12 @@ class DrawnTrees:
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._emitted = self._steps = 0
+        self._last = prompt[-1]
 
     def propose(self, max_depth: int) -> DraftTree:
         branches = self._recipes[self._steps % len(self._recipes)] if self._recipes else []
         self._steps += 1
-        return DraftTree.from_branches(0, [self._branch(*recipe) for recipe in branches])
+        return DraftTree.from_branches(self._last, [self._branch(*recipe) for recipe in branches])
 
     def _branch(self, right: int, after: int) -> list[int]:
         ahead = list(self._truth[self._emitted : self._emitted + right + 1 + after])
@@ -83,6 +84,7 @@ class DrawnTrees:
 
     def observe(self, step: VerifiedStep) -> None:
         self._emitted += len(step.tokens)
+        self._last = step.tokens[-1]
 
     def end(self) -> None:
         pass

@@ -13,11 +13,10 @@ from mlxspec.engine import caches, target, window_cache
 from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.sampling import SamplingParams
-from mlxspec.engine.step import decode
 from mlxspec.engine.target import Capability, Target
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import PartlyRightDrafter
-from tests.support.harness import new_target, plain
+from tests.support.harness import decode, new_target, plain
 from tests.support.interrupts import functions_of, interrupted
 from tests.support.random_models import random_model
 

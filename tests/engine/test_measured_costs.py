@@ -63,7 +63,7 @@ def test_the_first_use_measures_and_the_next_one_knows(
     assert shares == [1.0]
     again = costs_for(llama, cache=cache)
     assert measurements == [llama]
-    assert first.cost(8) == again.cost(8) == pytest.approx(2.0)
+    assert first.curve(8) == again.curve(8) == pytest.approx(2.0)
     assert again.seconds(1) == pytest.approx(0.02)
 
 
@@ -73,9 +73,9 @@ def test_a_spoiled_cache_is_measured_anew(
     costs_for(llama, cache=cache)
     (cache.directory / cost_key(llama).file_name).write_text("{")
     with pytest.warns(UserWarning, match="ignoring"):
-        assert costs_for(llama, cache=cache).cost(8) == pytest.approx(2.0)
+        assert costs_for(llama, cache=cache).curve(8) == pytest.approx(2.0)
     assert len(measurements) == 2
-    assert costs_for(llama, cache=cache).cost(8) == pytest.approx(2.0)
+    assert costs_for(llama, cache=cache).curve(8) == pytest.approx(2.0)
     assert len(measurements) == 2
 
 
@@ -96,8 +96,8 @@ def test_what_steps_have_taught_is_kept(
 ):
     costs = costs_for(llama, cache=cache)
     learn(costs)
-    costs.save()
-    assert costs_for(llama, cache=cache).cost(8) == pytest.approx(3.0, rel=0.05)
+    costs.end()
+    assert costs_for(llama, cache=cache).curve(8) == pytest.approx(3.0, rel=0.05)
     (known,) = cache.read(cost_key(llama)).values()
     assert known.source == "quick"
 
@@ -112,16 +112,16 @@ def test_saving_waits_until_it_is_worth_it(llama: nn.Module, cache: CostCache):
         return times[-1].seconds / times[0].seconds
 
     learn(costs, steps=10)
-    costs.save()
+    costs.end()
     assert cache.read(key) == {}  # too few steps
     learn(costs, steps=100, wide=0.06)
-    costs.save()
+    costs.end()
     assert kept_cost() == pytest.approx(3.0, rel=0.05)
     learn(costs, steps=300, wide=0.08)
-    costs.save()
+    costs.end()
     assert kept_cost() == pytest.approx(3.0, rel=0.05)  # too soon
     clock.now += 60
-    costs.save()
+    costs.end()
     assert kept_cost() == pytest.approx(4.0, rel=0.05)
 
 
@@ -130,7 +130,7 @@ def test_a_range_that_only_steps_have_seen_says_so(llama: nn.Module, cache: Cost
     costs = KeptCosts(cache, cost_key(llama), {1024: known})
     costs.move_to(2000)
     learn(costs)
-    costs.save()
+    costs.end()
     assert {end: known.source for end, known in cache.read(cost_key(llama)).items()} == {
         4096: "steps"
     }

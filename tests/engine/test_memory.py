@@ -42,19 +42,17 @@ class WrongDrafts:
         return self._emitted < self._begin_at
 
     def begin(self, prompt: Sequence[int]) -> None:
-        self._emitted = 0
+        self._emitted, self._last = 0, prompt[-1]
 
     def propose(self, max_depth: int) -> DraftTree:
         if self._emitted < self._begin_at or max_depth < 1:
-            return DraftTree.chain(0)
-        return DraftTree((0, *WRONG), (-1, 0, 0, 0))
+            return DraftTree.chain(self._last)
+        return DraftTree((self._last, *WRONG), (-1, 0, 0, 0))
 
     def observe(self, step: VerifiedStep) -> None:
         self._emitted += len(step.tokens)
+        self._last = step.tokens[-1]
         self.rejected += step.drafted - len(step.accepted)
-
-    def end(self) -> None:
-        pass
 
 
 @dataclass

@@ -15,11 +15,11 @@ from mlxspec.draft.tree import DraftTree
 from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.sampling import SamplingParams
-from mlxspec.engine.step import DecodedStep, RecordTime, decode
+from mlxspec.engine.step import DecodedStep
 from mlxspec.engine.target import Capability, Target
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import HostileDrafter
-from tests.support.harness import new_target, plain
+from tests.support.harness import decode, new_target, plain
 
 PROMPT = [7, 3, 9, 3]
 LENGTH = 60
@@ -36,9 +36,7 @@ def truth(model: nn.Module) -> list[int]:
     return plain(model, PROMPT, max_tokens=LENGTH, capability=Capability.REPLAY)
 
 
-def generation(
-    target: Target, drafter: Drafter, record_time: RecordTime | None = None
-) -> Iterator[DecodedStep]:
+def generation(target: Target, drafter: Drafter) -> Iterator[DecodedStep]:
     return decode(
         target,
         PROMPT,
@@ -46,7 +44,6 @@ def generation(
         Chooser(SamplingParams()),
         max_tokens=LENGTH,
         ends=lambda _: False,
-        record_time=record_time,
     )
 
 
@@ -77,11 +74,10 @@ def test_pending_tokens_stay_below_16_and_a_step_without_a_draft_runs_them(
 ) -> None:
     target, before = new_target(model, Capability.REPLAY), 0
     seen, committed = set(), 0
-    timed: list[int] = []
     drafter = HostileDrafter(truth, 64, 5, seed=2)
-    for step in generation(target, drafter, lambda rows, *_: timed.append(rows)):
+    for step in generation(target, drafter):
         rows = before + len(step.verified.tree)
-        assert rows == timed[-1] <= 16
+        assert rows == step.verified.rows <= 16
         if len(step.verified.accepted) == step.verified.drafted:
             assert step.verified.pending == 0
             committed += before > 0

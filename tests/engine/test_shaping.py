@@ -17,10 +17,9 @@ from mlxspec.draft.tree import DraftTree
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.chooser import Chooser, History
 from mlxspec.engine.sampling import SamplingParams
-from mlxspec.engine.step import decode
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import HostileDrafter
-from tests.support.harness import assert_same_output, new_target, plain, run
+from tests.support.harness import assert_same_output, decode, new_target, plain, run
 
 BOS = 1
 PROMPT = [BOS, 403, 407, 261, 370, 403, 407]

@@ -18,11 +18,10 @@ from mlxspec.draft.tree import DraftTree
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.sampling import SamplingParams
-from mlxspec.engine.step import decode
 from mlxspec.engine.target import Target
-from mlxspec.plan.live_costs import StepTimes
-from tests.support.drafters import HostileDrafter
-from tests.support.harness import new_target, plain, run
+from mlxspec.generation.response import StepTimes
+from tests.support.drafters import HostileDrafter, TruthDrafter
+from tests.support.harness import decode, new_target, plain, run
 
 BOS = 1
 PROMPT = [BOS, 300, 301, 302]
@@ -66,23 +65,14 @@ def test_max_tokens_is_never_overshot(stories: nn.Module, max_tokens: int) -> No
         assert_holds_exactly(outcome.target, PROMPT + outcome.tokens)
 
 
-class Oracle:
+class Oracle(TruthDrafter):
     """Drafts the true continuation, so that whole drafts are accepted."""
 
-    pipelined = False
     branching = False
 
-    def __init__(self, truth: list[int]) -> None:
-        self._truth = truth
-
-    def begin(self, prompt: list[int]) -> None:
-        self._emitted = 0
-
     def propose(self, max_depth: int) -> DraftTree:
-        return DraftTree.chain(0, self._truth[self._emitted : self._emitted + max_depth])
-
-    def observe(self, step: VerifiedStep) -> None:
-        self._emitted += len(step.tokens)
+        draft = self._truth[self._emitted : self._emitted + max_depth]
+        return DraftTree.chain(self._last, draft)
 
     def end(self) -> None:
         self.ended = True
@@ -276,7 +266,7 @@ class Moody(Oracle):
         self.offered = 0
 
     def propose(self, max_depth: int) -> DraftTree:
-        draft = super().propose(min(max_depth, 3)) if self._emitted % 7 > 4 else DraftTree.chain(0)
+        draft = super().propose(min(max_depth, 3 if self._emitted % 7 > 4 else 0))
         self.offered += len(draft) > 1
         return draft
 
@@ -293,8 +283,8 @@ def test_a_drafter_may_enter_and_leave_the_pipeline(stories: nn.Module) -> None:
         Chooser(SamplingParams()),
         max_tokens=60,
         ends=lambda _: False,
-        record_time=lambda rows, seconds, pipelined: kinds.append((rows, pipelined)),
     ):
+        kinds.append((step.verified.rows, step.verified.pipelined))
         context += step.verified.tokens
         ahead = target.length - (len(context) - 1)
         assert ahead in (0, 1)
@@ -316,9 +306,10 @@ def test_steps_are_timed_by_their_rows(stories: nn.Module) -> None:
             Chooser(SamplingParams()),
             max_tokens=80,
             ends=lambda _: False,
-            record_time=times.record,
         )
     )
+    for step in steps:
+        times.record(step.verified.rows, step.verified.seconds, step.verified.pipelined)
     widths = [len(step.verified.tree) for step in steps]
     assert {row.rows: row.steps for row in times.table()} == {
         rows: widths.count(rows) for rows in set(widths)
@@ -326,26 +317,30 @@ def test_steps_are_timed_by_their_rows(stories: nn.Module) -> None:
     assert all(row.seconds > 0 for row in times.table())
 
 
-def test_recording_a_step_counts_for_the_next_one_and_the_consumer_for_none(
+class Slow(NoDraft):
+    """Takes 3 seconds to observe a step."""
+
+    now = 0.0
+
+    def observe(self, step: VerifiedStep) -> None:
+        super().observe(step)
+        Slow.now += 3.0
+
+
+def test_what_a_drafter_takes_counts_for_the_next_step_and_the_consumer_for_none(
     stories: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 0.0
-    recorded: list[float] = []
-
-    def record(rows: int, seconds: float, pipelined: bool) -> None:
-        nonlocal now
-        recorded.append(seconds)
-        now += 3.0
-
-    monkeypatch.setattr("mlxspec.engine.step.time", SimpleNamespace(perf_counter=lambda: now))
-    for _ in decode(
+    clock = SimpleNamespace(perf_counter=lambda: Slow.now)
+    monkeypatch.setattr("mlxspec.engine.step.time", clock)
+    seconds = []
+    for step in decode(
         new_target(stories),
         PROMPT,
-        NoDraft(),
+        Slow(),
         Chooser(SamplingParams()),
         max_tokens=3,
         ends=lambda _: False,
-        record_time=record,
     ):
-        now += 50.0
-    assert recorded == [0.0, 3.0, 3.0]
+        seconds.append(step.verified.seconds)
+        Slow.now += 50.0
+    assert seconds == [0.0, 3.0, 3.0]

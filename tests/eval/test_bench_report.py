@@ -1,4 +1,4 @@
-"""What many turns say together, worked out by hand."""
+"""What many runs say together, worked out by hand."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from mlxspec.eval.backends import Turn
-from mlxspec.eval.bench import MeasuredPrompt
-from mlxspec.eval.bench_page import bench_page, verdict, what_differs
-from mlxspec.eval.bench_report import Report, bench_report
+from mlxspec.eval.bench import MeasuredPrompt, Run
+from mlxspec.eval.bench_report import Report, bench_page, bench_report, verdict, what_differs
 from mlxspec.eval.equality import Difference
 from mlxspec.generation.response import SpeculationStats
 
@@ -23,9 +21,9 @@ FACTS = {
 HOSTILE = "<script src='https://example.org/x.js'>alert(1)</script><img src=x onerror=y>&\"'"
 
 
-def turn(rate: float, text: str = "text", predicted: float | None = None) -> Turn:
+def run(rate: float, text: str = "text", predicted: float | None = None) -> Run:
     stats = SpeculationStats(steps=4, rows=10, drafted=6, accepted=6, emitted=10)
-    return Turn(tuple(range(10)), text, 0.5, 10 / rate, stats, predicted)
+    return Run(tuple(range(10)), text, 0.5, 10 / rate, stats, predicted)
 
 
 def measured(
@@ -39,8 +37,8 @@ def measured(
         messages=[{"role": "user", "content": str(options.get("question", "What?"))}],
         reference=options.get("reference"),  # type: ignore[arg-type]
         prompt_tokens=7,
-        turns={
-            name: [turn(r, str(options.get("text", "text")), options.get("predicted")) for r in of]  # type: ignore[arg-type]
+        runs={
+            name: [run(r, str(options.get("text", "text")), options.get("predicted")) for r in of]  # type: ignore[arg-type]
             for name, of in rates.items()
         },
         differences={key: [] for key in rates} | (differences or {}),
@@ -51,8 +49,8 @@ def report(*prompts: MeasuredPrompt, **options: bool) -> Report:
     return bench_report(prompts, facts=FACTS, **options)
 
 
-def test_a_ratio_is_the_median_of_ratios_taken_turn_by_turn() -> None:
-    # The machine was three times slower in the second turn of both.
+def test_a_ratio_is_the_median_of_ratios_taken_run_by_run() -> None:
+    # The machine was three times slower in the second run of both.
     result = report(measured({"plain": [30, 10, 30], "fast": [60, 20, 90]}))
     assert result["decoders"]["fast"]["speedup"] == pytest.approx(2)
     assert result["decoders"]["fast"]["tokens_per_second"] == pytest.approx(60)
@@ -166,13 +164,13 @@ def test_rouge_is_given_where_there_are_references() -> None:
     assert "0.6667" in bench_page(result)
 
 
-def test_figures_of_short_or_restless_turns_are_called_rough() -> None:
-    # The turns of the test have 10 tokens each.
+def test_figures_of_short_or_restless_runs_are_called_rough() -> None:
+    # The runs of the test have 10 tokens each.
     assert report(measured({"plain": [10, 10]}))["rough"] == (
         "The figures are rough: half of the answers have no more than 10 tokens."
     )
     restless = report(measured({"plain": [10, 20, 10], "fast": [20, 60, 20]}))
-    # Ratios turn by turn: 2, 3 and 2.
+    # Ratios run by run: 2, 3 and 2.
     assert restless["rough"].endswith("and the turns of fast on a prompt differ by 50%.")
     assert restless["rough"] in text_of(bench_page(restless))
     steady = report(measured({"plain": [10, 30], "fast": [20, 60]}))

@@ -1,30 +1,29 @@
-"""Decoders side by side on recorded outputs."""
+"""Policies side by side on recorded outputs."""
 
 import pytest
 
-from mlxspec.eval.comparison import compare
-from mlxspec.eval.replay import Workload
+from mlxspec.eval.comparison import chosen_policies, compare
 from mlxspec.eval.traces import Completion
 from mlxspec.plan.cost_curve import CostCurve
 
 OUTPUT = list(range(100, 160))
-TWICE = Workload([Completion("a", [prompt], 1, OUTPUT) for prompt in (1, 2)], classes=b"")
+TWICE = [Completion("a", [prompt], 1, OUTPUT) for prompt in (1, 2)]
 CURVES = {
     "flat": CostCurve([(1, 1), (64, 1.1)]),
     "linear": CostCurve([(1, 1), (64, 64)]),
 }
 
 
-def test_a_memory_knows_an_output_that_was_there_before() -> None:
-    reports = compare(TWICE, ["auto", "auto-memory"], CURVES)
+def test_auto_memory_knows_an_output_that_was_there_before() -> None:
+    reports = compare(TWICE, b"", chosen_policies("auto,auto-memory"), CURVES)
     assert reports["flat"]["auto"].tokens_per_step == 1  # nothing in it repeats
     assert reports["flat"]["auto-memory"].tokens_per_step > 1.5
     assert reports["linear"]["auto-memory"].speedup >= 0.98
 
 
-def test_who_knows_no_costs_is_replayed_once_for_all_chips() -> None:
+def test_what_knows_no_costs_is_replayed_once_for_all_chips() -> None:
     shares: list[float] = []
-    reports = compare(TWICE, ["prompt-lookup", "auto"], CURVES, shares.append)
+    reports = compare(TWICE, b"", chosen_policies("prompt-lookup,auto"), CURVES, shares.append)
     assert shares == pytest.approx([turn / 6 for turn in range(1, 7)])
     assert {chip: list(by_name) for chip, by_name in reports.items()} == {
         chip: ["prompt-lookup", "auto"] for chip in CURVES

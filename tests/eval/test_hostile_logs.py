@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.errors import MlxspecError
-from mlxspec.eval.bench_prompts import read_prompts
-from mlxspec.eval.replay import TraceTokenizer, load_trace_tokenizer, read_workload
+from mlxspec.eval.prompts import read_prompts
+from mlxspec.eval.traces import TraceTokenizer, load_trace_tokenizer, read_completions
 from mlxspec.loading.model import DEMO_DIRECTORY
 from tests.support.examples import examples
 from tests.support.hostile import harmless, json_values, mutated
@@ -42,10 +42,10 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read_or_refused(log: Path, tokenizer: TraceTokenizer, content: bytes) -> None:
     log.write_bytes(content)
-    result = harmless(lambda: read_workload([log], tokenizer, limit=5))
+    result = harmless(lambda: read_completions([log], tokenizer, limit=5))
     if not isinstance(result, MlxspecError):
-        assert result.tokens
-        assert all(completion.prompt for completion in result.completions)
+        assert all(completion.output for completion in result)
+        assert all(completion.prompt for completion in result)
     prompts = harmless(lambda: read_prompts(log))
     assert prompts
 

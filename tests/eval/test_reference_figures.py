@@ -5,14 +5,12 @@ from pathlib import Path
 import pytest
 from sentencepiece import SentencePieceProcessor
 
-from mlxspec.eval.baselines import POLICIES
-from mlxspec.eval.replay import replay
-from mlxspec.eval.replay_report import report
+from mlxspec.eval.policies import FullDraftLookup
+from mlxspec.eval.replay import replay, replay_report
 from mlxspec.eval.traces import Completion, read_traces, render
-from mlxspec.plan.cost_curve import chip_curve
+from mlxspec.plan.chips import chip_curve
 from mlxspec.plan.p_accept import token_classes
-from mlxspec.plan.planner import PlannedDrafter
-from mlxspec.plan.policy import Guard
+from tests.support.planners import suffix_planner
 
 # Tokens per step of classic prompt lookup (n = 3 to 1, 10 tokens), measured with another
 # program on the same outputs. On all of Spec-Bench that program finds 1.742; Spec-Bench's
@@ -42,9 +40,9 @@ def completions(shared: Path, processor: SentencePieceProcessor) -> list[Complet
 def test_prompt_lookup_takes_as_many_steps_as_measured_elsewhere(
     completions: list[Completion],
 ) -> None:
-    drafter = POLICIES["prompt-lookup"]()
+    drafter = FullDraftLookup()
     replayed = [(c.category, replay(c.prompt, c.output, drafter)) for c in completions]
-    sets = report(replayed, chip_curve("M4 Pro")).sets
+    sets = replay_report(replayed, chip_curve("M4 Pro")).sets
     assert {name: round(figures.tokens_per_step, 3) for name, figures in sets.items()} == _CLASSIC
 
 
@@ -62,14 +60,13 @@ def test_the_planner_is_as_fast_as_measured_elsewhere_and_never_slow(
 ) -> None:
     pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
     curve = chip_curve(chip)
-    drafter = PlannedDrafter(
+    drafter = suffix_planner(
         curve,
         branching=branching,
-        guard=Guard(),
         token_classes=token_classes(pieces, special={0, 1, 2}),
     )
     replayed = [(c.category, replay(c.prompt, c.output, drafter)) for c in completions]
-    figures = report(replayed, curve)
+    figures = replay_report(replayed, curve)
     assert figures.speedup > 0.99 * speedup
     assert figures.worst > 0.995
     assert figures.share_below_098 < 0.03

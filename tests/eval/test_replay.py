@@ -1,9 +1,13 @@
-"""Replay: the steps that decoding would have taken, reckoned by hand."""
+"""Replay: the steps that decoding would have taken and their figures, worked out by hand."""
+
+from dataclasses import asdict
+
+import pytest
 
 from mlxspec.draft.drafter import NoDraft, VerifiedStep
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
 from mlxspec.draft.tree import DraftTree
-from mlxspec.eval.replay import replay
+from mlxspec.eval.replay import ReplayedCompletion, replay, replay_report
 from mlxspec.plan.cost_curve import CostCurve
 
 
@@ -72,3 +76,23 @@ def test_prompt_lookup_copies_ten_tokens_a_step() -> None:
     replayed = replay([*text, 1, 2, text[0]], text[1:34], PromptLookupDrafter())
     assert replayed.rows == (11, 11, 11)
     assert replayed.cost(CostCurve([(1, 1), (11, 2)])) == 6
+
+
+def test_sets_count_alike_and_completions_by_their_time() -> None:
+    replayed = [
+        ("a", ReplayedCompletion(4, (2, 2))),  # 4 tokens in a cost of 3
+        ("b", ReplayedCompletion(2, (1, 1))),
+        ("a", ReplayedCompletion(2, (2, 2))),  # 2 tokens in a cost of 3
+    ]
+    figures = replay_report(replayed, lambda rows: {1: 1.0, 2: 1.5}[rows])
+    assert figures.sets["a"].speedup == pytest.approx(1.0)
+    assert figures.sets["a"].share_below_098 == 0.5
+    assert figures.sets["a"].tokens_per_step == 6 / 4
+    assert figures.sets["a"].rows_per_step == 2
+    assert figures.speedup == pytest.approx(1.0)
+    assert figures.share_below_098 == 0.25
+    assert figures.tokens_per_step == 8 / 6
+    assert figures.rows_per_step == 10 / 6
+    json = asdict(figures)
+    assert json["worst"] == pytest.approx(1.0)
+    assert list(json["sets"]) == ["a", "b"]

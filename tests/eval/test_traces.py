@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mlxspec.errors import PromptError
-from mlxspec.eval.traces import read_traces, render
+from mlxspec.errors import OptionError, PromptError
+from mlxspec.eval.traces import TraceTokenizer, read_completions, read_traces, render
 
 
 def written(path: Path, *records: Any) -> Path:
@@ -139,3 +139,39 @@ def test_a_long_conversation_takes_no_more_memory_than_its_tokens(tmp_path: Path
         tracemalloc.stop()
     assert len(completions) == 20_000
     assert completions[-1].prompt[-5:] == encode("ant:\n")
+
+
+LETTERS = TraceTokenizer(encode, bos_id=1, eos_id=2, classes=b"")
+
+
+@pytest.fixture
+def letters(tmp_path: Path) -> Path:
+    path = tmp_path / "traces.jsonl"
+    with path.open("w") as file:
+        for number in range(20):
+            for category in ("a", "b") if number < 3 else ("a",):
+                messages = [
+                    {"role": "user", "content": "?"},
+                    {"role": "assistant", "content": chr(ord("A") + number)},
+                ]
+                print(json.dumps({"category": category, "messages": messages}), file=file)
+    return path
+
+
+def test_conversations_of_a_category_are_taken_evenly_spaced(letters: Path) -> None:
+    completions = read_completions([letters], LETTERS, limit=4)
+    taken = [(c.category, chr(c.output[0])) for c in completions]
+    assert taken == [("a", c) for c in "AFKP"] + [("b", c) for c in "ABC"]
+
+
+def test_a_limit_below_one_is_refused(letters: Path) -> None:
+    with pytest.raises(OptionError, match="--limit is 0"):
+        read_completions([letters], LETTERS, limit=0)
+
+
+def test_a_limit_that_leaves_nothing_to_replay_is_refused(tmp_path: Path) -> None:
+    question, answer = ({"role": role, "content": "a"} for role in ("user", "assistant"))
+    path = written(tmp_path / "t.jsonl", {"messages": [question]}, {"messages": [answer]})
+    assert len(read_completions([path], LETTERS, limit=2)) == 1
+    with pytest.raises(PromptError, match="--limit 1 takes no conversation"):
+        read_completions([path], LETTERS, limit=1)

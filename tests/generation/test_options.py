@@ -14,8 +14,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlxspec
 from mlxspec import AutoDecoder, PromptLookupDecoder, SamplingParams
+from mlxspec.compat.generation import stream_with_draft_model
 from mlxspec.errors import OptionError, PromptCacheError
-from mlxspec.generation.decoders import stream_with_draft_model
 from mlxspec.generation.options import SamplingOptions
 from tests.support.architectures import ARCHITECTURES
 from tests.support.random_models import random_model

@@ -3,7 +3,8 @@
 import pytest
 
 from mlxspec.errors import OptionError
-from mlxspec.plan.cost_curve import CostCurve, chip_curve, chip_names, chip_source
+from mlxspec.plan.chips import chip_curve, chip_names, chip_source
+from mlxspec.plan.cost_curve import CostCurve
 
 
 def test_is_linear_between_and_beyond_its_points() -> None:

@@ -29,24 +29,24 @@ def test_ranges_end_at_powers_of_four(context: int, end: int):
 
 def test_each_range_has_its_own_curve():
     costs = LiveCosts({1024: times(2.0), 16384: times(3.0)})
-    assert costs.cost(8) == pytest.approx(2.0)
+    assert costs.curve(8) == pytest.approx(2.0)
     costs.move_to(5000)
-    assert costs.cost(8) == pytest.approx(3.0)
+    assert costs.curve(8) == pytest.approx(3.0)
     assert costs.seconds(8) == pytest.approx(0.06)
     costs.move_to(1023)
-    assert costs.cost(8) == costs.curve(8) == pytest.approx(2.0)
+    assert costs.curve(8) == costs.curve(8) == pytest.approx(2.0)
 
 
 def test_an_unmeasured_range_starts_from_the_nearest_and_learns_for_itself():
     costs = LiveCosts({1024: times(2.0), 65536: times(4.0)})
     costs.move_to(3000)
-    assert costs.cost(8) == pytest.approx(2.0)
+    assert costs.curve(8) == pytest.approx(2.0)
     for _ in range(30):
         plain(costs, 0.03)
         costs.record(8, 0.09, False)
-    assert costs.cost(8) == pytest.approx(3.0, rel=0.05)
+    assert costs.curve(8) == pytest.approx(3.0, rel=0.05)
     costs.move_to(0)
-    assert costs.cost(8) == pytest.approx(2.0)
+    assert costs.curve(8) == pytest.approx(2.0)
 
 
 def test_a_range_that_was_left_expects_the_machine_to_have_changed():
@@ -76,13 +76,13 @@ def test_only_the_middle_of_a_pipeline_teaches_the_time_of_a_plain_step():
         plain(costs, 0.02)
         costs.record(8, 0.04, False)
     assert costs.seconds(1) == pytest.approx(0.02)
-    assert costs.cost(8) == pytest.approx(2.0)
+    assert costs.curve(8) == pytest.approx(2.0)
     for _ in range(30):
         costs.record(1, 0.05, False)
         costs.record(1, 0.001, True)
         costs.record(8, 0.04, False)
     assert costs.seconds(1) == pytest.approx(0.02)
-    assert costs.cost(8) == pytest.approx(2.0)
+    assert costs.curve(8) == pytest.approx(2.0)
 
 
 def test_the_cost_of_waiting_is_that_of_plain_steps_outside_the_pipeline() -> None:
@@ -90,14 +90,14 @@ def test_the_cost_of_waiting_is_that_of_plain_steps_outside_the_pipeline() -> No
     for _ in range(30):
         costs.record(1, 0.012, False)
         costs.record(8, 0.020, False)
-    assert costs.waiting_cost == pytest.approx(0.2, abs=0.02)
+    assert costs.sync_overhead == pytest.approx(0.2, abs=0.02)
     for _ in range(20):
         costs.record(1, 0.018, False)  # the first of a pipeline dispatches two forwards
         costs.record(1, 0.010, True)
         costs.record(1, 0.010, True)
         costs.record(1, 0.003, True)  # and the last one finds its own nearly done
         costs.record(8, 0.020, False)
-    assert costs.waiting_cost == pytest.approx(0.1, abs=0.02)
+    assert costs.sync_overhead == pytest.approx(0.1, abs=0.02)
 
 
 def test_plain_steps_are_wanted_until_they_have_run_among_drafted_ones_and_again_later() -> None:
@@ -127,7 +127,7 @@ def test_costs_are_learned_where_plain_steps_run_only_when_they_are_wanted(wrong
         rows = 1 if sought % 30 in range(12, 18) else generator.choice((4, 8, 16))
         costs.record(rows, true[rows] * generator.lognormvariate(0, 0.05), rows == 1)
     for rows in (4, 8, 16):
-        assert costs.cost(rows) == pytest.approx(true[rows] / true[1], rel=0.06)
+        assert costs.curve(rows) == pytest.approx(true[rows] / true[1], rel=0.06)
 
 
 def test_a_plain_step_that_was_measured_too_slow_is_corrected_by_the_few_that_run() -> None:
@@ -142,7 +142,7 @@ def test_a_plain_step_that_was_measured_too_slow_is_corrected_by_the_few_that_ru
         for rows in (4, 8, 16):
             costs.record(rows, true[rows], False)
     for rows in (4, 8, 16):
-        assert costs.cost(rows) == pytest.approx(true[rows] / true[1], rel=0.1)
+        assert costs.curve(rows) == pytest.approx(true[rows] / true[1], rel=0.1)
 
 
 def test_generations_beside_each_other_learn_what_each_alone_would():
@@ -185,7 +185,7 @@ def test_threads_may_record_and_read_at_once():
             own.move_to(context)
             rows = chance.choice((1, 1, 2, 3, 5, 9, 17))
             own.record(rows, 0.01 * (1 + rows / 8) * chance.uniform(0.5, 2), rows == 1)
-            assert own.curve(64) >= own.cost(2) > 0
+            assert own.curve(64) >= own.curve(2) > 0
             own.changes()
 
     at_once(*[lambda seed=seed: generate(seed) for seed in range(4)])

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.plan.cost_curve import CostCurve, chip_curve
+from mlxspec.plan.chips import chip_curve
+from mlxspec.plan.cost_curve import CostCurve
 from mlxspec.plan.live_curve import WIDEST, KnownTime, LiveCurve
 from tests.support.interrupts import functions_of, interrupted
 

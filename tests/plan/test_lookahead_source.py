@@ -17,11 +17,12 @@ from mlxspec.plan.lookahead_source import (
     GuessOdds,
     GuessTree,
     LiveGuesses,
-    PlannedLookahead,
     WindowGain,
     WindowSize,
     best_window,
 )
+from mlxspec.plan.planner import Planner
+from tests.support.planners import lookahead_planner
 
 FLAT = CostCurve([(1, 1.0), (16, 1.05), (64, 1.2)])
 LINEAR = CostCurve([(1, 1.0), (64, 64.0)])
@@ -30,21 +31,21 @@ REPEATING = [random.Random(1).randrange(30) for _ in range(40)]
 ONCE = random.Random(2).sample(range(5000), 300)
 
 
-def speed(drafter: PlannedLookahead, prompt: list[int], output: list[int]) -> float:
+def speed(drafter: Planner, prompt: list[int], output: list[int]) -> float:
     """Plain decoding's time by the drafter's."""
     completion = replay(prompt, output, drafter)
-    return completion.tokens / completion.cost(drafter.curve)
+    return completion.tokens / completion.cost(drafter.costs.curve)
 
 
 @pytest.mark.parametrize("curve", [LINEAR, UNKNOWN], ids=["linear", "unknown"])
 def test_nothing_is_drafted_where_it_cannot_pay_or_the_cost_is_unknown(curve: CostCurve) -> None:
-    drafter = PlannedLookahead(curve)
+    drafter = lookahead_planner(curve)
     completion = replay(REPEATING * 2, REPEATING * 4, drafter)
     assert set(completion.rows) == {1}
 
 
 def test_it_is_pipelined_where_there_is_nothing_to_draft() -> None:
-    drafter = PlannedLookahead(LINEAR)
+    drafter = lookahead_planner(LINEAR)
     drafter.begin(ONCE[:20])
     for token in ONCE[20:100]:
         assert len(drafter.propose(100)) == 1
@@ -53,9 +54,9 @@ def test_it_is_pipelined_where_there_is_nothing_to_draft() -> None:
 
 
 def test_a_text_that_repeats_is_drafted_where_rows_are_cheap() -> None:
-    assert speed(PlannedLookahead(FLAT), REPEATING * 2, REPEATING * 5) > 3
+    assert speed(lookahead_planner(FLAT), REPEATING * 2, REPEATING * 5) > 3
     moderate = CostCurve([(1, 1.0), (4, 1.8), (8, 2.5), (64, 9.0)])
-    assert speed(PlannedLookahead(moderate), REPEATING * 2, REPEATING * 5) > 1.8
+    assert speed(lookahead_planner(moderate), REPEATING * 2, REPEATING * 5) > 1.8
 
 
 @pytest.mark.parametrize("slope", [0.2, 0.5, 0.8])
@@ -63,10 +64,10 @@ def test_little_is_lost_where_guesses_fail(slope: float) -> None:
     curve = CostCurve([(1, 1.0), (64, 1 + 63 * slope)])
     source = random.Random(3)
     noise = [source.randrange(20) for _ in range(400)]  # each token has been seen, none foretells
-    assert speed(PlannedLookahead(curve), noise[:100], noise[100:]) > 0.97
+    assert speed(lookahead_planner(curve), noise[:100], noise[100:]) > 0.97
 
 
-def windows_of(drafter: PlannedLookahead, foreseeable: bool) -> list[bool]:
+def windows_of(drafter: Planner, foreseeable: bool) -> list[bool]:
     """Whether each of 400 steps had a window.
 
     The target's token is a function of its position, whatever stands before it, so that guesses
@@ -91,26 +92,18 @@ def windows_of(drafter: PlannedLookahead, foreseeable: bool) -> list[bool]:
 
 
 def test_a_window_is_kept_where_it_earns_and_given_up_where_it_does_not() -> None:
-    earning = windows_of(PlannedLookahead(FLAT), foreseeable=True)
-    failing = windows_of(PlannedLookahead(FLAT), foreseeable=False)
+    earning = windows_of(lookahead_planner(FLAT), foreseeable=True)
+    failing = windows_of(lookahead_planner(FLAT), foreseeable=False)
     assert sum(earning[100:]) > 200
     assert 0 < sum(failing) < 100
-    assert not any(windows_of(PlannedLookahead(LINEAR), foreseeable=True))
+    assert not any(windows_of(lookahead_planner(LINEAR), foreseeable=True))
 
 
 def test_a_window_needs_a_target_that_verifies_trees() -> None:
-    drafter = PlannedLookahead(FLAT, branching=False)
+    drafter = lookahead_planner(FLAT, branching=False)
     assert not any(windows_of(drafter, foreseeable=True))
     drafter.begin(REPEATING * 3)
     assert drafter.propose(100).is_chain
-
-
-def test_it_drafts_nothing_where_another_drafter_has_taken_all_rows() -> None:
-    drafter = PlannedLookahead(FLAT)
-    drafter.begin(REPEATING * 3)
-    for rows in (64, 65, 500):
-        assert len(drafter.propose_beside(rows, 100, 64)) == 1
-    assert len(drafter.propose_beside(5, 100, 64)) > 1
 
 
 def chosen(gain: WindowGain, curve: CostCurve, bank: float = 99.0, now=None) -> WindowSize | None:
@@ -170,9 +163,9 @@ def test_odds_are_learned_from_what_came() -> None:
 
 def test_the_likeliest_nodes_hang_together() -> None:
     guesses = [((1, 2, 3), 4), ((1, 2, 4), 3), ((5, 6), 1), ((1, 7), 1)]
-    tree = GuessTree(guesses, GuessOdds(), max_depth=3, least_reach=0.0, branching=True)
-    for width in range(len(tree.reach)):
-        chosen_paths = set(tree.paths(width))
-        assert len(chosen_paths) == width
-        assert all(path[:-1] in chosen_paths | {()} for path in chosen_paths)
-        assert sum(tree.reach_by_depth(width)) == pytest.approx(sum(tree.best_reach()[:width]))
+    tree = GuessTree(9, guesses, GuessOdds(), max_depth=3, least_p=0.0, branching=True).candidates
+    assert tree.p_reached == sorted(tree.p_reached, reverse=True)
+    assert len(tree.p_reached) == 7
+    for n_draft in range(1, 8):
+        assert len(tree.draft(n_draft)) == n_draft + 1
+        assert sum(tree.p_by_depth(n_draft)) == pytest.approx(sum(tree.p_reached[:n_draft]))

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mlxspec.plan.cost_curve import CostCurve, chip_curve
+from mlxspec.plan.chips import chip_curve
+from mlxspec.plan.cost_curve import CostCurve
 from mlxspec.plan.live_curve import LiveCurve
 from mlxspec.plan.measurement import CAREFUL, QUICK, RowsTime, measure
 

@@ -3,50 +3,50 @@
 import pytest
 
 from mlxspec.draft.suffix_index import Continuation, Occurrence
-from mlxspec.plan.p_accept import HazardModel
+from mlxspec.plan.p_accept import AcceptanceModel
 
 
 def continuation(length: int, position: int = 50, count: int = 1) -> Continuation:
     return Continuation(9, length, position, [Occurrence(length, position)] * count)
 
 
-def hazard(model: HazardModel, *found: Continuation) -> list[float]:
+def p_accept(model: AcceptanceModel, *found: Continuation) -> list[float]:
     model.refresh()
     estimates = model.estimate(found, end=100, depth=0, before=3, limit=6)
-    return [estimate.hazard for estimate in estimates]
+    return [estimate.p_accept for estimate in estimates]
 
 
 def test_longer_matches_are_more_likely_right() -> None:
-    model = HazardModel()
-    short, middle, long = (hazard(model, continuation(length))[0] for length in (1, 4, 20))
+    model = AcceptanceModel()
+    short, middle, long = (p_accept(model, continuation(length))[0] for length in (1, 4, 20))
     assert 0 < short < middle < long < 1
 
 
 def test_competitors_make_the_best_less_likely() -> None:
-    model = HazardModel()
-    alone = hazard(model, continuation(4, count=2))[0]
+    model = AcceptanceModel()
+    alone = p_accept(model, continuation(4, count=2))[0]
     close, clear = (
-        hazard(model, continuation(4), continuation(length, position=20))[0] for length in (4, 1)
+        p_accept(model, continuation(4), continuation(length, position=20))[0] for length in (4, 1)
     )
     assert close < clear < alone
 
 
 def test_what_comes_from_memory_is_less_likely_right() -> None:
-    model = HazardModel()
-    own = hazard(model, continuation(3))[0]
+    model = AcceptanceModel()
+    own = p_accept(model, continuation(3))[0]
     model.begin(memory_end=60)
-    assert hazard(model, continuation(3))[0] < own
+    assert p_accept(model, continuation(3))[0] < own
 
 
 @pytest.mark.parametrize("truth", [True, False])
 def test_experience_moves_the_estimates(truth: bool) -> None:
-    model = HazardModel()
-    before = hazard(model, continuation(2))[0]
+    model = AcceptanceModel()
+    before = p_accept(model, continuation(2))[0]
     for _ in range(60):
         model.refresh()
         estimates = model.estimate([continuation(2)], end=100, depth=0, before=3, limit=1)
         model.learn(estimates, 0 if truth else None, at_root=True)
-    after = hazard(model, continuation(2))[0]
+    after = p_accept(model, continuation(2))[0]
     assert after > max(before, 0.9) if truth else after < min(before, 0.1)
     model.begin(memory_end=0)
-    assert hazard(model, continuation(2))[0] == before
+    assert p_accept(model, continuation(2))[0] == before

@@ -1,5 +1,6 @@
 """The planner as a whole, on texts whose best draft is known."""
 
+import itertools
 import random
 
 import pytest
@@ -9,9 +10,9 @@ from mlxspec.draft.drafter import VerifiedStep
 from mlxspec.draft.suffix_index import SEPARATOR, Occurrence, SuffixIndex
 from mlxspec.draft.tree import DraftTree
 from mlxspec.eval.replay import replay
-from mlxspec.plan.cost_curve import CostCurve, chip_curve
-from mlxspec.plan.planner import PlannedDrafter
-from mlxspec.plan.policy import Guard
+from mlxspec.plan.chips import chip_curve
+from mlxspec.plan.cost_curve import CostCurve
+from tests.support.planners import suffix_planner
 
 FLAT = CostCurve([(1, 1), (32, 1.3)])
 LINEAR = CostCurve([(1, 1), (32, 32)])
@@ -25,34 +26,37 @@ def noise(length: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("branching", [False, True])
 def test_copies_are_drafted_wide_where_rows_are_cheap(branching: bool) -> None:
     text = noise(200, seed=1)
-    drafter = PlannedDrafter(FLAT, branching=branching, guard=Guard())
+    drafter = suffix_planner(FLAT, branching=branching)
     copied = replay([5, *text, 6, *text[:10]], text[10:150], drafter)
     assert copied.tokens / copied.cost(FLAT) > 8
 
 
 def test_nothing_is_drafted_where_rows_cost_as_much_as_steps() -> None:
     text = noise(200, seed=2)
-    drafter = PlannedDrafter(LINEAR, branching=True, guard=Guard())
+    drafter = suffix_planner(LINEAR, branching=True)
     assert set(replay([*text, *text[:50]], text[50:150], drafter).rows) == {1}
 
 
 def test_text_without_matches_is_decoded_plainly_and_pipelined() -> None:
     text = noise(400, seed=3)
-    drafter = PlannedDrafter(chip_curve("M4 Pro"), branching=True, guard=Guard())
+    drafter = suffix_planner(chip_curve("M4 Pro"), branching=True)
     drafter.begin(text[:100])
     assert len(drafter.propose(100)) == 1
     drafter.end()
     plain = replay(text[:100], text[100:], drafter)
     assert set(plain.rows) == {1}
-    drafter.begin(text)
+    drafter.begin(text[:100])
+    for token in text[100:]:
+        assert len(drafter.propose(100)) == 1
+        drafter.observe(VerifiedStep(DraftTree.chain(0), (), (), (), (token,)))
     drafter.propose(100)
-    assert isinstance(drafter.pipelined, bool)
+    assert drafter.pipelined
     drafter.end()
 
 
 def test_a_passage_worth_drafting_ends_the_pipeline() -> None:
     text = noise(300, seed=4)
-    drafter = PlannedDrafter(chip_curve("M4 Pro"), guard=Guard())
+    drafter = suffix_planner(chip_curve("M4 Pro"))
     output = [*noise(100, seed=5), *text[50:250]]
     rows = replay(text, output, drafter).rows
     assert set(rows[:100]) == {1}
@@ -62,7 +66,7 @@ def test_a_passage_worth_drafting_ends_the_pipeline() -> None:
 
 def test_the_budget_bounds_the_depth() -> None:
     text = noise(60, seed=6)
-    drafter = PlannedDrafter(FLAT, branching=True)
+    drafter = suffix_planner(FLAT, branching=True)
     drafter.begin([*text, *text[:20]])
     for max_depth in (0, 1, 3):
         assert max(drafter.propose(max_depth).depths) <= max_depth
@@ -72,7 +76,7 @@ def test_the_budget_bounds_the_depth() -> None:
 def test_an_earlier_output_is_drafted_from_memory() -> None:
     output = noise(100, seed=7)
     memory = OutputMemory()
-    drafter = PlannedDrafter(FLAT, guard=Guard(), memory=memory)
+    drafter = suffix_planner(FLAT, memory=memory)
     first = replay([1, 2, 3], output, drafter)
     again = replay([1, 4, 3], output, drafter)
     assert len(first.rows) == 100
@@ -83,12 +87,12 @@ def test_an_earlier_output_is_drafted_from_memory() -> None:
 def test_an_answer_is_drafted_from_the_one_it_takes_the_place_of() -> None:
     prompt, answer = noise(100, seed=9), noise(80, seed=10)
     index = ContextIndex()
-    first = replay(prompt, answer, PlannedDrafter(FLAT, index=index))
-    again = replay(prompt, answer, PlannedDrafter(FLAT, index=index))
+    first = replay(prompt, answer, suffix_planner(FLAT, context=index))
+    again = replay(prompt, answer, suffix_planner(FLAT, context=index))
     assert len(first.rows) == 80
     assert len(again.rows) < 30
     # A drafter without a conversation's index forgets.
-    forgetful = PlannedDrafter(FLAT)
+    forgetful = suffix_planner(FLAT)
     for _ in range(2):
         assert len(replay(prompt, answer, forgetful).rows) == 80
 
@@ -102,13 +106,13 @@ def test_a_store_is_drafted_from() -> None:
                 return []
             return [Occurrence(1, self.tokens.index(tail[-1]) + 1 - len(self.tokens))]
 
-    drafter = PlannedDrafter(FLAT, store=Stored())
+    drafter = suffix_planner(FLAT, store=Stored())
     assert len(replay([1, 2], list(Stored.tokens[:100]), drafter).rows) < 40
 
 
 def test_an_abandoned_generation_leaves_the_drafter_usable() -> None:
     text = noise(50, seed=9)
-    drafter = PlannedDrafter(FLAT, memory=OutputMemory())
+    drafter = suffix_planner(FLAT, memory=OutputMemory())
     drafter.begin(text)
     drafter.end()
     assert len(replay([*text, *text[:5]], text[5:], drafter).rows) < 20
@@ -119,22 +123,21 @@ def test_the_guard_bounds_what_misleading_text_costs() -> None:
     curve = chip_curve("M2 Pro")
     source = random.Random(10)
     output = [t for _ in range(150) for t in (7, 8, 9, 10, source.randrange(100, 30000))]
-    guarded = PlannedDrafter(curve, branching=True, guard=Guard())
+    guarded = suffix_planner(curve, branching=True)
     done = replay([7, 8, 9, 10], [*output, *noise(100, seed=11)], guarded)
     assert done.tokens / done.cost(curve) > 0.98
 
 
 def test_where_waiting_is_dear_only_a_draft_that_the_guard_allows_is_waited_for() -> None:
     known, new = noise(30, seed=11), iter(range(40_000, 41_000))
-    for waiting_cost, bank, pipelined in ((0.02, -9, False), (0.4, -9, True)):
-        guard = Guard()
-        drafter = PlannedDrafter(FLAT, waiting_cost=waiting_cost, guard=guard)
+    for sync_overhead, bank, pipelined in ((0.02, -9, False), (0.4, -9, True)):
+        drafter = suffix_planner(FLAT, sync_overhead)
         drafter.begin([*known, *known])
         tokens = [*(next(new) for _ in range(60)), *known[:3]]
         for token in tokens:  # until drafts have been worth nothing for long
             drafter.propose(0)
             drafter.observe(VerifiedStep(DraftTree.chain(0), (), (), (), (token,)))
-        guard.bank = bank
+        drafter.policy.bank = bank
         drafter.propose(100)
         assert drafter.pipelined is pipelined
         drafter.end()
@@ -147,8 +150,23 @@ def test_where_a_row_costs_a_step_three_of_four_steps_look_for_no_draft(
     find = SuffixIndex.occurrences
     monkeypatch.setattr(SuffixIndex, "occurrences", lambda index: searches.append(1) or find(index))
     text = noise(400, seed=13)
-    replay(text[:100], text[100:], PlannedDrafter(LINEAR, guard=Guard()))
+    replay(text[:100], text[100:], suffix_planner(LINEAR))
     assert 70 < len(searches) < 90
     searches.clear()
-    replay(text[:100], text[100:], PlannedDrafter(chip_curve("M2 Pro"), guard=Guard()))
+    replay(text[:100], text[100:], suffix_planner(chip_curve("M2 Pro")))
     assert len(searches) == 300
+
+
+def test_while_plain_steps_are_wanted_some_in_a_row_go_without_a_draft() -> None:
+    drafter = suffix_planner(FLAT)
+    drafter.costs.wants_plain_steps = True
+    drafter.begin([5, 6, 7, 8] * 20)
+    drafted = []
+    for token in [5, 6, 7, 8] * 30:
+        drafted.append(len(drafter.propose(100)) > 1)
+        assert drafter.pipelined
+        drafter.observe(VerifiedStep(DraftTree.chain(8), (), (), (), (token,)))
+    drafter.end()
+    plain_runs = [len(list(run)) for some, run in itertools.groupby(drafted) if not some]
+    assert max(plain_runs) > 3  # the first and the last of a run tell nothing
+    assert sum(drafted) > 60

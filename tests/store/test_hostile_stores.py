@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mlxspec.errors import StoreError
 from mlxspec.store.building import build_store
-from mlxspec.store.store import open_store
-from mlxspec.store.store_file import Part, identify, write_store_file
+from mlxspec.store.store import identify, open_store, write_store
+from mlxspec.store.suffix_array import SuffixArray
 from tests.support.examples import examples
 from tests.support.hostile import harmless, mutated
 from tests.support.tokenizers import FIRST
@@ -53,13 +53,13 @@ numbers = st.one_of(
     st.integers(-2, 12), st.sampled_from([2**31 - 1, -(2**31), IDENTITY.vocab_size])
 )
 sections = st.lists(numbers, max_size=20).map(lambda values: np.array(values, dtype=np.int32))
-parts = st.builds(Part, sections, sections)
+parts = st.builds(SuffixArray, sections, sections)
 
 
 @settings(max_examples=examples(150))
 @given(built=parts, learned=parts)
 def test_what_has_the_right_checksums_and_makes_no_sense_is_harmless(
-    path: Path, built: Part, learned: Part
+    path: Path, built: SuffixArray, learned: SuffixArray
 ) -> None:
-    write_store_file(path, IDENTITY, built, learned)
+    write_store(path, IDENTITY, built, learned)
     drafts_tokens_or_is_refused(path)

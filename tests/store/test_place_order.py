@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.store.store_file import TOKEN_BITS, sorted_places
+from mlxspec.store.suffix_array import TOKEN_BITS, sorted_places
 
 TOKENS = st.lists(st.integers(-1, 3), max_size=80)
 

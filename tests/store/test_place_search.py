@@ -8,16 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.draft.suffix_index import Occurrence
-from mlxspec.store.store import PlaceSearch
-from mlxspec.store.store_file import sorted_places
+from mlxspec.store.suffix_array import SuffixArray, sorted_places
 
 TEXT = st.lists(st.integers(-1, 3), max_size=120)
 TAIL = st.lists(st.integers(0, 3), max_size=12)
 
 
-def search(tokens: list[int]) -> PlaceSearch:
+def search(tokens: list[int]) -> SuffixArray:
     array = np.array(tokens, dtype=np.int32)
-    return PlaceSearch(array, sorted_places(array))
+    return SuffixArray(array, sorted_places(array))
 
 
 def scan(tokens: list[int], tail: list[int]) -> list[Occurrence]:
@@ -81,7 +80,7 @@ def test_any_sequence_of_ids_is_a_context():
 def test_a_wrong_order_gives_no_wrong_occurrence(tokens: list[int], tail: list[int], seed: int):
     pick = random.Random(seed)
     order = np.array([pick.randrange(1, len(tokens)) for _ in tokens], dtype=np.int32)
-    found = PlaceSearch(np.array(tokens, dtype=np.int32), order).occurrences(tail, 9)
+    found = SuffixArray(np.array(tokens, dtype=np.int32), order).occurrences(tail, 9)
     true = {place: length for length, place in scan(tokens, tail)}
     for length, place in found:
         assert length <= true.get(place, length)

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from mlxspec.errors import StoreError
-from mlxspec.store.store_file import identify
+from mlxspec.store.store import identify
 from tests.support.tokenizers import FIRST, FakeTokenizer
 
 

@@ -5,11 +5,30 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from mlxspec.draft.drafter import VerifiedStep
+from mlxspec.draft.drafter import Drafter, VerifiedStep
 from mlxspec.draft.tree import DraftTree
 
 
-class HostileDrafter:
+class TruthDrafter(Drafter):
+    """Knows what plain decoding emits, and where the output is.
+
+    Args:
+        truth: what plain decoding emits.
+    """
+
+    def __init__(self, truth: Sequence[int]) -> None:
+        self._truth = list(truth)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._emitted = 0
+        self._last = prompt[-1]
+
+    def observe(self, step: VerifiedStep) -> None:
+        self._emitted += len(step.tokens)
+        self._last = step.tokens[-1]
+
+
+class HostileDrafter(TruthDrafter):
     """Random trees made of the true continuation, near misses, and what cannot be a token.
 
     Args:
@@ -20,8 +39,6 @@ class HostileDrafter:
         chains: propose chains only.
     """
 
-    pipelined = False
-
     def __init__(
         self,
         truth: Sequence[int],
@@ -31,21 +48,15 @@ class HostileDrafter:
         chains: bool = False,
     ) -> None:
         self.branching = not chains
-        self._truth = list(truth)
+        super().__init__(truth)
         self._odd_tokens = [stop_token, -1, vocab_size, vocab_size + 7, 0]
         self._vocab_size = vocab_size
         self._random = random.Random(seed)
         self._chains = chains
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._emitted = 0
-
     def propose(self, max_depth: int) -> DraftTree:
-        # The root is a lie too: the loop knows what was emitted last.
         branches = [self._branch() for _ in range(self._random.randint(0, 4))]
-        return DraftTree.from_branches(
-            self._random.randrange(self._vocab_size), branches[:1] if self._chains else branches
-        )
+        return DraftTree.from_branches(self._last, branches[:1] if self._chains else branches)
 
     def _branch(self) -> list[int]:
         pick = self._random
@@ -57,14 +68,8 @@ class HostileDrafter:
             branch.insert(pick.randrange(len(branch)), pick.choice(self._odd_tokens))
         return branch + [pick.randrange(self._vocab_size) for _ in range(pick.randint(0, 3))]
 
-    def observe(self, step: VerifiedStep) -> None:
-        self._emitted += len(step.tokens)
 
-    def end(self) -> None:
-        pass
-
-
-class PartlyRightDrafter:
+class PartlyRightDrafter(TruthDrafter):
     """Random trees of short branches that are right up to some token, as real drafts are.
 
     Args:
@@ -80,16 +85,13 @@ class PartlyRightDrafter:
         self, truth: Sequence[int], vocab_size: int, seed: int, chains: bool = False
     ) -> None:
         self.branching = not chains
-        self._truth = list(truth)
+        super().__init__(truth)
         self._vocab_size = vocab_size
         self._random = random.Random(seed)
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._emitted = 0
-
     def propose(self, max_depth: int) -> DraftTree:
         count = self._random.choice([0, 1, 2, 3]) if self.branching else 1
-        return DraftTree.from_branches(0, [self._branch() for _ in range(count)])
+        return DraftTree.from_branches(self._last, [self._branch() for _ in range(count)])
 
     def _branch(self) -> list[int]:
         pick = self._random
@@ -98,9 +100,3 @@ class PartlyRightDrafter:
             wrong = pick.randrange(len(branch))
             branch[wrong] = (branch[wrong] + pick.randint(1, 5)) % self._vocab_size
         return branch
-
-    def observe(self, step: VerifiedStep) -> None:
-        self._emitted += len(step.tokens)
-
-    def end(self) -> None:
-        pass

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlxspec.draft.drafter import Drafter, NoDraft
+from mlxspec.engine import step as engine
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.sampling import SamplingParams
-from mlxspec.engine.step import decode
-from mlxspec.engine.target import Target, target_for, vocabulary_size
+from mlxspec.engine.target import Progress, Target, target_for, vocabulary_size
 from mlxspec.eval.equality import NEAR_TIE_FLOAT32, first_difference
 
 NEAR_TIES: list[float] = []
@@ -42,6 +43,19 @@ def new_target(
 ) -> Target:
     """The model with an empty cache."""
     return target_for(model, capability, vocabulary_size(model), cache)
+
+
+def decode(
+    target: Target,
+    prompt: Sequence[int],
+    drafter: Drafter,
+    chooser: Chooser,
+    on_progress: Progress | None = None,
+    **options: Any,
+) -> Generator[engine.DecodedStep, None, None]:
+    """The steps of a generation."""
+    sequence = engine.Sequence(target, prompt, drafter, chooser, **options)
+    return engine.decode(sequence, on_progress)
 
 
 def run(

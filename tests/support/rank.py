@@ -13,8 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.llama import Model, ModelArgs
 
-from mlxspec.distributed import follower, leader, sharding
-from mlxspec.distributed.group import taking_part
+from mlxspec.distributed import group, leader, sharding
 from mlxspec.distributed.launch import let_rank_0_speak
 from mlxspec.engine.capability import chain_capability
 from mlxspec.errors import LoadError
@@ -28,9 +27,9 @@ from tests.support.settings import ARCHITECTURE, ARCHITECTURE_PROMPT, PROMPT, SE
 def main() -> None:
     let_rank_0_speak()
     model = sys.argv[1]
-    leader.load_shard = follower.load_shard = load_shard
+    leader.load_shard = group.load_shard = load_shard
     report: dict[str, object] = {"unsplittable": unsplittable()}
-    with taking_part() as rank_0:
+    with group.taking_part() as rank_0:
         assert rank_0
         decoder = Decoder(*rank_0.load(model))
         report["interrupted"] = interrupted(decoder)
@@ -54,12 +53,12 @@ def replayed(rank_0: leader.Leader) -> dict[str, object]:
     return {"tier": capability.value, "tokens": outcome.tokens, "accepted": outcome.accepted}
 
 
-def load_shard(name: str, group: mx.distributed.Group) -> tuple[nn.Module, Any]:
+def load_shard(name: str, ranks: mx.distributed.Group) -> tuple[nn.Module, Any]:
     """As :func:`.sharding.load_shard`, which this stands for, of the architectures too."""
     if name not in ARCHITECTURES:
-        return sharding.load_shard(name, group)
+        return sharding.load_shard(name, ranks)
     model = ARCHITECTURES[name].model()
-    sharding.split(model, group, name)
+    sharding.split(model, ranks, name)
     mx.eval(model.parameters())
     return model, None
 

@@ -1,4 +1,4 @@
-"""Contestants that say what a test tells them, and a clock that runs as they do."""
+"""Backends that say what a test tells them, and a clock that they move on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.target import Progress
-from mlxspec.eval.backends import Response
+from mlxspec.eval.backends import Backend
 from mlxspec.generation.response import SpeculationStats
 
 
@@ -24,48 +24,45 @@ class ManualClock:
 @dataclass(frozen=True)
 class Token:
     token: int
+    stats: SpeculationStats
     text: str = "x"
 
 
 class Scripted:
-    """Says ``tokens`` in turns of ``seconds`` each, the prefill taking ten times as long."""
+    """Makes a backend that says ``tokens``; its runs take ``seconds``, the prefill ten times that.
+
+    Each run appends the maker to ``log``.
+    """
 
     def __init__(
         self,
         clock: ManualClock,
         tokens: Sequence[int],
         seconds: Sequence[float],
-        *,
-        draws_by_position: bool = True,
-        predicted: float | None = None,
         log: list[object] | None = None,
     ) -> None:
-        self.draws_by_position = draws_by_position
         self._clock = clock
         self._tokens = tokens
         self._seconds = list(seconds)
-        self._predicted = predicted
         self._log = [] if log is None else log
 
-    def stream(
+    def __call__(self, model: object, tokenizer: object) -> Backend:
+        return Backend(self._stream)
+
+    def _stream(
         self,
         prompt: Sequence[int],
+        *,
         max_tokens: int,
         sampling: SamplingParams,
         on_progress: Progress,
-    ) -> Iterator[Response]:
+    ) -> Iterator[Token]:
         self._log.append(self)
         seconds = self._seconds.pop(0)
         on_progress(0, len(prompt))
         self._clock.now += 10 * seconds
         on_progress(len(prompt), len(prompt))
-        for token in self._tokens[:max_tokens]:
-            self._clock.now += seconds / len(self._tokens[:max_tokens])
-            yield Token(token)
-
-    def stats(self, last: Response) -> SpeculationStats:
-        emitted = len(self._tokens)
-        return SpeculationStats(steps=2, rows=8, drafted=6, accepted=emitted - 2, emitted=emitted)
-
-    def predicted_speed(self) -> float | None:
-        return self._predicted
+        tokens = self._tokens[:max_tokens]
+        for count, token in enumerate(tokens, start=1):
+            self._clock.now += seconds / len(tokens)
+            yield Token(token, SpeculationStats(steps=2, rows=8, drafted=6, emitted=count))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlxspec.errors import PromptError
-from mlxspec.eval.bench_prompts import (
+from mlxspec.eval.prompts import (
     BenchPrompt,
     bundled_prompts,
     limited,

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from mlxspec.plan.live_costs import USUAL_WAITING_COST, WaitingCost
+from mlxspec.plan.live_costs import USUAL_SYNC_OVERHEAD, SyncOverhead
 
 
 def learned(truth: float, noise: float, runs: int, seed: int = 0) -> list[float]:
     """The cost after each run of plain steps, whose times scatter by ``noise``."""
     generator = random.Random(seed)
-    cost, values = WaitingCost(), []
+    cost, values = SyncOverhead(), []
     for _ in range(runs):
         first, last, plain = (generator.lognormvariate(0, noise) for _ in range(3))
         cost.learn((1.8 + truth) * first + 0.2 * last - 2 * plain, noise)
@@ -21,7 +21,7 @@ def learned(truth: float, noise: float, runs: int, seed: int = 0) -> list[float]
 
 
 def test_until_a_step_has_waited_it_is_the_usual_one() -> None:
-    assert WaitingCost().value == USUAL_WAITING_COST
+    assert SyncOverhead().value == USUAL_SYNC_OVERHEAD
 
 
 def test_on_a_quiet_machine_a_few_runs_tell() -> None:
@@ -38,7 +38,7 @@ def test_on_a_noisy_machine_it_stays_near_the_truth(truth: float) -> None:
 
 def test_a_change_is_followed() -> None:
     generator = random.Random(1)
-    cost = WaitingCost()
+    cost = SyncOverhead()
     for truth in (0.05, 0.3):
         for _ in range(60):
             cost.learn(truth + generator.gauss(0, 0.05), 0.02)
@@ -46,7 +46,7 @@ def test_a_change_is_followed() -> None:
 
 
 def test_one_step_that_takes_an_age_changes_little() -> None:
-    cost = WaitingCost()
+    cost = SyncOverhead()
     for _ in range(20):
         cost.learn(0.1, 0.02)
     cost.learn(100.0, 0.02)
@@ -55,7 +55,7 @@ def test_one_step_that_takes_an_age_changes_little() -> None:
 
 def test_it_is_neither_negative_nor_above_half_a_step() -> None:
     for surplus, value in ((-1.0, 0.0), (3.0, 0.5)):
-        cost = WaitingCost()
+        cost = SyncOverhead()
         for _ in range(100):
             cost.learn(surplus, 0.02)
         assert cost.value == value

@@ -1,0 +1,205 @@
+"""What ``bench`` asks: the bundled prompts, a user's file, or Spec-Bench's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from ..errors import PromptError
+from ..jsonl import conversation_of, load_json
+
+Messages = list[dict[str, str]]
+"""Each has "role" and "content"."""
+
+MT_BENCH = {
+    "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"
+}  # fmt: skip
+"""MT-bench's own categories, which its questions carry in Spec-Bench; results count all as one."""
+
+
+@dataclass(frozen=True)
+class BenchPrompt:
+    """One conversation to be answered.
+
+    Attributes:
+        category: under which its figures are summed up.
+        messages: what precedes the first answer, each with "role" and "content".
+        follow_ups: what the user says after each answer.
+        raw: the only message is a text to continue, not a question.
+        references: what good answers look like, one per answer; may be fewer.
+    """
+
+    category: str
+    messages: tuple[dict[str, str], ...]
+    follow_ups: tuple[str, ...] = ()
+    raw: bool = False
+    references: tuple[str, ...] = ()
+
+
+def bundled_prompts() -> list[BenchPrompt]:
+    """The prompts that come with the package: four grounded tasks and two free texts."""
+    text = files(__package__).joinpath("prompts.jsonl").read_text(encoding="utf-8")
+    return _parse_prompts(text, "the bundled prompts")
+
+
+def read_prompts(path: str | Path) -> list[BenchPrompt]:
+    """Read a file of prompts.
+
+    A ``.jsonl`` or ``.ndjson`` file has one JSON object a line with one of
+
+    - ``"prompt"``: what the user says, or with ``"raw": true`` a text to continue,
+    - ``"messages"``: a conversation; answers at its end are cut off, and the first of them is
+      the reference where no other is given,
+    - ``"turns"``: what the user says, one after the other,
+
+    and optionally ``"category"`` and ``"reference"`` (a text, or a list of one per answer).
+    Any other file is one prompt, as it stands.
+
+    Raises:
+        PromptError: the file cannot be read, or a line of it is no prompt.
+    """
+    path = Path(path)
+    text = read_text(path)
+    if path.suffix.lower() in (".jsonl", ".ndjson"):
+        return _parse_prompts(text, str(path))
+    if not text.strip():
+        raise PromptError(f"{path} is empty: write a prompt into it")
+    return [BenchPrompt("text", (message("user", text.removesuffix("\n")),))]
+
+
+def read_spec_bench(path: str | Path) -> list[BenchPrompt]:
+    """Read Spec-Bench's ``question.jsonl``; the questions of MT-bench become one category.
+
+    Raises:
+        PromptError: the file cannot be read, or a line of it is no prompt.
+    """
+    return [
+        replace(prompt, category="mt_bench") if prompt.category in MT_BENCH else prompt
+        for prompt in _parse_prompts(read_text(Path(path)), str(path))
+    ]
+
+
+class _OfCategory(Protocol):
+    @property
+    def category(self) -> str: ...
+
+
+_Item = TypeVar("_Item", bound=_OfCategory)
+
+
+def limited(items: Iterable[_Item], per_category: int) -> list[_Item]:
+    """At most ``per_category`` items of each category, evenly spaced, category by category."""
+    by_category: dict[str, list[_Item]] = {}
+    for item in items:
+        by_category.setdefault(item.category, []).append(item)
+    chosen = []
+    for members in by_category.values():
+        count = min(per_category, len(members))
+        chosen += [members[index * len(members) // count] for index in range(count)]
+    return chosen
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    """One turn of a conversation, as chat templates take it."""
+    return {"role": role, "content": content}
+
+
+def read_text(path: Path) -> str:
+    """The text of a user's file, a byte order mark left out.
+
+    Raises:
+        PromptError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read ({error.strerror}): name a file") from error
+    except UnicodeDecodeError as error:
+        raise PromptError(
+            f"{path} is not UTF-8 text (byte {error.start}): convert it to UTF-8"
+        ) from error
+
+
+def parse_json_lines(
+    text: str, source: str | Path, parse: Callable[[Any], _Item], form: str
+) -> list[_Item]:
+    """Read a file of JSON lines; blank ones are passed over.
+
+    Args:
+        text: the file's.
+        source: what the file is called in errors.
+        parse: turns the value of a line into an item, or raises ValueError.
+        form: what a line should be, for errors.
+
+    Raises:
+        PromptError: a line is not as it should be.
+    """
+    items = []
+    # Not splitlines(): U+2028 and its like may stand within a JSON string.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            items.append(parse(load_json(line)))
+        except (ValueError, RecursionError) as error:
+            no_json = isinstance(error, (json.JSONDecodeError, RecursionError))
+            reason = "no valid JSON" if no_json else error
+            raise PromptError(f"{source}, line {number}: {reason}; {form}") from error
+    return items
+
+
+def _parse_prompts(text: str, source: str) -> list[BenchPrompt]:
+    form = 'write an object with "prompt", "messages" or "turns" per line'
+    prompts = parse_json_lines(text, source, _from_record, form)
+    if not prompts:
+        raise PromptError(f'{source} is empty: write {{"prompt": "..."}} lines into it')
+    return prompts
+
+
+def _from_record(record: Any) -> BenchPrompt:
+    """One line of a file of prompts; ValueError says what is wrong with it."""
+    if not isinstance(record, dict):
+        raise ValueError("no JSON object")
+    given = [key for key in ("prompt", "messages", "turns") if key in record]
+    if len(given) != 1:
+        raise ValueError(f"it has {' and '.join(given) or 'no prompt'}")
+    # Spec-Bench also lists short answers that are no texts.
+    reference = record.get("reference")
+    listed = reference if isinstance(reference, list) else [reference]
+    references, follow_ups = tuple(filter(_is_text, listed)), ()
+    if given == ["messages"]:
+        messages, answers = _split_conversation(record)
+        references = references or answers
+    else:
+        turns = [record["prompt"]] if given == ["prompt"] else record["turns"]
+        if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
+            raise ValueError(f'"{given[0]}" is empty or no text')
+        messages, follow_ups = (message("user", turns[0]),), tuple(turns[1:])
+    raw = record.get("raw", False)
+    if raw is not False and (raw is not True or given != ["prompt"]):
+        raise ValueError('"raw" is true or false and goes with "prompt"')
+    category = str(record.get("category", "prompts"))
+    return BenchPrompt(category, messages, follow_ups, raw, references)
+
+
+def _split_conversation(
+    record: dict[str, Any],
+) -> tuple[tuple[dict[str, str], ...], tuple[str, ...]]:
+    """What comes before the answers at the end, and the first of those answers."""
+    conversation = list(conversation_of(record).messages)
+    answer = ""
+    while conversation and conversation[-1].role == "assistant":
+        answer = conversation.pop().content
+    if not any(one.content for one in conversation):
+        raise ValueError('"messages" hold no question')
+    return tuple(message(one.role, one.content) for one in conversation), (
+        answer,
+    ) if answer else ()
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)

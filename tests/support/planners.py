@@ -1,0 +1,24 @@
+"""The default planner under costs that are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlxspec.plan.cost_curve import CostCurve, FixedCosts
+from mlxspec.plan.lookahead_source import LookaheadSource
+from mlxspec.plan.planner import Planner
+from mlxspec.plan.suffix_source import SuffixSource
+
+_PLANNER = ("branching", "replays", "guarded")
+
+
+def suffix_planner(curve: CostCurve, sync_overhead: float = 0.02, **options: Any) -> Planner:
+    """A planner of look-ups; its options and those of its source."""
+    own = {name: options.pop(name) for name in _PLANNER if name in options}
+    return Planner(FixedCosts(curve, sync_overhead), [SuffixSource(**options)], **own)
+
+
+def lookahead_planner(curve: CostCurve, **options: Any) -> Planner:
+    """A planner of lookahead decoding."""
+    own = {name: options.pop(name) for name in _PLANNER if name in options}
+    return Planner(FixedCosts(curve), [LookaheadSource(**options)], **own)
