@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..draft.drafter import VerifiedStep
-from ..draft.tree import DraftTree
+from ..draft.drafter import DraftTree, VerifiedStep
 from .explain_walk import Fate, bonus, fates
 
 BONUS = -1

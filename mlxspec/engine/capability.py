@@ -29,7 +29,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from ..draft.tree import DraftTree
+from ..draft.drafter import DraftTree
 from ..errors import OptionError
 from .caches import TREE_CACHES, for_steps, is_trimmable, parts
 from .params import CacheOptions

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from ..draft.context_index import OutputMemory
-from ..draft.drafter import Drafter, VerifiedStep
+from ..draft.drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
 from ..draft.prompt_lookup import NgramIndex, PromptLookupDrafter
 from ..draft.suffix_index import SuffixIndex
-from ..draft.tree import DraftTree, TreeBuilder
 from ..plan.cost_curve import CostCurve, FixedCosts
 from ..plan.p_accept import AcceptanceModel
 from ..plan.planner import Planner

@@ -19,6 +19,8 @@ from mlxspec.cli.chat import chat_command
 from mlxspec.cli.chat_input import ChatInput
 from tests.cli.test_process import ROOT, Window
 
+pytestmark = pytest.mark.slow
+
 LINE = "one two three four\n"
 
 

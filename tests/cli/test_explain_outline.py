@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from mlxspec.cli.explain_outline import BONUS, outline
 from mlxspec.cli.explain_walk import Fate, fates, telling_run
-from mlxspec.draft.drafter import VerifiedStep
+from mlxspec.draft.drafter import DraftTree, VerifiedStep
 from mlxspec.draft.recording import RecordedStep
-from mlxspec.draft.tree import DraftTree
 from tests.support.explained_steps import lookahead_step, verified
 
 

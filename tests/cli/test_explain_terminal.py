@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from mlxspec.cli.explain_terminal import print_explained
+from mlxspec.draft.drafter import DraftTree
 from mlxspec.draft.recording import RecordedStep
-from mlxspec.draft.tree import DraftTree
 from tests.support.explained_steps import Letters, explained, lookahead_step, verified
 
 TREE = """\
