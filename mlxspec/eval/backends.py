@@ -103,6 +103,13 @@ BACKENDS: dict[str, MakeBackend] = {
 """By name; each is made from a loaded model and its tokenizer."""
 
 
+def backends_with(drafter: type[Drafter]) -> dict[str, MakeBackend]:
+    """A drafter class of the user's, alone and beside the default decoder's look-ups."""
+    auto = partial(AutoDecoder, memory_tokens=0, extra_drafter=drafter)
+    name = drafter.__name__
+    return {name: with_drafter(drafter), f"auto+{name}": _planned(auto)}
+
+
 def chosen_backends(names: str | None) -> dict[str, MakeBackend]:
     """The backends in a comma-separated list, or all without one; plain decoding comes first.
 

@@ -1,16 +1,22 @@
+"""Where the prompt comes from."""
+
 import io
 from pathlib import Path
 
 import pytest
 
-from mlxspec.cli import prompt_source
-from mlxspec.cli.prompt_source import read_prompt
+from mlxspec.cli import prompts
+from mlxspec.cli.prompts import PromptOptions
 from mlxspec.errors import PromptError
 
 
 class StandardInput:
     def __init__(self, data: bytes) -> None:
         self.buffer = io.BytesIO(data)
+
+
+def read_prompt(text: str | None, file: str | None, ids: str | None) -> str | list[int]:
+    return PromptOptions(text, file, ids).read()
 
 
 def error_for(text: str | None = None, file: str | None = None, ids: str | None = None) -> str:
@@ -82,5 +88,5 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
 
 
 def test_what_never_ends_is_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_source, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(prompts, "_MOST_BYTES", 1000)
     assert error_for(file="/dev/zero").startswith("--prompt-file /dev/zero is more than 1,000")

@@ -1,16 +1,23 @@
-"""Tables that fold, and the consoles that say how wide they may be."""
+"""Tables that fold, the consoles that say how wide they may be, bars, and words for numbers."""
 
 from __future__ import annotations
 
 import io
 import sys
+import time
 
 import pytest
 from rich.console import Console
+from rich.progress import MofNCompleteColumn
 
-from mlxspec.cli.consoles import output_console
-from mlxspec.cli.folding_table import FoldingTable
-from mlxspec.cli.report_output import print_tables
+from mlxspec.cli.output import (
+    FoldingTable,
+    ProgressBar,
+    counted,
+    output_console,
+    print_tables,
+    size_in_words,
+)
 
 ROWS = [("copy a long text", "3", "1.59× (worst)"), ("free", "12", "1.00×")]
 
@@ -93,3 +100,69 @@ def test_a_pipe_breaks_no_line_unless_told_its_width(
     monkeypatch.setenv("COLUMNS", "40")
     output_console().print(line)
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 40
+
+
+def test_one_thing_is_singular() -> None:
+    assert [counted(number, "turn") for number in (0, 1, 2000)] == [
+        "0 turns",
+        "1 turn",
+        "2,000 turns",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"),
+    [(640, "640 bytes"), (3210, "3.2 kB"), (1_250_000, "1.2 MB"), (10**9, "1,000.0 MB")],
+)
+def test_a_small_size_is_not_nothing(nbytes: int, words: str) -> None:
+    assert size_in_words(nbytes) == words
+
+
+def drawn(interactive: bool, delay: float, duration: float) -> str:
+    """What appears of a prefill of one chunk that takes ``duration`` seconds."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=40, force_terminal=interactive, _environ={})
+    with ProgressBar("prefill", MofNCompleteColumn(), console=console, delay=delay) as progress:
+        progress(0, 100)
+        time.sleep(duration)
+        progress(100, 100)
+    return stream.getvalue()
+
+
+def wait_for_the_bar(stream: io.StringIO) -> None:
+    """Until it is there, however busy the machine; a test that waits too long fails."""
+    while "0/100" not in stream.getvalue():
+        time.sleep(0.01)
+
+
+def test_a_long_prefill_shows_a_bar_before_its_first_chunk_ends():
+    stream = io.StringIO()
+    console = Console(file=stream, width=40, force_terminal=True, _environ={})
+    with ProgressBar("prefill", MofNCompleteColumn(), console=console, delay=0.01) as progress:
+        progress(0, 100)
+        wait_for_the_bar(stream)
+        progress(100, 100)
+
+
+def test_a_short_prefill_shows_nothing():
+    assert drawn(interactive=True, delay=10, duration=0) == ""
+
+
+def test_what_is_no_terminal_gets_nothing():
+    assert drawn(interactive=False, delay=0.01, duration=0.1) == ""
+
+
+def test_an_interrupted_prefill_leaves_no_bar_behind():
+    stream = io.StringIO()
+    console = Console(file=stream, width=40, force_terminal=True, _environ={})
+    try:
+        with ProgressBar("prefill", MofNCompleteColumn(), console=console, delay=0.01) as progress:
+            progress(0, 100)
+            wait_for_the_bar(stream)
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    text = stream.getvalue()
+    assert text.endswith("\x1b[2K")  # the line is erased
+    time.sleep(0.3)
+    assert stream.getvalue() == text
