@@ -15,8 +15,8 @@ import subprocess
 import sys
 from statistics import geometric_mean
 
-from mlxspec.cli.bench_table import bench_tables
-from mlxspec.cli.report_output import print_tables
+from mlxspec.cli.bench import bench_tables
+from mlxspec.cli.output import print_tables
 from mlxspec.eval.bench_report import ratio_name
 
 COMMAND = [sys.executable, "-c", "from mlxspec.cli.main import main; main()"]

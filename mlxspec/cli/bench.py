@@ -2,78 +2,295 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import RenderableType
+from rich.text import Text
 
-from .names import FILE, FORCE_HELP, NAME
-from .option_groups import GroupedCommand, GroupedOption
-from .outcome import reported
-
-EPILOG = """\b
-Examples:
-  mlxspec bench mlx-community/Mistral-7B-Instruct-v0.3-4bit
-  mlxspec bench demo --decoders lookup,mlx-lm --repeats 5 --html bench.html
-  mlxspec bench MODEL --spec-bench question.jsonl --limit 10 --json > bench.json
-
-A file of prompts is JSONL with "prompt", "messages" or "turns" and optionally "category" and
-"reference" in each line; any other file is one prompt as it stands. Reports hold no prompts,
-no outputs and no paths unless you ask for them.
-"""
-
-_prompt_option = partial(click.option, cls=GroupedOption, group="Prompts")
-_run_option = partial(click.option, cls=GroupedOption, group="Measurement")
-_output_option = partial(click.option, cls=GroupedOption, group="Output")
-
-
-@click.command(
-    "bench",
-    short_help="Compare decoders on MODEL: speed and outputs.",
-    cls=GroupedCommand,
-    epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+from ..engine.params import SamplingParams
+from ..errors import OptionError, PromptError
+from ..process import INTERRUPTED
+from .options import DRAFTER, FILE, NAME, check_least, command, option, option_field, options_of
+from .outcome import note
+from .output import (
+    FoldingTable,
+    ProgressBar,
+    ReportOptions,
+    print_tables,
+    ratio,
+    shown,
+    write_json,
 )
+
+if TYPE_CHECKING:
+    from ..eval.bench import MeasuredPrompt, Measurement
+    from ..eval.bench_report import Report
+    from ..eval.prompts import BenchPrompt
+
+_prompts = partial(option_field, group="Prompts")
+_measurement = partial(option_field, group="Measurement")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure."""
+
+    prompts: tuple[Path, ...] = _prompts(
+        "--prompts FILE",
+        "Prompts to answer; repeatable.  [default: a small set that comes with mlxspec]",
+        type=FILE,
+        multiple=True,
+    )
+    spec_bench: Path | None = _prompts(  # noqa: RUF009
+        "--spec-bench FILE", "Spec-Bench's question.jsonl as prompts."
+    )
+    limit: int | None = _prompts("--limit N", "At most N prompts of each category.")
+    references: bool = _prompts(
+        "--references", "Compare outputs with the prompts' references (ROUGE).", default=False
+    )
+    decoders: str | None = _measurement(
+        "--decoders A,B", "Who takes part besides plain decoding.  [default: all]"
+    )
+    drafter: str | None = _measurement(
+        DRAFTER, "Measure a drafter class of your own, too, alone and with auto."
+    )
+    max_tokens: int = _measurement("--max-tokens N", "Generate at most N.", default=250)
+    repeats: int = _measurement("--repeats N", "Turns of each decoder on each prompt.", default=3)
+    temp: float = _measurement("--temp T", "Temperature; 0 is greedy.", default=0.0)
+    seed: int = _measurement("--seed N", "Same seed, same outputs.", default=0)
+
+
+@command("bench", short_help="Compare decoders on MODEL: speed and outputs.")
 @click.argument("model", type=NAME, metavar="MODEL")
-@_prompt_option(
-    "--prompts",
-    type=FILE,
-    multiple=True,
-    metavar="FILE",
-    help="Prompts to answer; repeatable.  [default: a small set that comes with mlxspec]",
-)
-@_prompt_option(
-    "--spec-bench", type=FILE, metavar="FILE", help="Spec-Bench's question.jsonl as prompts."
-)
-@_prompt_option("--limit", type=int, metavar="N", help="At most N prompts of each category.")
-@_prompt_option(
-    "--references", is_flag=True, help="Compare outputs with the prompts' references (ROUGE)."
-)
-@_run_option(
-    "--decoders", metavar="A,B", help="Who takes part besides plain decoding.  [default: all]"
-)
-@_run_option("--max-tokens", type=int, default=250, metavar="N", help="Generate at most N.")
-@_run_option(
-    "--repeats", type=int, default=3, metavar="N", help="Turns of each decoder on each prompt."
-)
-@_run_option("--temp", type=float, default=0.0, metavar="T", help="Temperature; 0 is greedy.")
-@_run_option("--seed", type=int, default=0, metavar="N", help="Same seed, same outputs.")
-@_output_option("--json", "as_json", is_flag=True, help="Write one JSON object and no table.")
-@_output_option("--html", type=FILE, metavar="FILE", help="Write a page with plots as well.")
-@_output_option("--force", is_flag=True, help=FORCE_HELP)
-@_output_option(
-    "--include-text", is_flag=True, help="Put prompts and outputs into the JSON and the page."
-)
-def bench_command(**options: Any) -> None:
+@options_of(BenchOptions, "asked")
+@options_of(ReportOptions, "shows", "Output")
+@option("--include-text", "Put prompts and outputs into the JSON and the page.", group="Output")
+def bench_command(
+    model: str, asked: BenchOptions, shows: ReportOptions, include_text: bool
+) -> None:
     """Measure plain decoding, mlx-lm and the drafting decoders on MODEL.
 
     They take turns on the same prompts in one process. Outputs are compared token by token;
     outputs that differ by more than near ties get no speed-up, and the exit status 1.
 
     MODEL is a directory, a Hub repository, or 'demo'.
-    """
-    with reported():
-        # Here, so that --help does not wait for MLX.
-        from .bench_run import run_bench
 
-        run_bench(**options)
+    \b
+    Examples:
+      mlxspec bench mlx-community/Mistral-7B-Instruct-v0.3-4bit
+      mlxspec bench demo --decoders lookup,mlx-lm --repeats 5 --html bench.html
+      mlxspec bench MODEL --spec-bench question.jsonl --limit 10 --json > bench.json
+
+    A file of prompts is JSONL with "prompt", "messages" or "turns" and optionally "category" and
+    "reference" in each line; any other file is one prompt as it stands. Reports hold no prompts,
+    no outputs and no paths unless you ask for them.
+    """
+    from ..draft.custom import load_drafter
+    from ..eval.backends import backends_with, chosen_backends
+    from ..eval.bench import Measurement
+    from ..eval.bench_report import (
+        bench_page,
+        bench_report,
+        machine_facts,
+        model_facts,
+        what_differs,
+    )
+    from ..loading.model import load
+
+    # All that needs no model is checked before one is loaded, or even downloaded.
+    backends = chosen_backends(asked.decoders)
+    if asked.drafter is not None:
+        backends |= backends_with(load_drafter(asked.drafter))
+    check_least(1, max_tokens=asked.max_tokens, repeats=asked.repeats, limit=asked.limit)
+    sampling = SamplingParams(temp=asked.temp, seed=asked.seed)
+    questions = _questions(asked)
+    shows.check()
+
+    loaded, tokenizer = load(model)
+    measurement = Measurement(
+        loaded,
+        tokenizer,
+        backends,
+        max_tokens=asked.max_tokens,
+        repeats=asked.repeats,
+        sampling=sampling,
+    )
+    measured, interrupted = _measure(measurement, questions)
+    settings = {
+        "prompts": len(measured),
+        "prompts_too_long": measurement.skipped,
+        "max_tokens": asked.max_tokens,
+        "repeats": asked.repeats,
+        "temperature": asked.temp,
+        "seed": asked.seed,
+        "interrupted": interrupted,
+    }
+    model_and_machine = {"model": model_facts(loaded, model), "machine": machine_facts()}
+    report = bench_report(
+        measured,
+        facts={**model_and_machine, "settings": settings},
+        with_references=asked.references,
+        include_text=include_text,
+    )
+    wrong = list(what_differs(report))
+
+    def show() -> None:
+        if shows.as_json:
+            write_json(report)
+        else:
+            print_tables(bench_tables(report))
+        for line in wrong:
+            click.echo(f"Error: {shown(line)}", err=True)
+
+    shows.show(show, lambda: bench_page(report))
+    if wrong:
+        sys.exit(1)
+    if interrupted:
+        sys.exit(INTERRUPTED)
+
+
+def _questions(asked: BenchOptions) -> list[BenchPrompt]:
+    """The prompts to answer."""
+    from ..eval.bench_report import require_rouge
+    from ..eval.prompts import bundled_prompts, limited, read_prompts, read_spec_bench
+
+    if asked.prompts and asked.spec_bench:
+        raise OptionError("--prompts and --spec-bench are given together: choose one")
+    if asked.spec_bench:
+        prompts = read_spec_bench(asked.spec_bench)
+    elif asked.prompts:
+        prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
+    else:
+        prompts = bundled_prompts()
+    if asked.references:
+        require_rouge()
+        if not any(prompt.references for prompt in prompts):
+            raise PromptError('--references: no prompt has a "reference" to compare outputs with')
+    return prompts if asked.limit is None else limited(prompts, asked.limit)
+
+
+def _measure(
+    measurement: Measurement, prompts: list[BenchPrompt]
+) -> tuple[list[MeasuredPrompt], bool]:
+    """What was measured to the end, or to Ctrl-C; whether it was the latter."""
+    measured: list[MeasuredPrompt] = []
+    interrupted = True
+    with suppress(KeyboardInterrupt), ProgressBar("Taking turns") as on_progress:
+        for prompt in measurement.measure(prompts, on_progress):
+            measured.append(prompt)
+        interrupted = False
+    if measurement.skipped:
+        note(f"left out since longer than the model's context: {measurement.skipped} prompts")
+    if not measured and interrupted:
+        raise KeyboardInterrupt
+    if not measured:
+        raise PromptError("every prompt is longer than the model's context: use shorter ones")
+    return measured, interrupted
+
+
+def bench_tables(report: Report) -> Iterator[RenderableType]:
+    """The tables of a report made by :func:`mlxspec.eval.bench_report.bench_report`."""
+    from ..eval.bench_report import verdict
+
+    model, machine = report["model"], report["machine"]
+    yield shown(
+        f"{model['name']}: {model['parameters']:,} parameters, {model['bits_per_weight']} bits "
+        f"each in memory, {model['dtype']}"
+    )
+    blas = f", BLAS: {machine['blas']}" if "blas" in machine else ""
+    yield shown(f"{machine['chip']} ({machine['device']}{blas}), {machine['system']}")
+    yield (
+        f"mlxspec {machine['mlxspec']}, mlx {machine['mlx']}, mlx-lm {machine['mlx_lm']}, "
+        f"Python {machine['python']}"
+    )
+    yield _by_category(report)
+    yield _over_all(report)
+    if any("rouge" in entry for entry in report["categories"].values()):
+        yield _rouge(report)
+    if report["rough"]:
+        yield report["rough"]
+    yield Text(shown(verdict(report)), style="bold")
+
+
+def _by_category(report: Report) -> RenderableType:
+    """Tokens per second, and against the baseline."""
+    from ..eval.bench_report import ratio_name
+
+    names, which = list(report["decoders"]), ratio_name(report)
+    result = FoldingTable(
+        *("category", "prompts", *names),
+        caption=f"tokens/s, prefill not counted, and the ratio to {report['baseline']}, turn by "
+        "turn",
+    )
+    for category, entry in report["categories"].items():
+        cells = [_speed(entry["decoders"][name], which, name, report) for name in names]
+        result.add_row(shown(category), str(entry["prompts"]), *cells)
+    return result
+
+
+def _speed(figures: dict[str, Any], which: str, name: str, report: Report) -> str:
+    rate = f"{figures['tokens_per_second']:.1f}"
+    if name == report["baseline"]:
+        return rate
+    return f"{rate}  {'differs' if figures['outputs']['different'] else ratio(figures[which])}"
+
+
+def _over_all(report: Report) -> RenderableType:
+    result = FoldingTable(
+        "all",
+        *("vs plain", "vs mlx-lm", "worst vs plain", "predicted", "error"),
+        *("tokens/step", "rows/step", "accepted", "outputs"),
+        caption="geometric means of the categories; outputs compared with plain's",
+    )
+    for name, figures in report["decoders"].items():
+        worst = "–"
+        if figures["worst"] is not None:
+            worst = f"{shown(figures['worst_category'])} {ratio(figures['worst'])}"
+        result.add_row(
+            name,
+            ratio(figures["speedup"]),
+            ratio(figures["vs_mlx_lm"]),
+            worst,
+            ratio(figures["predicted_speed"]),
+            _share(figures["prediction_error"], "+.0%"),
+            _number(figures["tokens_per_step"]),
+            _number(figures["rows_per_step"]),
+            _share(figures["acceptance_rate"], ".0%"),
+            _outputs(figures["outputs"]),
+        )
+    return result
+
+
+def _outputs(outputs: dict[str, Any]) -> str:
+    parts = [f"{outputs['equal']} equal"] if outputs["equal"] else []
+    if outputs["near_ties"]:
+        parts.append(f"{outputs['near_ties']} near ties (margin {outputs['largest_margin']:.0e})")
+    if outputs["different"]:
+        parts.append(f"{outputs['different']} DIFFERENT")
+    if outputs["not_compared"]:
+        parts.append(f"{outputs['not_compared']} other samples")
+    return ", ".join(parts)
+
+
+def _rouge(report: Report) -> RenderableType:
+    result = FoldingTable("references", "decoder", "ROUGE-1", "ROUGE-2", "ROUGE-L")
+    for category, entry in report["categories"].items():
+        for name, scores in (entry["rouge"] or {}).items():
+            values = [f"{scores[kind]:.4f}" for kind in ("rouge1", "rouge2", "rougeL")]
+            result.add_row(shown(category), name, *values)
+    return result
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _share(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

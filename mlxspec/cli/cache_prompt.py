@@ -2,53 +2,87 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import asdict
 
-import click
-
-from .generate import generate_command
-from .names import NAME
-from .option_groups import GroupedCommand, GroupedOption, options_of
-from .outcome import reported
-
-EPILOG = """\b
-Examples:
-  mlxspec cache-prompt --prompt-file book.txt --prompt-cache-file book.safetensors
-  mlxspec generate --prompt-cache-file book.safetensors --prompt "Who is the narrator?"
-
-The file names its model, which then answers without --model. If that has to be downloaded, you
-are asked at a terminal, and elsewhere name it with --model.
-
-The file is also one for "mlx_lm.generate --prompt-cache-file", and those of
-"mlx_lm.cache_prompt" serve here. With a chat template the prompt is the beginning of a user's
-message, which the later prompt goes on with.
-"""
+from ..engine.params import CacheOptions
+from ..errors import OptionError
+from .generate import prefill_bar
+from .generating import model_or_default, tell_of_default
+from .options import NAME, command, option, options_of
+from .outcome import note
+from .output import error_console
+from .prompts import PromptOptions, model_option, prompt_tokens
 
 
-@options_of(generate_command, "Model and prompt", "Memory", but=("max_tokens", "prompt_cache_file"))
-@click.command(
-    "cache-prompt",
-    cls=GroupedCommand,
-    epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
-)
-@click.option(
-    "--prompt-cache-file",
-    cls=GroupedOption,
-    group="Model and prompt",
+@command("cache-prompt")
+@model_option
+@options_of(PromptOptions, "prompt", "Model and prompt")
+@option(
+    "--prompt-cache-file FILE",
+    "Write the cache to this file, *.safetensors.",
     type=NAME,
-    metavar="FILE",
     required=True,
-    help="Write the cache to this file, *.safetensors.",
+    group="Model and prompt",
 )
-@click.option("--force", is_flag=True, help="Replace a prompt cache that is there.")
-def cache_prompt_command(**options: Any) -> None:
+@options_of(CacheOptions, "caches", "Memory")
+@option("--force", "Replace a prompt cache that is there.")
+def cache_prompt_command(
+    model: str | None,
+    prompt: PromptOptions,
+    prompt_cache_file: str,
+    caches: CacheOptions,
+    force: bool,
+) -> None:
     """Process a prompt and keep its KV cache in a file.
 
     Generations that begin with this prompt need not process it again.
-    """
-    with reported():
-        # Here, so that --help does not wait for MLX.
-        from .cache_prompt_run import cache_prompt
 
-        cache_prompt(**options)
+    \b
+    Examples:
+      mlxspec cache-prompt --prompt-file book.txt --prompt-cache-file book.safetensors
+      mlxspec generate --prompt-cache-file book.safetensors --prompt "Who is the narrator?"
+
+    The file names its model, which then answers without --model. If that has to be downloaded, you
+    are asked at a terminal, and elsewhere name it with --model.
+
+    The file is also one for "mlx_lm.generate --prompt-cache-file", and those of
+    "mlx_lm.cache_prompt" serve here. With a chat template the prompt is the beginning of a user's
+    message, which the later prompt goes on with.
+    """
+    import mlx.core as mx
+    from mlx_lm.generate import generate_step
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from ..engine.capability import check_quantization
+    from ..engine.positions import context_length
+    from ..engine.prompt_cache_file import check_replaceable, prompt_cache_path, save_prompt_cache
+    from ..engine.target import vocabulary_size
+    from ..generation.options import prompt_ids
+    from ..loading.model import load
+
+    # All that needs no model is checked before one is loaded, or even downloaded.
+    source = prompt.read()
+    if not prompt_cache_file.endswith(".safetensors"):
+        raise OptionError(f"--prompt-cache-file {prompt_cache_file}: name a file *.safetensors")
+    path = prompt_cache_path(prompt_cache_file)
+    check_replaceable(path, force)
+
+    name = model_or_default(model)
+    loaded, tokenizer = load(name)
+    check_quantization(loaded, caches)
+    templated = prompt.uses_template(source, tokenizer)
+    ids = prompt_tokens(source, tokenizer, templated, ended=False)
+    tokens = prompt_ids(ids, tokenizer, vocabulary_size(loaded), context_length(loaded))
+
+    tell_of_default(model)
+    cache = make_prompt_cache(loaded, caches.max_kv_size)
+    options = {**asdict(caches), "prompt_cache": cache}
+    with prefill_bar(error_console()) as progress:
+        processing = generate_step(
+            mx.array(tokens), loaded, max_tokens=0, prompt_progress_callback=progress, **options
+        )
+        for _ in processing:
+            pass
+    metadata = {"model": name, "tokenizer_config": "{}"}
+    save_prompt_cache(path, cache, metadata, tokens=tokens)
+    note(f"{path} holds {len(tokens):,} tokens, {path.stat().st_size / 1e6:,.1f} MB")

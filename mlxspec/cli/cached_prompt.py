@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..engine.caches import parts
+from ..engine.params import CacheOptions
 from ..engine.prompt_cache_file import check_fits, check_lengths, load_prompt_cache, tokens_in
 from ..errors import PromptCacheError
 from ..generation.decoder import Decoder
-from ..generation.options import GenerationOptions
 from ..generation.session import Session
 from ..loading.model import DEMO
 from ..loading.model_files import is_downloaded, is_repository_name
 from ..terminal import visible
-from .prompt_tokens import templated_text
-
-if TYPE_CHECKING:
-    from ..generation.options import MemoryOptions
+from .generating import Generation
+from .prompts import in_template
 
 _LONGEST_NAME = 200  # characters of a model's name that are shown
 _QUERY = "<query>"  # mlx-lm's word, for which no template has a use
@@ -46,13 +45,25 @@ class CachedPrompt:
         if all(part.empty() for part in parts(self._cache)):
             raise PromptCacheError(f"{file} holds an empty cache: leave out --prompt-cache-file")
 
-    def model(self, asked: str | None) -> str | None:
+    def completed(self, generation: Generation) -> Generation:
+        """The generation with what the file says: its model, and end tokens of its own.
+
+        Raises:
+            PromptCacheError: another model or another quantisation was asked for, or the model
+                is not on the machine.
+        """
+        self._check_quantization(generation.caches)
+        ends = generation.ends
+        return replace(
+            generation,
+            model=self._model(generation.model),
+            ends=replace(ends, stop_tokens=(*ends.stop_tokens, *self._end_tokens())),
+        )
+
+    def _model(self, asked: str | None) -> str | None:
         """The model that made the file, which is the one that was asked for, if any was.
 
         The file may come from anybody: what it names is downloaded only if the user says so.
-
-        Raises:
-            PromptCacheError: another model was asked for, or this one is not on the machine.
         """
         own = self._metadata.get("model") or None
         if own is None or asked == own or (asked is not None and _same_directory(asked, own)):
@@ -72,13 +83,9 @@ class CachedPrompt:
             "model with --model"
         )
 
-    def check(self, memory: MemoryOptions) -> None:
-        """Refuse options that would quantise the cache otherwise than it is.
-
-        Raises:
-            PromptCacheError: it is quantised already, with other options.
-        """
-        bits, size = memory["kv_bits"], memory["kv_group_size"]
+    def _check_quantization(self, options: CacheOptions) -> None:
+        """Refuse options that would quantise the cache in another way than it is."""
+        bits, size = options.kv_bits, options.kv_group_size
         for cache in parts(self._cache):
             quantized = isinstance(cache, QuantizedKVCache) and bits is not None
             if quantized and (cache.bits, cache.group_size) != (bits, size):
@@ -87,9 +94,18 @@ class CachedPrompt:
                     f"{cache.group_size}: leave out --kv-bits and --kv-group-size"
                 )
 
+    def _end_tokens(self) -> tuple[str, ...]:
+        """The end token that mlx-lm was told when it made the file, if it was told one."""
+        try:
+            config = json.loads(self._metadata.get("tokenizer_config", "{}"))
+        except (ValueError, RecursionError):
+            return ()
+        told = config.get("eos_token") if isinstance(config, dict) else None
+        return (told,) if isinstance(told, str) and told else ()
+
     def continued(
         self, prompt: str | list[int], decoder: Decoder, templated: bool
-    ) -> tuple[list[int], GenerationOptions]:
+    ) -> tuple[list[int], dict[str, Any]]:
         """The tokens to generate from, and where their cache is.
 
         Where the file says what it holds, drafts can be taken from it, too.
@@ -106,24 +122,17 @@ class CachedPrompt:
             return [*self._tokens, *following], {"session": session}
         return following, {"prompt_cache": self._cache}
 
-    @property
-    def end_tokens(self) -> tuple[str, ...]:
-        """The end token that mlx-lm was told when it made the file, if it was told one."""
-        try:
-            config = json.loads(self._metadata.get("tokenizer_config", "{}"))
-        except (ValueError, RecursionError):
-            return ()
-        told = config.get("eos_token") if isinstance(config, dict) else None
-        return (told,) if isinstance(told, str) and told else ()
-
 
 def _following(prompt: str | list[int], tokenizer: TokenizerWrapper, templated: bool) -> list[int]:
     """The ids of a text that goes on with the user's message in the cache."""
     if not isinstance(prompt, str):
         return prompt
     if templated:
-        opening = templated_text(_QUERY, tokenizer).partition(_QUERY)[0]
-        prompt = templated_text(prompt, tokenizer)[len(opening) :]
+        opening, prompt = (
+            in_template([{"role": "user", "content": text}], tokenizer, tokenize=False)
+            for text in (_QUERY, prompt)
+        )
+        prompt = prompt[len(opening.partition(_QUERY)[0]) :]
     return tokenizer.encode(prompt, add_special_tokens=False)
 
 

@@ -2,48 +2,207 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from .names import FILE, FORCE_HELP, NAME
-from .outcome import reported
+from ..errors import OptionError
+from ..terminal import visible
+from .cost_plots import CostPoint, check_picture, cost_plot, cost_points, cost_table, drawn_curve
+from .options import FILE, NAME, check_least, command, option
+from .outcome import note
+from .output import FORCE_HELP, ProgressBar, output_console, write_json
 
-EPILOG = """\b
-Examples:
-  mlxspec calibrate mlx-community/Mistral-7B-Instruct-v0.3-4bit
-  mlxspec calibrate demo --context 500 --svg curve.svg
-  mlxspec calibrate --show
-
-A draft of M - 1 tokens pays when its step emits more tokens than T(M)/T(1). The default
-decoder measures this by itself at first use, quickly, and corrects it all the time; this
-command measures it carefully, on an otherwise idle machine at best. The times are kept in the
-user's cache directory, or in the one that MLXSPEC_CACHE_DIR names.
-"""
+if TYPE_CHECKING:
+    from ..engine.capability import Capability
+    from ..plan.cost_file import CostCache, CostKey, KnownRange
 
 
-@click.command(
-    "calibrate",
-    short_help="Measure what steps of MODEL cost by their rows.",
-    epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+@command("calibrate", short_help="Measure what steps of MODEL cost by their rows.")
 @click.argument("model", required=False, type=NAME)
-@click.option(
-    "--context", type=int, metavar="N", help="Measure behind N tokens of context.  [default: 256]"
-)
-@click.option("--show", is_flag=True, help="Show what is known and measure nothing.")
-@click.option("--png", type=FILE, metavar="FILE", help="Draw the curve.")
-@click.option("--svg", type=FILE, metavar="FILE", help="Draw the curve.")
-@click.option("--force", is_flag=True, help=FORCE_HELP)
-@click.option("--json", "as_json", is_flag=True, help="Write one JSON object and no table.")
-def calibrate_command(**options: Any) -> None:
+@option("--context N", "Measure behind N tokens of context.  [default: 256]", type=int)
+@option("--show", "Show what is known and measure nothing.")
+@option("--png FILE", "Draw the curve.", type=FILE)
+@option("--svg FILE", "Draw the curve.", type=FILE)
+@option("--force", FORCE_HELP)
+@option("--json", "Write one JSON object and no table.", "as_json")
+def calibrate_command(
+    *,
+    model: str | None,
+    context: int | None,
+    show: bool,
+    png: Path | None,
+    svg: Path | None,
+    force: bool,
+    as_json: bool,
+) -> None:
     """Measure what steps of MODEL cost by their number of rows, and keep it.
 
     MODEL is a model directory, a Hub repository, or 'demo'; --show needs none.
-    """
-    with reported():
-        # Here, so that --help does not wait for MLX.
-        from .calibration_report import run
 
-        run(**options)
+    \b
+    Examples:
+      mlxspec calibrate mlx-community/Mistral-7B-Instruct-v0.3-4bit
+      mlxspec calibrate demo --context 500 --svg curve.svg
+      mlxspec calibrate --show
+
+    A draft of M - 1 tokens pays when its step emits more tokens than T(M)/T(1). The default
+    decoder measures this by itself at first use, quickly, and corrects it all the time; this
+    command measures it carefully, on an otherwise idle machine at best. The times are kept in the
+    user's cache directory, or in the one that MLXSPEC_CACHE_DIR names.
+    """
+    from ..eval.page import write_report
+    from ..plan.cost_file import CostCache
+
+    pictures = {kind: path for kind, path in (("png", png), ("svg", svg)) if path}
+    for kind, path in pictures.items():
+        check_picture(f"--{kind}", path, force=force)
+    check_least(1, context=context)
+    cache = CostCache()
+    if show:
+        curves = _kept(cache, model, context)
+    elif model is None:
+        raise OptionError("name a model to measure, or see what is known with --show")
+    else:
+        curves = [_measured(cache, model, context)]
+    if pictures and len(curves) != 1:
+        raise OptionError(
+            f"a picture shows one curve, and there are {len(curves)}: name the model, and a "
+            "--context where several ranges are known"
+        )
+    if as_json:
+        reports = [curve.report() for curve in curves]
+        write_json({"curves": reports} if show else reports[0])
+    else:
+        _print(curves, model)
+    for kind, path in pictures.items():
+        picture = drawn_curve(kind, curves[0].points, curves[0].title, curves[0].subtitle)
+        write_report(path, picture, f"--{kind}", force=force)
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """One curve to show.
+
+    Attributes:
+        key: the machine and the model.
+        range_end: it holds for contexts shorter than this.
+        known: when and how it was measured.
+        points: the curve.
+        error_is: what the points' errors are.
+        capability: what the model verifies; None where it is not at hand.
+    """
+
+    key: CostKey
+    range_end: int
+    known: KnownRange
+    points: list[CostPoint]
+    error_is: str
+    capability: Capability | None
+
+    @property
+    def title(self) -> str:
+        model = self.key.model
+        millions = float(model.get("parameters") or 0) / 1e6
+        size = f"{millions / 1000:.1f} B" if millions >= 1000 else f"{millions:.1f} M"
+        return visible(
+            f"{model.get('type')}, {size} parameters, {model.get('bits_per_weight')} bits each "
+            "in memory"
+        )
+
+    @property
+    def subtitle(self) -> str:
+        machine = self.key.machine
+        known = [machine.get("chip"), machine.get("device")]
+        if machine.get("blas") not in (None, "own"):
+            known.append(machine["blas"])
+        known.append(f"MLX {machine.get('mlx')}")
+        known.append(f"context below {self.range_end:,}")
+        known.append(f"{self.known.source}, {self.known.updated[:10]}")
+        return visible(", ".join(map(str, known)))
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "machine": self.key.machine,
+            "model": self.key.model,
+            "context_below": self.range_end,
+            "source": self.known.source,
+            "updated": self.known.updated,
+            "times": [
+                {**asdict(point), "seconds_per_row": point.seconds_per_row} for point in self.points
+            ],
+        }
+
+
+def _measured(cache: CostCache, name: str, context: int | None) -> _Curve:
+    """Measure carefully, and keep it. An interrupt before the end leaves the cache as it was."""
+    from ..engine.calibration import calibrate
+    from ..engine.capability import chain_capability
+    from ..engine.costs import cost_key, known_range
+    from ..loading.model import load
+    from ..plan.live_costs import context_range
+    from ..plan.measurement import CAREFUL
+
+    model, _ = load(name)
+    with ProgressBar("Prefill") as prefill, ProgressBar("Measuring step times") as measuring:
+        times = calibrate(
+            model, CAREFUL, context=context, on_prefill=prefill, on_progress=measuring
+        )
+    key, known = cost_key(model), known_range(times, CAREFUL, "careful")
+    range_end = context_range(context or CAREFUL.context)
+    cache.update(key, {range_end: known})
+    kept = cache.read(key).get(range_end)
+    if kept and len(kept.times) > len(known.times):
+        note(
+            f"the step times of {len(kept.times)} numbers of rows that were known are kept, since "
+            f"this measurement has {len(known.times)}"
+        )
+    points = cost_points(times, [time.spread for time in times])
+    return _Curve(key, range_end, known, points, "spread", chain_capability(model))
+
+
+def _kept(cache: CostCache, name: str | None, context: int | None) -> list[_Curve]:
+    """What the cache has: of one model on this machine, or of all."""
+    from ..engine.capability import chain_capability
+    from ..engine.costs import cost_key
+    from ..loading.model import load
+    from ..plan.live_costs import context_range
+
+    capability = None
+    if name is None:
+        entries = list(cache.entries())
+    else:
+        model = load(name, lazy=True)[0]
+        capability = chain_capability(model)
+        key = cost_key(model)
+        entries = [(key, cache.read(key))]
+    curves = []
+    for key, ranges in entries:
+        for end, known in sorted(ranges.items()):
+            if context is None or context_range(context) == end:
+                points = cost_points(known.times, [time.uncertainty for time in known.times])
+                curves.append(_Curve(key, end, known, points, "standard error", capability))
+    return curves
+
+
+def _print(curves: list[_Curve], model: str | None) -> None:
+    console = output_console()
+    if not curves:
+        of_what = f" of {visible(model)} on this machine" if model else ""
+        console.print(
+            f"No step times{of_what} are known yet: mlxspec calibrate MODEL measures them."
+        )
+    for curve in curves:
+        console.print(curve.title, style="bold")
+        console.print(curve.subtitle)
+        console.print(cost_table(curve.points))
+        if len(curve.points) > 1:
+            console.print(cost_plot(curve.points, console))
+            console.print("A draft pays when its step emits more than T(M)/T(1) tokens.")
+        elif curve.capability and curve.capability.value == "plain":
+            console.print("This model verifies no drafts, so only plain steps were measured.")
+        else:
+            console.print("Only plain steps were measured.")
+        console.print(f"± is the {curve.error_is}.\n", style="dim")

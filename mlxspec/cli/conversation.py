@@ -11,9 +11,10 @@ from ..engine.target import Progress
 from ..errors import OptionError
 from ..generation.response import GenerationResponse
 from ..generation.session import Session
+from ..loading.chat_template import Messages
 from ..loading.detokenizer import detokenizer_of
-from .context_room import room_behind
-from .prompt_tokens import Messages, conversation_tokens
+from .generating import room_for
+from .prompts import in_template
 
 _ANSWERS_SHARE = 4  # of the context a quarter is left for an answer, unless it may have less
 
@@ -84,7 +85,7 @@ class Conversation:
             tokens = self._fitting_prompt()
             responses = self._stream(
                 tokens,
-                room_behind(len(tokens), self.context_length, self.max_tokens),
+                room_for(self.context_length, len(tokens), self.max_tokens),
                 session=self.session,
                 on_progress=on_progress,
             )
@@ -115,14 +116,14 @@ class Conversation:
         return tokens
 
     def _tokens(self) -> list[int]:
-        return conversation_tokens([*self._system, *self.messages], self._tokenizer)
+        return in_template([*self._system, *self.messages], self._tokenizer)
 
     def _check_template(self) -> None:
         """Find out before the first turn that the template does not know system prompts."""
         if self._system:
             messages = [*self._system, {"role": "user", "content": "?"}]
             try:
-                conversation_tokens(messages, self._tokenizer)
+                in_template(messages, self._tokenizer)
             except OptionError as error:
                 raise OptionError(
                     "--system-prompt: this model's chat template takes none; write it into the "

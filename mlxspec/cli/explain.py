@@ -3,65 +3,91 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from pathlib import Path
 
-import click
+from ..errors import OptionError
+from .generate import prefill_bar
+from .generating import Generation, model_or_default, tell_of_default
+from .options import check_least, color_option, command, option, options_of
+from .output import PageOptions, ProgressBar, error_console, output_console
+from .prompts import PromptOptions, model_option, prompt_tokens
 
-from .generate import generate_command
-from .names import FILE, FORCE_HELP
-from .option_groups import GroupedCommand, GroupedOption, options_of
-from .outcome import reported
-
-EPILOG = """\b
-Examples:
-  mlxspec explain --decoder lookahead -W 7 -N 4 --raw --prompt "def add(a, b):"
-  mlxspec explain --prompt "Say this three times: ..." --steps 5 --skip 0
-  mlxspec explain --decoder combined --prompt-file question.txt --html steps.html
-
-The options are those of 'mlxspec generate', and the output is the same: only what is shown of
-it differs.
-"""
-
-_SHARED_GROUPS = ("Model and prompt", "Drafting", "End of the output", "Sampling", "Memory")
-
-_view_option = partial(click.option, cls=GroupedOption, group="Steps and output")
+_view = partial(option, group="Steps and output")
 
 
-@options_of(generate_command, *_SHARED_GROUPS, but=("learn", "prompt_cache_file"))
-@click.command(
-    "explain",
-    cls=GroupedCommand,
-    epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
-)
-@_view_option("--steps", type=int, default=3, metavar="K", help="Show K successive steps.")
-@_view_option(
-    "--skip",
+@command("explain")
+@model_option
+@options_of(PromptOptions, "prompt", "Model and prompt")
+@option("--max-tokens N", "Generate at most N.", default=250, group="Model and prompt")
+@options_of(Generation, "generation", leave_out=("learn",))
+@_view("--steps K", "Show K successive steps.", default=3)
+@_view(
+    "--skip N",
+    "Begin after N steps.  [default: where most drafts are accepted in part, or else where most "
+    "tokens are]",
     type=int,
-    metavar="N",
-    help="Begin after N steps.  [default: where most drafts are accepted in part, or "
-    "else where most tokens are]",
 )
-@_view_option(
-    "--html",
-    type=FILE,
-    metavar="FILE",
-    help="Write the steps as a page as well.",
-)
-@_view_option("--force", is_flag=True, help=FORCE_HELP)
-@_view_option(
-    "--color/--no-color",
-    default=None,
-    help="Show in colour.  [default: at a terminal, unless NO_COLOR is set]",
-)
-def explain_command(**options: Any) -> None:
+@options_of(PageOptions, "shows", "Steps and output")
+@color_option("Steps and output", "Show in colour.")
+def explain_command(
+    *,
+    generation: Generation,
+    prompt: PromptOptions,
+    steps: int,
+    skip: int | None,
+    shows: PageOptions,
+    color: bool | None,
+) -> None:
     """Show what steps of speculative decoding do.
 
     Each step is drawn as its draft tree: what was drafted and where it came from, what the
     model chose, how far the draft was accepted; for lookahead decoding with its window.
-    """
-    with reported():
-        # Here, so that --help does not wait for MLX.
-        from .explain_run import explain
 
-        explain(**options)
+    \b
+    Examples:
+      mlxspec explain --decoder lookahead -W 7 -N 4 --raw --prompt "def add(a, b):"
+      mlxspec explain --prompt "Say this three times: ..." --steps 5 --skip 0
+      mlxspec explain --decoder combined --prompt-file question.txt --html steps.html
+
+    The options are those of 'mlxspec generate', and the output is the same: only what is shown of
+    it differs.
+    """
+    # All that needs no model is checked before one is loaded, or even downloaded.
+    source = prompt.read()
+    check_least(1, steps=steps)
+    check_least(0, skip=skip)
+    shows.check()
+
+    from ..draft.recording import RecordedStep, RecordingDrafter
+    from .explain_page import explain_page
+    from .explain_terminal import print_explained
+    from .explained import Explained, Pieces, telling_run
+
+    console = error_console(color)
+    decoder = generation.load(console)
+    templated = prompt.uses_template(source, decoder.tokenizer)
+    tokens = prompt_tokens(source, decoder.tokenizer, templated)
+    room = generation.room(decoder.model, len(tokens))
+    recorded: list[RecordedStep] = []
+    decoder.wrap_drafter = partial(RecordingDrafter, steps=recorded)
+    with prefill_bar(console) as prefilling, ProgressBar("Generating", console=console) as bar:
+        for last in generation.stream(decoder, tokens, room, on_progress=prefilling):
+            bar(last.generation_tokens, room)
+    if skip is not None and skip >= len(recorded):
+        raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps, skip fewer")
+    name = model_or_default(generation.model)
+    explained = Explained(
+        model=Path(name).resolve().name if Path(name).is_dir() else name,
+        decoder=generation.drafting.kind,
+        prompt=tokens,
+        steps=recorded,
+        first=telling_run(recorded, steps) if skip is None else skip,
+        count=steps,
+        stats=last.stats,
+        pieces=Pieces(decoder.tokenizer),
+    )
+    tell_of_default(generation.model)
+    shows.show(
+        lambda: print_explained(explained, output_console(color)), lambda: explain_page(explained)
+    )
+    generation.tell_if_full(decoder.model, room, last.finish_reason)

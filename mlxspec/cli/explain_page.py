@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.cells import cell_len
 
 from ..draft.recording import RecordedStep
 from ..eval.page import TreeDrawing, TreeNode, render
-from .explain_outline import BONUS, TreeShape
-from .explain_pieces import Pieces, shortened
-from .explain_walk import Fate, described_counts, fates
-from .explain_window import Cell, window_levels
-from .explained import Explained, ShownStep
+from .explained import (
+    Cell,
+    Explained,
+    Fate,
+    Node,
+    Pieces,
+    ShownStep,
+    described_counts,
+    nodes_of,
+    shortened,
+    walk_first,
+    window_levels,
+)
 
 _PIECE_WIDTH = 24
-_KINDS = {
-    Fate.ROOT: "root",
-    Fate.ACCEPTED: "accepted",
-    Fate.REJECTED: "rejected",
-    Fate.UNREACHED: "unreached",
-    Fate.BONUS: "bonus",
-}
 
 
 def explain_page(explained: Explained) -> str:
@@ -31,7 +33,7 @@ def explain_page(explained: Explained) -> str:
         "explain.html",
         decoder=explained.decoder,
         summary=explained.summary,
-        key={kind: fate.value for fate, kind in _KINDS.items()},
+        key={fate.name.lower(): fate.value for fate in Fate},
         prompt=pieces.text(explained.prompt),
         prompt_tokens=len(explained.prompt),
         of=len(explained.steps),
@@ -61,61 +63,44 @@ def _cell(cell: Cell | None, pieces: Pieces) -> dict[str, Any] | None:
 
 def _nodes(step: RecordedStep, pieces: Pieces) -> list[TreeNode]:
     """The tree's nodes in the order in which they are drawn, the bonus token among them."""
-    shape = TreeShape(step.verified)
-    describe = _Description(step, pieces)
+    nodes = nodes_of(step)
     result: list[TreeNode] = []
     waiting = [(0, -1)]
     while waiting:
-        node, parent = waiting.pop()
-        children = shape.children[node] if node != BONUS else []
-        result.append(describe.node(node, parent, is_leaf=not children))
-        waiting += ((child, len(result) - 1) for child in reversed(_in_order(shape, node)))
+        number, parent = waiting.pop()
+        node = nodes[number]
+        new = number > 0 and node.origin != nodes[node.parent].origin
+        result.append(_drawn(node, parent, new, pieces))
+        waiting += ((child, len(result) - 1) for child in reversed(_in_order(node, nodes)))
     return result
 
 
-def _in_order(shape: TreeShape, node: int) -> list[int]:
+def _in_order(node: Node, nodes: Sequence[Node]) -> list[int]:
     """A node's children: the walk's, the bonus token, then the others.
 
     Where the walk came by, the small ones come first: guesses above the window. Elsewhere the
     largest does, so that the window's trunk runs straight on.
     """
-    if node == BONUS:
-        return []
-    walked = node == 0 or shape.is_accepted(node)
-
-    def rank(child: int) -> tuple[int, int]:
-        if child == BONUS:
-            return 1, 0
-        size = shape.sizes[child]
-        return (0 if shape.is_accepted(child) else 2), (size if walked else -size)
-
-    return sorted(shape.children[node], key=rank)
+    sign = 1 if node.fate in (Fate.ROOT, Fate.ACCEPTED) else -1
+    return sorted(
+        node.children, key=lambda child: (walk_first(nodes[child]), sign * nodes[child].size)
+    )
 
 
-class _Description:
-    """What is written at the nodes of one step."""
-
-    def __init__(self, step: RecordedStep, pieces: Pieces) -> None:
-        self._verified, self._origins = step.verified, step.origins
-        self._pieces = pieces
-        self._fates = fates(step.verified)
-
-    def node(self, node: int, parent: int, is_leaf: bool) -> TreeNode:
-        tree, pieces = self._verified.tree, self._pieces
-        if node == BONUS:
-            label = shortened(pieces[self._verified.tokens[-1]], _PIECE_WIDTH)
-            title = f"token {self._verified.tokens[-1]}: {Fate.BONUS.value}"
-            return TreeNode(parent, label, cell_len(label), _KINDS[Fate.BONUS], title=title)
-        token, fate, origin = tree.tokens[node], self._fates[node], self._origins[node]
-        choice = pieces[self._verified.choices[node]]
-        label = shortened(pieces[token], _PIECE_WIDTH)
-        new = node != 0 and origin != self._origins[tree.parents[node]]
-        return TreeNode(
-            parent,
-            label,
-            cell_len(label),
-            _KINDS[fate],
-            above=origin if new else "",
-            after=f"→ {shortened(choice, _PIECE_WIDTH)}" if is_leaf else "",
-            title=f"token {token}, {origin}: {fate.value}; the target's next choice is {choice}",
-        )
+def _drawn(node: Node, parent: int, new_origin: bool, pieces: Pieces) -> TreeNode:
+    """What is written at a node."""
+    label, kind = shortened(pieces[node.token], _PIECE_WIDTH), node.fate.name.lower()
+    if node.choice is None:
+        title = f"token {node.token}: {node.fate.value}"
+        return TreeNode(parent, label, cell_len(label), kind, title=title)
+    choice = pieces[node.choice]
+    return TreeNode(
+        parent,
+        label,
+        cell_len(label),
+        kind,
+        above=node.origin if new_origin else "",
+        after="" if node.children else f"→ {shortened(choice, _PIECE_WIDTH)}",
+        title=f"token {node.token}, {node.origin}: {node.fate.value}; the target's next choice is "
+        f"{choice}",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -10,26 +11,31 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from .explain_outline import BONUS, Line, outline
-from .explain_pieces import NEWLINE, SPACE, TAB, Pieces, shortened, shortened_from_left
-from .explain_walk import Fate, described_counts, fates
-from .explain_window import Cell, WindowLevel, window_levels
-from .explained import Explained, ShownStep
+from .explained import (
+    NEWLINE,
+    SPACE,
+    TAB,
+    Cell,
+    Explained,
+    Fate,
+    Node,
+    Pieces,
+    ShownStep,
+    WindowLevel,
+    described_counts,
+    nodes_of,
+    shortened,
+    shortened_from_left,
+    walk_first,
+    window_levels,
+)
 
-# Each fate has a sign as well as a style, for readers without colours.
-_SIGNS = {
-    Fate.ROOT: "●",
-    Fate.ACCEPTED: "✓",
-    Fate.REJECTED: "✗",
-    Fate.UNREACHED: "○",
-    Fate.BONUS: "★",
-}
-_STYLES = {
-    Fate.ROOT: "",
-    Fate.ACCEPTED: "bold color(32)",  # as in the generated text
-    Fate.REJECTED: "color(166)",
-    Fate.UNREACHED: "dim",
-    Fate.BONUS: "bold",
+_LOOKS = {  # a sign as well as a style, for readers without colours
+    Fate.ROOT: ("●", ""),
+    Fate.ACCEPTED: ("✓", "bold color(32)"),  # as in the generated text
+    Fate.REJECTED: ("✗", "color(166)"),
+    Fate.UNREACHED: ("○", "dim"),
+    Fate.BONUS: ("★", "bold"),
 }
 _QUIET = "dim"
 _PIECE_WIDTH, _LEAST_PIECE = 24, 8
@@ -59,15 +65,15 @@ def print_explained(explained: Explained, console: Console) -> None:
 
 
 def _print_step(step: ShownStep, of: int, pieces: Pieces, console: Console) -> None:
-    verified = step.recorded.verified
     rule = Rule(f"Step {step.number} of {of}", align="left", style=_QUIET)
     console.print(rule, width=min(console.width, _RULE_WIDTH))
-    console.print(Text(described_counts(verified)))
+    console.print(Text(described_counts(step.recorded.verified)))
     label = "after "
     before = shortened_from_left(step.before, console.width - len(label))
     console.print(Text(label + before, style=_QUIET, no_wrap=True, overflow="crop"))
-    for line in outline(verified):
-        for text in _drawn(line, step, pieces, console.width):
+    nodes = nodes_of(step.recorded)
+    for line in outline(nodes):
+        for text in _drawn(line, nodes, pieces, console.width):
             console.print(text, no_wrap=True, overflow="crop")
     levels = window_levels(step.recorded)
     if levels:
@@ -77,11 +83,84 @@ def _print_step(step: ShownStep, of: int, pieces: Pieces, console: Console) -> N
             console.print(_grid(levels, block, pieces))
 
 
-def _drawn(line: Line, step: ShownStep, pieces: Pieces, width: int) -> Iterator[Text]:
+# The tree as lines that grow downwards, so that it fits a narrow terminal. A line holds a run of
+# nodes, up to where the tree branches. Below it stand the smaller branches, indented, and then the
+# largest, which goes on at the indentation of the line itself. So the trunk of lookahead
+# decoding's window runs straight down, and a tree of n nodes is indented log2(n) times at most.
+
+
+class Line(NamedTuple):
+    """One line of the outline.
+
+    Attributes:
+        guides: the line drawing before the line's marker.
+        guides_below: that before a continuation of the line, where it has to be broken.
+        nodes: the numbers of successive nodes.
+        branch: the only side branch at the last of the nodes, if it has no branches itself.
+    """
+
+    guides: str
+    guides_below: str
+    nodes: tuple[int, ...]
+    branch: tuple[int, ...] = ()
+
+
+def outline(
+    nodes: Sequence[Node], start: int = 0, guides: str = "", below: str = ""
+) -> Iterator[Line]:
+    """A tree from the root downwards.
+
+    Args:
+        nodes: the tree.
+        start: the node that the outline begins with.
+        guides, below: what stands before its line, and before those below.
+    """
+    trunk: int | None = start
+    while trunk is not None:
+        run = _run(nodes, trunk)
+        main, sides = _branches(nodes, run[-1])
+        # The root's line has the token that is no draft, and nothing else.
+        inline = trunk != 0 and main is not None and _fits_inline([nodes[one] for one in sides])
+        branch = _run(nodes, sides.pop()) if inline else ()
+        ends = main is None and not sides
+        yield Line(guides, below + ("  " if ends else "│ "), run, branch)
+        for side in sides:
+            last = side == sides[-1] and main is None
+            marks = ("└─", "  ") if last else ("├─", "│ ")
+            yield from outline(nodes, side, below + marks[0], below + marks[1])
+        trunk, guides = main, below
+
+
+def _run(nodes: Sequence[Node], start: int) -> tuple[int, ...]:
+    """The nodes from ``start`` on that have one child each, up to where acceptance ends."""
+    run, accepted = [start], nodes[start].fate is Fate.ACCEPTED
+    while start != 0 and len(nodes[run[-1]].children) == 1:
+        child = nodes[run[-1]].children[0]
+        if (nodes[child].fate is Fate.ACCEPTED) != accepted:
+            break
+        run.append(child)
+    return tuple(run)
+
+
+def _branches(nodes: Sequence[Node], start: int) -> tuple[int | None, list[int]]:
+    """The largest branch below a node, if it branches itself; and the others."""
+    children = nodes[start].children
+    branching = [child for child in children if nodes[child].leaves > 1]
+    main = max(branching, key=lambda child: nodes[child].size, default=None)
+    sides = [child for child in children if child != main]
+    return main, sorted(sides, key=lambda child: walk_first(nodes[child]))
+
+
+def _fits_inline(sides: Sequence[Node]) -> bool:
+    """Whether there is one side branch, which fits on the line that it leaves."""
+    return [side.leaves for side in sides] == [1] and walk_first(sides[0]) == 2
+
+
+def _drawn(line: Line, nodes: Sequence[Node], pieces: Pieces, width: int) -> Iterator[Text]:
     """A line of the outline, broken between tokens where it is too long."""
-    start = Text().append(line.guides, _QUIET).append(_SIGNS[line.fate], _STYLES[line.fate])
+    start = Text().append(line.guides, _QUIET).append(*_LOOKS[nodes[line.nodes[0]].fate])
     room = width - cell_len(line.guides_below)
-    words = _words(line, step, pieces, max(_LEAST_PIECE, min(_PIECE_WIDTH, room)))
+    words = _words(line, nodes, pieces, max(_LEAST_PIECE, min(_PIECE_WIDTH, room)))
     return _wrapped([start, *words], Text().append(line.guides_below, _QUIET), width)
 
 
@@ -97,30 +176,25 @@ def _wrapped(words: Iterable[Text], margin: Text, width: int, gap: str = " ") ->
     yield line
 
 
-def _words(line: Line, step: ShownStep, pieces: Pieces, longest: int) -> Iterator[Text]:
+def _words(line: Line, nodes: Sequence[Node], pieces: Pieces, longest: int) -> Iterator[Text]:
     """What stands on a line, word by word: tokens, their origins, the target's next choice."""
-    verified, origins = step.recorded.verified, step.recorded.origins
-    if line.nodes == (BONUS,):
-        yield Text(shortened(pieces[verified.tokens[-1]], longest), _STYLES[Fate.BONUS])
-        return
-    became, tokens = fates(verified), verified.tree.tokens
+    run, branch = ([nodes[number] for number in numbers] for numbers in (line.nodes, line.branch))
 
-    def word(node: int) -> Text:
-        return Text(shortened(pieces[tokens[node]], longest), _STYLES[became[node]])
+    def word(node: Node) -> Text:
+        return Text(shortened(pieces[node.token], longest), _LOOKS[node.fate][1])
 
-    yield from map(word, line.nodes)
-    if line.branch:
-        fate = became[line.branch[0]]
-        yield Text("─", _QUIET).append(_SIGNS[fate] if fate is Fate.REJECTED else "", _STYLES[fate])
-        yield from map(word, line.branch)
-    if line.fate is Fate.ROOT:
+    yield from map(word, run)
+    if branch:
+        sign, style = _LOOKS[branch[0].fate]
+        yield Text("─", _QUIET).append(sign if branch[0].fate is Fate.REJECTED else "", style)
+        yield from map(word, branch)
+    if run[0].fate in (Fate.ROOT, Fate.BONUS):
         return
-    nodes = (*line.nodes, *line.branch)
-    if became[nodes[-1]] is not Fate.ACCEPTED:
-        choice = pieces[verified.choices[nodes[-1]]]
-        yield Text(f"→ {shortened(choice, longest - 2)}", _QUIET)
-    told = list(dict.fromkeys(origins[node] for node in nodes))
-    if told != [origins[verified.tree.parents[nodes[0]]]]:
+    last = [*run, *branch][-1]
+    if last.fate is not Fate.ACCEPTED and last.choice is not None:
+        yield Text(f"→ {shortened(pieces[last.choice], longest - 2)}", _QUIET)
+    told = list(dict.fromkeys(node.origin for node in (*run, *branch)))
+    if told != [nodes[run[0].parent].origin]:
         yield Text(f"({', '.join(told)})", f"italic {_QUIET}")
 
 
@@ -152,14 +226,13 @@ def _cell(cell: Cell | None, pieces: Pieces) -> Text:
     if cell is None:
         return Text("")
     piece = shortened(pieces[cell.token], _CELL_WIDTH)
-    if cell.fate is Fate.ACCEPTED:
-        return Text(_SIGNS[cell.fate] + piece, _STYLES[cell.fate])
-    return Text(piece)
+    sign, style = _LOOKS[Fate.ACCEPTED]
+    return Text(sign + piece, style) if cell.fate is Fate.ACCEPTED else Text(piece)
 
 
 def _key(window: bool, width: int) -> Iterator[Text]:
     """What the signs mean."""
-    meanings = [Text(f"{sign} {fate.value}", _STYLES[fate]) for fate, sign in _SIGNS.items()]
+    meanings = [Text(f"{sign} {fate.value}", style) for fate, (sign, style) in _LOOKS.items()]
     others = (f"{SPACE} space", f"{NEWLINE} newline", f"{TAB} tab", "→ the target's next choice")
     meanings += [Text(meaning, _QUIET) for meaning in others]
     yield from _wrapped(meanings, Text(), width, gap="  ")

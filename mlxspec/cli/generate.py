@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.box import SIMPLE
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.progress import MofNCompleteColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 import mlxspec
 
-from ..distributed.launch import launched_rank, let_rank_0_speak
-from .lookahead_options import lookahead_options
-from .memory_options import memory_options
-from .names import NAME
-from .option_groups import GroupedCommand, GroupedOption
-from .outcome import reported
-from .sampling_options import sampling_options
+from ..distributed.launch import launched_rank, let_rank_0_speak, supervise
+from ..errors import OptionError, PromptError
+from ..process import INTERRUPTED
+from ..terminal import TokenPrinter, colored
+from .generating import Generation, model_or_default, tell_of_default
+from .options import NAME, Command, check_least, color_option, command, option, options_of
+from .output import ProgressBar, error_console, figures_grid, write_json
+from .prompts import PromptOptions, model_option, prompt_tokens
 
-EPILOG = """\b
-Examples:
-  mlxspec generate --prompt "Say this three times: ..." --stats
-  mlxspec generate --model mlx-community/Mistral-7B-Instruct-v0.3-4bit \\
-      --prompt-file question.txt
-  mlxspec generate --raw --prompt - < draft.txt > continuation.txt
-  mlxspec generate --prompt "..." --json | jq .stats
-  mlx.launch --hostfile macs.json mlxspec generate --model ... --prompt "..."
-
-"python decoder.py" is the same command.
-
-Standard output gets the text and nothing else: a file or a pipe gets it as it is, a terminal
-with control characters made visible. Figures, notes and errors go to standard error.
-"""
-
-_prompt_option = partial(click.option, cls=GroupedOption, group="Model and prompt")
-_draft_option = partial(click.option, cls=GroupedOption, group="Drafting")
-_output_option = partial(click.option, cls=GroupedOption, group="Output")
+if TYPE_CHECKING:
+    from ..distributed.leader import Leader
+    from ..generation.response import (
+        GenerationResponse,
+        GenerationResult,
+        SpeculationStats,
+        StepTime,
+        Transcript,
+    )
 
 
-class _GenerateCommand(GroupedCommand):
+class _GenerateCommand(Command):
     """Lets rank 0 alone complain of wrong options, where several are launched."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
@@ -45,88 +47,25 @@ class _GenerateCommand(GroupedCommand):
         return super().make_context(*args, **kwargs)
 
 
-@click.command(
-    "generate",
-    cls=_GenerateCommand,
-    epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
-)
-@_prompt_option(
-    "--model",
+@command("generate", cls=_GenerateCommand)
+@model_option
+@options_of(PromptOptions, "prompt", "Model and prompt")
+@option(
+    "--prompt-cache-file FILE",
+    "Go on where a file of 'mlxspec cache-prompt' or mlx_lm.cache_prompt ends.",
     type=NAME,
-    metavar="DIR_OR_REPO",
-    help="Model directory, Hub repository, or 'demo'.  [default: mlx_model if it is there, "
-    "otherwise demo]",
+    group="Model and prompt",
 )
-@_prompt_option("--prompt", metavar="TEXT", help="The prompt; - reads standard input.")
-@_prompt_option(
-    "--prompt-file", type=NAME, metavar="FILE", help="Read the prompt from a UTF-8 file."
-)
-@_prompt_option("--prompt-ids", metavar="IDS", help="The prompt as token ids: 1,415,2936.")
-@_prompt_option(
-    "--prompt-cache-file",
-    type=NAME,
-    metavar="FILE",
-    help="Go on where a file of 'mlxspec cache-prompt' or mlx_lm.cache_prompt ends.",
-)
-@_prompt_option(
-    "--chat/--raw",
-    default=None,
-    help="Put the prompt into the model's chat template, or take it as it is.  [default: chat "
-    "if the model has a template]",
-)
-@_prompt_option("--max-tokens", type=int, default=250, metavar="N", help="Generate at most N.")
-@_draft_option(
-    "--decoder",
-    type=click.Choice(["auto", "prompt-lookup", "lookahead", "combined", "plain"]),
-    help="auto chooses each draft by its measured cost; prompt-lookup has fixed parameters; "
-    "lookahead drafts from the model's own guesses; combined is auto with lookahead.  "
-    "[default: auto, or the one whose option is given]",
-)
-@_draft_option(
-    "--store",
-    type=NAME,
-    metavar="FILE",
-    help="With auto and combined: draft from a file of 'mlxspec store' too.",
-)
-@_draft_option("--learn", is_flag=True, help="Add the output to the --store file.")
-@_draft_option(
-    "--n-draft",
-    "--prompt-lookup-num-tokens",
-    "n_draft",
+@option("--max-tokens N", "Generate at most N.", default=250, group="Model and prompt")
+@options_of(Generation, "generation")
+@color_option("Output")
+@option("--stats", "Show the measured time of a step by its rows.", group="Output")
+@option("--json", "Write one JSON object and no text.", "as_json", group="Output")
+@option(
+    "--logprobs K",
+    "With --json: log-probabilities of each token and of the K likeliest in its place.",
     type=int,
-    metavar="N",
-    help="Draft tokens per step at most; 0 is plain decoding.  [default: 10]",
-)
-@_draft_option(
-    "--ngram-max",
-    "--max-matching-ngram-size",
-    "ngram_max",
-    type=int,
-    metavar="N",
-    help="Longest n-gram that is looked up in prompt and output.  [default: 3]",
-)
-@_draft_option("--ngram-min", type=int, metavar="N", help="Shortest n-gram.  [default: 1]")
-@_draft_option(
-    "--prompt-lookup-config",
-    metavar="[N,N,[0]]",
-    help="TensorRT-LLM's form of --n-draft and --ngram-max, in their place.",
-)
-@lookahead_options
-@sampling_options
-@memory_options
-@_output_option(
-    "--color/--no-color",
-    default=None,
-    help="Colour accepted draft tokens.  [default: at a terminal, unless NO_COLOR is set]",
-)
-@_output_option("--stats", is_flag=True, help="Show the measured time of a step by its rows.")
-@_output_option("--json", "as_json", is_flag=True, help="Write one JSON object and no text.")
-@_output_option(
-    "--logprobs",
-    type=int,
-    metavar="K",
-    help="With --json: log-probabilities of each token and of the K likeliest in its place.",
+    group="Output",
 )
 @click.version_option(mlxspec.__version__, prog_name="mlxspec")
 def generate_command(**options: Any) -> None:
@@ -135,14 +74,211 @@ def generate_command(**options: Any) -> None:
     Drafts are taken from what followed the last words earlier in prompt, output or earlier
     outputs. The model verifies a draft in one forward, so the text is the model's own and only
     the speed changes.
+
+    \b
+    Examples:
+      mlxspec generate --prompt "Say this three times: ..." --stats
+      mlxspec generate --model mlx-community/Mistral-7B-Instruct-v0.3-4bit \\
+          --prompt-file question.txt
+      mlxspec generate --raw --prompt - < draft.txt > continuation.txt
+      mlxspec generate --prompt "..." --json | jq .stats
+      mlx.launch --hostfile macs.json mlxspec generate --model ... --prompt "..."
+
+    "python decoder.py" is the same command.
+
+    Standard output gets the text and nothing else: a file or a pipe gets it as it is, a terminal
+    with control characters made visible. Figures, notes and errors go to standard error.
     """
-    with reported():
-        if launched_rank() is not None:
-            from ..distributed.launch import supervise
+    if launched_rank() is None:
+        answer(**options)
+    else:
+        supervise()
+        answer_together(**options)
 
-            supervise()
-        # Here, so that --help does not wait for MLX.
-        from .answer import answer, answer_together
 
-        run = answer if launched_rank() is None else answer_together
-        run(**options)
+def answer_together(*, prompt: PromptOptions, **options: Any) -> None:
+    """As :func:`answer`, with a model that is split over the ranks that were launched.
+
+    Raises:
+        MlxspecError: as :func:`answer`, or the ranks do not find each other.
+    """
+    from ..distributed.group import taking_part
+
+    if prompt.prompt == "-":
+        raise PromptError(
+            "--prompt -: mlx.launch does not pass on where standard input ends; use --prompt-file"
+        )
+    with taking_part() as leader:
+        answer(prompt=prompt, leader=leader, **options)
+
+
+def answer(
+    *,
+    generation: Generation,
+    prompt: PromptOptions,
+    prompt_cache_file: str | None,
+    color: bool | None,
+    stats: bool,
+    as_json: bool,
+    logprobs: int | None,
+    leader: Leader | None = None,
+) -> None:
+    """Answer one prompt; with a ``leader`` by a model that is split over its ranks.
+
+    Exits with status 130 after showing what there is if Ctrl-C ends the generation.
+
+    Raises:
+        MlxspecError: an option, the prompt or the model is at fault.
+    """
+    from ..engine.caches import cached_length
+    from ..generation.response import Transcript
+    from ..loading.detokenizer import detokenizer_of
+
+    # All that needs no model is checked before one is loaded, or even downloaded.
+    source = prompt.read()
+    if logprobs is not None and not as_json:
+        raise OptionError("--logprobs are written into the JSON object: add --json")
+    check_least(0, logprobs=logprobs)
+    cached = None
+    if prompt_cache_file is not None:
+        from .cached_prompt import CachedPrompt
+
+        cached = CachedPrompt(prompt_cache_file)
+        generation = cached.completed(generation)
+    transcript = Transcript(logprobs)
+
+    console = error_console(color)
+    decoder = generation.load(console, leader)
+    templated = prompt.uses_template(source, decoder.tokenizer)
+    begun: dict[str, Any] = {}
+    if cached:
+        tokens, begun = cached.continued(source, decoder, templated)
+    else:
+        tokens = prompt_tokens(source, decoder.tokenizer, templated)
+    n_cached = cached_length(begun.get("prompt_cache") or ())
+    room = generation.room(decoder.model, n_cached + len(tokens))
+    start = partial(generation.stream, decoder, tokens, room, **begun)
+    printer = None if as_json else TokenPrinter(color)
+    # In a chat the answer is a text of its own, whose first space the tokenizer has put there.
+    trims = templated and detokenizer_of(decoder.tokenizer).prefix_space
+    tell = partial(tell_of_default, generation.model)
+    with generation.learner(decoder) as learner:
+        _transcribe(start, transcript, printer, console, trims, tell)
+        if learner:
+            learner.add(transcript.tokens)
+        result = transcript.result(decoder.step_times)
+        result = replace(result, prompt_tokens=len(tokens))
+        if printer:
+            printer.finish()
+            console.print()
+            console.print(figures_panel(result, legend=printer.color))
+        else:
+            write_json(_report(result, model_or_default(generation.model)))
+    # Learned after the answer is shown, which is not lost where the store cannot be written.
+    generation.tell_if_full(decoder.model, room, result.finish_reason)
+    if stats:
+        console.print(step_times_table(result.step_times))
+        if generation.plans:
+            console.print(machine_line(decoder.costs.slowdown))
+    if result.finish_reason == "interrupted":
+        sys.exit(INTERRUPTED)
+
+
+def _transcribe(
+    start: Callable[..., Iterator[GenerationResponse]],
+    transcript: Transcript,
+    printer: TokenPrinter | None,
+    console: Console,
+    trims_first_space: bool,
+    on_first: Callable[[], None],
+) -> None:
+    """Run a generation to its end or to Ctrl-C, writing its text as it comes."""
+    with suppress(KeyboardInterrupt), prefill_bar(console) as progress:
+        for response in start(on_progress=progress):
+            if response.generation_tokens == 1:
+                on_first()
+            if trims_first_space and response.text:
+                response = replace(response, text=response.text.removeprefix(" "))
+                trims_first_space = False
+            transcript.add(response)
+            if printer:
+                printer.write(response.text, response.from_draft)
+
+
+def prefill_bar(console: Console, delay: float = 1.0) -> ProgressBar:
+    """A bar for prefills that take so long, in seconds, that one wonders."""
+    figures = MofNCompleteColumn(), TimeElapsedColumn()
+    return ProgressBar("prefill", *figures, console=console, delay=delay)
+
+
+def _report(result: GenerationResult, model: str) -> dict[str, Any]:
+    """The fields of the result, the derived figures, and the model's name."""
+    report = {"model": model, **asdict(result), "generation_tokens": len(result.tokens)}
+    report["stats"] |= {
+        "tokens_per_step": result.stats.tokens_per_step,
+        "acceptance_rate": result.stats.acceptance_rate,
+    }
+    return report
+
+
+def figures_panel(result: GenerationResult, legend: bool) -> Panel:
+    """The figures of a generation, and the meaning of the two colours.
+
+    Args:
+        result: what was generated.
+        legend: whether the text was in colour.
+    """
+    stats, n_prompt = result.stats, str(result.prompt_tokens)
+    rows: list[tuple[str, ...]] = [("prompt tokens", n_prompt, _rate(result.prompt_tps))]
+    if result.reused_tokens:
+        rows.append(("of them cached", str(result.reused_tokens)))
+    rows += [
+        ("generated tokens", str(len(result.tokens)), _rate(result.generation_tps)),
+        ("steps", str(stats.steps)),
+        ("tokens per step", f"{stats.tokens_per_step:.2f}"),
+        acceptance_row(stats),
+    ]
+    parts: list[RenderableType] = [figures_grid(rows)]
+    if legend:
+        meaning = f"{colored('■ accepted draft', True)}  {colored('■ target’s own', False)}"
+        parts += ["", Text.from_ansi(meaning)]
+    interrupted = "interrupted" if result.finish_reason == "interrupted" else None
+    return Panel(Group(*parts), expand=False, border_style="dim", subtitle=interrupted)
+
+
+def acceptance_row(stats: SpeculationStats) -> tuple[str, ...]:
+    """The acceptance rate as a row of figures."""
+    if not stats.drafted:
+        return "acceptance rate", "–", "no drafts"
+    return "acceptance rate", f"{stats.acceptance_rate:.0%}", f"{stats.accepted}/{stats.drafted}"
+
+
+def _rate(tokens_per_second: float) -> str:
+    if not tokens_per_second:
+        return ""
+    return f"{tokens_per_second:,.{0 if tokens_per_second >= 100 else 1}f}/s"
+
+
+def step_times_table(step_times: list[StepTime]) -> Table:
+    """T(rows): medians of the wall time of steps by their rows, and the verify cost."""
+    table = Table(box=SIMPLE)
+    for heading in ("rows", "steps", "ms", "cost"):
+        table.add_column(heading, justify="right")
+    for time in step_times:
+        cost = "–" if time.cost is None else f"{time.cost:.2f}"
+        rows = f"{time.rows} pipelined" if time.pipelined else str(time.rows)
+        table.add_row(rows, str(time.steps), f"{time.seconds * 1000:.2f}", cost)
+    return table
+
+
+_NOTICEABLY_SLOW = 1.3
+
+
+def machine_line(slowdown: float) -> str:
+    """How the machine's speed compares with that of its measurement.
+
+    Args:
+        slowdown: time of a plain step now over the measured one.
+    """
+    cause = ": it is hot or busy" if slowdown > _NOTICEABLY_SLOW else ""
+    return f"A plain step takes {slowdown:.2f} times as long as when it was measured{cause}."

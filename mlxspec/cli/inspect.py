@@ -2,39 +2,182 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.table import Table
+from rich.text import Text
 
-from .names import NAME
-from .outcome import reported
+from ..terminal import one_line, visible
+from .options import NAME, command, option
+from .output import output_console, write_json
 
-EPILOG = """\b
-Examples:
-  mlxspec inspect demo
-  mlxspec inspect mlx-community/gemma-3-4b-it-4bit
-  mlxspec inspect ./mlx_model --json | jq -r .tier
+if TYPE_CHECKING:
+    import mlx.nn as nn
 
-What a model verifies is found out by running it, not by its name: a draft of which a part is
-rejected has to leave what its accepted tokens alone would have left.
-"""
+_DRAFTS = {
+    "tree": "trees: several continuations are verified in one forward",
+    "chain": "chains: one continuation is verified in one forward",
+    "replay": "chains; after a rejection accepted tokens run again with the next step",
+    "plain": "none: it is decoded token by token",
+}
 
 
-@click.command(
-    "inspect",
-    short_help="Show what MODEL is, and which drafts it verifies.",
-    epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+@command("inspect", short_help="Show what MODEL is, and which drafts it verifies.")
 @click.argument("model", type=NAME)
-@click.option("--json", "as_json", is_flag=True, help="Write one JSON object.")
-def inspect_command(**options: Any) -> None:
+@option("--json", "Write one JSON object.", "as_json")
+def inspect_command(model: str, as_json: bool) -> None:
     """Show what MODEL is, and which drafts it verifies: trees, chains, or none.
 
     MODEL is a model directory, a Hub repository, or 'demo'.
-    """
-    with reported():
-        # Here, so that --help does not wait for MLX.
-        from .model_report import run
 
-        run(**options)
+    \b
+    Examples:
+      mlxspec inspect demo
+      mlxspec inspect mlx-community/gemma-3-4b-it-4bit
+      mlxspec inspect ./mlx_model --json | jq -r .tier
+
+    What a model verifies is found out by running it, not by its name: a draft of which a part is
+    rejected has to leave what its accepted tokens alone would have left.
+    """
+    from ..loading.model import load
+
+    report = _report(load(model)[0])
+    if as_json:
+        write_json(report, indent=2)
+        return
+    console = output_console()
+    console.print(Text(one_line(model), style="bold"))
+    console.print(_table(report))
+
+
+def _report(model: nn.Module) -> dict[str, Any]:
+    """Look a model over and try what drafts it verifies, with a hundred small forwards or so.
+
+    ``bits_per_weight`` is the average in memory, scales included. On the CPU half-precision
+    weights and scales have become float32, so it is more than the checkpoint's.
+    """
+    from ..engine.capability import examine
+    from ..engine.costs import model_identity
+    from ..engine.positions import context_length
+    from ..engine.target import vocabulary_size
+
+    identity, finding = model_identity(model), examine(model)
+    return {
+        "type": identity["type"],
+        "parameters": identity["parameters"],
+        "bits_per_weight": identity["bits_per_weight"],
+        "quantisation": _quantised_layers(model),
+        "layers": len(model.layers),
+        "vocabulary": vocabulary_size(model),
+        "context": context_length(model),
+        "caches": _caches(model),
+        "tier": finding.capability.value,
+        "draft_end": finding.draft_end,
+        "reason": finding.reason,
+    }
+
+
+def _quantised_layers(model: nn.Module) -> list[dict[str, int]]:
+    """How many layers have these bits and this group size, the most frequent first."""
+    found = Counter(
+        (module.bits, module.group_size)
+        for module in model.modules()
+        if hasattr(module, "bits") and hasattr(module, "group_size")
+    )
+    return [
+        {"bits": bits, "group_size": size, "layers": count}
+        for (bits, size), count in found.most_common()
+    ]
+
+
+def _caches(model: nn.Module) -> list[dict[str, Any]]:
+    """The model's caches by their kinds.
+
+    Of a kind that grows, ``positions`` is how many a cache holds at most, None for all, and
+    ``bytes_per_position`` what one takes in one cache. ``state_bytes`` is a cache's size, of a
+    kind that stays the same however long the context.
+    """
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from ..engine.caches import parts
+
+    caches = make_prompt_cache(model)
+    model(mx.array([[0]]), cache=caches)  # for the shapes; the graph is never evaluated
+    kinds = Counter(map(_kind_of, parts(caches)))
+    return [
+        {
+            "name": name,
+            "count": count,
+            "positions": positions,
+            "bytes_per_position": each,
+            "state_bytes": state,
+        }
+        for (name, positions, each, state), count in kinds.items()
+    ]
+
+
+def _kind_of(cache: Any) -> tuple[str, int | None, int | None, int | None]:
+    from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
+
+    name = type(cache).__name__
+    if isinstance(cache, ArraysCache):
+        return name, None, None, cache.nbytes
+    if isinstance(cache, KVCache | RotatingKVCache | ChunkedKVCache):
+        positions = getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None)
+        return name, positions, cache.nbytes // cache.keys.shape[2], None
+    return name, None, None, None
+
+
+def _table(report: dict[str, Any]) -> Table:
+    quantised = [
+        f"{kind['layers']} layers with {kind['bits']} bits in groups of {kind['group_size']}"
+        for kind in report["quantisation"]
+    ]
+    context = report["context"]
+    size = f"{_number(report['parameters'])}, {report['bits_per_weight']} bits each in memory"
+    rows: list[tuple[str, str | Text]] = [
+        ("architecture", f"{visible(report['type'])}, {report['layers']} layers"),
+        ("parameters", size),
+        ("quantisation", ", ".join(quantised) or "none"),
+        ("vocabulary", f"{report['vocabulary']:,} tokens"),
+        ("context", f"{context:,} tokens" if context else "no bound in config.json"),
+        *(("" if row else "cache", _holds(kind)) for row, kind in enumerate(report["caches"])),
+        ("drafts", Text(_DRAFTS[report["tier"]], style="bold")),
+        ("why", report["reason"]),
+    ]
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _holds(kind: dict[str, Any]) -> str:
+    """How many caches of a kind there are, and what one of them holds."""
+    positions, each = kind["positions"], kind["bytes_per_position"]
+    if kind["state_bytes"] is not None:
+        holds = f"state, {_size(kind['state_bytes'])} however long the context"
+    elif each is None:
+        holds = "a kind of its own"
+    elif positions is None:
+        holds = f"all positions, {_size(each)} each"
+    else:
+        holds = f"the latest {positions:,} positions, {_size(positions * each)} at most"
+    return f"{kind['count']} × {kind['name']}: {holds}"
+
+
+def _number(count: int) -> str:
+    return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"

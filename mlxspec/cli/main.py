@@ -8,32 +8,23 @@ import click
 
 import mlxspec
 
-_COMMANDS = {
-    "bench": ("mlxspec.cli.bench", "bench_command"),
-    "cache-prompt": ("mlxspec.cli.cache_prompt", "cache_prompt_command"),
-    "calibrate": ("mlxspec.cli.calibrate", "calibrate_command"),
-    "chat": ("mlxspec.cli.chat", "chat_command"),
-    "convert": ("mlxspec.cli.convert", "convert_command"),
-    "explain": ("mlxspec.cli.explain", "explain_command"),
-    "generate": ("mlxspec.cli.generate", "generate_command"),
-    "inspect": ("mlxspec.cli.inspect", "inspect_command"),
-    "replay": ("mlxspec.cli.replay", "replay_command"),
-    "run": ("mlxspec.cli.run", "run_command"),
-    "store": ("mlxspec.cli.store", "store_command"),
-}
+_COMMANDS = (
+    *("bench", "cache-prompt", "calibrate", "chat", "convert", "explain"),
+    *("generate", "inspect", "replay", "run", "store"),
+)
 
 
 class LazyGroup(click.Group):
     """Imports a subcommand when it is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(_COMMANDS)
+        return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module, command = _COMMANDS[cmd_name]
-        return getattr(import_module(module), command)
+        name = cmd_name.replace("-", "_")
+        return getattr(import_module(f"mlxspec.cli.{name}"), f"{name}_command")
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
+import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from typing import NoReturn
 
 import click
 
 from ..errors import MlxspecError, OptionError, shortened
+from ..process import INTERRUPTED
 from ..terminal import one_line
-from .option_names import in_option_names
-from .plain_characters import write_plainly
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it: 128 + SIGINT."""
-
-_REMEDIES = {
-    errno.EACCES: "give yourself the permission, or name another one",
-    errno.ENAMETOOLONG: "name one with a shorter name",
-    errno.ENOENT: "name one that is there",
-}
 
 
 def note(message: object) -> None:
@@ -102,11 +95,18 @@ def _failures_told() -> Iterator[None]:
         _fail(_complaint(error))
 
 
+_REMEDIES = {
+    errno.EACCES: "give yourself the permission, or name another one",
+    errno.ENAMETOOLONG: "name one with a shorter name",
+    errno.ENOENT: "name one that is there",
+}
+
+
 def _complaint(error: OSError) -> str:
     """What to tell of a file that cannot be read, written or found, and what helps.
 
     Raises:
-        OSError: it names no file, so that it is told with all that is known of it.
+        OSError: it names no file; then it is shown with its traceback.
     """
     if isinstance(error.filename, str):
         remedy = _REMEDIES.get(error.errno or 0, "name another one")
@@ -137,9 +137,55 @@ def _told(message: object) -> str:
 
 
 def _discard_output() -> None:
-    """Lead what cannot be written to nowhere, or Python complains about it as it exits."""
+    """Send what cannot be written to nowhere, or Python complains about it as it exits."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def in_option_names(message: str) -> str:
+    """An error of the API with ``--top-k`` for ``top_k``, for each option of the running command.
+
+    A name of one word is taken for an option's only where the message begins with it.
+    """
+    context = click.get_current_context(silent=True)
+    for option in context.command.params if context else ():
+        if isinstance(option, click.Option) and option.name:
+            spelled = next((name for name in option.opts if name.startswith("--")), None)
+            place = rf"(?<![\w./'-]){option.name}(?![\w./'-])"
+            if "_" not in option.name:
+                place = rf"^{option.name}(?= is | holds )"
+            message = re.sub(place, spelled or option.name, message)
+    return message
+
+
+_PLAIN = {"–": "-", "−": "-", "’": "'", "·": "|", "×": "x", "■": "#", "±": "+-", "…": "..."}
+
+_Handler = Callable[[UnicodeError], tuple[str | bytes, int]]
+
+
+def write_plainly() -> None:
+    """Have the standard streams write what their encodings lack in plain characters.
+
+    A character without a plain form becomes a question mark on standard output. Standard error
+    gets it as Python escapes it, so that the name of a file can be told.
+    """
+    codecs.register_error("mlxspec.output", _plain_or(codecs.replace_errors))
+    codecs.register_error("mlxspec.error", _plain_or(codecs.backslashreplace_errors))
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="mlxspec.output")
+    if isinstance(sys.stderr, TextIOWrapper):
+        sys.stderr.reconfigure(errors="mlxspec.error")
+
+
+def _plain_or(other: _Handler) -> _Handler:
+    def handle(error: UnicodeError) -> tuple[str | bytes, int]:
+        if isinstance(error, UnicodeEncodeError):
+            error.end = error.start + 1  # one at a time
+            if error.object[error.start] in _PLAIN:
+                return _PLAIN[error.object[error.start]], error.end
+        return other(error)
+
+    return handle

@@ -2,82 +2,186 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import RenderableType
 
-from .names import FILE, FORCE_HELP, NAME
-from .option_groups import GroupedCommand, GroupedOption
-from .outcome import reported
-
-EPILOG = """\b
-Examples:
-  mlxspec replay traces.jsonl --tokenizer my_model --chip "M3 Max"
-  mlxspec replay chats.jsonl --tokenizer tokenizer.model --decoder auto,vllm,transformers
-  mlxspec calibrate my_model --json > curve.json
-  mlxspec replay chats.jsonl --tokenizer my_model --curve curve.json
-  mlxspec replay *.jsonl --tokenizer my_model --html replay.html
-  mlxspec replay chats.jsonl --tokenizer my_model --decoder auto,hindsight
-
-A line of TRACES is an object with "messages", as in OpenAI-style chat logs, and optionally
-"category", "model" and "completions", the indices of the messages to replay.
-"""
-
-_work_option = partial(click.option, cls=GroupedOption, group="Work and machine")
-_output_option = partial(click.option, cls=GroupedOption, group="Output")
-
-
-@click.command(
-    "replay",
-    cls=GroupedCommand,
-    epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+from ..errors import OptionError
+from .options import DRAFTER, FILE, NAME, command, option_field, options_of
+from .output import (
+    FoldingTable,
+    ProgressBar,
+    ReportOptions,
+    print_tables,
+    ratio,
+    shown,
+    write_json,
 )
+
+if TYPE_CHECKING:
+    from ..eval.comparison import Comparison
+    from ..eval.replay import ReplayReport
+    from ..plan.cost_curve import CostCurve
+
+_ALL = "all"
+_DEFAULT_CHIP = "M4 Pro"
+_OWN = "own curve"
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """What to replay, and for which machine."""
+
+    tokenizer: str = option_field(
+        "--tokenizer MODEL",
+        "A model directory, a Hub repository, 'demo', or a tokenizer's file.",
+        required=True,
+        type=NAME,
+    )
+    chips: tuple[str, ...] = option_field(
+        "--chip NAME",
+        "A chip whose cost curve is known, or 'all'; repeatable.  [default: M4 Pro; with --html "
+        "all]",
+    )
+    curve: Path | None = option_field(  # noqa: RUF009
+        "--curve FILE", "A curve that mlxspec calibrate --json wrote."
+    )
+    limit: int = option_field(
+        "--limit N", "At most N conversations of a category, evenly spaced.", default=240
+    )
+    drafter: str | None = option_field(
+        DRAFTER, "Replay a drafter class of your own, too, alone and with auto."
+    )
+    decoders: str | None = option_field(
+        "--decoder A,B",
+        "The decoders to replay, or 'all'; 'hindsight' shows what is left to gain.  [default: "
+        "auto; with --html all]",
+    )
+
+
+@command("replay")
 @click.argument("traces", metavar="TRACES...", nargs=-1, required=True, type=FILE)
-@_work_option(
-    "--tokenizer",
-    required=True,
-    type=NAME,
-    metavar="MODEL",
-    help="A model directory, a Hub repository, 'demo', or a tokenizer's file.",
-)
-@_work_option(
-    "--chip",
-    "chips",
-    multiple=True,
-    metavar="NAME",
-    help="A chip whose cost curve is known, or 'all'; repeatable.  [default: M4 Pro; with "
-    "--html all]",
-)
-@_work_option(
-    "--curve", type=FILE, metavar="FILE", help="A curve that mlxspec calibrate --json wrote."
-)
-@_work_option(
-    "--limit",
-    type=int,
-    default=240,
-    metavar="N",
-    help="At most N conversations of a category, evenly spaced.",
-)
-@_work_option(
-    "--decoder",
-    "decoders",
-    metavar="A,B",
-    help="Whom to replay, or 'all'; 'hindsight' shows what is left to gain.  [default: auto; "
-    "with --html all]",
-)
-@_output_option("--json", "as_json", is_flag=True, help="Write one JSON object and no table.")
-@_output_option("--html", type=FILE, metavar="FILE", help="Write a page with plots as well.")
-@_output_option("--force", is_flag=True, help=FORCE_HELP)
-def replay_command(**options: Any) -> None:
+@options_of(ReplayOptions, "asked", "Work and machine")
+@options_of(ReportOptions, "shows", "Output")
+def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: ReportOptions) -> None:
     """Tell what each decoder would gain on recorded outputs.
 
     The recorded outputs are decoded again, with the drafter and the planner that decode, and
     the time of the steps is modelled by the cost of a step over M rows, T(M)/T(1).
-    """
-    with reported():
-        # Here, so that --help does not wait for the tokenizers.
-        from .replay_run import run_replay
 
-        run_replay(**options)
+    \b
+    Examples:
+      mlxspec replay traces.jsonl --tokenizer my_model --chip "M3 Max"
+      mlxspec replay chats.jsonl --tokenizer tokenizer.model --decoder auto,vllm,transformers
+      mlxspec calibrate my_model --json > curve.json
+      mlxspec replay chats.jsonl --tokenizer my_model --curve curve.json
+      mlxspec replay *.jsonl --tokenizer my_model --html replay.html
+      mlxspec replay chats.jsonl --tokenizer my_model --decoder auto,hindsight
+
+    A line of TRACES is an object with "messages", as in OpenAI-style chat logs, and optionally
+    "category", "model" and "completions", the indices of the messages to replay.
+    """
+    from ..draft.custom import load_drafter
+    from ..eval.comparison import chosen_policies, compare, replay_page
+    from ..eval.policies import AUTO, policies_with
+    from ..eval.traces import load_trace_tokenizer, read_completions
+
+    policies = chosen_policies(
+        asked.decoders if asked.decoders is not None else _ALL if shows.html else AUTO
+    )
+    if asked.drafter is not None:
+        policies |= policies_with(load_drafter(asked.drafter))
+    default = _ALL if shows.html else _DEFAULT_CHIP
+    if asked.chips and asked.curve:
+        raise OptionError("--chip and --curve are given together: choose one")
+    curves, sources = _curves(asked.chips or (default,), asked.curve)
+    shows.check()
+    tokenizer = load_trace_tokenizer(asked.tokenizer)
+    completions = read_completions(traces, tokenizer, asked.limit)
+    with ProgressBar("Replaying") as on_progress:
+        comparison = compare(completions, tokenizer.classes, policies, curves, on_progress)
+
+    def show() -> None:
+        if shows.as_json:
+            write_json(_report(comparison))
+        else:
+            print_tables(_tables(comparison))
+
+    shows.show(show, lambda: replay_page(comparison, policies, sources))
+
+
+def _report(comparison: Comparison) -> dict[str, Any]:
+    """The figures of the first decoder on the first chip, and below ``comparison`` of all."""
+    entries = [
+        {"chip": chip, "decoder": name, **asdict(report)}
+        for chip, reports in comparison.items()
+        for name, report in reports.items()
+    ]
+    return {**entries[0], "comparison": entries}
+
+
+def _curves(
+    chips: tuple[str, ...], file: Path | None
+) -> tuple[dict[str, CostCurve], dict[str, str]]:
+    """Curves and their sources by name."""
+    from ..eval.comparison import read_curve
+    from ..plan.chips import chip_curve, chip_names, chip_source
+
+    if file:
+        return {_OWN: read_curve(file)}, {_OWN: "measured on the user's machine"}
+    names = chip_names() if _ALL in chips else chips
+    return (
+        {name: chip_curve(name) for name in names},
+        {name: chip_source(name) for name in names},
+    )
+
+
+def _tables(comparison: Comparison) -> Iterator[RenderableType]:
+    from ..eval.comparison import verdict
+
+    for chip, reports in comparison.items():
+        yield shown(f"Modelled on: {chip}")
+        yield _sets(reports)
+        yield _decoders(reports)
+    yield from map(shown, verdict(comparison))
+
+
+def _sets(reports: Mapping[str, ReplayReport]) -> RenderableType:
+    """Speed by set and decoder."""
+    result = FoldingTable(
+        *("set", "outputs", "tokens", *map(_label, reports)),
+        caption="speed against plain decoding",
+    )
+    for name, first in next(iter(reports.values())).sets.items():
+        speeds = [ratio(report.sets[name].speedup) for report in reports.values()]
+        result.add_row(shown(name), str(first.completions), f"{first.tokens:,}", *speeds)
+    return result
+
+
+def _decoders(reports: Mapping[str, ReplayReport]) -> RenderableType:
+    result = FoldingTable(
+        *("decoder", "speed", "worst set", "outputs below 0.98"),
+        *("tokens per step", "rows per step"),
+        caption="speed: geometric mean over the sets; share: mean over the sets",
+    )
+    for name, report in reports.items():
+        worst = min(report.sets, key=lambda one: report.sets[one].speedup)
+        result.add_row(
+            _label(name),
+            ratio(report.speedup),
+            f"{shown(worst)} {ratio(report.worst)}",
+            f"{report.share_below_098:.1%}",
+            f"{report.tokens_per_step:.2f}",
+            f"{report.rows_per_step:.2f}",
+        )
+    return result
+
+
+def _label(decoder: str) -> str:
+    from ..eval.policies import HINDSIGHT
+
+    return f"{decoder} (unreachable)" if decoder == HINDSIGHT else decoder

@@ -16,8 +16,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..engine.caches import parts
+from ..engine.params import LogitsProcessor, Sampler
 from ..engine.positions import context_length
-from ..engine.sampling import LogitsProcessor, Sampler
 from ..engine.target import Capability
 from ..errors import OptionError
 from ..generation.decoders import AutoDecoder

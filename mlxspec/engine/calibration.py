@@ -9,14 +9,13 @@ from collections import abc
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
-from ..draft.drafter import Drafter, VerifiedStep
-from ..draft.tree import DraftTree
+from ..draft.drafter import Drafter, DraftTree, VerifiedStep
 from ..errors import OptionError
 from ..plan.measurement import MeasurementPlan, RowsTime, ShareDone, measure
 from .capability import chain_capability
 from .chooser import Chooser
+from .params import SamplingParams
 from .positions import context_length
-from .sampling import SamplingParams
 from .step import Sequence, decode
 from .target import Progress, Target, target_for, vocabulary_size
 

@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..draft.drafter import Drafter, NoDraft
 from ..draft.prompt_lookup import PromptLookupDrafter
-from ..engine.sampling import SamplingParams
+from ..engine.params import SamplingParams
 from ..engine.target import Progress
 from ..errors import OptionError
 from ..generation.decoder import Decoder
@@ -101,6 +101,13 @@ BACKENDS: dict[str, MakeBackend] = {
     "lookahead": _planned(LookaheadDecoder),
 }
 """By name; each is made from a loaded model and its tokenizer."""
+
+
+def backends_with(drafter: type[Drafter]) -> dict[str, MakeBackend]:
+    """A drafter class of the user's, alone and beside the default decoder's look-ups."""
+    auto = partial(AutoDecoder, memory_tokens=0, extra_drafter=drafter)
+    name = drafter.__name__
+    return {name: with_drafter(drafter), f"auto+{name}": _planned(auto)}
 
 
 def chosen_backends(names: str | None) -> dict[str, MakeBackend]:

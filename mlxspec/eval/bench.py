@@ -11,8 +11,8 @@ from functools import partial
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..engine.params import SamplingParams
 from ..engine.positions import context_length
-from ..engine.sampling import SamplingParams
 from ..errors import PromptError
 from ..generation.response import SpeculationStats
 from ..loading.chat_template import apply_template

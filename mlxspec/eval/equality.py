@@ -16,9 +16,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..draft.tree import DraftTree
+from ..draft.drafter import DraftTree
 from ..engine.chooser import Chooser
-from ..engine.sampling import SamplingParams
+from ..engine.params import SamplingParams
 
 NEAR_TIE_FLOAT32 = 1e-4
 """Gap between the two best perturbed logits below which a difference in float32 is rounding."""

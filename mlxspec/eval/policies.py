@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from ..draft.context_index import OutputMemory
-from ..draft.drafter import Drafter, VerifiedStep
+from ..draft.drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
 from ..draft.prompt_lookup import NgramIndex, PromptLookupDrafter
 from ..draft.suffix_index import SuffixIndex
-from ..draft.tree import DraftTree, TreeBuilder
 from ..plan.cost_curve import CostCurve, FixedCosts
+from ..plan.drafter_source import DrafterSource
 from ..plan.p_accept import AcceptanceModel
-from ..plan.planner import Planner
+from ..plan.planner import Planner, Source
 from ..plan.policy import trees_pay
 from ..plan.suffix_source import SuffixCandidates, SuffixSource
 from .replay import verify
@@ -334,10 +334,10 @@ class Policy:
     follows_costs: bool = False
 
 
-def _planned(task: Task, memory: OutputMemory | None = None) -> Planner:
+def _planned(task: Task, memory: OutputMemory | None = None, *others: Source) -> Planner:
     return Planner(
         FixedCosts(task.curve),
-        [SuffixSource(memory=memory, token_classes=task.classes)],
+        [SuffixSource(memory=memory, token_classes=task.classes), *others],
         branching=trees_pay(task.curve),
     )
 
@@ -395,3 +395,16 @@ POLICIES: dict[str, Policy] = {
     ),
 }
 """By name; a further one, with a drafter of any kind, is one entry."""
+
+
+def policies_with(drafter: type[Drafter]) -> dict[str, Policy]:
+    """A drafter class of the user's, alone and beside the default decoder's look-ups."""
+    name = drafter.__name__
+    return {
+        name: Policy("a drafter of your own", lambda task: drafter()),
+        f"auto+{name}": Policy(
+            "the default decoder, which drafts with it too",
+            lambda task: _planned(task, None, DrafterSource(drafter())),
+            follows_costs=True,
+        ),
+    }

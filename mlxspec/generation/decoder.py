@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import cached_property, partial
@@ -12,14 +11,20 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..draft.drafter import Drafter, NoDraft, checked_drafter
-from ..engine.capability import chain_capability, draft_end, find_capability, first_crossing
+from ..draft.custom import checked_drafter
+from ..draft.drafter import Drafter, NoDraft
+from ..engine.capability import (
+    capability_with,
+    chain_capability,
+    draft_end,
+    find_capability,
+    first_crossing,
+)
 from ..engine.chooser import Chooser
 from ..engine.costs import KeptCosts, costs_for
 from ..engine.draft_model import DraftModelDrafter
 from ..engine.positions import context_length
-from ..engine.prompt_cache import Loan, capability_with, fitting_caches
-from ..engine.prompt_cache_file import check_lengths
+from ..engine.prompt_cache import Loan
 from ..engine.step import Sequence as EngineSequence
 from ..engine.target import Capability, Target, target_for, vocabulary_size
 from ..errors import OptionError
@@ -27,15 +32,12 @@ from ..loading.detokenizer import detokenizer_of
 from ..loading.model import load
 from ..terminal import TokenPrinter
 from .options import CheckedOptions, GenerationOptions, Prompt, check_options, prompt_ids
-from .response import GenerationResponse, GenerationResult, StepTimes, Transcript
-from .responses import CacheOwner, NewCache, responses
+from .response import GenerationResponse, GenerationResult, Transcript
+from .responses import CacheOwner, Detokenizer, NewCache, OutputText, StepTimes, responses
 from .session import Session, SessionTurn
-from .text import Detokenizer, OutputText
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-_NEAR = 64  # positions; drafts are cut, but hardly one is deeper
 
 MakeDrafter = Callable[["Session | None"], Drafter]
 """Gives the drafter of one generation, in a session if there is one."""
@@ -88,7 +90,7 @@ class Decoder:
     @cached_property
     def capability(self) -> Capability:
         """What drafts the model can verify; found out on first use, with a few forwards."""
-        return find_capability(self.model, self.draft_end)
+        return find_capability(self.model, self.draft_end).capability
 
     @cached_property
     def chain_capability(self) -> Capability:
@@ -268,7 +270,8 @@ class Decoder:
                 max_tokens=max_tokens,
                 ends=output.add,
                 n_cached=n_cached,
-                deepest_draft=self._deepest_draft,
+                first_crossing=self._first_crossing,
+                draft_end=lambda: self.draft_end,
             )
 
         owner = around(self._owner(tokens, drafter, checked), tokens)
@@ -292,19 +295,10 @@ class Decoder:
             return NewCache(lambda: new_target(capability, self.vocab_size, options.cache))
 
         def continued(caches: Sequence[Any]) -> Target:
-            lent = fitting_caches(caches, self.model)
-            check_lengths(lent, "prompt_cache")
-            with_them = capability_with(lent, capability)
-            return new_target(with_them, self.vocab_size, options.cache, lent)
+            with_them = capability_with(caches, capability)
+            return new_target(with_them, self.vocab_size, options.cache, caches)
 
-        return LentCaches(Loan(options.prompt_cache), len(tokens), continued)
-
-    def _deepest_draft(self, length: int) -> int:
-        """How many tokens deep a draft may be that follows so many positions."""
-        room = self._first_crossing - 1 - length
-        if room < _NEAR:
-            room = sys.maxsize if self.draft_end is None else self.draft_end - 1 - length
-        return max(0, room)
+        return LentCaches(Loan(options.prompt_cache, self.model), len(tokens), continued)
 
     @cached_property
     def _first_crossing(self) -> int:

@@ -158,3 +158,12 @@ def test_references_are_compared_with_every_output(endless: Path, tmp_path: Path
     scores = json.loads(result.stdout)["categories"]["prompts"]["rouge"]
     assert scores["plain"] == scores["lookup"]
     assert scores["plain"]["rouge1"] > 0.5
+
+
+def test_a_drafter_of_ones_own_takes_part_alone_and_with_auto(endless: Path, prompts: Path) -> None:
+    own = ("--decoders", "lookup", "--drafter", "mlxspec:PromptLookupDrafter")
+    result = bench(endless, "--prompts", prompts, *QUICK, *own, "--json")
+    assert result.exit_code == 0, result.stderr
+    decoders = json.loads(result.stdout)["decoders"]
+    assert list(decoders) == ["plain", "lookup", "PromptLookupDrafter", "auto+PromptLookupDrafter"]
+    assert all(figures["outputs"]["different"] == 0 for figures in decoders.values())

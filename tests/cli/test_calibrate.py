@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from mlxspec.cli import calibration_report, cost_picture
+from mlxspec.cli import cost_plots
 from mlxspec.cli.calibrate import calibrate_command
-from mlxspec.cli.measuring_progress import MeasuringProgress
+from mlxspec.cli.output import ProgressBar
+from mlxspec.engine import calibration, capability
 from mlxspec.engine.capability import Capability
 from mlxspec.plan.measurement import RowsTime
 
@@ -43,7 +44,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
         on_progress(1.0)
         return TIMES
 
-    monkeypatch.setattr(calibration_report, "calibrate", calibrate)
+    monkeypatch.setattr(calibration, "calibrate", calibrate)
     return contexts
 
 
@@ -122,7 +123,7 @@ def test_a_measurement_of_plain_steps_alone_replaces_no_better_one(
     endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
 ):
     calibrate(endless)
-    monkeypatch.setattr(calibration_report, "calibrate", lambda *_, **__: TIMES[:1])
+    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: TIMES[:1])
     result = calibrate(endless)
     assert result.exit_code == 0
     assert "verifies no drafts" not in result.stdout
@@ -152,7 +153,7 @@ def test_ctrl_c_leaves_the_cache_as_it_was(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(calibration_report, "calibrate", interrupted)
+    monkeypatch.setattr(calibration, "calibrate", interrupted)
     assert calibrate(endless).exit_code == 130
     assert path.read_bytes() == before
     assert [entry for entry in cache_directory.rglob("*") if entry.is_file()] == [path]
@@ -176,9 +177,9 @@ def test_a_spoiled_cache_file_is_one_note(
 def test_a_model_without_drafts_has_a_table_and_no_plot(
     endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(calibration_report, "calibrate", lambda *_, **__: TIMES[:1])
+    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: TIMES[:1])
     assert "verifies no drafts" not in calibrate(endless).stdout  # a window without room for them
-    monkeypatch.setattr(calibration_report, "chain_capability", lambda model: Capability.PLAIN)
+    monkeypatch.setattr(capability, "chain_capability", lambda model: Capability.PLAIN)
     result = calibrate(endless)
     assert "verifies no drafts" in result.stdout
     assert "over M rows" not in result.stdout
@@ -208,7 +209,7 @@ def test_a_picture_that_cannot_be_made_is_refused_before_measuring(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(cost_picture, "find_spec", lambda name: object())
+    monkeypatch.setattr(cost_plots, "find_spec", lambda name: object())
     for path, reason in ((tmp_path, "a directory"), (tmp_path / "no" / "a.png", "no directory")):
         result = calibrate(endless, "--png", path)
         assert result.exit_code == 1
@@ -216,7 +217,7 @@ def test_a_picture_that_cannot_be_made_is_refused_before_measuring(
         assert result.stderr.count("\n") == 1
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert "no permission" in calibrate(endless, "--svg", tmp_path / "a.svg").stderr
-    monkeypatch.setattr(cost_picture, "find_spec", lambda name: None)
+    monkeypatch.setattr(cost_plots, "find_spec", lambda name: None)
     result = calibrate(endless, "--png", tmp_path / "a.png")
     assert result.stderr == "Error: --png needs matplotlib: pip install 'mlxspec[plots]'\n"
     assert measurements == []
@@ -225,7 +226,7 @@ def test_a_picture_that_cannot_be_made_is_refused_before_measuring(
 def test_a_picture_shows_one_curve(
     endless: Path, measurements: list[int | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(cost_picture, "find_spec", lambda name: object())
+    monkeypatch.setattr(cost_plots, "find_spec", lambda name: object())
     result = calibrate("--show", "--png", tmp_path / "a.png")
     assert result.exit_code == 1
     assert "a picture shows one curve, and there are 0" in result.stderr
@@ -258,7 +259,7 @@ def test_the_bar_is_drawn_on_a_terminal_only_and_erased(capsys: pytest.CaptureFi
         console = Console(
             file=sys.stdout, force_terminal=interactive, force_interactive=interactive, width=40
         )
-        with MeasuringProgress(console) as progress:
+        with ProgressBar("Measuring", console=console) as progress:
             progress(0.5)
         drawn = capsys.readouterr().out
         assert ("50%" in drawn) == interactive

@@ -15,8 +15,7 @@ from select import select
 import pytest
 from click.testing import CliRunner, Result
 
-from mlxspec.cli.chat import chat_command
-from mlxspec.cli.chat_input import ChatInput
+from mlxspec.cli.chat import ChatInput, chat_command
 from tests.cli.test_process import ROOT, Window
 
 pytestmark = pytest.mark.slow

@@ -135,8 +135,8 @@ def test_an_answer_of_one_token_is_explained(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--steps", 0), "--steps is 0: show at least 1"),
-        (("--skip", -1), "--skip is -1: 0 begins"),
+        (("--steps", 0), "--steps is 0: it is at least 1"),
+        (("--skip", -1), "--skip is -1: it is at least 0"),
         (
             ("--skip", 50, "--max-tokens", 10, "--decoder", "plain"),
             "--skip is 50: the output has 10",

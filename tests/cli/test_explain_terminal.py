@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+import math
 import re
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
-from mlxspec.cli.explain_terminal import print_explained
+from mlxspec.cli.explain_terminal import outline, print_explained
+from mlxspec.cli.explained import Fate, Node, nodes_of
+from mlxspec.draft.drafter import DraftTree, VerifiedStep
 from mlxspec.draft.recording import RecordedStep
-from mlxspec.draft.tree import DraftTree
 from tests.support.explained_steps import Letters, explained, lookahead_step, verified
 
 TREE = """\
@@ -135,3 +140,66 @@ def test_a_terminal_without_unicode_gets_ascii():
     assert "t-2  a x y z" in shown
     widths = [len(line.rstrip()) for line in shown.splitlines()]
     assert widths == list(map(len, printed(lookahead_step(), width=60).splitlines()))
+
+
+def nodes_in(step: VerifiedStep) -> list[Node]:
+    return nodes_of(RecordedStep(step, ("",) * len(step.tree), {}))
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> VerifiedStep:
+    """Walks over random trees."""
+    size = draw(st.integers(1, 40))
+    parents = [-1] + [draw(st.integers(0, node - 1)) for node in range(1, size)]
+    letters = st.sampled_from("abc")
+    tree = DraftTree(tuple(ord(draw(letters)) for _ in parents), tuple(parents))
+    return verified(tree, "".join(draw(letters) for _ in parents))
+
+
+@given(steps())
+def test_every_node_stands_on_one_line_below_its_parent_and_the_bonus_token_once(
+    step: VerifiedStep,
+) -> None:
+    lines = [(*line.nodes, *line.branch) for line in outline(nodes_in(step))]
+    listed = [node for line in lines for node in line]
+    assert sorted(listed) == list(range(len(step.tree) + 1))  # the last is the bonus token
+    seen: set[int] = set()
+    for node in listed:
+        assert node in (0, len(step.tree)) or step.tree.parents[node] in seen
+        seen.add(node)
+
+
+@given(steps())
+def test_lines_are_runs_of_parents_and_children(step: VerifiedStep) -> None:
+    for line in outline(nodes_in(step)):
+        for run in (line.nodes, (line.nodes[-1], *line.branch)):
+            for parent, child in pairwise(run):
+                assert step.tree.parents[child] == parent
+
+
+@given(steps())
+def test_a_line_is_accepted_as_a_whole_or_not_at_all(step: VerifiedStep) -> None:
+    for line in outline(nodes_in(step)):
+        accepted = {node in step.accepted for node in line.nodes}
+        assert accepted == {nodes_in(step)[line.nodes[0]].fate is Fate.ACCEPTED}
+        assert not set(line.branch) & set(step.accepted)
+
+
+@given(steps())
+def test_the_indentation_grows_with_the_logarithm_of_the_size(step: VerifiedStep) -> None:
+    deepest = max(len(line.guides) for line in outline(nodes_in(step))) / 2
+    assert deepest <= math.log2(len(step.tree)) + 2
+
+
+def test_a_trunk_of_any_length_runs_straight_down() -> None:
+    branches = [[1] * length + [2, 3] for length in range(2000)]
+    step = verified(DraftTree.from_branches(0, branches), "?" * 6000)
+    lines = list(outline(nodes_in(step)))
+    assert sum(len(line.nodes) + len(line.branch) for line in lines) == len(step.tree) + 1
+    assert max(len(line.guides) for line in lines) == 2
+
+
+def test_behind_the_end_of_the_output_nothing_is_rejected_and_no_bonus_token_stands() -> None:
+    tree = DraftTree((1, 2, 3), (-1, 0, 1))
+    step = VerifiedStep(tree, (2, 9, 9), (2, 9, 9), (1,), (2,))  # token 2 ended the output
+    assert [node.fate for node in nodes_in(step)] == [Fate.ROOT, Fate.ACCEPTED, Fate.UNREACHED]

@@ -7,8 +7,8 @@ import json
 import pytest
 from click.testing import CliRunner, Result
 
-from mlxspec.cli import model_report
 from mlxspec.cli.main import main
+from mlxspec.loading import model as loading
 from tests.support.architectures import ARCHITECTURES
 
 
@@ -29,7 +29,7 @@ def test_the_demo_model_verifies_trees() -> None:
     ("name", "lines"),
     [
         ("gemma3", ["the latest 16 positions, 2 KiB at most", "all positions, 128 bytes each"]),
-        ("mamba2", ["2 × ArraysCache: state", "however long the context", "run once more"]),
+        ("mamba2", ["2 × ArraysCache: state", "however long the context", "run again"]),
         ("gpt2", ["one continuation", "in a row at position 0", "64 tokens"]),
         ("llama4", ["3 × ChunkedKVCache: the latest 16 positions", "takes no tree's mask"]),
         ("deepseek_v32", ["2 × KVCache", "several continuations"]),
@@ -40,7 +40,7 @@ def test_the_screen_says_what_a_model_caches_and_verifies(
     name: str, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ARCHITECTURES[name].model()
-    monkeypatch.setattr(model_report, "load", lambda path: (model, None))
+    monkeypatch.setattr(loading, "load", lambda path: (model, None))
     result = inspect("some/model")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith("some/model\n")
@@ -54,7 +54,7 @@ def test_a_quantised_models_layers_are_counted(monkeypatch: pytest.MonkeyPatch) 
 
     model = ARCHITECTURES["llama3"].model()
     nn.quantize(model, 32, 4)
-    monkeypatch.setattr(model_report, "load", lambda path: (model, None))
+    monkeypatch.setattr(loading, "load", lambda path: (model, None))
     report = json.loads(inspect("x", "--json").stdout)
     (kind,) = report["quantisation"]
     assert (kind["bits"], kind["group_size"]) == (4, 32)

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from mlxspec.cli.replay import replay_command
 from mlxspec.eval.policies import POLICIES
-from mlxspec.plan.cost_curve import chip_names
+from mlxspec.plan.chips import chip_names
 
 TOKENIZER = Path(__file__).parents[2] / "mlxspec" / "demo_model"
 FIGURES = ("speedup", "worst", "share_below_098", "tokens_per_step", "rows_per_step")
@@ -221,3 +221,13 @@ def test_directory_and_tokenizer_model_give_the_same(traces: Path) -> None:
         for path in (TOKENIZER, TOKENIZER / "tokenizer.model")
     )
     assert first == second
+
+
+def test_a_drafter_of_ones_own_is_replayed_alone_and_with_auto(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps(chat("a b c d", "a b c d a b c d")))
+    own = ("--drafter", "mlxspec:PromptLookupDrafter", "--decoder", "prompt-lookup")
+    result = replay(log, "--tokenizer", TOKENIZER, *own, "--json")
+    assert result.exit_code == 0, result.stderr
+    figures = {one["decoder"]: one["speedup"] for one in json.loads(result.stdout)["comparison"]}
+    assert list(figures) == ["prompt-lookup", "PromptLookupDrafter", "auto+PromptLookupDrafter"]

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.cli.answer import answer_together
+from mlxspec.cli.generate import answer_together
+from mlxspec.cli.prompts import PromptOptions
 from mlxspec.distributed.launch import launched_rank, uninterrupted
 from mlxspec.errors import PromptError
 
@@ -39,7 +40,7 @@ def test_the_rank_is_known_before_mlx_is_imported(
 
 def test_a_prompt_that_would_never_end_is_refused() -> None:
     with pytest.raises(PromptError, match="use --prompt-file"):
-        answer_together(prompt="-")
+        answer_together(prompt=PromptOptions(prompt="-"))
 
 
 def test_an_interrupt_comes_after_the_block() -> None:

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.draft.drafter import NoDraft
-from mlxspec.draft.tree import DraftTree
-from mlxspec.engine.caches import CacheOptions
+from mlxspec.draft.drafter import DraftTree, NoDraft
+from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.target import Capability, Target
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import TruthDrafter

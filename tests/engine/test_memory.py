@@ -9,8 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlxspec.draft.drafter import VerifiedStep
-from mlxspec.draft.tree import DraftTree
+from mlxspec.draft.drafter import DraftTree, VerifiedStep
 from mlxspec.engine.target import Capability
 from tests.support.drafters import TruthDrafter
 from tests.support.harness import run

@@ -11,12 +11,12 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 
 import mlxspec
-from mlxspec.draft.drafter import Drafter, NoDraft
+from mlxspec.draft.drafter import Drafter, DraftTree, NoDraft
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
-from mlxspec.draft.tree import DraftTree
 from mlxspec.engine.capability import Capability
-from mlxspec.engine.chooser import Chooser, History
+from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.sampling import SamplingParams
+from mlxspec.engine.shaping import History
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import demo
 from tests.support.drafters import HostileDrafter

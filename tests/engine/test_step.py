@@ -12,14 +12,13 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.draft.drafter import Drafter, NoDraft, VerifiedStep
+from mlxspec.draft.drafter import Drafter, DraftTree, NoDraft, VerifiedStep
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
-from mlxspec.draft.tree import DraftTree
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.target import Target
-from mlxspec.generation.response import StepTimes
+from mlxspec.generation.responses import StepTimes
 from tests.support.drafters import HostileDrafter, TruthDrafter
 from tests.support.harness import decode, new_target, plain, run
 

@@ -12,8 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.cli.cost_picture import drawn_curve
-from mlxspec.cli.cost_points import CostPoint
+from mlxspec.cli.cost_plots import CostPoint, drawn_curve
 from mlxspec.cli.main import main
 from mlxspec.errors import OptionError
 from mlxspec.eval.page import Chip, TreeDrawing, TreeNode, check_report, render, write_report

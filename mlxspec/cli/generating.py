@@ -1,0 +1,392 @@
+"""What the commands that generate share: their options, and the way from these to an output.
+
+A command with the options of a :class:`Generation` is called with one: it has been checked as
+far as that goes without a model, loads the model, and generates with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import click
+
+import mlxspec
+
+from ..engine.params import CacheOptions, SamplingParams
+from ..errors import OptionError
+from .options import DRAFTER, NAME, check_least, nested, option_field
+from .outcome import note
+from .output import ProgressBar
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+    from rich.console import Console
+
+    from ..distributed.leader import Leader
+    from ..draft.drafter import Drafter
+    from ..generation.decoder import Decoder
+    from ..generation.response import GenerationResponse
+    from ..store.learner import Learner
+
+# What options are of.
+LOOKUP, LOOKAHEAD, STORE, OWN = "prompt lookup", "lookahead", "store", "own drafter"
+DEMO = "demo"
+
+
+class _Choice(NamedTuple):
+    """A value of ``--decoder``.
+
+    Attributes:
+        decoder: the class in :mod:`mlxspec`.
+        measures: whether its drafts follow what steps cost.
+        takes: the options that are for it.
+        arguments: what its ``stream`` is told of them.
+    """
+
+    decoder: str
+    measures: bool
+    takes: tuple[str, ...]
+    arguments: Callable[[Drafting], dict[str, Any]]
+
+
+# Where no decoder is named, it is the first that takes the options which are given.
+_DECODERS = {
+    "auto": _Choice("AutoDecoder", True, (STORE, OWN), lambda _: {}),
+    "prompt-lookup": _Choice("PromptLookupDecoder", False, (LOOKUP,), lambda asked: asked.lookup),
+    "lookahead": _Choice("LookaheadDecoder", True, (LOOKAHEAD,), lambda asked: asked.sizes),
+    "combined": _Choice(
+        "CombinedDecoder",
+        True,
+        (STORE, LOOKUP, LOOKAHEAD),
+        lambda asked: {**asked.sizes, "drafter": asked.lookup_drafter},
+    ),
+    "plain": _Choice("PromptLookupDecoder", False, (), lambda _: {"n_draft": 0}),
+}
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How to draft, as it was asked for; None where an option is not given.
+
+    Raises:
+        OptionError: options contradict each other, or have impossible values.
+    """
+
+    decoder: str | None = option_field(
+        "--decoder",
+        "auto chooses each draft by its measured cost; prompt-lookup has fixed parameters; "
+        "lookahead drafts from the model's own guesses; combined is auto with lookahead.  "
+        "[default: auto, or the one whose option is given]",
+        type=click.Choice(list(_DECODERS)),
+    )
+    store: str | None = option_field(
+        "--store FILE",
+        "With auto and combined: draft from a file of 'mlxspec store' too.",
+        type=NAME,
+        of=STORE,
+    )
+    drafter: str | None = option_field(
+        DRAFTER,
+        "With auto: draft with a class of your own, too, wherever that pays.",
+        of=OWN,
+    )
+    learn: bool = option_field("--learn", "Add the output to the --store file.", default=False)
+    n_draft: int | None = option_field(
+        "--n-draft --prompt-lookup-num-tokens N",
+        "Draft tokens per step at most; 0 is plain decoding.  [default: 10]",
+        of=LOOKUP,
+    )
+    ngram_max: int | None = option_field(
+        "--ngram-max --max-matching-ngram-size N",
+        "Longest n-gram that is looked up in prompt and output.  [default: 3]",
+        of=LOOKUP,
+    )
+    ngram_min: int | None = option_field(
+        "--ngram-min N", "Shortest n-gram.  [default: 1]", of=LOOKUP
+    )
+    prompt_lookup_config: str | None = option_field(
+        "--prompt-lookup-config [N,N,[0]]",
+        "TensorRT-LLM's form of --n-draft and --ngram-max, in their place.",
+        of=LOOKUP,
+    )
+    window_size: str | None = option_field(
+        "-W --window-size --WINDOW_SIZE W",
+        "Lookahead: columns of the window, 0 for none, or auto: all sizes follow their measured "
+        "cost.  [default: auto]",
+        of=LOOKAHEAD,
+    )
+    ngram_size: int | None = option_field(
+        "-N --ngram-size --LEVEL N",
+        "Lookahead: length of the n-grams; with auto, at most.  [default: 5]",
+        of=LOOKAHEAD,
+    )
+    guess_set_size: int | None = option_field(
+        "-G --guess-set-size --GUESS_SET_SIZE G",
+        "Lookahead: n-grams kept for a token, -1 for 64.  [default: W, or 16 with auto]",
+        of=LOOKAHEAD,
+    )
+    pool_from_prompt: bool | None = option_field(
+        "--pool-from-prompt/--no-pool-from-prompt --POOL_FROM_PROMPT/--NO_POOL_FROM_PROMPT",
+        "Lookahead: start with the prompt's n-grams.  [default: yes]",
+        of=LOOKAHEAD,
+    )
+
+    def __post_init__(self) -> None:
+        for name, of in self._given():
+            takers = [kind for kind, choice in _DECODERS.items() if of in choice.takes]
+            if self.kind not in takers:
+                option = "--" + name.replace("_", "-")
+                raise OptionError(
+                    f"{option} is for --decoder {' and '.join(takers)}, not {self.kind}"
+                )
+        if self.learn and self.store is None:
+            raise OptionError("--learn adds to a store: name it with --store FILE")
+        _ = self.lookup_drafter, self.sizes  # which are checked
+
+    def _given(self) -> list[tuple[str, str]]:
+        """The options that were given and are for some decoders only, and what they are of."""
+        own = [(one.name, one.metadata.get("of")) for one in fields(self)]
+        return [(name, of) for name, of in own if of and getattr(self, name) is not None]
+
+    @cached_property
+    def kind(self) -> str:
+        """The decoder, by its name: the one that was asked for, or that takes the options."""
+        given = {of for _, of in self._given()} - {STORE}
+        fitting = (kind for kind, choice in _DECODERS.items() if given <= {*choice.takes})
+        return self.decoder or next(fitting, "auto")
+
+    @cached_property
+    def lookup(self) -> dict[str, Any]:
+        """The parameters of prompt lookup."""
+        from ..draft.prompt_lookup import parse_lookup_config
+
+        n_draft, ngram_max = _or(self.n_draft, 10), _or(self.ngram_max, 3)
+        if self.prompt_lookup_config is not None:
+            n_draft, ngram_max, _ = parse_lookup_config(self.prompt_lookup_config)
+        return {"n_draft": n_draft, "ngram_max": ngram_max, "ngram_min": _or(self.ngram_min, 1)}
+
+    @cached_property
+    def lookup_drafter(self) -> Drafter | None:
+        """Prompt lookup with its parameters, if any was given."""
+        from ..draft.prompt_lookup import lookup_drafter
+
+        given = any(of == LOOKUP for _, of in self._given())
+        return lookup_drafter(**self.lookup)[0] if given else None
+
+    @cached_property
+    def sizes(self) -> dict[str, Any]:
+        """The parameters of lookahead."""
+        from ..draft.lookahead import check_sizes
+
+        columns = _columns(self.window_size or "auto")
+        ngram_size, guess_set_size = _or(self.ngram_size, 5), self.guess_set_size
+        check_sizes(0 if columns == "auto" else columns, ngram_size, _or(guess_set_size, -1))
+        return {
+            "window_size": columns,
+            "ngram_size": ngram_size,
+            "guess_set_size": guess_set_size,
+            "pool_from_prompt": self.pool_from_prompt is not False,
+        }
+
+    def tell_what_is_idle(self, max_tokens: int) -> None:
+        """Say so where a device list is ignored, or lookahead's window never runs.
+
+        The window goes with drafts as deep as itself, W + N - 3 tokens in its first step, and no
+        draft reaches beyond the output's last token.
+        """
+        from ..draft.prompt_lookup import parse_lookup_config
+
+        if self.prompt_lookup_config is not None:
+            *_, ignored = parse_lookup_config(self.prompt_lookup_config)
+            if ignored:
+                note(ignored)
+        columns, ngram_size = self.sizes["window_size"], self.sizes["ngram_size"]
+        widest = max_tokens + 2 - ngram_size
+        wanted = LOOKAHEAD in _DECODERS[self.kind].takes and columns not in ("auto", 0)
+        if wanted and columns > widest:
+            note(
+                f"--window-size is {columns}: the window looks beyond the output's end and does "
+                f"not run; with --max-tokens {max_tokens} and n-grams of {ngram_size} choose "
+                f"{max(widest, 0)} at most"
+            )
+
+
+def _columns(text: str) -> int | Literal["auto"]:
+    """Understand ``--window-size``.
+
+    Raises:
+        OptionError: it is neither a number nor "auto".
+    """
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise OptionError(f"--window-size is {text!r}: give a number, or auto") from None
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What ends the output before it is full."""
+
+    stop: tuple[str, ...] = option_field("--stop TEXT", "End before TEXT; repeatable.", default=())
+    stop_tokens: tuple[int | str, ...] = option_field(
+        "--stop-token --extra-eos-token TOKEN",
+        "End at this token too, an id or a text of one token; repeatable.",
+        default=(),
+    )
+
+
+def _biases(texts: Sequence[str]) -> dict[int, float]:
+    parsed = {}
+    for text in texts:
+        token, _, value = text.partition("=")
+        try:
+            parsed[int(token)] = float(value)
+        except ValueError:
+            raise OptionError(
+                f"--logit-bias is {text!r}: write it as ID=VALUE, for example 42=-5"
+            ) from None
+    return parsed
+
+
+def _ids_or_texts(tokens: Sequence[str]) -> tuple[int | str, ...]:
+    return tuple(int(token) if token.isdecimal() else token for token in tokens)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A generation as it was asked for.
+
+    A command declares ``--model`` and ``--max-tokens`` itself.
+
+    Attributes:
+        model: a directory, a repository or "demo"; None takes the default.
+        max_tokens: how many tokens to generate at most.
+
+    Raises:
+        OptionError: ``max_tokens`` is below 1.
+    """
+
+    model: str | None
+    max_tokens: int
+    drafting: Drafting = field(metadata=nested(Drafting, "Drafting"))
+    ends: Ends = field(metadata=nested(Ends, "End of the output", stop_tokens=_ids_or_texts))
+    sampling: SamplingParams = field(
+        metadata=nested(SamplingParams, "Sampling", logit_bias=_biases)
+    )
+    caches: CacheOptions = field(metadata=nested(CacheOptions, "Memory"))
+
+    def __post_init__(self) -> None:
+        check_least(1, max_tokens=self.max_tokens)
+
+    @property
+    def plans(self) -> bool:
+        """Whether each draft is chosen by its cost."""
+        return STORE in _DECODERS[self.drafting.kind].takes
+
+    def load(self, console: Console, leader: Leader | None = None) -> Decoder:
+        """Load the model, and measure what its steps cost if that matters and is not known.
+
+        Args:
+            console: where a bar shows how far the measurement is.
+            leader: splits the model over its ranks.
+        """
+        from ..draft.custom import load_drafter
+
+        drafting, choice = self.drafting, _DECODERS[self.drafting.kind]
+        drafting.tell_what_is_idle(self.max_tokens)
+        name = model_or_default(self.model)
+        options: dict[str, Any] = {}
+        if drafting.drafter is not None:
+            options["extra_drafter"] = load_drafter(drafting.drafter)
+        with ProgressBar("Measuring step times", console=console) as bar:
+            if choice.measures:
+                options["on_measuring"] = bar
+            if self.plans:
+                options["store"] = None if self._begins_store() else drafting.store
+            loaded = leader.load(name) if leader else (name,)
+            decoder = getattr(mlxspec, choice.decoder)(*loaded, **options)
+            if self.plans or (choice.measures and drafting.sizes["window_size"] == "auto"):
+                _ = decoder.costs
+        return decoder
+
+    def _begins_store(self) -> bool:
+        """Whether this output is to be the store's first.
+
+        Another process that learns makes an empty file before it writes.
+        """
+        store = Path(self.drafting.store or "")
+        is_empty = not store.exists() or (store.is_file() and store.stat().st_size == 0)
+        return self.drafting.learn and is_empty
+
+    def learner(self, decoder: Decoder) -> AbstractContextManager[Learner | None]:
+        """What adds outputs to the store, where that is wanted."""
+        from ..store.learner import Learner
+
+        if not self.drafting.learn or self.drafting.store is None:
+            return nullcontext()
+        return Learner(self.drafting.store, decoder.tokenizer)
+
+    def stream(
+        self, decoder: Any, tokens: Sequence[int], max_tokens: int, **more: Any
+    ) -> Generator[GenerationResponse, None, None]:
+        """Generate with the decoder of :meth:`load`.
+
+        Args:
+            decoder: the decoder.
+            tokens: the prompt.
+            max_tokens: how many tokens there is room for; see :meth:`room`.
+            more: what :meth:`mlxspec.Decoder.decode` takes besides.
+        """
+        # XTC keeps line breaks and end tokens, as on mlx-lm's command line.
+        kept = [*decoder.tokenizer.encode("\n"), *decoder.tokenizer.eos_token_ids]
+        sampling = replace(self.sampling, xtc_special_tokens=kept)
+        options = {**vars(self.ends), **vars(self.caches), "sampling": sampling, **more}
+        own = _DECODERS[self.drafting.kind].arguments(self.drafting)
+        return decoder.stream(tokens, max_tokens, **own, **options)
+
+    def room(self, model: nn.Module, n_prompt: int) -> int:
+        """How many tokens the output may have, at least one, after so many of the prompt."""
+        from ..engine.positions import context_length
+
+        return room_for(context_length(model), n_prompt, self.max_tokens)
+
+    def tell_if_full(self, model: nn.Module, room: int, finish_reason: str | None) -> None:
+        """Say so where the output ends because the model's context is full."""
+        from ..engine.positions import context_length
+
+        if finish_reason == "length" and room < self.max_tokens:
+            length = context_length(model)
+            note(f"the model's context of {length:,} tokens is full: the output ends there")
+
+
+def model_or_default(model: str | None) -> str:
+    """The model that was asked for, or the one that answers where none was."""
+    return model or ("mlx_model" if Path("mlx_model").is_dir() else DEMO)
+
+
+def tell_of_default(asked: str | None) -> None:
+    """Say that the demo model answers, once there is no error left to come before the answer."""
+    if asked is None and model_or_default(asked) == DEMO:
+        note("no mlx_model directory here, so the bundled demo model answers (choose with --model)")
+
+
+def room_for(longest: int | None, n_prompt: int, max_tokens: int) -> int:
+    """How many tokens an output may have, at least one.
+
+    Args:
+        longest: the model's context in tokens, where it is known.
+        n_prompt: tokens of the prompt.
+        max_tokens: how many it may have in an empty context.
+    """
+    return max_tokens if longest is None else max(1, min(max_tokens, longest - n_prompt))

@@ -1,0 +1,171 @@
+"""What explained steps are made of: fates of nodes, lookahead's window, and looks of tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import mlx.core as mx
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from rich.cells import cell_len
+
+from mlxspec import load
+from mlxspec.cli.explained import (
+    Fate,
+    Pieces,
+    nodes_of,
+    shortened,
+    shortened_from_left,
+    telling_run,
+    window_levels,
+)
+from mlxspec.draft.drafter import DraftTree, VerifiedStep
+from mlxspec.draft.lookahead import LookaheadDrafter
+from mlxspec.draft.recording import RecordedStep, RecordingDrafter
+from mlxspec.generation.decoder import Decoder
+from tests.support.demo import demo_decoder
+from tests.support.explained_steps import lookahead_step
+
+
+def test_a_rejected_node_is_one_that_the_target_could_have_chosen_and_did_not() -> None:
+    nodes = nodes_of(lookahead_step())
+    fate = {chr(node.token): node.fate for node in nodes}
+    assert fate["a"] is Fate.ROOT
+    assert {letter for letter in fate if fate[letter] is Fate.ACCEPTED} == set("bc")
+    assert {letter for letter in fate if fate[letter] is Fate.REJECTED} == set("dmx")
+    assert {letter for letter in fate if fate[letter] is Fate.UNREACHED} == set("nyozp")
+
+
+def test_the_telling_run_has_walks_that_end_inside_their_drafts() -> None:
+    def chain(drafted: int, accepted: int) -> RecordedStep:
+        tree = DraftTree.chain(0, [1] * drafted)
+        walk = tuple(range(1, accepted + 1))
+        step = VerifiedStep(tree, (1,) * len(tree), (1,) * len(tree), walk, (1,) * (accepted + 1))
+        return RecordedStep(step, ("",) * len(tree), {})
+
+    plain, partly, whole, wrong = chain(0, 0), chain(5, 2), chain(9, 9), chain(5, 0)
+    assert telling_run([plain, whole, whole, partly, partly, wrong], 2) == 3
+    assert telling_run([plain, wrong, whole, plain], 1) == 2  # none is partly accepted
+    assert telling_run([plain, plain], 3) == 0
+
+
+PROMPT = "def sub("
+COLUMNS, LEVELS = 4, 3
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return demo_decoder(Decoder)
+
+
+@pytest.fixture(scope="module")
+def steps(decoder: Decoder) -> list[tuple[list[int], RecordedStep]]:
+    """The steps of a generation, each with the tokens before it."""
+    recorded: list[RecordedStep] = []
+    decoder.wrap_drafter = partial(RecordingDrafter, steps=recorded)
+    context = decoder.tokenizer.encode(PROMPT)
+    drafter = LookaheadDrafter(COLUMNS, LEVELS + 1, guess_set_size=2)
+    for _ in decoder.decode(context, drafter, max_tokens=20):
+        pass
+    result = []
+    for step in recorded:
+        result.append((list(context), step))
+        context.extend(step.verified.tokens)
+    return result
+
+
+def test_the_level_now_is_what_the_model_says_after_each_column(
+    decoder: Decoder, steps: list[tuple[list[int], RecordedStep]]
+) -> None:
+    full = [(context, step) for context, step in steps if len(window_levels(step)) == LEVELS + 1]
+    assert len(full) >= 2
+    for context, step in full[:2]:
+        *guesses, now = [[cell.token for cell in level.cells] for level in window_levels(step)]
+        assert guesses[0][0] == context[-1]
+        for column in range(COLUMNS):
+            # Level 0 up to the column, then the column: section 3 of the paper.
+            seen = guesses[0][1 : column + 1] + [level[column] for level in guesses[1:]]
+            logits = decoder.model(mx.array([context + seen]))[0, -1]
+            assert now[column] == mx.argmax(logits).item()
+
+
+def test_the_window_grows_by_a_level_a_step_until_it_is_full(
+    steps: list[tuple[list[int], RecordedStep]],
+) -> None:
+    levels = [[level.name for level in window_levels(step)] for _, step in steps[:4]]
+    assert levels == [
+        ["t−1", "now"],
+        ["t−2", "t−1", "now"],
+        ["t−3", "t−2", "t−1", "now"],
+        ["t−3", "t−2", "t−1", "now"],
+    ]
+
+
+def test_cells_know_their_place_and_whether_the_walk_came_by() -> None:
+    step = lookahead_step()
+    for height, level in enumerate(window_levels(step)):
+        assert [cell.place for cell in level.cells] == [height, height + 1, height + 2, height + 3]
+    became = [[cell.fate for cell in level.cells] for level in window_levels(step)]
+    assert became[0] == [Fate.ROOT, Fate.REJECTED, Fate.UNREACHED, Fate.UNREACHED]
+    assert became[2] == [None] * 4
+
+
+def test_a_row_that_was_not_verified_leaves_its_place_empty() -> None:
+    step = lookahead_step()
+    window = {place: node for place, node in step.window.items() if place != (1, 2)}
+    _, deepest, now = window_levels(RecordedStep(step.verified, step.origins, window))
+    assert [cell is None for cell in deepest.cells] == [False, False, True, False]
+    assert [cell is None for cell in now.cells] == [False, False, True, False]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> TokenizerWrapper:
+    return load("demo")[1]
+
+
+def pieces_of(tokenizer: TokenizerWrapper, text: str) -> list[str]:
+    pieces = Pieces(tokenizer)
+    return [pieces[token] for token in tokenizer.encode(text, add_special_tokens=False)]
+
+
+def test_the_pieces_of_a_text_join_to_it_with_its_white_space_in_signs(
+    tokenizer: TokenizerWrapper,
+) -> None:
+    pieces = pieces_of(tokenizer, "def f(a):\n    return\ta\r\n")
+    assert "".join(pieces) == "·def·f(a):↵····return⇥a␍↵"
+
+
+def test_parts_of_a_character_are_named_by_their_bytes(tokenizer: TokenizerWrapper) -> None:
+    assert "".join(pieces_of(tokenizer, "é")).endswith("<0xC3><0xA9>")
+
+
+def test_every_token_has_a_piece_that_takes_room_and_holds_no_space(
+    tokenizer: TokenizerWrapper,
+) -> None:
+    pieces = Pieces(tokenizer)
+    for token in [*range(len(tokenizer)), len(tokenizer), 10**6]:
+        assert cell_len(pieces[token]) > 0
+        assert not set(" \t\n\r\x1b") & set(pieces[token])
+    assert pieces[10**6] == "<1000000>"
+
+
+def test_a_text_stays_readable_on_one_line(tokenizer: TokenizerWrapper) -> None:
+    text = "say é:\n    a\x1b[2J\u202e"
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert Pieces(tokenizer).text(tokens).strip() == "say é:↵    a␛[2J�"
+
+
+@pytest.mark.parametrize("text", ["x" * 30, "語" * 15, "a語" * 10])
+@pytest.mark.parametrize("width", [8, 9, 24, 100])
+def test_shortened_texts_fit_and_say_that_something_is_missing(text: str, width: int) -> None:
+    for short, kept in (
+        (shortened(text, width), text.startswith),
+        (shortened_from_left(text, width), text.endswith),
+    ):
+        assert cell_len(short) <= width
+        if cell_len(text) <= width:
+            assert short == text
+        else:
+            assert "…" in short
+            assert kept(short.strip("…"))
+            assert cell_len(short) >= width - 1

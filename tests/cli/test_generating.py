@@ -1,0 +1,273 @@
+"""The options that the generating commands share, as the command line gives them."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from mlxspec import PromptLookupDecoder, load
+from mlxspec.cli.chat import chat_command
+from mlxspec.cli.explain import explain_command
+from mlxspec.cli.generating import Ends, Generation
+from mlxspec.cli.options import options_of
+from mlxspec.engine.params import CacheOptions, SamplingParams
+from tests.cli.test_generate import assert_one_line_error, generate, report
+from tests.support.scripted_model import EOS
+
+
+def taken(*arguments: object) -> Generation:
+    """What a command with these options makes of its arguments."""
+    results = []
+
+    @click.command()
+    @options_of(Generation, "generation")
+    def command(generation: Generation) -> None:
+        results.append(generation)
+
+    given = ("--model", "any", "--max-tokens", "9", *map(str, arguments))
+    for name, kind in (("--model", str), ("--max-tokens", int)):
+        command = click.option(name, type=kind)(command)
+    outcome = CliRunner().invoke(command, given, catch_exceptions=False)
+    assert outcome.exit_code == 0, outcome.output
+    return results[0]
+
+
+def test_without_options_it_is_greedy_with_seed_0() -> None:
+    generation = taken()
+    assert generation.sampling == SamplingParams(logit_bias={})
+    assert (generation.sampling.temp, generation.sampling.seed) == (0.0, 0)
+    assert generation.ends == Ends()
+    assert generation.caches == CacheOptions()
+
+
+def test_each_option_sets_its_field() -> None:
+    values: dict[str, Any] = {
+        "temp": 0.7,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        "min_tokens_to_keep": 2,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.2,
+        "repetition_penalty": 1.1,
+        "repetition_context_size": 30,
+        "presence_penalty": 0.2,
+        "presence_context_size": 31,
+        "frequency_penalty": -0.3,
+        "frequency_context_size": 32,
+        "seed": 9,
+    }
+    arguments = [part for name, value in values.items() for part in (_option(name), value)]
+    biases = ("--logit-bias", "5=-1.5", "--logit-bias", "7=-inf")
+    assert taken(*arguments, *biases).sampling == SamplingParams(
+        **values, logit_bias={5: -1.5, 7: -math.inf}
+    )
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def test_stop_tokens_are_ids_or_texts_under_either_name() -> None:
+    ends = taken("--stop-token", "17", "--extra-eos-token", "<|end|>", "--stop", "x").ends
+    assert ends == Ends(stop=("x",), stop_tokens=(17, "<|end|>"))
+
+
+def test_xtc_spares_line_breaks_and_end_tokens(endless: Path) -> None:
+    decoder = PromptLookupDecoder(endless)
+    told: list[SamplingParams] = []
+    decoder.stream = lambda *_, sampling, **__: told.append(sampling)  # type: ignore[method-assign]
+    taken("--xtc-probability", 0.5, "--decoder", "plain").stream(decoder, [1], 9)
+    assert {EOS, *decoder.tokenizer.encode("\n")} == set(told[0].xtc_special_tokens)
+
+
+@pytest.mark.parametrize("token", ["two", "id"])
+def test_a_stop_token_ends_the_output(endless: Path, token: str) -> None:
+    _, tokenizer = load(endless)
+    piece = " two"
+    (number,) = tokenizer.convert_tokens_to_ids([piece])
+    stop = number if token == "id" else piece
+    data = report("--model", endless, "--prompt", "a", "--stop-token", stop)
+    assert data["text"] == "one"
+    assert data["finish_reason"] == "stop"
+
+
+def test_a_forbidden_token_does_not_appear(endless: Path) -> None:
+    _, tokenizer = load(endless)
+    (number,) = tokenizer.convert_tokens_to_ids([" two"])
+    options = ("--model", endless, "--prompt", "a", "--max-tokens", 9)
+    assert number in report(*options)["tokens"]
+    assert number not in report(*options, "--logit-bias", f"{number}=-inf")["tokens"]
+
+
+def test_log_probabilities_stand_in_the_json(endless: Path) -> None:
+    options = ("--model", endless, "--prompt", "a", "--max-tokens", 6)
+    assert report(*options)["logprobs"] is None
+    data = report(*options, "--logprobs", 2)
+    assert len(data["logprobs"]) == 6
+    for token, entry in zip(data["tokens"], data["logprobs"], strict=True):
+        best, _ = entry["top"]
+        assert best == [token, entry["logprob"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--xtc-threshold", "0.9"), "--xtc-threshold is 0.9"),
+        (("--repetition-penalty", "-1"), "--repetition-penalty is -1.0"),
+        (("--frequency-context-size", "-2"), "--frequency-context-size is -2"),
+        (("--logit-bias", "five=1"), "--logit-bias is 'five=1': write it as ID=VALUE"),
+        (("--logit-bias", "5"), "--logit-bias is '5'"),
+        (("--logit-bias", "5=nan"), "--logit-bias of token 5 is nan"),
+        (("--logprobs", "3"), "add --json"),
+        (("--logprobs", "-3", "--json"), "--logprobs is -3"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_bad_option_is_one_line_before_any_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], named: str
+) -> None:
+    monkeypatch.setattr("mlxspec.generation.decoder.load", lambda name: 1 / 0)
+    assert_one_line_error(generate("--model", "any", "--prompt", "a", *arguments), named)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--stop-token", "nothing like it"), ("--logit-bias", "64=1")], ids=str
+)
+def test_a_token_that_the_model_lacks_is_one_line(endless: Path, arguments: tuple) -> None:
+    result = generate("--model", endless, "--prompt", "a", *arguments)
+    assert_one_line_error(result, "64" if "64=1" in arguments else "nothing like it")
+
+
+def test_json_stays_json_where_tokens_are_forbidden(endless: Path) -> None:
+    options = ("--max-tokens", 3, "--logprobs", 64, "--logit-bias", "5=-inf", "--json")
+    result = generate("--model", endless, "--prompt", "a", *options)
+    assert "Infinity" not in result.stdout
+    assert len(json.loads(result.stdout)["logprobs"][0]["top"]) == 63
+
+
+def test_lookahead_changes_the_steps_and_not_the_text(endless: Path) -> None:
+    options = ("--model", endless, "--prompt", "a", "--max-tokens", 40)
+    plain = report(*options, "--decoder", "plain")
+    for decoder in ("lookahead", "combined"):
+        drafted = report(*options, "--decoder", decoder, "--window-size", 4)
+        assert drafted["tokens"] == plain["tokens"]
+        assert drafted["stats"]["steps"] < 20
+    assert report(*options, "--decoder", "lookahead")["tokens"] == plain["tokens"]
+
+
+def test_the_names_of_paper_and_reference_mean_the_same(endless: Path) -> None:
+    options = ("--model", endless, "--prompt", "one two three four", "--max-tokens", 30)
+
+    def stats(*names: object) -> dict:
+        return report(*options, *names)["stats"]
+
+    ours = stats(
+        *("--window-size", 4, "--ngram-size", 4, "--guess-set-size", 2, "--no-pool-from-prompt")
+    )
+    assert stats("-W", 4, "-N", 4, "-G", 2, "--no-pool-from-prompt") == ours
+    reference = ("--WINDOW_SIZE", 4, "--LEVEL", 4, "--GUESS_SET_SIZE", 2)
+    assert stats(*reference, "--NO_POOL_FROM_PROMPT") == ours
+    assert stats(*reference, "--POOL_FROM_PROMPT") == stats(*reference) != ours
+
+
+def test_a_window_that_never_runs_is_told(endless: Path) -> None:
+    options = ("--model", endless, "--prompt", "a", "--max-tokens", 40, "-N", 5, "-G", 5)
+    widest = generate(*options, "-W", 37)
+    assert "Note" not in widest.stderr
+    # It ran: a window begins with W + N - 2 tokens, the current one included.
+    assert 40 in (time["rows"] for time in report(*options, "-W", 37)["step_times"])
+    wider = generate(*options, "-W", 38)
+    assert wider.exit_code == 0
+    assert "choose 37 at most" in wider.stderr
+    assert all(time["rows"] < 38 for time in report(*options, "-W", 38)["step_times"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("-W", "wide"), "--window-size is 'wide'"),
+        (("-W", "-1"), "--window-size is -1"),
+        (("-N", "1"), "--ngram-size is 1"),
+        (("-G", "0"), "--guess-set-size is 0"),
+        (("--decoder", "auto", "-G", "3"), "--guess-set-size is for --decoder lookahead"),
+        (("--decoder", "plain", "--no-pool-from-prompt"), "--pool-from-prompt is for"),
+        (("--decoder", "lookahead", "--n-draft", "3"), "--n-draft is for --decoder prompt-lookup"),
+        (("--decoder", "lookahead", "--store", "x"), "--store is for --decoder auto and combined"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_makes_no_sense_is_one_line_before_a_model_is_loaded(
+    options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxspec.generation.decoder.load", lambda name: 1 / 0)
+    result = generate("--model", "none", "--prompt", "a", *options)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+OWN = """
+from mlxspec import PromptLookupDrafter
+
+class {name}(PromptLookupDrafter):
+    def begin(self, prompt):
+        print("own drafter", file=__import__("sys").stderr)
+        super().begin(prompt)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A drafter class of the user's in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "own_drafter", raising=False)
+    (tmp_path / "own_drafter.py").write_text(OWN.format(name="Mine"))
+    return "own_drafter:Mine"
+
+
+def test_a_drafter_of_ones_own_drafts_and_changes_no_token(endless: Path, own: str) -> None:
+    options = ("--model", endless, "--prompt", "a", "--max-tokens", 40)
+    plain = report(*options, "--decoder", "plain")
+    result = generate(*options, "--drafter", own, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["tokens"] == plain["tokens"]
+    assert "own drafter" in result.stderr
+    for command in (chat_command, explain_command):
+        given = ["--model", str(endless), "--max-tokens", "9", "--drafter", own]
+        given += ["--prompt", "a"] if command is explain_command else []
+        result = CliRunner().invoke(command, given, input="a\n")
+        assert result.exit_code == 0, result.stderr
+        assert "own drafter" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        ("own_drafter", "--drafter is 'own_drafter': write it as module:Class"),
+        ("nowhere_at_all:Mine", "drafter nowhere_at_all:Mine: No module named"),
+        ("own_drafter:Nothing", "has no class Nothing"),
+        ("json:JSONDecoder", "no class JSONDecoder derived from mlxspec.Drafter"),
+    ],
+)
+def test_what_is_no_drafter_is_one_line_before_a_model_is_loaded(
+    own: str, drafter: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxspec.generation.decoder.load", lambda name: 1 / 0)
+    result = generate("--model", "none", "--prompt", "a", "--drafter", drafter)
+    assert_one_line_error(result, message)
+
+
+@pytest.mark.parametrize("others", [("--decoder", "plain"), ("--n-draft", 3), ("-W", 4)])
+def test_a_drafter_of_ones_own_goes_with_auto(own: str, others: tuple) -> None:
+    result = generate("--model", "none", "--prompt", "a", "--drafter", own, *others)
+    assert result.exit_code == 1
+    assert "is for --decoder" in result.stderr

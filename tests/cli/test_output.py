@@ -1,0 +1,168 @@
+"""Tables that fold, the consoles that say how wide they may be, bars, and words for numbers."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+
+import pytest
+from rich.console import Console
+from rich.progress import MofNCompleteColumn
+
+from mlxspec.cli.output import (
+    FoldingTable,
+    ProgressBar,
+    counted,
+    output_console,
+    print_tables,
+    size_in_words,
+)
+
+ROWS = [("copy a long text", "3", "1.59× (worst)"), ("free", "12", "1.00×")]
+
+
+def example() -> FoldingTable:
+    table = FoldingTable("set", "outputs", "speed", caption="speed against plain decoding")
+    for row in ROWS:
+        table.add_row(*row)
+    return table
+
+
+def printed(columns: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=columns, color_system=None)
+    console.print(example())
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> str:
+    stream = Terminal()
+    with monkeypatch.context() as context:
+        context.setattr(sys, "stdout", stream)
+        context.setenv("TERM", "xterm-256color")
+        print_tables([example(), "[bold]:smile:[/bold]"])
+    return stream.getvalue()
+
+
+def test_where_there_is_room_a_row_is_a_line() -> None:
+    lines = printed(80)
+    for row in ROWS:
+        assert any(all(cell in line for cell in row) for line in lines)
+
+
+def test_headings_are_broken_before_rows_are() -> None:
+    table = FoldingTable("set", "outputs below 0.98")
+    table.add_row("free", "1%")
+    console = Console(file=io.StringIO(), width=16, color_system=None)
+    console.print(table)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.split() for line in lines if "free" in line] == [["free", "1%"]]
+
+
+@pytest.mark.parametrize("columns", [28, 34])
+def test_in_a_narrow_window_a_row_is_a_block(columns: int) -> None:
+    lines = [line.rstrip() for line in printed(columns)]
+    assert max(map(len, lines)) <= columns
+    start = lines.index("free")
+    assert [line.split() for line in lines[start + 1 : start + 3]] == [
+        ["outputs", "12"],
+        ["speed", "1.00×"],
+    ]
+    # Figures end in one column.
+    assert len({len(line) for line in lines if line.startswith("  ")}) == 1
+
+
+def test_a_terminal_has_bold_and_dim_unless_no_color_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[" in on_a_terminal(monkeypatch)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in on_a_terminal(monkeypatch)
+
+
+def test_names_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "[bold]:smile:[/bold]" in on_a_terminal(monkeypatch)
+
+
+def test_a_pipe_breaks_no_line_unless_told_its_width(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    line = "word " * 200
+    output_console().print(line)
+    assert capsys.readouterr().out == f"{line}\n"
+    monkeypatch.setenv("COLUMNS", "40")
+    output_console().print(line)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 40
+
+
+def test_one_thing_is_singular() -> None:
+    assert [counted(number, "turn") for number in (0, 1, 2000)] == [
+        "0 turns",
+        "1 turn",
+        "2,000 turns",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"),
+    [(640, "640 bytes"), (3210, "3.2 kB"), (1_250_000, "1.2 MB"), (10**9, "1,000.0 MB")],
+)
+def test_a_small_size_is_not_nothing(nbytes: int, words: str) -> None:
+    assert size_in_words(nbytes) == words
+
+
+def drawn(interactive: bool, delay: float, duration: float) -> str:
+    """What appears of a prefill of one chunk that takes ``duration`` seconds."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=40, force_terminal=interactive, _environ={})
+    with ProgressBar("prefill", MofNCompleteColumn(), console=console, delay=delay) as progress:
+        progress(0, 100)
+        time.sleep(duration)
+        progress(100, 100)
+    return stream.getvalue()
+
+
+def wait_for_the_bar(stream: io.StringIO) -> None:
+    """Until it is there, however busy the machine; a test that waits too long fails."""
+    while "0/100" not in stream.getvalue():
+        time.sleep(0.01)
+
+
+def test_a_long_prefill_shows_a_bar_before_its_first_chunk_ends():
+    stream = io.StringIO()
+    console = Console(file=stream, width=40, force_terminal=True, _environ={})
+    with ProgressBar("prefill", MofNCompleteColumn(), console=console, delay=0.01) as progress:
+        progress(0, 100)
+        wait_for_the_bar(stream)
+        progress(100, 100)
+
+
+def test_a_short_prefill_shows_nothing():
+    assert drawn(interactive=True, delay=10, duration=0) == ""
+
+
+def test_what_is_no_terminal_gets_nothing():
+    assert drawn(interactive=False, delay=0.01, duration=0.1) == ""
+
+
+def test_an_interrupted_prefill_leaves_no_bar_behind():
+    stream = io.StringIO()
+    console = Console(file=stream, width=40, force_terminal=True, _environ={})
+    try:
+        with ProgressBar("prefill", MofNCompleteColumn(), console=console, delay=0.01) as progress:
+            progress(0, 100)
+            wait_for_the_bar(stream)
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    text = stream.getvalue()
+    assert text.endswith("\x1b[2K")  # the line is erased
+    time.sleep(0.3)
+    assert stream.getvalue() == text

@@ -1,0 +1,98 @@
+"""The caches of a step: what a commit costs, and what a snapshot gives back."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+
+from mlxspec.engine.caches import (
+    Snapshot,
+    TreeKVCache,
+    cut,
+    for_steps,
+    held_arrays,
+    is_trimmable,
+    keep_rows,
+    parts,
+)
+from mlxspec.engine.window_cache import WindowKVCache
+
+CONTEXT = 20_000
+
+
+def filled(cache: KVCache, length: int) -> KVCache:
+    rows = mx.random.normal((1, 2, length, 64), key=mx.random.key(0))
+    cache.update_and_fetch(rows, -rows)
+    mx.eval(cache.state[:2])
+    return cache
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_commit_moves_rows_without_copying_the_context(bits: int | None) -> None:
+    cache = for_steps(filled(KVCache(), CONTEXT + 8))
+    if bits:
+        cache = cache.to_quantized(64, bits)
+        mx.eval(cache.state[:2])
+    expected = [array[..., CONTEXT + 3, :].tolist() for array in held_arrays([cache])]
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    keep_rows([cache], CONTEXT, (0, 3, 5))
+    mx.eval(cache.state[:2])
+    assert mx.get_peak_memory() - before < cache.nbytes / 10
+    assert cache.offset == CONTEXT + 3
+    for array, row in zip(held_arrays([cache]), expected, strict=True):
+        assert array[..., CONTEXT + 1, :].tolist() == row
+
+
+def test_rows_that_stand_in_a_row_already_are_not_moved() -> None:
+    cache = for_steps(filled(KVCache(), 20))
+    keys = cache.keys
+    keep_rows([cache], 12, (0, 1, 2))
+    assert cache.keys is keys
+    assert cache.offset == 15
+
+
+def test_caches_in_lists_are_made_for_steps_too() -> None:
+    inner = filled(KVCache(), 5)
+    listed = for_steps(CacheList(ArraysCache(2), inner, RotatingKVCache(8)))
+    state, full, window = parts([listed])
+    assert isinstance(full, TreeKVCache)
+    assert isinstance(window, WindowKVCache)
+    assert full.offset == 5
+    assert mx.array_equal(full.keys, inner.keys)
+    assert not is_trimmable(state)
+    assert is_trimmable(full)
+    assert is_trimmable(window)
+
+
+def test_each_cache_is_cut_by_itself() -> None:
+    caches = [for_steps(filled(KVCache(), 9)), filled(KVCache(), 7), filled(KVCache(), 4)]
+    cut(caches, 5)
+    assert [cache.offset for cache in caches] == [5, 5, 4]
+
+
+class Counter:
+    """State of a kind that nobody knows, changed in place."""
+
+    def __init__(self) -> None:
+        self.sums = mx.zeros((3,))
+        self.seen: list[int] = []
+
+    def add(self, token: int) -> None:
+        self.sums[token] += 1
+        self.seen.append(token)
+
+
+def test_a_snapshot_gives_back_whatever_changed_as_often_as_needed() -> None:
+    known, unknown = ArraysCache(2), Counter()
+    known[0] = mx.array([1.0])
+    unknown.add(2)
+    snapshot = Snapshot([known, unknown])
+    for token in (0, 1):
+        known[0] = known[0] + 1
+        unknown.add(token)
+        snapshot.restore()
+        assert known[0].tolist() == [1.0]
+        assert unknown.sums.tolist() == [0.0, 0.0, 1.0]
+        assert unknown.seen == [2]
