@@ -17,6 +17,8 @@ from mlxspec.cli.main import main
 from mlxspec.cli.outcome import run_command
 from mlxspec.eval import page
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(mlxspec.__file__).parents[1]
 START = "from mlxspec.process import main; main()"
 LONG = "x" * 300

@@ -15,7 +15,7 @@ from mlxspec.generation.decoder import Decoder
 from tests.distributed.conftest import SECONDS, launched
 from tests.support.architectures import ARCHITECTURES
 from tests.support.harness import NEAR_TIES, assert_same_output, plain
-from tests.support.settings import ARCHITECTURE, ARCHITECTURE_PROMPT, PROMPT, SETTINGS
+from tests.support.rank import ARCHITECTURE, ARCHITECTURE_PROMPT, PROMPT, SETTINGS
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxspec.distributed.leader import Leader
 from mlxspec.errors import OptionError
 from mlxspec.generation.decoder import Decoder
-from tests.support.settings import PROMPT, SETTINGS
+from tests.support.rank import PROMPT, SETTINGS
 
 
 def test_a_prompt_cache_is_refused_where_the_model_is_split(small_model: Any) -> None:

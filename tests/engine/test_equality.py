@@ -18,6 +18,8 @@ from tests.support.harness import assert_same_output, plain, run
 from tests.support.llama2c import decode_llama2c, load_llama2c
 from tests.support.llamas import LLAMAS
 
+pytestmark = pytest.mark.slow
+
 BOS = 1
 TEMPERATURES = [0.0, 0.7, 1.0]
 RENAME = """[INST] Rename `total` to `river` in this code:

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.draft.drafter import DraftTree, NoDraft, VerifiedStep
+from mlxspec.draft.drafter import DraftTree, NoDraft
 from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.target import Capability, Target
 from tests.support.architectures import ARCHITECTURES
+from tests.support.drafters import TruthDrafter
 from tests.support.examples import examples
 from tests.support.harness import run
 
@@ -59,19 +60,18 @@ def model_of(kind: Kind) -> nn.Module:
     return architecture.model()
 
 
-class DrawnTrees:
+class DrawnTrees(TruthDrafter):
     """Drafts from recipes: each branch has true tokens, a wrong one, and more true ones."""
 
     pipelined = True
-    branching = True
 
     def __init__(self, truth: Sequence[int], recipes: list[list[tuple[int, int]]]) -> None:
-        self._truth = truth
+        super().__init__(truth)
         self._recipes = recipes
 
     def begin(self, prompt: Sequence[int]) -> None:
-        self._emitted = self._steps = 0
-        self._last = prompt[-1]
+        super().begin(prompt)
+        self._steps = 0
 
     def propose(self, max_depth: int) -> DraftTree:
         branches = self._recipes[self._steps % len(self._recipes)] if self._recipes else []
@@ -79,14 +79,10 @@ class DrawnTrees:
         return DraftTree.from_branches(self._last, [self._branch(*recipe) for recipe in branches])
 
     def _branch(self, right: int, after: int) -> list[int]:
-        ahead = list(self._truth[self._emitted : self._emitted + right + 1 + after])
+        ahead = self._truth[self._emitted : self._emitted + right + 1 + after]
         if right < len(ahead):
             ahead[right] = (ahead[right] + 1 + after) % VOCABULARY
         return ahead
-
-    def observe(self, step: VerifiedStep) -> None:
-        self._emitted += len(step.tokens)
-        self._last = step.tokens[-1]
 
     def end(self) -> None:
         pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -12,6 +11,7 @@ import pytest
 
 from mlxspec.draft.drafter import DraftTree, VerifiedStep
 from mlxspec.engine.target import Capability
+from tests.support.drafters import TruthDrafter
 from tests.support.harness import run
 from tests.support.random_models import MAMBA_2, random_model
 
@@ -29,12 +29,11 @@ MODELS = {
 }
 
 
-class WrongDrafts:
+class WrongDrafts(TruthDrafter):
     """Drafts what is certainly wrong, from so many emitted tokens on."""
 
-    branching = True
-
     def __init__(self, begin_at: int) -> None:
+        super().__init__([])
         self._begin_at = begin_at
         self.rejected = 0
 
@@ -42,17 +41,13 @@ class WrongDrafts:
     def pipelined(self) -> bool:
         return self._emitted < self._begin_at
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._emitted, self._last = 0, prompt[-1]
-
     def propose(self, max_depth: int) -> DraftTree:
         if self._emitted < self._begin_at or max_depth < 1:
             return DraftTree.chain(self._last)
         return DraftTree((self._last, *WRONG), (-1, 0, 0, 0))
 
     def observe(self, step: VerifiedStep) -> None:
-        self._emitted += len(step.tokens)
-        self._last = step.tokens[-1]
+        super().observe(step)
         self.rejected += step.drafted - len(step.accepted)
 
 

@@ -16,6 +16,8 @@ from mlxspec.errors import OptionError, PromptError
 from mlxspec.eval.equality import NEAR_TIE_FLOAT32, first_difference
 from tests.support.demo import demo_decoder
 
+pytestmark = pytest.mark.slow
+
 PROMPT = '[INST] Repeat the following phrase 4 times: "The red fox sees the river.". [/INST]'
 
 

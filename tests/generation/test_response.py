@@ -19,6 +19,8 @@ from mlxspec.errors import OptionError
 from mlxspec.generation.response import GenerationResponse, Transcript
 from tests.support.demo import demo_decoder
 
+pytestmark = pytest.mark.slow
+
 PROMPT = '[INST] Repeat the following phrase 4 times: "The red fox sees the river.". [/INST]'
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.local_hub import LocalHub, serve
 
+pytestmark = pytest.mark.slow
+
 # One JSON line for each repository: the names of the downloaded files, or the error.
 SCRIPT = """
 import json, sys

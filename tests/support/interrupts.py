@@ -45,7 +45,7 @@ def interrupted_anywhere(
     yield prepared
     for line in lines:
         again = prepare()
-        assert interrupted(line, functions, lambda: action(again))  # noqa: B023
+        assert _interrupted(line, functions, lambda: action(again))  # noqa: B023
         yield again
 
 
@@ -66,14 +66,10 @@ def _lines_run(functions: Iterable[FunctionType], action: Callable[[], object]) 
     return sorted({number for seen in visits.values() for number in (*seen[:2], seen[-1])})
 
 
-def interrupted(
+def _interrupted(
     lines: int, functions: Iterable[FunctionType], action: Callable[[], object]
 ) -> bool:
-    """Run an action, and interrupt it when so many lines of these functions have run.
-
-    Returns:
-        whether it has been interrupted; if not, it has run to its end.
-    """
+    """Interrupt an action when so many lines have run; whether it had not ended before."""
     left = lines
 
     def interrupt(frame: FrameType) -> None:

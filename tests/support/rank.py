@@ -1,4 +1,7 @@
-"""What the tests start as two ranks; rank 0 prints a JSON object."""
+"""What the tests start as two ranks, and the generations that one process must agree on.
+
+Rank 0 prints a JSON object.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -15,13 +20,44 @@ from mlx_lm.models.llama import Model, ModelArgs
 
 from mlxspec.distributed import group, leader, sharding
 from mlxspec.distributed.launch import let_rank_0_speak
+from mlxspec.draft.drafter import Drafter, NoDraft
+from mlxspec.draft.lookahead import LookaheadDrafter
+from mlxspec.draft.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine.capability import chain_capability
 from mlxspec.errors import LoadError
 from mlxspec.generation.decoder import Decoder
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import PartlyRightDrafter
 from tests.support.harness import run
-from tests.support.settings import ARCHITECTURE, ARCHITECTURE_PROMPT, PROMPT, SETTINGS
+
+ARCHITECTURE = "qwen3_5"
+"""One whose state cannot be cut back: accepted tokens of a rejected draft run again."""
+ARCHITECTURE_PROMPT = [5, 9, 3, 5, 9]
+
+PROMPT = [1, *range(300, 320), *range(300, 306)]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One generation: a new drafter, and the options of :meth:`mlxspec.Decoder.decode`."""
+
+    drafter: Callable[[], Drafter]
+    options: dict[str, Any]
+
+
+SETTINGS = {
+    "plain": Settings(NoDraft, {"max_tokens": 12}),
+    "lookup": Settings(lambda: PromptLookupDrafter(4, 2, 1), {"max_tokens": 18}),
+    "lookahead": Settings(lambda: LookaheadDrafter(3, 3, 3), {"max_tokens": 12}),
+    "sampled": Settings(
+        lambda: PromptLookupDrafter(3, 2, 1),
+        {"max_tokens": 14, "temp": 0.2, "top_p": 0.9, "seed": 5, "repetition_penalty": 1.05},
+    ),
+    "quantised": Settings(
+        lambda: PromptLookupDrafter(3, 2, 1),
+        {"max_tokens": 12, "kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 30},
+    ),
+}
 
 
 def main() -> None:
