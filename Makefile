@@ -4,17 +4,24 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRA := $(if $(filter Linux,$(shell uname -s)),cpu)
 comma := ,
+# A file's tests share what they have loaded, so they run in one process.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # On a terminal the demo is in colour; so it is in a log, where one wants to see it too.
 DEMO_PROMPT := Repeat the following phrase 10 times: "The quick brown fox jumps over the lazy dog.". Don't say anything else.
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test check lint format bench clean
 
 demo: $(VENV)/.run
 	$(BIN)/python decoder.py --model demo --decoder prompt-lookup --color --max-tokens 250 --prompt '$(subst ','\'',$(DEMO_PROMPT))'
 
+# All that CI checks, in two processes: style, types and every test.
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+# For each commit, about a minute: style, types and the tests that are not marked slow.
+check: lint
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

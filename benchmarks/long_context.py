@@ -21,8 +21,7 @@ import mlxspec  # noqa: F401  (before mlx.core, for OpenBLAS)
 # isort: split
 import mlx.core as mx
 
-from mlxspec.draft.drafter import VerifiedStep
-from mlxspec.draft.tree import DraftTree
+from mlxspec.draft.drafter import DraftTree, VerifiedStep
 from mlxspec.engine.caches import TreeKVCache, TreeQuantizedKVCache, keep_rows
 from mlxspec.engine.tree_attention import OpenMask, TreeRows
 from mlxspec.plan.chips import chip_curve

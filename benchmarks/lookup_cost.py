@@ -14,9 +14,8 @@ import random
 import time
 from statistics import median
 
-from mlxspec.draft.drafter import VerifiedStep
+from mlxspec.draft.drafter import DraftTree, VerifiedStep
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
-from mlxspec.draft.tree import DraftTree
 
 STEPS = 2000
 EMITTED = 3

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+from mlxspec.draft.drafter import DraftTree
 from mlxspec.draft.suffix_index import SuffixIndex
-from mlxspec.draft.tree import DraftTree
 from mlxspec.eval.replay import replay
 from mlxspec.plan.chips import chip_curve
 from mlxspec.plan.cost_curve import FixedCosts

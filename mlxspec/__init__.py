@@ -11,10 +11,9 @@ if TYPE_CHECKING:
     from .compat.batch import batch_generate
     from .compat.generation import generate, stream_generate
     from .draft.combined import CombinedDrafter
-    from .draft.drafter import Drafter, VerifiedStep
+    from .draft.drafter import Drafter, DraftTree, VerifiedStep
     from .draft.lookahead import LookaheadDrafter
     from .draft.prompt_lookup import PromptLookupDrafter
-    from .draft.tree import DraftTree
     from .engine.draft_model import DraftModelDrafter
     from .engine.params import SamplingParams, pure
     from .engine.prompt_cache_file import load_prompt_cache, save_prompt_cache
@@ -78,7 +77,7 @@ _HOMES = {
     "VerifiedStep": ".draft.drafter",
     "LookaheadDrafter": ".draft.lookahead",
     "PromptLookupDrafter": ".draft.prompt_lookup",
-    "DraftTree": ".draft.tree",
+    "DraftTree": ".draft.drafter",
     "DraftModelDrafter": ".engine.draft_model",
     "load_prompt_cache": ".engine.prompt_cache_file",
     "save_prompt_cache": ".engine.prompt_cache_file",

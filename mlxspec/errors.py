@@ -5,6 +5,7 @@ catches :class:`MlxspecError`, or the subclass of the stage that failed.
 """
 
 _LONGEST = 1000  # characters of a message
+_LONGEST_NAME = 120
 
 
 def shortened(message: str) -> str:
@@ -12,6 +13,11 @@ def shortened(message: str) -> str:
     if len(message) <= _LONGEST:
         return message
     return f"{message[: _LONGEST * 6 // 10]} ... {message[-_LONGEST * 3 // 10 :]}"
+
+
+def printable(name: object) -> str:
+    """A name from a file as a message may repeat it: no control characters, and not too long."""
+    return ascii(str(name)[:_LONGEST_NAME])[1:-1]
 
 
 class MlxspecError(Exception):

@@ -3,14 +3,19 @@
 import os
 
 # Equality tests run on the BLAS of MLX's wheel, where a forward over several rows equals
-# single-row forwards bit for bit. tests/decoding/test_openblas.py repeats some with OpenBLAS.
+# single-row forwards bit for bit. tests/engine/test_openblas.py repeats some with OpenBLAS.
 os.environ.setdefault("MLXSPEC_OPENBLAS", "0")
+
+# Tables are as wide as what they hold, whatever width the shell or pytest-xdist has set.
+os.environ.pop("COLUMNS", None)
+os.environ.pop("LINES", None)
 
 import shutil
 import signal
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 # Nor do tests touch the step times that the user's machine has learned.
 os.environ["MLXSPEC_CACHE_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
@@ -19,6 +24,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import mlxspec  # noqa: F401  (before mlx.core)
+from tests.support.examples import LONG
+from tests.support.harness import NEAR_TIES
+from tests.support.shared import SHARED
 
 STEP_TIMES = Path(os.environ["MLXSPEC_CACHE_DIR"])
 
@@ -30,10 +38,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
-LIMIT = 3600 if os.environ.get("MLXSPEC_LONG") == "1" else 180
+LIMIT = 3600 if LONG else 180
 """Seconds after which a test, its fixtures included, has failed: the slowest takes some 20."""
-
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 @pytest.fixture(scope="session")
@@ -63,9 +69,19 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(STEP_TIMES, ignore_errors=True)
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With pytest-xdist: hand the near ties of this process to the one that reports."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["near ties"] = NEAR_TIES
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    NEAR_TIES.extend(getattr(node, "workeroutput", {}).get("near ties", []))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say at how many near ties outputs differed, and by how much (invariant 1)."""
-    from tests.support.harness import NEAR_TIES
-
     margins = ", ".join(f"{margin:.1e}" for margin in NEAR_TIES)
     terminalreporter.write_line(f"outputs that differ at near ties: {len(NEAR_TIES)} {margins}")

@@ -11,6 +11,8 @@ import pytest
 import mlxspec
 from tests.support.scripted_model import write_scripted_model
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(mlxspec.__file__).parents[1]
 LIBRARY = "import os, sys, mlxspec; mlxspec.load(sys.argv[1]); os.write(3, b'loaded')"
 

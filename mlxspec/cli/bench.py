@@ -92,7 +92,7 @@ def bench_command(
     "reference" in each line; any other file is one prompt as it stands. Reports hold no prompts,
     no outputs and no paths unless you ask for them.
     """
-    from ..draft.drafter import load_drafter
+    from ..draft.custom import load_drafter
     from ..eval.backends import backends_with, chosen_backends
     from ..eval.bench import Measurement
     from ..eval.bench_report import (

@@ -301,7 +301,7 @@ class Generation:
             console: where a bar shows how far the measurement is.
             leader: splits the model over its ranks.
         """
-        from ..draft.drafter import load_drafter
+        from ..draft.custom import load_drafter
 
         drafting, choice = self.drafting, _DECODERS[self.drafting.kind]
         drafting.tell_what_has_no_effect(self.max_tokens)

@@ -85,7 +85,7 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     A line of TRACES is an object with "messages", as in OpenAI-style chat logs, and optionally
     "category", "model" and "completions", the indices of the messages to replay.
     """
-    from ..draft.drafter import load_drafter
+    from ..draft.custom import load_drafter
     from ..eval.comparison import chosen_policies, compare, replay_page
     from ..eval.policies import AUTO, policies_with
     from ..eval.traces import load_trace_tokenizer, read_completions

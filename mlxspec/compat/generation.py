@@ -25,7 +25,7 @@ from ..generation.decoder import DraftCaches, Prompt
 from ..generation.decoders import AutoDecoder
 from ..generation.options import GenerationOptions
 from ..generation.response import GenerationResponse, SpeculationStats
-from ..generation.text import Detokenizer
+from ..generation.responses import Detokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,15 +9,23 @@ import mlx.core as mx
 from ..errors import OptionError
 from ..loading.model_files import check_name, check_readable
 from .hugging_face import open_hugging_face, plan_hugging_face
-from .model_writer import MAX_SHARD_BYTES, Progress, write_npz, write_safetensors_model
+from .model_writer import (
+    MAX_SHARD_BYTES,
+    PlannedModel,
+    Progress,
+    Quantization,
+    write_npz,
+    write_safetensors_model,
+)
 from .original_checkpoint import open_original
+from .original_layouts import plan_hugging_face_layout, plan_mlx_examples_layout
 from .output_directory import check_outside, output_directory
-from .plan_original import plan_hugging_face_layout, plan_mlx_examples_layout
-from .planned_model import PlannedModel
-from .quantization import Quantization, quantization
 
 _DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 _FORMATS = ("safetensors", "npz")
+# What MLX has, the defaults first. The modes but affine have one format each.
+_GROUP_SIZES = {"affine": (64, 32, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
+_BITS = {"affine": (4, 2, 3, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
 
 
 @dataclass(frozen=True)
@@ -72,22 +80,22 @@ def convert(
         ConversionError: the checkpoint cannot be converted, or ``mlx_path`` not be written.
         LoadError: the checkpoint cannot be found or read, or a name is not UTF-8.
     """
-    scheme = _quantization(quantize, q_mode, q_bits, q_group_size)
-    _check_options(torch_path, hf_path, dtype, format, revision, scheme)
+    quantization = _quantization(quantize, q_mode, q_bits, q_group_size)
+    _check_options(torch_path, hf_path, dtype, format, revision, quantization)
     target = Path(mlx_path)
     check_name(target)
     with output_directory(target, force=force) as directory:
         if hf_path is not None:
             source = open_hugging_face(hf_path, revision)
-            check_outside(source, target)
-            check_readable(source)
-            plan = plan_hugging_face(source, _DTYPES[dtype] if dtype else None, scheme)
         else:
             assert torch_path is not None
             source = Path(torch_path)
-            check_outside(source, target)
-            check_readable(source)
-            plan = _plan_original(source, dtype, format, scheme)
+        check_outside(source, target)
+        check_readable(source)
+        if hf_path is not None:
+            plan = plan_hugging_face(source, _DTYPES[dtype] if dtype else None, quantization)
+        else:
+            plan = _plan_original(source, dtype, format, quantization)
         result = Conversion(
             target,
             nbytes=sum(group.nbytes for group in plan.groups),
@@ -97,6 +105,7 @@ def convert(
             write_npz(directory, plan.groups, on_progress)
         else:
             write_safetensors_model(directory, plan.groups, on_progress, max_shard_bytes)
+        # mlx-lm's save_config adds a key, and mlx-examples takes no others than its own.
         config = json.dumps(dict(sorted(plan.config.items())), indent=4)
         (directory / "config.json").write_text(config + "\n", encoding="utf-8")
         plan.write_tokenizer(directory)
@@ -104,25 +113,42 @@ def convert(
 
 
 def _plan_original(
-    directory: Path, dtype: str | None, format: str, scheme: Quantization | None
+    directory: Path, dtype: str | None, format: str, quantization: Quantization | None
 ) -> PlannedModel:
     checkpoint = open_original(directory)
     if format == "npz":
         # mlx-examples wrote float16; numpy has no bfloat16.
-        return plan_mlx_examples_layout(checkpoint, _DTYPES[dtype or "float16"], scheme)
-    return plan_hugging_face_layout(checkpoint, _DTYPES[dtype or checkpoint.half_type], scheme)
+        return plan_mlx_examples_layout(checkpoint, _DTYPES[dtype or "float16"], quantization)
+    return plan_hugging_face_layout(
+        checkpoint, _DTYPES[dtype or checkpoint.half_type], quantization
+    )
 
 
 def _quantization(
     quantize: bool, mode: str | None, bits: int | None, group_size: int | None
 ) -> Quantization | None:
-    if quantize:
-        return quantization(mode=mode, bits=bits, group_size=group_size)
-    options = {"--q-mode": mode, "--q-bits": bits, "--q-group-size": group_size}
-    for option, value in options.items():
-        if value is not None:
-            raise OptionError(f"{option} {value}: takes effect with -q only; add -q")
-    return None
+    """What ``-q`` and its options ask for, with what is left open filled in."""
+    if not quantize:
+        options = {"--q-mode": mode, "--q-bits": bits, "--q-group-size": group_size}
+        for option, value in options.items():
+            if value is not None:
+                raise OptionError(f"{option} {value}: takes effect with -q only; add -q")
+        return None
+    mode = mode or "affine"
+    if mode not in _BITS:
+        raise OptionError(f"--q-mode {mode}: unknown; choose from {', '.join(_BITS)}")
+    bits = _BITS[mode][0] if bits is None else bits
+    group_size = _GROUP_SIZES[mode][0] if group_size is None else group_size
+    if bits not in _BITS[mode]:
+        raise OptionError(f"--q-bits {bits}: {mode} has {_choices(_BITS[mode])}")
+    if group_size not in _GROUP_SIZES[mode]:
+        raise OptionError(f"--q-group-size {group_size}: {mode} has {_choices(_GROUP_SIZES[mode])}")
+    return {"group_size": group_size, "bits": bits, "mode": mode}
+
+
+def _choices(numbers: tuple[int, ...]) -> str:
+    *others, last = map(str, sorted(numbers))
+    return f"{', '.join(others)} or {last}" if others else f"only {last}"
 
 
 def _check_options(
@@ -131,7 +157,7 @@ def _check_options(
     dtype: str | None,
     format: str,
     revision: str | None,
-    scheme: Quantization | None,
+    quantization: Quantization | None,
 ) -> None:
     if (torch_path is None) == (hf_path is None):
         raise OptionError("name the checkpoint with either --torch-path or --hf-path")
@@ -146,5 +172,5 @@ def _check_options(
             raise OptionError("--format npz: holds Mistral and Llama originals; use --torch-path")
         if dtype == "bfloat16":
             raise OptionError("--dtype bfloat16: --format npz has no such type; choose float16")
-        if scheme is not None and scheme.mode != "affine":
-            raise OptionError(f"--q-mode {scheme.mode}: --format npz has affine only")
+        if quantization is not None and quantization["mode"] != "affine":
+            raise OptionError(f"--q-mode {quantization['mode']}: --format npz has affine only")

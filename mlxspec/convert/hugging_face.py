@@ -2,15 +2,15 @@
 
 import contextlib
 import io
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map_with_path
 
-from ..errors import ConversionError
+from ..errors import ConversionError, printable
 from ..loading.model_files import (
     check_layers,
     download,
@@ -18,10 +18,8 @@ from ..loading.model_files import (
     load_mlx_lm_model,
     local_path,
 )
-from .messages import printable
-from .planned_model import PlannedModel, TensorGroup
-from .quantization import Quantization
-from .safetensors_file import TensorSpec, count_tensors
+from .checkpoint_files import count_tensors, read_settings
+from .model_writer import PlannedModel, Quantization, TensorGroup
 
 _HALVES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
 # Never *.py: what a repository's code does is its author's choice.
@@ -59,7 +57,7 @@ def plan_hugging_face(
     """
     tensors = _check_files(directory)
     try:
-        check_layers(_read_json(directory / "config.json"), tensors)
+        check_layers(read_settings(directory / "config.json"), tensors)
         model, config = load_mlx_lm_model(directory, {})
     except Exception as error:  # mlx-lm checks little, so that any operation of it may fail
         raise ConversionError(f"{directory}: mlx-lm cannot load it ({_reason(error)})") from None
@@ -87,14 +85,14 @@ def _check_files(directory: Path) -> int:
         raise ConversionError(
             f"{path}: does not exist; use --torch-path for an original checkpoint"
         )
-    config = _read_json(path)
+    config = read_settings(path)
     if config.get("model_file") is not None:
         code = printable(config["model_file"])
         raise ConversionError(f"{directory}: wants its own code {code} run, which is never done")
     weights = sorted(directory.glob("model*.safetensors"))
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_settings(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConversionError(f"{index}: has no weight_map")
         names = weight_map.values()
@@ -105,26 +103,12 @@ def _check_files(directory: Path) -> int:
     return sum(map(count_tensors, weights))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ConversionError(f"{path}: does not exist") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConversionError(f"{path}: is no JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ConversionError(f"{path}: holds no settings")
-    return content
-
-
 def _half_type(config: Mapping[str, Any], model: Any) -> mx.Dtype | None:
     """The 16-bit type to cast to, None if the tensors keep theirs.
 
     mlx-lm casts to what the configuration names. Where that is no 16-bit type a checkpoint
     keeps the 16-bit types that it has, and gets float16 if it has none.
     """
-    from mlx.utils import tree_flatten
-
     named = str(config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype"))
     if named in _HALVES:
         return _HALVES[named]
@@ -133,8 +117,10 @@ def _half_type(config: Mapping[str, Any], model: Any) -> mx.Dtype | None:
 
 
 def _cast(model: Any, dtype: mx.Dtype) -> None:
-    from mlx.utils import tree_map_with_path
+    """Cast a model's arrays, which are not evaluated yet.
 
+    mlx-lm has this within its ``convert``, where it cannot be called alone.
+    """
     wanted = getattr(model, "cast_predicate", lambda _: True)
 
     def cast(name: str, array: mx.array) -> mx.array:
@@ -148,7 +134,6 @@ def _cast(model: Any, dtype: mx.Dtype) -> None:
 def _quantize(
     directory: Path, model: Any, config: dict[str, Any], quantization: Quantization
 ) -> tuple[Any, dict[str, Any]]:
-    from mlx.utils import tree_flatten
     from mlx_lm.utils import quantize_model
 
     def scales() -> int:
@@ -157,9 +142,7 @@ def _quantize(
     before = scales()
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # it announces the bits per weight
-            model, config = quantize_model(
-                model, config, quantization.group_size, quantization.bits, mode=quantization.mode
-            )
+            model, config = quantize_model(model, config, **quantization)
     except (TypeError, ValueError, RuntimeError) as error:
         reason = _reason(error)
         raise ConversionError(f"{directory}: mlx-lm cannot quantise it ({reason})") from None
@@ -175,33 +158,27 @@ def _reason(error: Exception) -> str:
 
 def _groups(model: Any) -> list[TensorGroup]:
     """A group per module; each holds the only reference to its arrays."""
-    from mlx.utils import tree_flatten
-
-    modules = dict(model.named_modules())
     tensors: dict[str, dict[str, mx.array]] = {}
     for name, array in tree_flatten(model.parameters()):
         tensors.setdefault(name.rpartition(".")[0], {})[name] = array
-    return [
-        _group(arrays, getattr(modules.get(name), "bits", None)) for name, arrays in tensors.items()
-    ]
+    modules = dict(model.named_modules())
+    return [_group(modules.get(name), arrays) for name, arrays in tensors.items()]
 
 
-def _group(arrays: dict[str, mx.array], bits: int | None) -> TensorGroup:
-    parameters = 0
-    for name, array in arrays.items():
-        if bits is None:
-            parameters += array.size
-        elif name.endswith(".weight"):
-            parameters += array.size * 32 // bits
-    return TensorGroup(
-        specs={name: TensorSpec.of(array) for name, array in arrays.items()},
-        parameters=parameters,
-        produce=lambda: arrays,
-    )
+def _group(module: Any, arrays: dict[str, mx.array]) -> TensorGroup:
+    if bits := getattr(module, "bits", None):
+        parameters = sum(a.size * 32 // bits for n, a in arrays.items() if n.endswith(".weight"))
+    else:
+        parameters = sum(array.size for array in arrays.values())
+    outline = {name: mx.zeros(array.shape, array.dtype) for name, array in arrays.items()}
+    return TensorGroup(outline, parameters, produce=lambda: arrays)
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer as it is, or make ``tokenizer.json`` where only SentencePiece's is."""
+    """Copy the tokenizer as it is, or make ``tokenizer.json`` where only SentencePiece's is.
+
+    mlx-lm's ``save`` would write what transformers made of it instead, and copy Python files.
+    """
     from ..loading.tokenizer import load_tokenizer
 
     for pattern in _COPIED:

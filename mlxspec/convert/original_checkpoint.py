@@ -1,6 +1,5 @@
 """Mistral's and Llama's original checkpoints: ``consolidated.*``, ``params.json``."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -11,31 +10,33 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..errors import ConversionError, LoadError
+from ..errors import ConversionError, LoadError, printable
 from ..loading.npz import complete_params, expected_shapes
-from .messages import printable
-from .safetensors_file import read_safetensors
-from .stored_tensor import StoredTensor, mlx_array
+from .checkpoint_files import BFLOAT16, read_safetensors, read_settings
 from .torch_zip import read_torch_zip
 
 # Model parallelism splits a layer's first product by rows (its outputs), its second one by
 # columns (its inputs); norms stand in every shard.
 _SPLIT_BY_ROWS = {"wq", "wk", "wv", "w1", "w3", "output"}
 _SPLIT_BY_COLUMNS = {"wo", "w2"}
-_FLOATS = {"float16", "bfloat16", "float32", "float64"}
+_HALVES = {np.dtype(np.float16): "float16", BFLOAT16: "bfloat16"}
+_FLOATS = {*_HALVES, np.dtype(np.float32), np.dtype(np.float64)}
 _COMPARED_ROWS = 1024
 
 
 @dataclass(frozen=True)
 class OriginalTensor:
-    """A tensor of the checkpoint, in one piece or split between shards along ``axis``."""
+    """A tensor of the checkpoint, in one piece or split between shards along ``axis``.
 
-    pieces: tuple[StoredTensor, ...]
+    The pieces are views of mapped files: they take no memory before :meth:`load` reads them.
+    """
+
+    pieces: tuple[np.ndarray, ...]
     axis: int = 0
 
     @property
-    def dtype(self) -> str:
-        """Name of the element type."""
+    def dtype(self) -> np.dtype:
+        """The element type; unsigned 16-bit integers are the bits of bfloat16."""
         return self.pieces[0].dtype
 
     @property
@@ -47,14 +48,18 @@ class OriginalTensor:
         return tuple(shape)
 
     def bits(self) -> np.ndarray:
-        """The elements, bfloat16 ones as ``uint16``; a copy only where pieces are joined."""
+        """The elements; a copy only where pieces are joined."""
         if len(self.pieces) == 1:
-            return self.pieces[0].bits()
-        return np.concatenate([piece.bits() for piece in self.pieces], axis=self.axis)
+            return self.pieces[0]
+        return np.concatenate(self.pieces, axis=self.axis)
 
     def load(self) -> mx.array:
         """The whole tensor in memory."""
-        return mlx_array(self.bits(), self.dtype)
+        bits = self.bits()
+        if bits.dtype == BFLOAT16:
+            return mx.array(bits).view(mx.bfloat16)
+        # MLX has float64 on the CPU only, and no checkpoint needs more than float32.
+        return mx.array(bits.astype(np.float32) if bits.dtype == np.float64 else bits)
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class OriginalCheckpoint:
     def half_type(self) -> str:
         """The 16-bit float type that most matrices have, or float16 if none has one."""
         types = Counter(t.dtype for t in self.tensors.values() if len(t.shape) == 2)
-        halves = [name for name, _ in types.most_common() if name in ("float16", "bfloat16")]
+        halves = [_HALVES[dtype] for dtype, _ in types.most_common() if dtype in _HALVES]
         return halves[0] if halves else "float16"
 
 
@@ -89,12 +94,15 @@ def open_original(directory: Path) -> OriginalCheckpoint:
     Raises:
         ConversionError: a file or tensor is missing, damaged, mis-shaped or not known.
     """
-    params = _read_params(directory / "params.json")
+    path = directory / "params.json"
+    if not path.is_file() and (directory / "config.json").is_file():
+        raise ConversionError(f"{path}: does not exist; use --hf-path for it")
+    params = read_settings(path)
     try:
         tensors = _read_tensors(directory, params)
         params = complete_params(params, {name: t.shape for name, t in tensors.items()})
     except LoadError as error:
-        raise ConversionError(f"{directory / 'params.json'}: {error}") from None
+        raise ConversionError(f"{path}: {error}") from None
     if params.get("tied_embeddings") and "output.weight" not in tensors:
         tensors["output.weight"] = tensors["tok_embeddings.weight"]
     if params["n_layers"] > len(tensors):
@@ -107,28 +115,13 @@ def open_original(directory: Path) -> OriginalCheckpoint:
     return OriginalCheckpoint(directory, params, {n: tensors[n] for n in expected}, tied)
 
 
-def _read_params(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        hint = "" if not (path.parent / "config.json").is_file() else "; use --hf-path for it"
-        raise ConversionError(f"{path}: does not exist{hint}")
-    try:
-        params = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConversionError(f"{path}: is no JSON ({error})") from None
-    if not isinstance(params, dict):
-        raise ConversionError(f"{path}: holds no settings")
-    return params
-
-
 def _read_tensors(directory: Path, params: Mapping[str, Any]) -> dict[str, OriginalTensor]:
     """All tensors by name, those of model-parallel shards joined, without RoPE's tables."""
-    safetensors = sorted(directory.glob("consolidated*.safetensors"))
-    shards = _numbered_shards(directory)
-    tensors: dict[str, OriginalTensor]
-    if safetensors:
-        stored = [(n, t) for path in safetensors for n, t in read_safetensors(path).items()]
-        tensors = {name: OriginalTensor((tensor,)) for name, tensor in stored}
-    elif shards:
+    tensors: dict[str, OriginalTensor] = {}
+    if safetensors := sorted(directory.glob("consolidated*.safetensors")):
+        for path in safetensors:
+            tensors |= {n: OriginalTensor((array,)) for n, array in read_safetensors(path).items()}
+    elif shards := _numbered_shards(directory):
         contents = {path: read_torch_zip(path) for path in shards}
         names = dict.fromkeys(name for content in contents.values() for name in content)
         tensors = {name: _join(name, contents, params.get("dim")) for name in names}
@@ -141,22 +134,22 @@ def _read_tensors(directory: Path, params: Mapping[str, Any]) -> dict[str, Origi
 
 def _numbered_shards(directory: Path) -> list[Path]:
     shards = sorted(directory.glob("consolidated.*.pth"))
-    numbers = [re.fullmatch(r"consolidated\.([0-9]+)\.pth", path.name) for path in shards]
-    for index, (path, number) in enumerate(zip(shards, numbers, strict=True)):
+    for index, path in enumerate(shards):
+        number = re.fullmatch(r"consolidated\.([0-9]+)\.pth", path.name)
         if number is None or int(number[1]) != index:
             raise ConversionError(f"{path}: the shard consolidated.{index:02d}.pth is missing")
     return shards
 
 
 def _join(
-    name: str, shards: Mapping[Path, Mapping[str, StoredTensor]], dim: int | None
+    name: str, shards: Mapping[Path, Mapping[str, np.ndarray]], dim: int | None
 ) -> OriginalTensor:
     for path, content in shards.items():
         if name not in content:
             raise ConversionError(f"{path}: {printable(name)} is missing")
     pieces = tuple(content[name] for content in shards.values())
     module = name.removesuffix(".weight").rpartition(".")[2]
-    if len({(piece.dtype, len(piece.shape)) for piece in pieces}) > 1:
+    if len({(piece.dtype, piece.ndim) for piece in pieces}) > 1:
         raise ConversionError(f"{printable(name)}: the shards disagree about its type")
     if module in _SPLIT_BY_ROWS:
         axis = 0
@@ -167,8 +160,8 @@ def _join(
         axis = 0 if pieces[0].shape[-1:] == (dim,) else 1
     else:
         return OriginalTensor(pieces[:1])
-    others = [piece.shape[:axis] + piece.shape[axis + 1 :] for piece in pieces]
-    if len(pieces[0].shape) != 2 or len(set(others)) > 1:
+    others = {piece.shape[:axis] + piece.shape[axis + 1 :] for piece in pieces}
+    if pieces[0].ndim != 2 or len(others) > 1:
         shapes = ", ".join(str(piece.shape) for piece in pieces)
         raise ConversionError(f"{name}: its pieces {shapes} do not fit together")
     return OriginalTensor(pieces, axis)

@@ -14,8 +14,8 @@ def output_directory(target: Path, *, force: bool) -> Iterator[Path]:
     """Yield a directory beside ``target`` to fill; it takes ``target``'s place at the end.
 
     If the body raises, an interrupt included, it is removed and ``target`` stays as it was.
-    With ``force`` an existing model makes room only then. What earlier processes that were
-    killed have finished is put at ``target``, and the rest of theirs removed.
+    With ``force`` an existing model is replaced only then. If an earlier process was killed, what
+    it had finished is put at ``target``, and what it had not is removed.
 
     Args:
         target: where the model shall be.

@@ -1,55 +1,38 @@
 """Read the pickle of a PyTorch state dict without running anything it says.
 
-Python's unpickler calls whatever a pickle names. This reader is an interpreter of its own for
-the few opcodes a state dict is made of: it pushes containers and strings, and where a pickle
-calls a function it accepts a handful of names that rebuild tensors, which it evaluates itself
-into :class:`TensorLayout` descriptions. Nothing is imported, no attribute is looked up or set.
+Python's unpickler calls whatever a pickle names. Here it knows only the opcodes that a state dict
+is made of, and the few names it may ask for stand for functions of this file, which describe
+tensors as :class:`TensorLayout`. Nothing is imported, no attribute is looked up or set.
+
+The base class is the standard library's unpickler in Python. Of the one in C only the look-up of
+names can be overridden: a LONG_BINPUT with the index 2³² - 1 would make it allocate 64 GB, and it
+would hash a dictionary's key of nested tuples, which takes exponential time.
 """
 
+import io
+import pickle
 import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConversionError
-from .messages import printable
+from ..errors import ConversionError, printable
 
 # A state dict of a thousand tensors takes 200 kB.
 MAX_PICKLE_BYTES = 16 << 20
 _MOST_DIMENSIONS = 32
 
-
-@dataclass(frozen=True)
-class Storage:
-    """A flat stretch of elements in the file, named by its record.
-
-    ``dtype`` is None for an untyped storage, whose ``numel`` counts bytes.
-    """
-
-    record: str
-    dtype: str | None
-    numel: int
-
-
-@dataclass(frozen=True)
-class TensorLayout:
-    """A tensor as a view of a storage; ``offset`` and ``strides`` count elements."""
-
-    storage: Storage
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-
-@dataclass(frozen=True)
-class _Global:
-    """A name that a pickle asked for, never what it stands for."""
-
-    name: str
-
-
-_MARK = object()
+_NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
+_OPCODES = {
+    *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE"),
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+    *("BINUNICODE", "SHORT_BINUNICODE", "SHORT_BINSTRING", "BINSTRING", "STRING"),
+    *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS"),
+    *("EMPTY_DICT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET"),
+    # What they name passes through find_class; INST is the old protocols' way to name and call.
+    *("GLOBAL", "STACK_GLOBAL", "INST", "REDUCE", "BINPERSID"),
+}
+"""What the base class executes. SETITEM, SETITEMS and BUILD are overridden, others refused."""
 
 _STORAGE_DTYPES = {
     "torch.FloatStorage": "float32",
@@ -67,71 +50,34 @@ _STORAGE_DTYPES = {
 _DTYPES = {f"torch.{dtype}": dtype for dtype in _STORAGE_DTYPES.values() if dtype is not None}
 
 
-def _rebuild_tensor_v2(
-    storage: Storage,
-    offset: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    requires_grad: bool,
-    hooks: Any,
-    metadata: Any = None,
-) -> TensorLayout:
-    _expect(isinstance(storage, Storage) and storage.dtype is not None)
-    assert storage.dtype is not None
-    return _layout(storage, storage.dtype, offset, shape, strides, metadata)
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A flat stretch of elements in the file, named by its record.
+
+    ``dtype`` is None for an untyped storage, whose ``numel`` counts bytes.
+    """
+
+    record: str
+    dtype: str | None
+    numel: int
 
 
-def _rebuild_tensor_v3(
-    storage: Storage,
-    offset: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    requires_grad: bool,
-    hooks: Any,
-    dtype: _Global,
-    metadata: Any = None,
-) -> TensorLayout:
-    _expect(isinstance(storage, Storage) and isinstance(dtype, _Global) and dtype.name in _DTYPES)
-    return _layout(storage, _DTYPES[dtype.name], offset, shape, strides, metadata)
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """A tensor as a view of a storage; ``offset`` and ``strides`` count elements."""
+
+    storage: Storage
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
 
 
-def _layout(
-    storage: Storage, dtype: str, offset: Any, shape: Any, strides: Any, metadata: Any
-) -> TensorLayout:
-    _expect(_is_size(offset) and isinstance(shape, tuple) and isinstance(strides, tuple))
-    _expect(len(shape) == len(strides) <= _MOST_DIMENSIONS)
-    _expect(all(map(_is_size, shape + strides)))
-    _expect(not metadata)  # lazy conjugation and negation, which weights do not have
-    return TensorLayout(storage, dtype, shape, strides, offset)
+@dataclass(frozen=True, slots=True)
+class _Type:
+    """The name of an element type or of a storage's, never what it stands for."""
 
-
-def _rebuild_parameter(
-    data: TensorLayout, requires_grad: bool, hooks: Any, state: Any = None
-) -> TensorLayout:
-    _expect(isinstance(data, TensorLayout))
-    return data
-
-
-def _ordered_dict(pairs: Any = ()) -> dict[Any, Any]:
-    # Python 2 wrote the items as an argument, a list of two-element lists.
-    _expect(isinstance(pairs, list | tuple))
-    _expect(all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs))
-    _expect(all(isinstance(key, str) for key, _ in pairs))
-    return dict(pairs)
-
-
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "collections.OrderedDict": _ordered_dict,
-    "torch._utils._rebuild_tensor_v2": _rebuild_tensor_v2,
-    "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
-    "torch._utils._rebuild_parameter": _rebuild_parameter,
-    "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
-}
-_ALLOWED = _FUNCTIONS.keys() | _STORAGE_DTYPES.keys() | _DTYPES.keys()
-
-
-class _MalformedPickle(Exception):
-    """The pickle is not what ``torch.save`` writes for a state dict."""
+    name: str
 
 
 def read_state_dict(data: bytes, source: str) -> dict[str, TensorLayout]:
@@ -148,11 +94,13 @@ def read_state_dict(data: bytes, source: str) -> dict[str, TensorLayout]:
     if len(data) > MAX_PICKLE_BYTES:
         raise ConversionError(f"{source}: its pickle is far too long to describe weights")
     try:
-        state = _Interpreter(source).run(data)
-    # The exceptions are those of Python's own operations on hostile operands.
-    except (_MalformedPickle, ValueError, TypeError, IndexError, KeyError, OverflowError) as error:
+        state = _StateDictUnpickler(data, source).load()
+    except ConversionError:
+        raise
+    except Exception as error:  # with hostile operands any operation of the unpickler may fail
+        reason = printable(error) or "it ends too soon"
         raise ConversionError(
-            f"{source}: its pickle is damaged or holds more than tensors ({printable(error)})"
+            f"{source}: its pickle is damaged or holds more than tensors ({reason})"
         ) from None
     if not isinstance(state, dict):
         raise ConversionError(f"{source}: holds no dictionary of tensors")
@@ -162,119 +110,111 @@ def read_state_dict(data: bytes, source: str) -> dict[str, TensorLayout]:
     return state
 
 
-class _Interpreter:
-    """The pickle machine, reduced to data: a stack, a memo and the opcodes of state dicts."""
+class _Dispatch(dict[int, Callable[[Any], None]]):
+    """What executes each opcode; those that are not there are refused by name."""
 
-    def __init__(self, source: str) -> None:
+    def __missing__(self, code: int) -> Callable[[Any], None]:
+        raise pickle.UnpicklingError(f"opcode {_NAMES.get(code, code)}")
+
+
+class _StateDictUnpickler(pickle._Unpickler):
+    """Python's unpickler, for data alone."""
+
+    stack: list[Any]  # since the last MARK
+
+    def __init__(self, data: bytes, source: str) -> None:
+        super().__init__(io.BytesIO(data), encoding="latin-1")
         self._source = source
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
 
-    def run(self, data: bytes) -> Any:
-        for opcode, argument, _ in pickletools.genops(data):
-            if opcode.name == "STOP":
-                return self._stack.pop()
-            self._execute(opcode.name, argument)
-        raise _MalformedPickle("no end")
+    def find_class(self, module: str, name: str) -> Any:
+        """The function or type of this file that stands for what a pickle names."""
+        full_name = f"{module}.{name}"
+        if full_name in _FUNCTIONS:
+            return _FUNCTIONS[full_name]
+        if full_name in _STORAGE_DTYPES or full_name in _DTYPES:
+            return _Type(full_name)
+        raise ConversionError(
+            f"{self._source}: asks for {printable(full_name)}, which is neither a tensor nor a "
+            "container; nothing was run"
+        )
 
-    def _execute(self, name: str, argument: Any) -> None:
-        stack = self._stack
-        match name:
-            case "PROTO" | "FRAME":
-                pass
-            case "MARK":
-                stack.append(_MARK)
-            case "NONE":
-                stack.append(None)
-            case "NEWTRUE" | "NEWFALSE":
-                stack.append(name == "NEWTRUE")
-            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT":
-                stack.append(argument)
-            case "BINUNICODE" | "SHORT_BINUNICODE" | "SHORT_BINSTRING" | "BINSTRING" | "STRING":
-                stack.append(argument)
-            case "EMPTY_DICT" | "EMPTY_LIST" | "EMPTY_TUPLE":
-                stack.append({"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}[name]())
-            case "TUPLE":
-                stack.append(tuple(self._pop_to_mark()))
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                count = int(name[-1])
-                items = [stack.pop() for _ in range(count)]
-                stack.append(tuple(reversed(items)))
-            case "APPEND" | "APPENDS":
-                self._extend([stack.pop()] if name == "APPEND" else self._pop_to_mark())
-            case "SETITEM" | "SETITEMS":
-                self._set_items(self._pop_to_mark() if name == "SETITEMS" else self._pop_pair())
-            case "BINPUT" | "LONG_BINPUT":
-                self._memo[argument] = stack[-1]
-            case "MEMOIZE":
-                self._memo[len(self._memo)] = stack[-1]
-            case "BINGET" | "LONG_BINGET":
-                stack.append(self._memo[argument])
-            case "GLOBAL" | "INST":  # no class of the old INST is allowed: it is named and refused
-                module, _, attribute = argument.partition(" ")
-                stack.append(self._global(module, attribute))
-            case "STACK_GLOBAL":
-                module, attribute = self._pop_pair()
-                stack.append(self._global(module, attribute))
-            case "BINPERSID":
-                stack.append(_storage(stack.pop()))
-            case "REDUCE":
-                function, arguments = self._pop_pair()
-                stack.append(_call(function, arguments))
-            case "BUILD":
-                # Attributes of a state dict (its _metadata) say nothing about the weights.
-                stack.pop()
-                _expect(isinstance(stack[-1], dict))
-            case _:
-                raise _MalformedPickle(f"opcode {name}")
+    def persistent_load(self, pid: Any) -> Storage:
+        """PyTorch's ``("storage", type, record, device, numel)``."""
+        _expect(isinstance(pid, tuple) and len(pid) == 5)
+        kind, storage_type, record, _, numel = pid
+        _expect(kind == "storage" and isinstance(record, str) and _is_size(numel))
+        _expect(isinstance(storage_type, _Type) and storage_type.name in _STORAGE_DTYPES)
+        return Storage(record, _STORAGE_DTYPES[storage_type.name], numel)
 
-    def _global(self, module: Any, attribute: Any) -> _Global:
-        _expect(isinstance(module, str) and isinstance(attribute, str))
-        name = f"{module}.{attribute}"
-        if name not in _ALLOWED:
-            raise ConversionError(
-                f"{self._source}: asks for {printable(name)}, which is neither a tensor nor a "
-                "container; nothing was run"
-            )
-        return _Global(name)
+    # Keys are strings: nested tuples take exponential time to hash, and numbers can be chosen
+    # whose hashes all collide.
+    def _set_item(self) -> None:
+        _expect(isinstance(self.stack[-2], str))
+        self.load_setitem()  # type: ignore[attr-defined]
 
-    def _pop_pair(self) -> list[Any]:
-        second, first = self._stack.pop(), self._stack.pop()
-        return [first, second]
+    def _set_items(self) -> None:
+        _expect(all(isinstance(key, str) for key in self.stack[::2]))
+        self.load_setitems()  # type: ignore[attr-defined]
 
-    def _pop_to_mark(self) -> list[Any]:
-        items = []
-        while (item := self._stack.pop()) is not _MARK:
-            items.append(item)
-        return items[::-1]
+    def _build(self) -> None:
+        # Attributes of a state dict (its _metadata) say nothing about the weights.
+        self.stack.pop()
+        _expect(isinstance(self.stack[-1], dict))
 
-    def _extend(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        _expect(isinstance(target, list))
-        target.extend(items)
-
-    def _set_items(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        _expect(isinstance(target, dict) and len(items) % 2 == 0)
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            # The hash of nested tuples can take exponential time.
-            _expect(isinstance(key, str | int))
-            target[key] = value
+    dispatch = _Dispatch(
+        {
+            code: execute
+            for code, execute in pickle._Unpickler.dispatch.items()
+            if _NAMES[code] in _OPCODES
+        }
+    )
+    dispatch[pickle.SETITEM[0]] = _set_item
+    dispatch[pickle.SETITEMS[0]] = _set_items
+    dispatch[pickle.BUILD[0]] = _build
 
 
-def _storage(persistent_id: Any) -> Storage:
-    """PyTorch's ``("storage", type, record, device, numel)``."""
-    _expect(isinstance(persistent_id, tuple) and len(persistent_id) == 5)
-    kind, storage_type, record, _, numel = persistent_id
-    _expect(kind == "storage" and isinstance(record, str) and _is_size(numel))
-    _expect(isinstance(storage_type, _Global) and storage_type.name in _STORAGE_DTYPES)
-    return Storage(record, _STORAGE_DTYPES[storage_type.name], numel)
+def _ordered_dict(pairs: Any = ()) -> dict[Any, Any]:
+    # Python 2 wrote the items as an argument, a list of two-element lists.
+    _expect(isinstance(pairs, list | tuple))
+    _expect(all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs))
+    _expect(all(isinstance(key, str) for key, _ in pairs))
+    return dict(pairs)
 
 
-def _call(function: Any, arguments: Any) -> Any:
-    _expect(isinstance(function, _Global) and isinstance(arguments, tuple))
-    _expect(function.name in _FUNCTIONS)
-    return _FUNCTIONS[function.name](*arguments)
+def _rebuild_tensor_v2(*arguments: Any) -> TensorLayout:
+    storage, offset, shape, strides, _requires_grad, _hooks, *metadata = arguments
+    _expect(isinstance(storage, Storage) and storage.dtype is not None)
+    return _layout(storage, storage.dtype, offset, shape, strides, metadata)
+
+
+def _rebuild_tensor_v3(*arguments: Any) -> TensorLayout:
+    storage, offset, shape, strides, _requires_grad, _hooks, dtype, *metadata = arguments
+    _expect(isinstance(storage, Storage) and isinstance(dtype, _Type) and dtype.name in _DTYPES)
+    return _layout(storage, _DTYPES[dtype.name], offset, shape, strides, metadata)
+
+
+def _layout(
+    storage: Storage, dtype: str, offset: Any, shape: Any, strides: Any, metadata: list[Any]
+) -> TensorLayout:
+    _expect(_is_size(offset) and isinstance(shape, tuple) and isinstance(strides, tuple))
+    _expect(len(shape) == len(strides) <= _MOST_DIMENSIONS)
+    _expect(all(map(_is_size, shape + strides)))
+    _expect(not any(metadata))  # lazy conjugation and negation, which weights do not have
+    return TensorLayout(storage, dtype, shape, strides, offset)
+
+
+def _rebuild_parameter(data: Any, *_requires_grad_hooks_and_state: Any) -> TensorLayout:
+    _expect(isinstance(data, TensorLayout))
+    return data
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "collections.OrderedDict": _ordered_dict,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor_v2,
+    "torch._utils._rebuild_tensor_v3": _rebuild_tensor_v3,
+    "torch._utils._rebuild_parameter": _rebuild_parameter,
+    "torch._utils._rebuild_parameter_with_state": _rebuild_parameter,
+}
 
 
 def _is_size(value: Any) -> bool:
@@ -284,4 +224,4 @@ def _is_size(value: Any) -> bool:
 
 def _expect(condition: bool) -> None:
     if not condition:
-        raise _MalformedPickle("not a state dict")
+        raise pickle.UnpicklingError("not a state dict")

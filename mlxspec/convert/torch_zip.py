@@ -11,10 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import ConversionError
-from .messages import printable
+from ..errors import ConversionError, printable
+from .checkpoint_files import BFLOAT16, map_file, view
 from .state_dict_pickle import MAX_PICKLE_BYTES, Storage, TensorLayout, read_state_dict
-from .stored_tensor import StoredTensor, item_size, map_file
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and the extra field
 _ENCRYPTED = 0x1
@@ -22,8 +21,8 @@ _ENCRYPTED = 0x1
 _ZIP_ERRORS = (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError, struct.error)
 
 
-def read_torch_zip(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a ``.pth`` file by name, as views of the mapped file.
+def read_torch_zip(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a ``.pth`` file by name, as views of the mapped file; bfloat16 as its bits.
 
     Raises:
         ConversionError: the file is truncated, of the format before PyTorch 1.6, compressed,
@@ -37,7 +36,11 @@ def read_torch_zip(path: Path) -> dict[str, StoredTensor]:
             if len(members) != len(archive.infolist()):
                 raise ConversionError(f"{path}: a name stands in the archive twice")
             prefix = _prefix(path, members)
-            _check_byte_order(path, archive, prefix, members)
+            # PyTorch before 2.1 did not write it, and wrote on little-endian machines.
+            if (byte_order := f"{prefix}byteorder") in members:
+                with archive.open(_member(path, members, byte_order)) as record:
+                    if record.read(16) != b"little":
+                        raise ConversionError(f"{path}: was not written on a little-endian machine")
             with archive.open(_member(path, members, f"{prefix}data.pkl")) as pickle:
                 layouts = read_state_dict(pickle.read(MAX_PICKLE_BYTES + 1), str(path))
     except _ZIP_ERRORS as error:
@@ -49,9 +52,13 @@ def read_torch_zip(path: Path) -> dict[str, StoredTensor]:
         if storage not in places:
             member = _member(path, members, f"{prefix}data/{storage.record}")
             places[storage] = _data_offset(path, mapped, member)
-            _check_storage_size(path, storage, member)
+            if member.file_size != _nbytes(storage):
+                raise ConversionError(
+                    f"{path}: {printable(member.filename)} has {member.file_size} bytes "
+                    f"where {_nbytes(storage)} are announced"
+                )
     return {
-        name: _stored_tensor(f"{path}: {printable(name)}", mapped, layout, places[layout.storage])
+        name: _tensor(f"{path}: {printable(name)}", mapped, layout, places[layout.storage])
         for name, layout in layouts.items()
     }
 
@@ -61,17 +68,6 @@ def _prefix(path: Path, members: dict[str, zipfile.ZipInfo]) -> str:
     if len(pickles) != 1:
         raise ConversionError(f"{path}: is a zip file, but not one that PyTorch wrote")
     return pickles[0].removesuffix("data.pkl")
-
-
-def _check_byte_order(
-    path: Path, archive: zipfile.ZipFile, prefix: str, members: dict[str, zipfile.ZipInfo]
-) -> None:
-    name = f"{prefix}byteorder"
-    # PyTorch before 2.1 did not write it, and wrote on little-endian machines.
-    if name in members:
-        with archive.open(_member(path, members, name)) as record:
-            if record.read(16) != b"little":
-                raise ConversionError(f"{path}: was not written on a little-endian machine")
 
 
 def _member(path: Path, members: dict[str, zipfile.ZipInfo], name: str) -> zipfile.ZipInfo:
@@ -100,35 +96,27 @@ def _data_offset(path: Path, mapped: np.ndarray, member: zipfile.ZipInfo) -> int
     raise ConversionError(f"{path}: {name} does not lie in the file; it is damaged")
 
 
-def _check_storage_size(path: Path, storage: Storage, member: zipfile.ZipInfo) -> None:
-    nbytes = _storage_bytes(storage)
-    if member.file_size != nbytes:
-        raise ConversionError(
-            f"{path}: {printable(member.filename)} has {member.file_size} bytes "
-            f"where {nbytes} are announced"
-        )
+def _numpy_type(dtype: str) -> np.dtype:
+    return BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
 
 
-def _storage_bytes(storage: Storage) -> int:
-    return storage.numel * (item_size(storage.dtype) if storage.dtype else 1)
+def _nbytes(storage: Storage) -> int:
+    return storage.numel * (_numpy_type(storage.dtype).itemsize if storage.dtype else 1)
 
 
-def _stored_tensor(name: str, mapped: np.ndarray, layout: TensorLayout, place: int) -> StoredTensor:
-    itemsize = item_size(layout.dtype)
+def _tensor(name: str, mapped: np.ndarray, layout: TensorLayout, place: int) -> np.ndarray:
+    """The tensor in the mapped file, whose storage begins at byte ``place``."""
+    dtype = _numpy_type(layout.dtype)
     last = layout.offset + sum(
         (size - 1) * stride for size, stride in zip(layout.shape, layout.strides, strict=True)
     )
-    if math.prod(layout.shape) and (last + 1) * itemsize > _storage_bytes(layout.storage):
+    if math.prod(layout.shape) and (last + 1) * dtype.itemsize > _nbytes(layout.storage):
         raise ConversionError(f"{name} reaches beyond its storage")
     if any(size >= 1 << 31 for size in layout.shape):
         raise ConversionError(f"{name} has the shape {layout.shape}, too large for MLX")
-    return StoredTensor(
-        mapped,
-        layout.dtype,
-        layout.shape,
-        tuple(stride * itemsize for stride in layout.strides),
-        place + layout.offset * itemsize,
-    )
+    strides = [stride * dtype.itemsize for stride in layout.strides]
+    offset = place + layout.offset * dtype.itemsize
+    return view(name, mapped, dtype, layout.shape, offset, strides)
 
 
 def _why_not_a_zip(mapped: np.ndarray, error: Exception) -> str:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..draft.tree import DraftTree
+from ..draft.drafter import DraftTree
 from ..engine.target import vocabulary_size
 from ..errors import LoadError
 from ..loading.model import load

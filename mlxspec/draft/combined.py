@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .drafter import Drafter, VerifiedStep, origins_of, window_rows_of
-from .tree import DraftTree, TreeBuilder
+from .drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep, origins_of, window_rows_of
 
 
 class CombinedDrafter(Drafter):

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from ..errors import OptionError
-from .drafter import Drafter, VerifiedStep
-from .tree import DraftTree, TreeBuilder
+from .drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
 
 MOST_GUESSES = 64
 """That a first token keeps where no number is asked for. After a token of a text of few symbols

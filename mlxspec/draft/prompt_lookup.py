@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeGuard
 
 from ..errors import OptionError
-from .drafter import Drafter, NoDraft, VerifiedStep
-from .tree import DraftTree
+from .drafter import Drafter, DraftTree, NoDraft, VerifiedStep
 
 # Token ids are packed into one integer per n-gram; no vocabulary has 2**24 tokens.
 _TOKEN_BITS = 24

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .drafter import Drafter, VerifiedStep, origins_of, window_rows_of
-from .tree import DraftTree
+from .drafter import Drafter, DraftTree, VerifiedStep, origins_of, window_rows_of
 
 ROOT = "root"
 DRAFT = "draft"

@@ -9,8 +9,7 @@ from collections import abc
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
-from ..draft.drafter import Drafter, VerifiedStep
-from ..draft.tree import DraftTree
+from ..draft.drafter import Drafter, DraftTree, VerifiedStep
 from ..errors import OptionError
 from ..plan.measurement import MeasurementPlan, RowsTime, ShareDone, measure
 from .capability import chain_capability

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from ..draft.tree import DraftTree
+from ..draft.drafter import DraftTree
 from .caches import TREE_CACHES, for_steps, is_trimmable, parts
 from .positions import crossings, named_positions, sparse_crossing
 from .target import Capability, Target, target_for, together, vocabulary_size

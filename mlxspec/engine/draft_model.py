@@ -10,8 +10,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..draft.drafter import Drafter, VerifiedStep
-from ..draft.tree import DraftTree
+from ..draft.drafter import Drafter, DraftTree, VerifiedStep
 from ..errors import OptionError
 from .capability import cache_capability
 from .prompt_cache import Loan, capability_with, lent_caches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import abc
 from collections.abc import Callable, Generator, Iterable
@@ -11,13 +12,14 @@ from typing import cast
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from ..draft.drafter import Drafter, VerifiedStep, checked_tree
-from ..draft.tree import DraftTree, accept
+from ..draft.custom import not_a_draft
+from ..draft.drafter import Drafter, DraftTree, VerifiedStep, accept
 from .chooser import Chooser
 from .target import Capability, Progress, Target
 
 _STEPS_BETWEEN_CLEARING = 256  # as mlx-lm: buffers of outgrown caches go back to the system
 
+_NEAR = 64  # positions; drafts are cut, but hardly one is deeper
 _NEXT = DraftTree.chain(-1)  # the one row after a token that is not known yet
 
 
@@ -36,8 +38,10 @@ class Sequence:
         max_tokens: how many tokens to emit at most, at least 1.
         ends: called with each emitted token in order; True ends the output behind it.
         n_cached: how many of the prompt's first tokens the target's cache holds, not its last.
-        deepest_draft: given how many positions precede it, how deep a draft may be; where it
-            matters, since there are models that verify none beyond some position.
+        first_crossing: the first position behind which drafts might not be verified; see
+            :func:`mlxspec.engine.capability.first_crossing`.
+        draft_end: asked, once a context comes near that, for the position from which on there
+            are no drafts; None is nowhere.
 
     Attributes:
         length: positions of the context, the last token included.
@@ -55,7 +59,8 @@ class Sequence:
         max_tokens: int,
         ends: Callable[[int], bool],
         n_cached: int = 0,
-        deepest_draft: Callable[[int], int] | None = None,
+        first_crossing: int = sys.maxsize,
+        draft_end: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.prompt = tuple(prompt)  # a drafter that extends what it is given changes nothing
         self.target = target
@@ -68,7 +73,8 @@ class Sequence:
         self.finished = False
         self.ends = ends
         self._n_cached = n_cached
-        self._deepest_draft = deepest_draft
+        self._first_crossing = first_crossing
+        self._draft_end = draft_end
         self._ahead: PendingForward | None = None  # of the next step, dispatched in the last one
         self._steps = 0
         self._open = False
@@ -102,8 +108,10 @@ class Sequence:
         """
         started = time.perf_counter() - self._uncounted
         max_depth = min(self.remaining - 1, self.target.max_depth)
-        if self._deepest_draft:
-            max_depth = min(max_depth, self._deepest_draft(self.target.length))
+        if self.target.length + _NEAR >= self._first_crossing:
+            end = self._draft_end()
+            if end is not None:
+                max_depth = max(0, min(max_depth, end - 1 - self.target.length))
         proposal = self._fitting(self.drafter.propose(max_depth), max_depth)
         forward, self._ahead = self._ahead, None
         if forward:
@@ -157,7 +165,8 @@ class Sequence:
 
     def _fitting(self, tree: object, max_depth: int) -> DraftTree:
         """Cut a proposal down to what the target can verify and the output can still hold."""
-        tree = checked_tree(tree, self.drafter, self.last)
+        if not isinstance(tree, DraftTree) or tree.tokens[0] != self.last:
+            raise not_a_draft(tree, self.drafter, self.last)
         if len(tree) == 1:
             return tree
         if self.target.capability is not Capability.TREE:

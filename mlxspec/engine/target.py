@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..draft.tree import DraftTree
+from ..draft.drafter import DraftTree
 from .caches import (
     CacheOptions,
     Checkpoint,

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..draft.tree import DraftTree
+from ..draft.drafter import DraftTree
 
 _MASK_STEP = 1024  # positions that the kept mask grows by
 

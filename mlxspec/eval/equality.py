@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..draft.tree import DraftTree
+from ..draft.drafter import DraftTree
 from ..engine.chooser import Chooser
 from ..engine.params import SamplingParams
 

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from ..draft.context_index import OutputMemory
-from ..draft.drafter import Drafter, VerifiedStep
+from ..draft.drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
 from ..draft.prompt_lookup import NgramIndex, PromptLookupDrafter
 from ..draft.suffix_index import SuffixIndex
-from ..draft.tree import DraftTree, TreeBuilder
-from ..plan.candidates import DrafterSource, Source
 from ..plan.cost_curve import CostCurve, FixedCosts
+from ..plan.drafter_source import DrafterSource
 from ..plan.p_accept import AcceptanceModel
-from ..plan.planner import Planner
+from ..plan.planner import Planner, Source
 from ..plan.policy import trees_pay
 from ..plan.suffix_source import SuffixCandidates, SuffixSource
 from .replay import verify

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, geometric_mean
 
-from ..draft.drafter import Drafter, VerifiedStep
-from ..draft.tree import DraftTree, accept
+from ..draft.drafter import Drafter, DraftTree, VerifiedStep, accept
 
 SLOW = 0.98
 """A speed below this counts as slower than plain decoding."""

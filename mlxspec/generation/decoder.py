@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import cached_property, partial
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..draft.drafter import Drafter, NoDraft, checked_drafter
+from ..draft.custom import checked_drafter
+from ..draft.drafter import Drafter, NoDraft
 from ..engine.capability import chain_capability, draft_end, find_capability, first_crossing
 from ..engine.chooser import Chooser
 from ..engine.costs import KeptCosts, costs_for
@@ -27,15 +27,12 @@ from ..loading.detokenizer import detokenizer_of
 from ..loading.model import load
 from ..terminal import TokenPrinter
 from .options import CheckedOptions, GenerationOptions, Prompt, check_options, prompt_ids
-from .response import GenerationResponse, GenerationResult, StepTimes, Transcript
-from .responses import CacheOwner, NewCache, responses
+from .response import GenerationResponse, GenerationResult, Transcript
+from .responses import CacheOwner, Detokenizer, NewCache, OutputText, StepTimes, responses
 from .session import Session, SessionTurn
-from .text import Detokenizer, OutputText
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-_NEAR = 64  # positions; drafts are cut, but hardly one is deeper
 
 MakeDrafter = Callable[["Session | None"], Drafter]
 """Gives the drafter of one generation, in a session if there is one."""
@@ -268,7 +265,8 @@ class Decoder:
                 max_tokens=max_tokens,
                 ends=output.add,
                 n_cached=n_cached,
-                deepest_draft=self._deepest_draft,
+                first_crossing=self._first_crossing,
+                draft_end=lambda: self.draft_end,
             )
 
         owner = around(self._owner(tokens, drafter, checked), tokens)
@@ -298,13 +296,6 @@ class Decoder:
             return new_target(with_them, self.vocab_size, options.cache, lent)
 
         return LentCaches(Loan(options.prompt_cache), len(tokens), continued)
-
-    def _deepest_draft(self, length: int) -> int:
-        """How many tokens deep a draft may be that follows so many positions."""
-        room = self._first_crossing - 1 - length
-        if room < _NEAR:
-            room = sys.maxsize if self.draft_end is None else self.draft_end - 1 - length
-        return max(0, room)
 
     @cached_property
     def _first_crossing(self) -> int:

@@ -19,11 +19,11 @@ from ..draft.lookahead import LookaheadDrafter, check_sizes
 from ..draft.prompt_lookup import lookup_drafter
 from ..engine.draft_model import DraftModelDrafter
 from ..engine.target import Capability
-from ..plan.candidates import DrafterSource, Source
 from ..plan.cost_curve import Costs, FixedCosts
+from ..plan.drafter_source import DrafterSource
 from ..plan.lookahead_source import LookaheadKnowledge, LookaheadSource
 from ..plan.p_accept import token_classes
-from ..plan.planner import Planner
+from ..plan.planner import Planner, Source
 from ..plan.policy import trees_pay
 from ..plan.suffix_source import SuffixSource
 from ..store.store import open_store

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections import Counter, deque
 from dataclasses import dataclass
-from statistics import median
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse as MlxLmResponse
 
 from ..errors import OptionError
 
-_KEPT = 64  # recent steps per number of rows: enough for a median, and a hot chip is noticed
+if TYPE_CHECKING:
+    from .responses import StepTimes
 
 
 @dataclass(frozen=True)
@@ -36,36 +34,6 @@ class StepTime:
     steps: int
     seconds: float
     cost: float | None
-
-
-class StepTimes:
-    """T(rows): the wall time of whole steps by their number of rows.
-
-    A whole step is proposing, forward, reading, acceptance and cache commit. Times hold for one
-    model on one machine in one data type. Threads may record at once.
-    """
-
-    def __init__(self) -> None:
-        self._recent: dict[tuple[int, bool], deque[float]] = {}
-        self._steps: Counter[tuple[int, bool]] = Counter()
-        self._lock = threading.Lock()
-
-    def record(self, rows: int, seconds: float, pipelined: bool = False) -> None:
-        """Add the wall time of one step."""
-        with self._lock:
-            self._recent.setdefault((rows, pipelined), deque(maxlen=_KEPT)).append(seconds)
-            self._steps[rows, pipelined] += 1
-
-    def table(self) -> list[StepTime]:
-        """One entry per kind of step that has run, fewest rows first."""
-        with self._lock:
-            seconds = {kind: median(recent) for kind, recent in self._recent.items()}
-            steps = self._steps.copy()
-        one_row = seconds.get((1, True)) or seconds.get((1, False))
-        return [
-            StepTime(*kind, steps[kind], time, time / one_row if one_row else None)
-            for kind, time in sorted(seconds.items())
-        ]
 
 
 @dataclass(frozen=True)

@@ -258,7 +258,7 @@ def _check_weights(path: Path) -> int:
         LoadError: it is cut short or damaged, or cannot be read.
     """
     try:
-        tensors = read_header(path)  # MLX would believe whatever stands there
+        tensors = read_header(path).tensors  # MLX would believe whatever stands there
         mx.load(str(path))  # knows fewer types
     except OSError as error:
         raise LoadError(

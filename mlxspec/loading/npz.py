@@ -1,9 +1,12 @@
-"""Names, shapes and settings of Mistral's and Llama's original checkpoints.
+"""Mistral's and Llama's own names and settings, and models in ``weights.npz``, which has them too.
 
 The originals call a layer's query projection ``layers.0.attention.wq.weight`` and keep their
 settings in ``params.json``; mlx-lm and Hugging Face call it
 ``model.layers.0.self_attn.q_proj.weight`` and keep them in ``config.json``. The older layout of
-mlx-examples (``weights.npz``) has the original names too.
+mlx-examples (``weights.npz``) has the original names and settings.
+
+First the names and shapes of tensors, then the settings, then the loading of ``weights.npz``.
+The converter uses the first two for the original checkpoints themselves.
 """
 
 from __future__ import annotations
@@ -19,24 +22,26 @@ import mlx.nn as nn
 from ..errors import LoadError
 from .model_files import check_layers
 
-_TOP_LEVEL_NAMES = {
-    "tok_embeddings": "model.embed_tokens",
-    "norm": "model.norm",
-    "output": "lm_head",
+# mlx-lm's name of a module, and the sizes of its weight's axes.
+_TOP_LEVEL = {
+    "tok_embeddings": ("model.embed_tokens", ("vocab_size", "dim")),
+    "norm": ("model.norm", ("dim",)),
+    "output": ("lm_head", ("vocab_size", "dim")),
 }
-_LAYER_NAMES = {
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
+_LAYER = {
+    "attention.wq": ("self_attn.q_proj", ("queries", "dim")),
+    "attention.wk": ("self_attn.k_proj", ("keys", "dim")),
+    "attention.wv": ("self_attn.v_proj", ("keys", "dim")),
+    "attention.wo": ("self_attn.o_proj", ("dim", "queries")),
+    "feed_forward.w1": ("mlp.gate_proj", ("hidden_dim", "dim")),
+    "feed_forward.w2": ("mlp.down_proj", ("dim", "hidden_dim")),
+    "feed_forward.w3": ("mlp.up_proj", ("hidden_dim", "dim")),
+    "attention_norm": ("input_layernorm", ("dim",)),
+    "ffn_norm": ("post_attention_layernorm", ("dim",)),
 }
 _LAYER_PATTERN = re.compile(r"layers\.(0|[1-9][0-9]*)\.(.+)")
 _PARAMETERS = ("weight", "scales", "biases")
+_NOT_WEIGHTS = ("rope.freqs",)  # a table that Llama's checkpoints carry
 
 _KNOWN_PARAMS = {
     *("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "vocab_size"),
@@ -56,12 +61,28 @@ def original_to_mlx_name(name: str) -> str | None:
     module, _, parameter = name.rpartition(".")
     if parameter not in _PARAMETERS:
         return None
-    if module in _TOP_LEVEL_NAMES:
-        return f"{_TOP_LEVEL_NAMES[module]}.{parameter}"
+    if module in _TOP_LEVEL:
+        return f"{_TOP_LEVEL[module][0]}.{parameter}"
     match = _LAYER_PATTERN.fullmatch(module)
-    if match is None or match[2] not in _LAYER_NAMES:
+    if match is None or match[2] not in _LAYER:
         return None
-    return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{parameter}"
+    return f"model.layers.{match[1]}.{_LAYER[match[2]][0]}.{parameter}"
+
+
+def expected_shapes(params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor, by original name, for completed ``params``."""
+    sizes = {
+        **params,
+        "queries": params["n_heads"] * params["head_dim"],
+        "keys": params["n_kv_heads"] * params["head_dim"],
+    }
+    modules = {"tok_embeddings": _TOP_LEVEL["tok_embeddings"]}
+    for index in range(params["n_layers"]):
+        modules |= {f"layers.{index}.{name}": module for name, module in _LAYER.items()}
+    modules |= {name: _TOP_LEVEL[name] for name in ("norm", "output")}
+    return {
+        f"{name}.weight": tuple(sizes[axis] for axis in axes) for name, (_, axes) in modules.items()
+    }
 
 
 def complete_params(
@@ -75,7 +96,7 @@ def complete_params(
 
     Raises:
         LoadError: a key is missing, has an impossible value, or is not known, so that the
-            tensors would be computed with wrongly.
+            model would compute something else.
     """
     unknown = [k for k, v in params.items() if k not in _KNOWN_PARAMS and v not in (None, False)]
     if "moe" in unknown:
@@ -115,28 +136,6 @@ def complete_params(
     if window is not None and not isinstance(window, int):
         raise LoadError(f"a sliding_window of {window!r}, different per layer, is not known")
     return full
-
-
-def expected_shapes(params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor, by original name, for completed ``params``."""
-    dim, hidden, vocab = params["dim"], params["hidden_dim"], params["vocab_size"]
-    queries = params["n_heads"] * params["head_dim"]
-    keys = params["n_kv_heads"] * params["head_dim"]
-    layer: dict[str, tuple[int, ...]] = {
-        "attention.wq": (queries, dim),
-        "attention.wk": (keys, dim),
-        "attention.wv": (keys, dim),
-        "attention.wo": (dim, queries),
-        "feed_forward.w1": (hidden, dim),
-        "feed_forward.w2": (dim, hidden),
-        "feed_forward.w3": (hidden, dim),
-        "attention_norm": (dim,),
-        "ffn_norm": (dim,),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (vocab, dim)}
-    for index in range(params["n_layers"]):
-        shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-    return shapes | {"norm.weight": (dim,), "output.weight": (vocab, dim)}
 
 
 def config_from_params(
@@ -212,9 +211,6 @@ def _rows(shapes: Mapping[str, Sequence[int]], name: str) -> int:
     if name not in shapes:
         raise LoadError(f"the tensor {name} is missing")
     return shapes[name][0]
-
-
-_NOT_WEIGHTS = ("rope.freqs",)  # a table that Llama's checkpoints carry
 
 
 def npz_files(directory: Path) -> list[Path]:

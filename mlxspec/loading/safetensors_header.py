@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import printable
+
 LENGTH = struct.Struct("<Q")
 """How many bytes the JSON text has; it comes first."""
 
@@ -42,8 +44,16 @@ class Place:
     begin: int
 
 
-def read_header(path: Path) -> dict[str, Place]:
-    """Where each tensor of a file lies.
+@dataclass(frozen=True)
+class Header:
+    """Where each tensor of a file lies, by name, and what its writer noted beside them."""
+
+    tensors: dict[str, Place]
+    metadata: dict[str, str]
+
+
+def read_header(path: Path) -> Header:
+    """What the header of a file says, checked against the file's size.
 
     Raises:
         DamagedHeader: it is no safetensors file, cut short, or says what cannot be.
@@ -61,8 +71,12 @@ def read_header(path: Path) -> dict[str, Place]:
             header = _parsed(file.read(length))
     if not isinstance(header, dict):
         raise DamagedHeader("is truncated or no safetensors file")
-    header.pop("__metadata__", None)
-    return {name: _place(name, entry, start, size) for name, entry in header.items()}
+    metadata = header.pop("__metadata__", None)
+    notes = metadata.items() if isinstance(metadata, dict) else ()
+    return Header(
+        tensors={name: _place(name, entry, start, size) for name, entry in header.items()},
+        metadata={key: value for key, value in notes if isinstance(value, str)},
+    )
 
 
 def _parsed(text: bytes) -> Any:
@@ -73,7 +87,7 @@ def _parsed(text: bytes) -> Any:
 
 
 def _place(name: str, entry: Any, start: int, size: int) -> Place:
-    shown = ascii(name[:120])[1:-1]
+    shown = printable(name)
     try:
         dtype, shape = entry["dtype"], _sizes(entry["shape"], _LARGEST_SIZE)
         if not isinstance(dtype, str):

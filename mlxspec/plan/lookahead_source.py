@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..draft.context_index import common_length
-from ..draft.drafter import VerifiedStep
+from ..draft.drafter import TreeBuilder, VerifiedStep
 from ..draft.lookahead import JacobiWindow, NgramPool, add_window
-from ..draft.tree import TreeBuilder
-from .candidates import Candidates, Source, best_first
+from .planner import Candidates, Source, best_first
 from .policy import Policy, price_of_time
 
 _RANKS = 4  # siblings that are considered

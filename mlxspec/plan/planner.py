@@ -5,14 +5,131 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..draft.drafter import Drafter, VerifiedStep
-from ..draft.tree import DraftTree, TreeBuilder
-from .candidates import Candidates, Source, merged
+from ..draft.drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
 from .cost_curve import USUAL_SYNC_OVERHEAD, Costs
 from .policy import Policy, expected_shortfall, expected_tokens, price_of_time, replayed_costs
 
 # Before the first draft, what one would gain whose tokens are each right with 60 %.
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
+
+
+class Candidates:
+    """Draft nodes below the current token, the likeliest first, a parent before its children.
+
+    Args:
+        root: the current token.
+        name: of the source that proposes them.
+
+    Attributes:
+        tokens, parents: as in :class:`DraftTree`, the root first.
+        depths: per node but the root, its distance from the root.
+        p_reached: per node but the root, the probability that it is accepted.
+    """
+
+    def __init__(self, root: int, name: str = "draft") -> None:
+        self.name = name
+        self.tokens = [root]
+        self.parents = [-1]
+        self.depths: list[int] = []
+        self.p_reached: list[float] = []
+
+    def add(self, token: int, parent: int, p_reached: float) -> int:
+        """Append a node; returns its number."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(1 + (self.depths[parent - 1] if parent else 0))
+        self.p_reached.append(p_reached)
+        return len(self.tokens) - 1
+
+    def cut(self, n_draft: int) -> None:
+        """Forget all but the first nodes."""
+        del self.tokens[n_draft + 1 :], self.parents[n_draft + 1 :]
+        del self.depths[n_draft:], self.p_reached[n_draft:]
+
+    def origins(self, n_draft: int) -> list[str]:
+        """The source of each of the first nodes."""
+        return [self.name] * n_draft
+
+    def draft(self, n_draft: int) -> DraftTree:
+        """The tree of the first ``n_draft`` nodes."""
+        return DraftTree(tuple(self.tokens[: n_draft + 1]), tuple(self.parents[: n_draft + 1]))
+
+    def p_by_depth(self, n_draft: int) -> list[float]:
+        """The probability that 1, 2, … tokens at least are accepted of the first nodes."""
+        depths = self.depths[:n_draft]
+        p_by_depth = [0.0] * max(depths, default=0)
+        for depth, probability in zip(depths, self.p_reached, strict=False):
+            p_by_depth[depth - 1] += probability
+        return p_by_depth
+
+    def first_branch(self) -> list[float]:
+        """``p_reached`` of the likeliest first token and of the best nodes down from it."""
+        branch: list[float] = []
+        node = 0
+        for child, parent in enumerate(self.parents[1:], start=1):
+            if parent == node:
+                branch.append(self.p_reached[child - 1])
+                node = child
+        return branch
+
+
+class Source:
+    """Where a planner's candidates come from: a base class whose methods do nothing.
+
+    The planner calls ``begin`` once with the prompt, then ``candidates`` and ``observe`` in turn
+    (``observe`` alone where it does not search), and ``end``.
+    """
+
+    name = "draft"
+    """The origin of its draft tokens, for those who look on."""
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a generation whose context is ``prompt``."""
+
+    def candidates(
+        self, max_nodes: int, max_depth: int, branching: bool, least_p: Sequence[float]
+    ) -> Candidates:
+        """What may follow the current token.
+
+        Args:
+            max_nodes: how many to return at most.
+            max_depth: how deep.
+            branching: whether a node may have several children.
+            least_p: per number of nodes, the probability below which no further one pays, as
+                :attr:`CostCurve.cheapest_rows`.
+        """
+        raise NotImplementedError
+
+    def rows_beside(
+        self, expected: Sequence[float], costs: Sequence[float], policy: Policy, max_depth: int
+    ) -> tuple[int, float]:
+        """Rows to verify beside the candidates, and the tokens per step that they earn.
+
+        Args:
+            expected: E(n) of the candidates.
+            costs: ``costs[rows]`` is T(rows) / T(1), as far as there is room.
+            policy: the planner's.
+            max_depth: how deep these rows may stand.
+        """
+        return 0, 0.0
+
+    def add_rows(self, tree: TreeBuilder) -> None:
+        """Add these rows to the draft; called in steps that verify them."""
+
+    def window_rows(self) -> dict[tuple[int, int], int]:
+        """Of lookahead's window in the last draft: the node of each row (level, column)."""
+        return {}
+
+    def observe(self, step: VerifiedStep, searched: bool) -> None:
+        """Learn from a step; ``step.tokens`` now belong to the context.
+
+        Args:
+            step: what was verified.
+            searched: whether :meth:`candidates` was asked for this step.
+        """
+
+    def end(self) -> None:
+        """Let go of the generation's state."""
 
 
 class Planner(Drafter):
@@ -195,3 +312,67 @@ class _Plan(NamedTuple):
 
 
 _NO_PLAN = _Plan(None, 0, 0.0)
+
+
+class _Union(Candidates):
+    """Candidates of several sources."""
+
+    def __init__(self, root: int) -> None:
+        super().__init__(root)
+        self.names: list[str] = []
+
+    def origins(self, n_draft: int) -> list[str]:
+        return self.names[:n_draft]
+
+
+def merged(sources: Sequence[Candidates], max_nodes: int) -> Candidates:
+    """The candidates of several sources for one token as one list, the best ``max_nodes``.
+
+    A node that several propose keeps its highest probability. A node that only a later source
+    proposes counts for as much as the earlier sources' siblings leave to it.
+    """
+    if len(sources) == 1:
+        return sources[0]
+    union = _Union(sources[0].tokens[0])
+    children: dict[tuple[int, int], int] = {}
+    left = [1.0]  # per node, the probability that none of the earlier sources' children follows
+    for candidates in sources:
+        nodes = [0]
+        taken = [0.0] * len(left)
+        for token, parent, p_reached in zip(
+            candidates.tokens[1:], candidates.parents[1:], candidates.p_reached, strict=True
+        ):
+            above = nodes[parent]
+            p_above = union.p_reached[above - 1] if above else 1.0
+            p_accept = p_reached / (candidates.p_reached[parent - 1] if parent else 1.0)
+            node = children.get((above, token))
+            if node is None:
+                p_accept *= left[above]
+                node = children[above, token] = union.add(token, above, p_above * p_accept)
+                union.names.append(candidates.name)
+                left.append(1.0)
+                taken.append(0.0)
+                taken[above] += p_accept
+            else:
+                better = max(union.p_reached[node - 1], p_above * p_accept)
+                union.p_reached[node - 1] = min(better, p_above)
+            nodes.append(node)
+        left = [max(0.0, rest - share) for rest, share in zip(left, taken, strict=True)]
+    best = _Union(union.tokens[0])
+    order = best_first(union, best)
+    best.names = [union.names[node - 1] for node in order]
+    best.cut(max_nodes)
+    return best
+
+
+def best_first(candidates: Candidates, into: Candidates) -> list[int]:
+    """Add the nodes to ``into``, the likeliest first; returns their former numbers.
+
+    Equal ones keep their order, so that parents stand before children.
+    """
+    order = sorted(range(1, len(candidates.tokens)), key=lambda n: -candidates.p_reached[n - 1])
+    number = {0: 0}
+    for node in order:
+        parent = number[candidates.parents[node]]
+        number[node] = into.add(candidates.tokens[node], parent, candidates.p_reached[node - 1])
+    return order

@@ -14,8 +14,8 @@ from ..draft.suffix_index import (
     TextStore,
     continuations,
 )
-from .candidates import Candidates, Source
 from .p_accept import AcceptanceModel, Estimate
+from .planner import Candidates, Source
 
 # Negative p_reached, serial number, parent, rank among its siblings, occurrences, path.
 _Frontier = tuple[float, int, int, int, list[Occurrence], list[int]]

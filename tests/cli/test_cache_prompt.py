@@ -24,6 +24,8 @@ from mlxspec.errors import LoadError
 from mlxspec.loading import model as loading
 from mlxspec.loading.model import DEMO_DIRECTORY
 
+pytestmark = pytest.mark.slow
+
 BEGINNING = 'Repeat the following phrase 4 times: "The red fox sees'
 END = ' the river.".'
 

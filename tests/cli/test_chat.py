@@ -18,6 +18,8 @@ from click.testing import CliRunner, Result
 from mlxspec.cli.chat import ChatInput, chat_command
 from tests.cli.test_process import ROOT, Window
 
+pytestmark = pytest.mark.slow
+
 LINE = "one two three four\n"
 
 

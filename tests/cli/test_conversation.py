@@ -12,6 +12,8 @@ from mlxspec import PromptLookupDecoder
 from mlxspec.cli.conversation import Conversation
 from mlxspec.errors import OptionError, PromptError
 
+pytestmark = pytest.mark.slow
+
 QUESTIONS = [
     'Repeat the following phrase 2 times: "The red fox sees the river.".',
     "And once more.",

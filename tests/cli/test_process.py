@@ -17,6 +17,8 @@ import pytest
 
 import mlxspec
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(mlxspec.__file__).parents[1]
 LINE = "one two three four\n"
 ENDLESS = ("--prompt", "a", "--max-tokens", "1000000")

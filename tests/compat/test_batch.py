@@ -13,8 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlxspec
 from mlxspec.compat.generation import decoder_of
 from mlxspec.errors import MlxspecError, OptionError
-from tests.generation.test_auto import FLAT, LINEAR
 from tests.support.architectures import ARCHITECTURES
+from tests.support.demo import FLAT, LINEAR
 from tests.support.drop_in import (
     FREE,
     REPEAT,
@@ -24,6 +24,8 @@ from tests.support.drop_in import (
     stream_generate,
 )
 from tests.support.random_models import random_model, scaled_rope
+
+pytestmark = pytest.mark.slow
 
 LIMITS = [12, 6, 14]
 

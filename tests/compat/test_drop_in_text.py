@@ -22,7 +22,6 @@ from mlx_lm.utils import load_tokenizer as load_as_mlx_lm
 
 import mlxspec
 from mlxspec.loading.tokenizer import load_tokenizer
-from tests.loading.test_detokenizer import SENTENCEPIECE, byte_level, sentencepiece, word_piece
 from tests.support.drop_in import (
     FREE,
     REPEAT,
@@ -32,6 +31,9 @@ from tests.support.drop_in import (
     write_float32_demo,
 )
 from tests.support.random_models import random_model
+from tests.support.tokenizer_kinds import DEMO, byte_level, sentencepiece, word_piece
+
+pytestmark = pytest.mark.slow
 
 ROWS = 16
 KINDS: dict[str, type[StreamingDetokenizer]] = {
@@ -62,13 +64,13 @@ class Dictated(nn.Module):
         return logits + 1e6 * (mx.arange(logits.shape[-1]) == tokens[:, None])
 
 
-def write_tokenizer(kind: str, directory: Path, shared: Path) -> None:
+def write_tokenizer(kind: str, directory: Path) -> None:
     if kind == "byte level":
         tokenizer = byte_level()
     elif kind == "word piece":
         tokenizer = word_piece()
     else:
-        tokenizer = sentencepiece(shared / SENTENCEPIECE["llama 2"])
+        tokenizer = sentencepiece(DEMO)
     tokenizer.save_pretrained(directory)
     if kind == "sentencepiece without strip":
         path = directory / "tokenizer.json"
@@ -78,11 +80,9 @@ def write_tokenizer(kind: str, directory: Path, shared: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_segments_are_mlx_lm_s_with_every_kind_of_tokenizer(
-    kind: str, tmp_path: Path, shared: Path
-) -> None:
+def test_segments_are_mlx_lm_s_with_every_kind_of_tokenizer(kind: str, tmp_path: Path) -> None:
     """Random tokens, among them those of one byte, which split characters."""
-    write_tokenizer(kind, tmp_path, shared)
+    write_tokenizer(kind, tmp_path)
     theirs, ours = load_as_mlx_lm(tmp_path), load_tokenizer(tmp_path, None)
     assert isinstance(theirs.detokenizer, KINDS[kind])
     size = len(theirs)

@@ -33,6 +33,8 @@ from tests.support.drop_in import (
 )
 from tests.support.random_models import random_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def demo() -> tuple:
@@ -190,7 +192,9 @@ def test_progress_with_a_session_is_that_of_what_is_run(demo: tuple) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [{"stop": "x"}, {"temp": 0.5}, {"session": mlxspec.Session()}], ids=str
+    "option",
+    [{"stop": "x"}, {"temp": 0.5}, {"session": mlxspec.Session()}],
+    ids=lambda option: next(iter(option)),
 )
 def test_what_mlx_lm_does_not_know_is_refused_beside_embeddings(demo: tuple, option: dict) -> None:
     (name,) = option

@@ -60,7 +60,7 @@ def test_the_demo_model_writes_what_the_original_does(tmp_path: Path, shared: Pa
     _, tokenizer = mlx_lm.load(str(tmp_path / "out"))
     prompt = tokenizer.encode("[INST] Repeat this 3 times: 'The red fox sleeps.' [/INST]")
     weights = {
-        name: torch_file.from_bfloat16_bits(tensor.bits())
+        name: torch_file.from_bfloat16_bits(tensor)
         for name, tensor in read_torch_zip(source / "consolidated.00.pth").items()
     }
     params = json.loads((source / "params.json").read_text())
@@ -272,6 +272,16 @@ def test_a_tokenizer_of_another_kind_is_refused(
 ):
     source = original.write_checkpoint(tmp_path / "x", tokenizer_model, WEIGHTS)
     (source / "tokenizer.model").write_bytes(content)
+    with pytest.raises(ConversionError, match=r"tokenizer\.model: is no SentencePiece model"):
+        convert(torch_path=source, mlx_path=tmp_path / "out")
+
+
+def test_a_tokenizer_whose_error_message_is_no_text_is_refused(
+    tmp_path: Path, tokenizer_model: Path
+):
+    source = original.write_checkpoint(tmp_path / "x", tokenizer_model, WEIGHTS)
+    damaged = tokenizer_model.read_bytes().replace(b"<0x02>", b"\x800x02>")
+    (source / "tokenizer.model").write_bytes(damaged)
     with pytest.raises(ConversionError, match=r"tokenizer\.model: is no SentencePiece model"):
         convert(torch_path=source, mlx_path=tmp_path / "out")
 

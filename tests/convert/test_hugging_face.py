@@ -12,7 +12,7 @@ from mlx_lm.utils import _get_classes
 
 from mlxspec.convert import hugging_face
 from mlxspec.convert.conversion import convert
-from mlxspec.convert.tokenizer_files import write_sentencepiece_files
+from mlxspec.convert.original_layouts import write_sentencepiece_files
 from mlxspec.errors import MlxspecError
 from tests.support.comparison import assert_same_bits, tensors
 

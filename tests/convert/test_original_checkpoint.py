@@ -8,7 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxspec.convert.original_checkpoint import open_original
+from mlxspec.convert.original_checkpoint import OriginalTensor, open_original
+from mlxspec.convert.torch_zip import read_torch_zip
 from mlxspec.errors import ConversionError
 from tests.support import original, torch_file
 
@@ -194,12 +195,9 @@ def test_a_hugging_face_directory_gets_the_right_remedy(tmp_path: Path):
 
 
 def test_bfloat16_survives_every_bit_pattern(tmp_path: Path):
-    from mlxspec.convert.stored_tensor import mlx_array
-    from mlxspec.convert.torch_zip import read_torch_zip
-
     bits = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
     torch_file.save(tmp_path / "x.pth", {"all": bits})
-    array = mlx_array(read_torch_zip(tmp_path / "x.pth")["all"].bits(), "bfloat16")
+    array = OriginalTensor((read_torch_zip(tmp_path / "x.pth")["all"],)).load()
     assert array.dtype == mx.bfloat16
     np.testing.assert_array_equal(np.array(array.view(mx.uint16)), bits)
     # and MLX means the same numbers by them

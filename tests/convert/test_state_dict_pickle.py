@@ -1,8 +1,14 @@
-"""The pickle interpreter: tensors and containers, and nothing else."""
+"""The state dict unpickler: tensors and containers, and nothing else."""
 
+import collections
 import contextlib
+import copyreg
+import io
 import os
 import pickle
+import sys
+import time
+import types
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +16,7 @@ from hypothesis import strategies as st
 
 from mlxspec.convert.state_dict_pickle import Storage, TensorLayout, read_state_dict
 from mlxspec.errors import ConversionError
+from tests.support.hostile import harmless
 from tests.support.torch_file import Call, Global, Persistent, Raw, dumps, storage, tensor
 
 PLACE = storage("bfloat16", "0", 6)
@@ -37,6 +44,35 @@ def test_an_untyped_storage_takes_the_type_from_the_tensor():
     v3 = Call(Global("torch._utils", "_rebuild_tensor_v3"), arguments)
     layout = TensorLayout(Storage("0", None, 12), "float16", (2, 3), (3, 1), 0)
     assert read({"a": v3}) == {"a": layout}
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_what_pythons_pickler_makes_of_a_state_dict_is_read(
+    monkeypatch: pytest.MonkeyPatch, protocol: int
+):
+    """Of one with the names of PyTorch in it, whose modules are made for the test."""
+
+    class Place:
+        pass
+
+    class Tensor:
+        def __reduce__(self):
+            return rebuild, (Place(), 0, (2, 3), (3, 1), False, collections.OrderedDict())
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: object) -> object:
+            return ("storage", half, "0", "cpu", 6) if isinstance(value, Place) else None
+
+    half = type("BFloat16Storage", (), {"__module__": "torch"})
+    rebuild = type("_rebuild_tensor_v2", (), {"__module__": "torch._utils"})
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(BFloat16Storage=half))
+    utils = types.SimpleNamespace(_rebuild_tensor_v2=rebuild)
+    monkeypatch.setitem(sys.modules, "torch._utils", utils)
+    state = collections.OrderedDict(a=Tensor(), b=Tensor())
+    state._metadata = collections.OrderedDict({"": {"version": 1}})  # as of an nn.Module
+    content = io.BytesIO()
+    Pickler(content, protocol).dump(state)
+    assert read_state_dict(content.getvalue(), "weights.pth") == {"a": LAYOUT, "b": LAYOUT}
 
 
 def test_attributes_of_a_state_dict_are_dropped():
@@ -118,6 +154,8 @@ REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
         {"a": Persistent(("storage", Global("torch", "HalfStorage"), "0", "cpu", -6))},
         {"a": Persistent(("storage",))},
         {("a",): VIEW},
+        {"a": Persistent(("storage", Global("torch", "float16"), "0", "cpu", 6))},
+        {"a": Call(Global("collections", "OrderedDict"), ([[1, VIEW]],))},
     ],
 )
 def test_what_is_no_state_dict_of_tensors_is_refused_in_one_line(value: object):
@@ -150,6 +188,24 @@ def test_other_opcodes_and_damaged_ones_are_refused(code: bytes):
         read(Raw(code))
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        b"Nr\xff\xff\xff\xff",  # LONG_BINPUT: one place of a memo that has all the others, too
+        b"X\xff\xff\xff\x7fabc",  # BINUNICODE
+        b"T\xff\xff\xff\x7fabc",  # BINSTRING
+        b"B\xff\xff\xff\x7fabc",  # BINBYTES
+        b"\x8b\xff\xff\xff\x7fabc",  # LONG4
+        b"\x8d\0\0\0\0\1\0\0\0abc",  # BINUNICODE8
+        b"\x8e\0\0\0\0\1\0\0\0abc",  # BINBYTES8
+        b"\x96\0\0\0\0\1\0\0\0abc",  # BYTEARRAY8
+        b"\x95\0\0\0\0\1\0\0\0N",  # FRAME
+    ],
+)
+def test_sizes_that_are_only_announced_take_no_memory(code: bytes):
+    assert isinstance(harmless(lambda: read(Raw(code))), ConversionError)
+
+
 def test_a_memo_bomb_is_neither_expanded_nor_hashed():
     # Each level holds the one before twice: 2^200 elements if anything walks through them, which
     # this test would not outlive.
@@ -158,6 +214,45 @@ def test_a_memo_bomb_is_neither_expanded_nor_hashed():
         read(Raw(b"}" + nest + b"Ns"))
     with pytest.raises(ConversionError):
         read({"a": Raw(nest)})
+
+
+def test_keys_whose_hashes_all_collide_take_no_time():
+    numbers = (i * ((1 << 61) - 1) for i in range(1, 20_000))
+    items = b"".join(b"\x8a\x0b" + number.to_bytes(11, "little") + b"N" for number in numbers)
+    started = time.process_time()
+    with pytest.raises(ConversionError):
+        read(Raw(b"}(" + items + b"u"))
+    assert time.process_time() - started < 1
+
+
+def test_a_class_of_the_extension_registry_is_refused_though_it_was_unpickled_before():
+    copyreg.add_extension("collections", "Counter", 77)
+    try:
+        assert pickle.loads(b"\x80\x02\x82\x4d.") is collections.Counter  # and is cached now
+        with pytest.raises(ConversionError, match="opcode EXT1"):
+            read(Raw(b"\x82\x4d"))
+    finally:
+        copyreg.remove_extension("collections", "Counter", 77)
+
+
+def test_what_is_left_after_the_end_is_not_read():
+    assert read_state_dict(dumps({"a": VIEW}) + b"cos\nsystem\n.", "weights.pth") == {"a": LAYOUT}
+
+
+def test_nothing_is_made_or_changed_but_by_calling_what_stands_for_a_name():
+    """NEWOBJ and its kin, BUILD on what is no dictionary, and changes to what stands for names."""
+    rebuild = b"ctorch._utils\n_rebuild_tensor_v2\n"
+    for code in (
+        rebuild + b")\x81",  # NEWOBJ
+        rebuild + b")}\x92",  # NEWOBJ_EX
+        b"(" + rebuild + b"o",  # OBJ
+        rebuild + b"}X\x08\0\0\0__code__Nsb",  # BUILD: attributes of the function itself
+        rebuild + b"N}X\x08\0\0\0__code__Ns\x86b",  # and through the state of slots
+        b"ctorch\nfloat16\n}X\x04\0\0\0nameNsb",
+    ):
+        with pytest.raises(ConversionError):
+            read(Raw(code))
+    assert read({"a": VIEW}) == {"a": LAYOUT}
 
 
 def test_deep_nesting_is_refused_without_exhausting_the_stack():

@@ -12,6 +12,8 @@ import pytest
 
 from tests.distributed.conftest import SECONDS, launched
 
+pytestmark = pytest.mark.slow
+
 # Now and then MLX crashes before the thread that watches the other ranks has had its turn.
 SURVIVOR = (
     "Error: rank 1 is gone, so rank 0 ends, too|"

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import mlxspec
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.target import Capability
 from mlxspec.eval.equality import first_difference
@@ -17,6 +16,8 @@ from tests.distributed.conftest import SECONDS, launched
 from tests.support.architectures import ARCHITECTURES
 from tests.support.harness import NEAR_TIES, assert_same_output, plain
 from tests.support.settings import ARCHITECTURE, ARCHITECTURE_PROMPT, PROMPT, SETTINGS
+
+pytestmark = pytest.mark.slow
 
 QUANTISED_KV = 1e-2
 """The gap below which a difference is a near tie when keys and values are quantised."""
@@ -27,6 +28,12 @@ def replayed() -> list[int]:
     """What one process generates with a model that replays."""
     model = ARCHITECTURES[ARCHITECTURE].model()
     return plain(model, ARCHITECTURE_PROMPT, max_tokens=12, capability=Capability.REPLAY)
+
+
+@pytest.fixture(scope="module")
+def decoder(small_model: Path) -> Decoder:
+    """Decodes in this process."""
+    return Decoder(small_model)
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +49,7 @@ def report(
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_output_equals_one_process(name: str, report: dict[str, Any], small_model: Path) -> None:
-    decoder = Decoder(small_model)
+def test_output_equals_one_process(name: str, report: dict[str, Any], decoder: Decoder) -> None:
     options = SETTINGS[name].options
     responses = decoder.decode(PROMPT, SETTINGS["plain"].drafter(), **options)
     expected = [response.token for response in responses]
@@ -80,12 +86,12 @@ def test_heads_that_do_not_divide_are_refused(report: dict[str, Any]) -> None:
     assert "cannot be split into 2 equal parts" in report["unsplittable"]
 
 
-def test_only_rank_0_prints(small_model: Path, tmp_path: Path) -> None:
+def test_only_rank_0_prints(small_model: Path, decoder: Decoder, tmp_path: Path) -> None:
     prompt = ",".join(map(str, PROMPT))
     options = ("--prompt-ids", prompt, "--max-tokens", "8", "--json")
     command = ("decoder.py", "--model", str(small_model), *options)
     with launched(*command, folder=tmp_path) as launcher:
         output, errors = launcher.communicate(timeout=SECONDS)
     assert errors == ""
-    plain = mlxspec.Decoder(small_model).decode(PROMPT, SETTINGS["plain"].drafter(), max_tokens=8)
+    plain = decoder.decode(PROMPT, SETTINGS["plain"].drafter(), max_tokens=8)
     assert json.loads(output)["tokens"] == [response.token for response in plain]

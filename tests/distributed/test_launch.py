@@ -1,10 +1,13 @@
+"""What a rank knows before MLX is imported, and blocks that Ctrl-C waits for."""
+
+import signal
 from pathlib import Path
 
 import pytest
 
 from mlxspec.cli.generate import answer_together
 from mlxspec.cli.prompts import PromptOptions
-from mlxspec.distributed.launch import launched_rank
+from mlxspec.distributed.launch import launched_rank, uninterrupted
 from mlxspec.errors import PromptError
 
 
@@ -38,3 +41,25 @@ def test_the_rank_is_known_before_mlx_is_imported(
 def test_a_prompt_that_would_never_end_is_refused() -> None:
     with pytest.raises(PromptError, match="use --prompt-file"):
         answer_together(prompt=PromptOptions(prompt="-"))
+
+
+def test_an_interrupt_comes_after_the_block() -> None:
+    reached: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        _interrupt_inside(reached)
+    assert reached == ["end of the inner block", "end of the block"]
+
+
+def test_without_an_interrupt_nothing_comes() -> None:
+    with uninterrupted():
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def _interrupt_inside(reached: list[str]) -> None:
+    with uninterrupted():
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            reached.append("end of the inner block")
+        reached.append("end of the block")
+    reached.append("behind the block")

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.draft.combined import CombinedDrafter, view
-from mlxspec.draft.drafter import NoDraft, VerifiedStep
+from mlxspec.draft.drafter import DraftTree, NoDraft, VerifiedStep, accept
 from mlxspec.draft.lookahead import LookaheadDrafter
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
-from mlxspec.draft.tree import DraftTree, accept
 
 branches = st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=5)
 

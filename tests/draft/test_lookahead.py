@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from mlxspec.draft.drafter import VerifiedStep
+from mlxspec.draft.drafter import DraftTree, VerifiedStep, accept
 from mlxspec.draft.lookahead import LookaheadDrafter
-from mlxspec.draft.tree import DraftTree, accept
 from mlxspec.errors import OptionError
 
 

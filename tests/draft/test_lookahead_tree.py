@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from mlxspec.draft.drafter import DraftTree, TreeBuilder
 from mlxspec.draft.lookahead import add_window
-from mlxspec.draft.tree import DraftTree, TreeBuilder
 
 Row = tuple[str, int, int]  # ("window", level, column) or ("guess", number, place)
 

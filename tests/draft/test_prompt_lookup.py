@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.draft.drafter import VerifiedStep
+from mlxspec.draft.drafter import DraftTree, VerifiedStep
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter, parse_lookup_config
-from mlxspec.draft.tree import DraftTree
 from mlxspec.errors import OptionError
 
 contexts = st.lists(st.integers(0, 3), min_size=1, max_size=40)

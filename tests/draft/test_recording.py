@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from mlxspec.draft.drafter import Drafter, NoDraft, VerifiedStep
+from mlxspec.draft.drafter import Drafter, DraftTree, NoDraft, VerifiedStep
 from mlxspec.draft.recording import RecordedStep, RecordingDrafter
-from mlxspec.draft.tree import DraftTree
 
 #      0
 #    1   4

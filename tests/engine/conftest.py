@@ -1,22 +1,16 @@
-"""Trained models of other projects, in float32."""
-
-from pathlib import Path
+"""Llamas to decode with."""
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from tests.support.llama2c import load_llama2c
+from tests.support.llamas import LLAMAS, llama
 
 
-@pytest.fixture(scope="session")
-def stories(shared: Path) -> nn.Module:
-    return load_llama2c(shared / "models/stories260K/stories260K.bin")
-
-
-@pytest.fixture(scope="session")
-def babyllama(shared: Path) -> nn.Module:
-    return load_llama2c(shared / "models/babyllama_tok105/model5000.bin")
+@pytest.fixture(scope="session", params=LLAMAS[:2])
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    """A random Llama, then stories260K where it is there; both have 512 tokens."""
+    return llama(request.param)
 
 
 @pytest.fixture(scope="session")

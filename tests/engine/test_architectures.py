@@ -19,12 +19,15 @@ from tests.support.architecture_settings import WINDOW
 from tests.support.architecture_table import notes, row
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import HostileDrafter, PartlyRightDrafter
+from tests.support.examples import examples
 from tests.support.harness import assert_same_output, plain, run
 from tests.support.rarer_architectures import NOT_TRIED
 
+pytestmark = pytest.mark.slow
+
 SHORT_PROMPT = [7, 3, 9, 3]
 LONG_PROMPT = [(7 * i * i + 3 * i) % 64 for i in range(2 * WINDOW + 5)]  # the window has wrapped
-MAX_TOKENS = 40  # the window wraps in the middle of drafts
+MAX_TOKENS = examples(28, long=60)  # the window wraps in the middle of drafts
 ODD_TOKEN = 5
 
 
@@ -68,8 +71,8 @@ def test_architecture(name: str) -> None:
         assert accepted == rejecting == 0
         return
     assert accepted > MAX_TOKENS / 2
-    assert rejecting > 10
-    assert (moved > 3) == (finding.capability is Capability.TREE)
+    assert rejecting > MAX_TOKENS / 4
+    assert (moved > 2) == (finding.capability is Capability.TREE)
 
     options["params"] = params = SamplingParams(temp=0.8, seed=3)
     expected = plain(model, LONG_PROMPT, **options)

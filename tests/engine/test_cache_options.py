@@ -14,6 +14,8 @@ from tests.support.architectures import ARCHITECTURES, Architecture
 from tests.support.drafters import HostileDrafter
 from tests.support.harness import assert_same_output, run
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = {"one token": [5], "short": [7, 3, 9, 3], "long": [(7 * i * i) % 64 for i in range(37)]}
 LENGTH = 60
 WIDE_HEADS = {"head_dim": 32}  # the smallest group of a quantised cache

@@ -18,6 +18,8 @@ from tests.support.architectures import ARCHITECTURES, livelier
 from tests.support.drafters import PartlyRightDrafter
 from tests.support.random_models import random_model, scaled_rope
 
+pytestmark = pytest.mark.slow
+
 END = 40
 DYNAMIC = {
     "llama": scaled_rope("dynamic", factor=4.0),

@@ -14,12 +14,13 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlxspec
 from mlxspec import CombinedDrafter, DraftModelDrafter, PromptLookupDrafter
 from mlxspec.compat.generation import decoder_of
-from mlxspec.draft.drafter import NoDraft, VerifiedStep
-from mlxspec.draft.tree import DraftTree
+from mlxspec.draft.drafter import DraftTree, NoDraft, VerifiedStep
 from mlxspec.errors import OptionError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drop_in import FREE, REPEAT, demo_with_costs, fields, stream_generate
 from tests.support.harness import assert_same_output
+
+pytestmark = pytest.mark.slow
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6] * 3
 DRAFT_MODELS = ("llama3", "gemma3", "mamba2", "qwen3_next")

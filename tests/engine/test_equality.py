@@ -9,13 +9,14 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 
-import mlxspec
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.sampling import SamplingParams
+from tests.support.demo import demo
 from tests.support.drafters import HostileDrafter
 from tests.support.harness import assert_same_output, plain, run
-from tests.support.llama2c import decode_llama2c
+from tests.support.llama2c import decode_llama2c, load_llama2c
+from tests.support.llamas import LLAMAS
 
 BOS = 1
 TEMPERATURES = [0.0, 0.7, 1.0]
@@ -29,25 +30,23 @@ def total(a):
 ``` [/INST]"""
 
 
-def test_stories260k_writes_its_published_text(stories: nn.Module, shared: Path) -> None:
+def test_stories260k_writes_its_published_text(shared: Path) -> None:
+    model = load_llama2c(shared / "models/stories260K/stories260K.bin")
     page = (shared / "models/stories260K/stories260K.md").read_text()
     published = page.split("-t 0.0\n")[1].split("\n```")[0]
     tokenizer = shared / "models/stories260K/tok512.bin"
     for drafter in (None, PromptLookupDrafter()):
         options = {"max_tokens": 256, "stop_tokens": {BOS}}
         if drafter is None:
-            tokens = plain(stories, [BOS], **options)
+            tokens = plain(model, [BOS], **options)
         else:
-            tokens = run(stories, [BOS], drafter, **options).tokens
+            tokens = run(model, [BOS], drafter, **options).tokens
         assert decode_llama2c(tokenizer, tokens) == published
 
 
 @pytest.mark.parametrize("temp", TEMPERATURES)
-@pytest.mark.parametrize("name", ["stories", "babyllama"])
-def test_hostile_and_real_drafters_leave_the_output_as_it_is(
-    name: str, temp: float, request: pytest.FixtureRequest
-) -> None:
-    model = request.getfixturevalue(name)
+@pytest.mark.parametrize("model", LLAMAS, indirect=True)
+def test_hostile_and_real_drafters_leave_the_output_as_it_is(model: nn.Module, temp: float) -> None:
     vocab_size = model.args.vocab_size
     accepted = {"tree": 0, "chain": 0, "lookup": 0}
     for seed in range(3):
@@ -70,7 +69,7 @@ def test_hostile_and_real_drafters_leave_the_output_as_it_is(
 
 @pytest.mark.parametrize("temp", TEMPERATURES)
 def test_the_demo_model_writes_the_same_with_every_drafter(temp: float) -> None:
-    model, tokenizer = mlxspec.load("demo")
+    model, tokenizer = demo().model, demo().tokenizer
     prompt = tokenizer.encode(RENAME)
     params = SamplingParams(temp=temp, top_p=0.9, seed=7)
     stop_tokens = tokenizer.eos_token_ids
@@ -86,25 +85,25 @@ def test_the_demo_model_writes_the_same_with_every_drafter(temp: float) -> None:
         assert_same_output(model, prompt, expected, outcome.tokens, params)
 
 
-def test_greedy_output_equals_mlx_lm(stories: nn.Module) -> None:
+def test_greedy_output_equals_mlx_lm(model: nn.Module) -> None:
     prompt = [BOS, 403, 407]
-    expected = [token for token, _ in generate_step(mx.array(prompt), stories, max_tokens=200)]
-    assert plain(stories, prompt, max_tokens=200) == expected
-    actual = run(stories, prompt, PromptLookupDrafter(), max_tokens=200).tokens
-    assert_same_output(stories, prompt, expected, actual)
+    expected = [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=200)]
+    assert plain(model, prompt, max_tokens=200) == expected
+    actual = run(model, prompt, PromptLookupDrafter(), max_tokens=200).tokens
+    assert_same_output(model, prompt, expected, actual)
 
 
-def test_a_model_without_trees_verifies_the_first_chain(stories: nn.Module) -> None:
-    expected = plain(stories, [BOS], max_tokens=100)
-    hostile = HostileDrafter(expected, stories.args.vocab_size, BOS, seed=2)
-    outcome = run(stories, [BOS], hostile, max_tokens=100, capability=Capability.CHAIN)
+def test_a_model_without_trees_verifies_the_first_chain(model: nn.Module) -> None:
+    expected = plain(model, [BOS], max_tokens=100)
+    hostile = HostileDrafter(expected, model.args.vocab_size, BOS, seed=2)
+    outcome = run(model, [BOS], hostile, max_tokens=100, capability=Capability.CHAIN)
     assert outcome.accepted > 0
-    assert_same_output(stories, [BOS], expected, outcome.tokens)
+    assert_same_output(model, [BOS], expected, outcome.tokens)
 
 
-def test_a_model_that_cannot_be_cut_back_is_never_given_a_draft(stories: nn.Module) -> None:
-    expected = plain(stories, [BOS], max_tokens=50)
-    hostile = HostileDrafter(expected, stories.args.vocab_size, BOS, seed=2)
-    outcome = run(stories, [BOS], hostile, max_tokens=50, capability=Capability.PLAIN)
+def test_a_model_that_cannot_be_cut_back_is_never_given_a_draft(model: nn.Module) -> None:
+    expected = plain(model, [BOS], max_tokens=50)
+    hostile = HostileDrafter(expected, model.args.vocab_size, BOS, seed=2)
+    outcome = run(model, [BOS], hostile, max_tokens=50, capability=Capability.PLAIN)
     assert outcome.tokens == expected
     assert outcome.steps == 50

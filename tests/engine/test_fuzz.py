@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.draft.drafter import NoDraft, VerifiedStep
-from mlxspec.draft.tree import DraftTree
+from mlxspec.draft.drafter import DraftTree, NoDraft, VerifiedStep
 from mlxspec.engine.caches import CacheOptions
 from mlxspec.engine.target import Capability, Target
 from tests.support.architectures import ARCHITECTURES
+from tests.support.examples import examples
 from tests.support.harness import run
+
+pytestmark = pytest.mark.slow
 
 VOCABULARY = 64
 LENGTH = 30
@@ -101,7 +103,7 @@ def test_any_trees_and_rejections_leave_output_and_cache_as_they_are(name: str) 
     options = {"capability": capability, "cache": kind.options, "max_tokens": LENGTH}
     branch = st.tuples(st.integers(0, 7), st.integers(0, 4))
 
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=examples(8), deadline=None)
     @given(
         prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=LONGEST_PROMPT),
         recipes=st.lists(st.lists(branch, max_size=3), max_size=12),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.draft.tree import DraftTree
-from mlxspec.engine import caches as kv_caches
-from mlxspec.engine import caches as step_caches
-from mlxspec.engine import caches as window_cache
-from mlxspec.engine import target
+from mlxspec.draft.drafter import DraftTree
+from mlxspec.engine import caches
+from mlxspec.engine import target as targets
 from mlxspec.engine.caches import CacheOptions
 from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.sampling import SamplingParams
@@ -20,17 +19,13 @@ from mlxspec.engine.target import Capability, Target
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import PartlyRightDrafter
 from tests.support.harness import decode, new_target, plain
-from tests.support.interrupts import functions_of, interrupted
+from tests.support.interrupts import functions_of, interrupted_anywhere
 from tests.support.random_models import random_model
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [7, 3, 9, 3, 5, 8, 2, 6, 1]
-STEPS = functions_of(
-    target.Target,
-    step_caches,
-    step_caches.Snapshot,
-    kv_caches._TreeSteps,
-    window_cache.WindowKVCache,
-)
+FUNCTIONS = functions_of(targets, caches)
 
 
 def assert_goes_on_rightly(target: Target, context: list[int]) -> None:
@@ -39,6 +34,29 @@ def assert_goes_on_rightly(target: Target, context: list[int]) -> None:
     logits = target.forward(mx.array(context[-1:]), DraftTree.chain(context[-1]))[-1]
     fresh = target.model(mx.array(context)[None], cache=make_prompt_cache(target.model))[0, -1]
     assert mx.max(mx.abs(logits - fresh)).item() < 1e-4
+
+
+class Generation:
+    """Some steps of a generation on a target of its own."""
+
+    def __init__(
+        self, model: nn.Module, capability: Capability, truth: list[int], seed: int
+    ) -> None:
+        self.target = new_target(model, capability)
+        self.context = PROMPT.copy()
+        self.steps = decode(
+            self.target,
+            PROMPT,
+            PartlyRightDrafter(truth, 64, seed),
+            Chooser(SamplingParams()),
+            max_tokens=40,
+            ends=lambda _: False,
+        )
+        self.take(3)
+
+    def take(self, count: int) -> None:
+        for step in itertools.islice(self.steps, count):
+            self.context += step.verified.tokens
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -57,68 +75,60 @@ def test_an_interrupt_anywhere_in_a_step_leaves_the_state_of_before(
 ) -> None:
     model = ARCHITECTURES[name].model()
     truth = plain(model, PROMPT, max_tokens=40, capability=capability)
-    for lines in itertools.count():
-        target = new_target(model, capability)
-        drafter = PartlyRightDrafter(truth, 64, seed)
-        chooser = Chooser(SamplingParams())
-        steps = decode(target, PROMPT, drafter, chooser, max_tokens=40, ends=lambda _: False)
-        first = itertools.islice(steps, 3)
-        tokens = [token for step in first for token in step.verified.tokens]
-
-        def go_on() -> None:
-            for step in itertools.islice(steps, 2):  # noqa: B023
-                tokens.extend(step.verified.tokens)  # noqa: B023
-
-        hit = interrupted(lines, STEPS, go_on)
-        steps.close()
-        assert_goes_on_rightly(target, PROMPT + tokens)
-        if not hit:
-            break
-    assert lines > 20
+    for generation in interrupted_anywhere(
+        FUNCTIONS,
+        lambda: Generation(model, capability, truth, seed),
+        lambda generation: generation.take(2),
+    ):
+        generation.steps.close()
+        assert_goes_on_rightly(generation.target, generation.context)
 
 
 def test_a_truncation_that_is_interrupted_can_be_done_again() -> None:
     model = ARCHITECTURES["mamba2"].model()
-    for lines in itertools.count():
+
+    def prepared() -> Target:
         target = new_target(model, Capability.REPLAY)
         target.prefill(PROMPT[:-3])
         for token in PROMPT[-3:]:
             target.forward(mx.array([token]), DraftTree.chain(token))
             target.commit((0,))
-        hit = interrupted(lines, STEPS, lambda: target.truncate(len(PROMPT) - 2))  # noqa: B023
+        return target
+
+    for target in interrupted_anywhere(
+        FUNCTIONS, prepared, lambda target: target.truncate(len(PROMPT) - 2)
+    ):
         target.truncate(target.length)
         assert_goes_on_rightly(target, [*PROMPT, 5][: target.length + 1])
-        if not hit:
-            break
-    assert lines > 8
 
 
 @pytest.mark.parametrize("name", ["mamba2", "gemma3"])
 def test_an_interrupt_anywhere_in_a_prefill_leaves_whole_chunks(name: str) -> None:
     model = ARCHITECTURES[name].model()
-    functions = [Target.prefill, Target._prefill_chunk]
-    for lines in itertools.count():
-        target = new_target(model, Capability.TREE if name == "gemma3" else Capability.REPLAY)
-        target.options = CacheOptions(prefill_step_size=4)
-        hit = interrupted(lines, functions, lambda: target.prefill(PROMPT))  # noqa: B023
+    capability = ARCHITECTURES[name].capability
+    options = CacheOptions(prefill_step_size=4)
+    for target in interrupted_anywhere(
+        FUNCTIONS,
+        lambda: new_target(model, capability, options),
+        lambda target: target.prefill(PROMPT),
+    ):
         target.truncate(target.length)
         assert target.length in (0, 4, 8, 9)
         if name == "gemma3":
             target.rewind(min(target.length, 3))
         assert_goes_on_rightly(target, [*PROMPT, 5][: target.length + 1])
-        if not hit:
-            break
 
 
 def test_an_interrupt_anywhere_in_the_quantisation_leaves_caches_that_can_be_cut() -> None:
     model = random_model("llama", head_dim=32)
     options = CacheOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=len(PROMPT))
-    for lines in itertools.count():
+
+    def prepared() -> Target:
         target = new_target(model, cache=options)
         target.prefill(PROMPT[:-1])
         target.forward(mx.array(PROMPT[-1:]), DraftTree.chain(PROMPT[-1]))
-        hit = interrupted(lines, [Target._quantize_if_due], lambda: target.commit((0,)))  # noqa: B023
+        return target
+
+    for target in interrupted_anywhere(FUNCTIONS, prepared, lambda target: target.commit((0,))):
         target.truncate(len(PROMPT) - 1)
         assert {cache.offset for cache in target.cache} == {target.length} == {len(PROMPT) - 1}
-        if not hit:
-            break

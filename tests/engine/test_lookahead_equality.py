@@ -6,13 +6,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-import mlxspec
 from mlxspec.draft.combined import CombinedDrafter
 from mlxspec.draft.lookahead import LookaheadDrafter
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.sampling import SamplingParams
+from tests.support.demo import demo
 from tests.support.harness import Run, assert_same_output, plain, run
+from tests.support.llamas import LLAMAS
+
+pytestmark = pytest.mark.slow
 
 BOS = 1
 REPEAT = (
@@ -25,9 +28,8 @@ SIZES = [(2, 2, 2), (3, 3, 2), (5, 4, -1), (3, 5, 3), (10, 5, 8)]
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("name", ["stories", "babyllama"])
-def test_output_is_plain_decodings(name: str, temp: float, request: pytest.FixtureRequest) -> None:
-    model: nn.Module = request.getfixturevalue(name)
+@pytest.mark.parametrize("model", LLAMAS, indirect=True)
+def test_output_is_plain_decodings(model: nn.Module, temp: float) -> None:
     accepted = 0
     for seed in range(PROMPTS):
         mx.random.seed(seed)
@@ -44,14 +46,9 @@ def test_output_is_plain_decodings(name: str, temp: float, request: pytest.Fixtu
     assert accepted > 0
 
 
-@pytest.fixture(scope="module")
-def demo() -> tuple:
-    return mlxspec.load("demo")
-
-
 @pytest.mark.parametrize("temp", [0.0, 0.7])
-def test_the_demo_model_writes_the_same(demo: tuple, temp: float) -> None:
-    model, tokenizer = demo
+def test_the_demo_model_writes_the_same(temp: float) -> None:
+    model, tokenizer = demo().model, demo().tokenizer
     params = SamplingParams(temp=temp, seed=3)
     options = {"max_tokens": 20, "params": params, "stop_tokens": tokenizer.eos_token_ids}
     for text in (REPEAT, CODE):
@@ -67,16 +64,16 @@ def test_the_demo_model_writes_the_same(demo: tuple, temp: float) -> None:
             assert_same_output(model, prompt, expected, outcome.tokens, params)
 
 
-def test_a_model_without_trees_gets_the_newest_guess(stories: nn.Module) -> None:
-    expected = plain(stories, [BOS], max_tokens=100)
+def test_a_model_without_trees_gets_the_newest_guess(model: nn.Module) -> None:
+    expected = plain(model, [BOS], max_tokens=100)
     drafter = LookaheadDrafter(5, 4, 4)
-    outcome = run(stories, [BOS], drafter, max_tokens=100, capability=Capability.CHAIN)
+    outcome = run(model, [BOS], drafter, max_tokens=100, capability=Capability.CHAIN)
     assert outcome.accepted > 0
-    assert_same_output(stories, [BOS], expected, outcome.tokens)
+    assert_same_output(model, [BOS], expected, outcome.tokens)
 
 
-def decode_demo(demo: tuple, text: str, pool_from_prompt: bool) -> Run:
-    model, tokenizer = demo
+def decode_demo(text: str, pool_from_prompt: bool) -> Run:
+    model, tokenizer = demo().model, demo().tokenizer
     return run(
         model,
         tokenizer.encode(text),
@@ -86,11 +83,11 @@ def decode_demo(demo: tuple, text: str, pool_from_prompt: bool) -> Run:
     )
 
 
-def test_a_text_that_repeats_the_prompt_takes_few_steps(demo: tuple) -> None:
-    outcome = decode_demo(demo, REPEAT, pool_from_prompt=True)
+def test_a_text_that_repeats_the_prompt_takes_few_steps() -> None:
+    outcome = decode_demo(REPEAT, pool_from_prompt=True)
     assert len(outcome.tokens) / outcome.steps > 3.5
 
 
-def test_code_takes_few_steps_without_anything_to_copy(demo: tuple) -> None:
-    outcome = decode_demo(demo, CODE, pool_from_prompt=False)
+def test_code_takes_few_steps_without_anything_to_copy() -> None:
+    outcome = decode_demo(CODE, pool_from_prompt=False)
     assert len(outcome.tokens) / outcome.steps > 2.2

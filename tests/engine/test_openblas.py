@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.openblas import needs_openblas
 
-CHOSEN = "demo_model or published_text or babyllama-0.7 or equals_mlx_lm"
+pytestmark = pytest.mark.slow
+
+CHOSEN = "demo_model or published_text or random-0.7 or babyllama-0.7 or equals_mlx_lm"
 
 
 @needs_openblas

@@ -22,9 +22,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
     trim_prompt_cache,
 )
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-import mlxspec
 from mlxspec import Decoder
 from mlxspec.draft.drafter import NoDraft
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
@@ -33,9 +31,12 @@ from mlxspec.errors import OptionError, PromptCacheError
 from mlxspec.generation import decoder as base
 from mlxspec.generation import responses
 from tests.support.architectures import ARCHITECTURES
+from tests.support.demo import endless_tokenizer
 from tests.support.drafters import HostileDrafter
-from tests.support.interrupts import interrupted
+from tests.support.interrupts import interrupted_anywhere
 from tests.support.random_models import random_model
+
+pytestmark = pytest.mark.slow
 
 TURNS = ([3, 1, 4, 1, 5, 9] * 4, [2, 6, 5, 3, 5], [8, 9, 7, 9, 3], [7])
 NAMES = ("llama3", "gemma3", "mamba2", "qwen3_next", "deepseek_v32")
@@ -48,9 +49,7 @@ class OwnKVCache(KVCache):
 
 @cache
 def decoder_of(name: str) -> Decoder:
-    endless = TokenizerWrapper(mlxspec.load("demo")[1]._tokenizer)
-    endless.eos_token_ids = set()
-    return Decoder(ARCHITECTURES[name].model(), endless)
+    return Decoder(ARCHITECTURES[name].model(), endless_tokenizer())
 
 
 def by_mlx_lm(model: nn.Module, prompt: list[int], cache: list[Any], **options: Any) -> list[int]:
@@ -134,27 +133,32 @@ def test_a_generation_that_is_closed_gives_back_what_was_taken(name: str, taken:
         assert by_mlx_lm(decoder.model, TURNS[1], lent) == by_mlx_lm(decoder.model, rest, whole)
 
 
+class Reader:
+    """A generation on a lent cache, of which three tokens have been taken."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.lent = make_prompt_cache(decoder.model)
+        self.stream = decoder.decode(TURNS[0], NoDraft(), max_tokens=TOKENS, prompt_cache=self.lent)
+        self.taken = [response.token for response in itertools.islice(self.stream, 3)]
+
+    def take(self) -> None:
+        self.taken.append(next(self.stream).token)
+
+
 def test_an_interrupt_inside_a_response_gives_back_what_was_taken_before() -> None:
     decoder = decoder_of("llama3")
     expected = by_mlx_lm(decoder.model, TURNS[0], make_prompt_cache(decoder.model))
-    for lines in itertools.count():
-        lent = make_prompt_cache(decoder.model)
-        stream = decoder.decode(TURNS[0], NoDraft(), max_tokens=TOKENS, prompt_cache=lent)
-        taken = [response.token for response in itertools.islice(stream, 3)]
-        hit = interrupted(
-            lines,
-            [responses._response],
-            lambda: taken.append(next(stream).token),  # noqa: B023
-        )
-        stream.close()
-        rest = [*TURNS[0], *taken, *TURNS[1]]
-        whole = by_mlx_lm(decoder.model, rest, make_prompt_cache(decoder.model))
+    for reader in interrupted_anywhere(
+        [responses._response], lambda: Reader(decoder), lambda reader: reader.take()
+    ):
+        reader.stream.close()
+        lent, taken = reader.lent, reader.taken
         assert taken == expected[: len(taken)]
         assert lent[0].offset == len(TURNS[0]) + len(taken)
+        whole = by_mlx_lm(
+            decoder.model, [*TURNS[0], *taken, *TURNS[1]], make_prompt_cache(decoder.model)
+        )
         assert by_mlx_lm(decoder.model, TURNS[1], lent) == whole
-        if not hit:
-            break
-    assert len(taken) == 4
 
 
 def test_an_interrupted_prefill_gives_back_whole_chunks() -> None:

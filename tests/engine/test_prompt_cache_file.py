@@ -13,11 +13,13 @@ from mlx_lm.models.cache import load_prompt_cache as mlx_lm_load
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from mlx_lm.models.cache import save_prompt_cache as mlx_lm_save
 
-import mlxspec
 from mlxspec import PromptLookupDecoder, Session, load_prompt_cache, save_prompt_cache
 from mlxspec.engine.prompt_cache_file import check_fits, tokens_in
 from mlxspec.errors import OptionError, PromptCacheError
 from tests.support.architectures import ARCHITECTURES
+from tests.support.demo import demo
+
+pytestmark = pytest.mark.slow
 
 PROMPT = [token * 7 % 60 + 3 for token in range(40)]
 NEXT = [9, 8, 7]
@@ -62,7 +64,7 @@ def test_a_session_goes_on_from_a_file_that_says_what_it_holds(kind: str, tmp_pa
     save_prompt_cache(tmp_path / "c.safetensors", cached(model), tokens=PROMPT)
     cache, metadata = load_prompt_cache(tmp_path / "c.safetensors", return_metadata=True)
     session = Session(cache, tokens_in(cache, metadata))
-    decoder = PromptLookupDecoder(model, mlxspec.load("demo")[1])
+    decoder = PromptLookupDecoder(model, demo().tokenizer)
     responses = list(decoder.stream([*PROMPT, *NEXT], 9, session=session))
     assert [response.token for response in responses] == expected[: len(responses)]
     assert responses[0].reused_tokens == len(PROMPT)
@@ -76,7 +78,7 @@ def test_a_session_goes_on_from_a_file_that_says_what_it_holds(kind: str, tmp_pa
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_conversation_that_was_saved_goes_on_where_it_ended(kind: str, tmp_path: Path) -> None:
     model = ARCHITECTURES[kind].model()
-    decoder = PromptLookupDecoder(model, mlxspec.load("demo")[1])
+    decoder = PromptLookupDecoder(model, demo().tokenizer)
     session = Session()
     output = [response.token for response in decoder.stream(PROMPT, 25, session=session)]
     session.save(tmp_path / "c.safetensors")

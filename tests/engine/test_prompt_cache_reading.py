@@ -23,6 +23,8 @@ from mlxspec.errors import PromptCacheError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.hostile import harmless, json_values, mutated
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [token * 7 % 60 + 3 for token in range(40)]
 KINDS = ["llama3", "gemma3", "mamba2", "llama4", "deepseek_v32", "quantised"]
 OWN_CLASS = {"deepseek_v41"}  # which mlx-lm cannot load from a file either

@@ -11,15 +11,18 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 
 import mlxspec
-from mlxspec.draft.drafter import Drafter, NoDraft
+from mlxspec.draft.drafter import Drafter, DraftTree, NoDraft
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
-from mlxspec.draft.tree import DraftTree
 from mlxspec.engine.capability import Capability
-from mlxspec.engine.chooser import Chooser, History
+from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.sampling import SamplingParams
+from mlxspec.engine.shaping import History
 from tests.support.architectures import ARCHITECTURES
+from tests.support.demo import demo
 from tests.support.drafters import HostileDrafter
 from tests.support.harness import assert_same_output, decode, new_target, plain, run
+
+pytestmark = pytest.mark.slow
 
 BOS = 1
 PROMPT = [BOS, 403, 407, 261, 370, 403, 407]
@@ -40,7 +43,7 @@ def by_parity_of_the_length(tokens: mx.array, logits: mx.array) -> mx.array:
 
 
 SHAPES: dict[str, dict] = {
-    "bias": {"logit_bias": {261: -mx.inf, 300: 4.0, 7: -2.5}},
+    "bias": {"logit_bias": {80: -mx.inf, 261: -mx.inf, 300: 4.0, 7: -2.5}},
     "repetition": {"repetition_penalty": 1.3},
     "repetition of all": {"repetition_penalty": 1.2, "repetition_context_size": 0},
     "presence": {"presence_penalty": 1.5, "presence_context_size": 7},
@@ -75,44 +78,42 @@ def mlx_lm_processors(shape: dict) -> list[Callable]:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_plain_decoding_equals_mlx_lm_with_the_same_processors(
-    stories: nn.Module, name: str
-) -> None:
+def test_plain_decoding_equals_mlx_lm_with_the_same_processors(model: nn.Module, name: str) -> None:
     processors = mlx_lm_processors(SHAPES[name])
-    steps = generate_step(mx.array(PROMPT), stories, max_tokens=40, logits_processors=processors)
+    steps = generate_step(mx.array(PROMPT), model, max_tokens=40, logits_processors=processors)
     expected, logprobs = zip(*steps, strict=True)
     chooser = Chooser(SamplingParams(**SHAPES[name]))
     ours = list(
-        decode(new_target(stories), PROMPT, NoDraft(), chooser, max_tokens=40, ends=lambda _: False)
+        decode(new_target(model), PROMPT, NoDraft(), chooser, max_tokens=40, ends=lambda _: False)
     )
     assert [step.verified.tokens[0] for step in ours] == list(expected)
     for step, theirs in zip(ours, logprobs, strict=True):
         assert mx.array_equal(step.logprobs[0], theirs).item()
-    assert list(expected) != plain(stories, PROMPT, max_tokens=40)  # the shape does something
+    assert list(expected) != plain(model, PROMPT, max_tokens=40)  # the shape does something
 
 
 @pytest.mark.parametrize("temp", FILTERS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_speculated_tokens_equal_plain_ones_whatever_shapes_and_filters(
-    stories: nn.Module, name: str, temp: float
+    model: nn.Module, name: str, temp: float
 ) -> None:
     params = SamplingParams(temp=temp, seed=4, **SHAPES[name], **FILTERS[temp])
     options = {"max_tokens": 40, "params": params, "stop_tokens": {BOS}}
-    vocab_size = stories.args.vocab_size
-    expected = plain(stories, PROMPT, **options)
+    vocab_size = model.args.vocab_size
+    expected = plain(model, PROMPT, **options)
     accepted = 0
     for capability in (Capability.TREE, Capability.CHAIN):
         hostile = HostileDrafter(
             expected, vocab_size, BOS, seed=3, chains=capability is Capability.CHAIN
         )
-        outcome = run(stories, PROMPT, hostile, capability=capability, **options)
-        assert_same_output(stories, PROMPT, expected, outcome.tokens, params)
+        outcome = run(model, PROMPT, hostile, capability=capability, **options)
+        assert_same_output(model, PROMPT, expected, outcome.tokens, params)
         accepted += outcome.accepted
     assert accepted > 0
 
 
 def test_the_demo_model_writes_the_same_with_every_drafter() -> None:
-    model, tokenizer = mlxspec.load("demo")
+    model, tokenizer = demo().model, demo().tokenizer
     prompt = tokenizer.encode("[INST] Count from one to ten, twice. [/INST]")
     params = SamplingParams(
         temp=0.7,
@@ -159,26 +160,26 @@ def test_tokens_that_run_again_and_windows_that_wrap_keep_their_contexts(
 
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "hostile trees"])
-def test_each_node_sees_the_context_and_its_own_path(stories: nn.Module, drafts: bool) -> None:
+def test_each_node_sees_the_context_and_its_own_path(model: nn.Module, drafts: bool) -> None:
     """Every call of a step is predicted from the tree and the tokens emitted before it."""
     seen: list[tuple[int, ...]] = []
 
     @mlxspec.pure
     def log(tokens: mx.array, logits: mx.array) -> mx.array:
         assert tokens.dtype == (mx.int64 if len(tokens) > len(PROMPT) else mx.int32)  # as mlx-lm
-        assert logits.shape == (1, stories.args.vocab_size)
+        assert logits.shape == (1, model.args.vocab_size)
         seen.append(tuple(tokens.tolist()))
         return logits
 
-    truth = plain(stories, PROMPT, max_tokens=40)
+    truth = plain(model, PROMPT, max_tokens=40)
     drafter: Drafter = (
-        HostileDrafter(truth, stories.args.vocab_size, BOS, seed=6) if drafts else NoDraft()
+        HostileDrafter(truth, model.args.vocab_size, BOS, seed=6) if drafts else NoDraft()
     )
     chooser = Chooser(SamplingParams(logits_processors=[log]))
     predicted: list[tuple[int, ...]] = []
     context = list(PROMPT)
     for step in decode(
-        new_target(stories), PROMPT, drafter, chooser, max_tokens=40, ends=lambda _: False
+        new_target(model), PROMPT, drafter, chooser, max_tokens=40, ends=lambda _: False
     ):
         tree = step.verified.tree
         for attended in tree.ancestors():
@@ -191,7 +192,7 @@ def test_each_node_sees_the_context_and_its_own_path(stories: nn.Module, drafts:
 
 
 def test_with_processors_the_next_forward_is_dispatched_before_a_token_is_read(
-    stories: nn.Module,
+    model: nn.Module,
 ) -> None:
     begun: list[int] = []
 
@@ -201,20 +202,20 @@ def test_with_processors_the_next_forward_is_dispatched_before_a_token_is_read(
 
     chooser = Chooser(SamplingParams(logits_processors=[count], repetition_penalty=1.1))
     steps = decode(
-        new_target(stories), PROMPT, NoDraft(), chooser, max_tokens=10, ends=lambda _: False
+        new_target(model), PROMPT, NoDraft(), chooser, max_tokens=10, ends=lambda _: False
     )
     next(steps)
     assert begun == [len(PROMPT), len(PROMPT) + 1]
     steps.close()
 
 
-def test_an_error_in_a_processor_leaves_the_cache_at_the_context(stories: nn.Module) -> None:
+def test_an_error_in_a_processor_leaves_the_cache_at_the_context(model: nn.Module) -> None:
     def fail(tokens: mx.array, logits: mx.array) -> mx.array:
         if len(tokens) == len(PROMPT) + 5:
             raise RuntimeError("from the processor")
         return logits
 
-    target = new_target(stories)
+    target = new_target(model)
     chooser = Chooser(SamplingParams(logits_processors=[fail]))
     steps = decode(target, PROMPT, NoDraft(), chooser, max_tokens=30, ends=lambda _: False)
     with pytest.raises(RuntimeError, match="from the processor"):

@@ -12,14 +12,13 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.draft.drafter import Drafter, NoDraft, VerifiedStep
+from mlxspec.draft.drafter import Drafter, DraftTree, NoDraft, VerifiedStep
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
-from mlxspec.draft.tree import DraftTree
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.target import Target
-from mlxspec.generation.response import StepTimes
+from mlxspec.generation.responses import StepTimes
 from tests.support.drafters import HostileDrafter, TruthDrafter
 from tests.support.harness import decode, new_target, plain, run
 
@@ -40,11 +39,11 @@ def assert_holds_exactly(target: Target, context: list[int]) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_after_every_step_the_cache_holds_the_context_without_its_last_token(
-    stories: nn.Module, seed: int
+    model: nn.Module, seed: int
 ) -> None:
-    truth = plain(stories, PROMPT, max_tokens=60)
+    truth = plain(model, PROMPT, max_tokens=60)
     drafter = HostileDrafter(truth, 512, BOS, seed)
-    target = new_target(stories)
+    target = new_target(model)
     context, moved = PROMPT.copy(), 0
     for step in decode(
         target, PROMPT, drafter, Chooser(SamplingParams()), max_tokens=60, ends=lambda _: False
@@ -57,10 +56,10 @@ def test_after_every_step_the_cache_holds_the_context_without_its_last_token(
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 7, 31])
-def test_max_tokens_is_never_overshot(stories: nn.Module, max_tokens: int) -> None:
-    truth = plain(stories, PROMPT, max_tokens=200)
+def test_max_tokens_is_never_overshot(model: nn.Module, max_tokens: int) -> None:
+    truth = plain(model, PROMPT, max_tokens=200)
     for drafter in (NoDraft(), PromptLookupDrafter(50), HostileDrafter(truth, 512, BOS, 3)):
-        outcome = run(stories, PROMPT, drafter, max_tokens=max_tokens)
+        outcome = run(model, PROMPT, drafter, max_tokens=max_tokens)
         assert outcome.tokens == truth[:max_tokens]
         assert_holds_exactly(outcome.target, PROMPT + outcome.tokens)
 
@@ -81,20 +80,18 @@ class Oracle(TruthDrafter):
 @pytest.mark.parametrize("stop_at", [0, 1, 5, 19])
 @pytest.mark.parametrize("drafter_class", [Oracle, lambda truth: NoDraft()])
 def test_a_stop_token_inside_an_accepted_draft_ends_the_output_there(
-    stories: nn.Module, stop_at: int, drafter_class: type
+    model: nn.Module, stop_at: int, drafter_class: type
 ) -> None:
-    truth = plain(stories, PROMPT, max_tokens=40)
+    truth = plain(model, PROMPT, max_tokens=40)
     stop_at = next(i for i in range(stop_at, 40) if truth[i] not in truth[:i])
-    outcome = run(
-        stories, PROMPT, drafter_class(truth), max_tokens=40, stop_tokens={truth[stop_at]}
-    )
+    outcome = run(model, PROMPT, drafter_class(truth), max_tokens=40, stop_tokens={truth[stop_at]})
     assert outcome.tokens == truth[: stop_at + 1]
     assert_holds_exactly(outcome.target, PROMPT + outcome.tokens)
 
 
-def test_an_accepted_draft_of_n_tokens_gives_n_plus_one(stories: nn.Module) -> None:
-    truth = plain(stories, PROMPT, max_tokens=40)
-    outcome = run(stories, PROMPT, Oracle(truth), max_tokens=40)
+def test_an_accepted_draft_of_n_tokens_gives_n_plus_one(model: nn.Module) -> None:
+    truth = plain(model, PROMPT, max_tokens=40)
+    outcome = run(model, PROMPT, Oracle(truth), max_tokens=40)
     assert outcome.tokens == truth
     assert outcome.steps == 1
     assert outcome.accepted == 39
@@ -103,29 +100,29 @@ def test_an_accepted_draft_of_n_tokens_gives_n_plus_one(stories: nn.Module) -> N
 @pytest.mark.parametrize("drafter", [NoDraft(), PromptLookupDrafter()])
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_a_closed_generation_leaves_the_cache_usable(
-    stories: nn.Module, drafter: Drafter, steps: int
+    model: nn.Module, drafter: Drafter, steps: int
 ) -> None:
-    truth = plain(stories, PROMPT, max_tokens=60)
-    target = new_target(stories)
+    truth = plain(model, PROMPT, max_tokens=60)
+    target = new_target(model)
     chooser = Chooser(SamplingParams())
     generation = decode(target, PROMPT, drafter, chooser, max_tokens=60, ends=lambda _: False)
     tokens = [t for step in itertools.islice(generation, steps) for t in step.verified.tokens]
     generation.close()
     if steps:
         assert_holds_exactly(target, PROMPT + tokens)
-    assert run(stories, PROMPT, drafter, max_tokens=60).tokens == truth
+    assert run(model, PROMPT, drafter, max_tokens=60).tokens == truth
 
 
 @pytest.mark.parametrize("drafter", [NoDraft(), Oracle([])])
 def test_an_interrupt_inside_a_forward_leaves_every_layer_at_the_same_length(
-    stories: nn.Module, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+    model: nn.Module, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = new_target(stories)
+    target = new_target(model)
     chooser = Chooser(SamplingParams())
     generation = decode(target, PROMPT, drafter, chooser, max_tokens=60, ends=lambda _: False)
     tokens = [t for step in itertools.islice(generation, 3) for t in step.verified.tokens]
-    attention = type(stories.layers[2].self_attn)
-    ordinary, interrupted = attention.__call__, stories.layers[2].self_attn
+    attention = type(model.layers[-1].self_attn)
+    ordinary, interrupted = attention.__call__, model.layers[-1].self_attn
 
     def interrupt(self: nn.Module, *args: object, **kwargs: object) -> mx.array:
         if self is interrupted:
@@ -141,12 +138,12 @@ def test_an_interrupt_inside_a_forward_leaves_every_layer_at_the_same_length(
 
 
 def test_an_interrupt_during_the_prefill_ends_the_drafter_and_keeps_whole_chunks(
-    stories: nn.Module,
+    model: nn.Module,
 ) -> None:
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    drafter, target = Oracle([]), new_target(stories)
+    drafter, target = Oracle([]), new_target(model)
     chooser = Chooser(SamplingParams())
     with pytest.raises(KeyboardInterrupt):
         next(
@@ -165,13 +162,13 @@ def test_an_interrupt_during_the_prefill_ends_the_drafter_and_keeps_whole_chunks
 
 
 def test_an_error_in_the_drafter_ends_it_and_leaves_the_cache_usable(
-    stories: nn.Module,
+    model: nn.Module,
 ) -> None:
     class Broken(Oracle):
         def propose(self, max_depth: int) -> DraftTree:
             raise RuntimeError("no idea")
 
-    drafter, target = Broken([]), new_target(stories)
+    drafter, target = Broken([]), new_target(model)
     with pytest.raises(RuntimeError, match="no idea"):
         next(
             decode(
@@ -187,15 +184,15 @@ def test_an_error_in_the_drafter_ends_it_and_leaves_the_cache_usable(
     assert_holds_exactly(target, PROMPT)
 
 
-def test_a_step_returns_choice_and_argmax_per_node(stories: nn.Module) -> None:
+def test_a_step_returns_choice_and_argmax_per_node(model: nn.Module) -> None:
     """Each node's choice and argmax equal those of its path decoded in a row."""
     params = SamplingParams(temp=1.0, seed=11)
-    truth = plain(stories, PROMPT, max_tokens=30, params=params)
+    truth = plain(model, PROMPT, max_tokens=30, params=params)
     drafter = HostileDrafter(truth, 512, BOS, seed=5)
     context = PROMPT.copy()
     chooser = Chooser(params)
     for step in decode(
-        new_target(stories), PROMPT, drafter, chooser, max_tokens=30, ends=lambda _: False
+        new_target(model), PROMPT, drafter, chooser, max_tokens=30, ends=lambda _: False
     ):
         tree, choices = step.verified.tree, step.verified.choices
         for node in range(len(tree)):
@@ -204,14 +201,14 @@ def test_a_step_returns_choice_and_argmax_per_node(stories: nn.Module) -> None:
             while ancestor > 0:
                 path.insert(0, tree.tokens[ancestor])
                 ancestor = tree.parents[ancestor]
-            logits = stories(mx.array(context + path)[None])[0, -1:]
+            logits = model(mx.array(context + path)[None])[0, -1:]
             choice, logprobs = chooser.choose(logits, [len(context) + len(path)])
             assert choices[node] == choice.item()
             assert step.verified.argmaxes[node] == mx.argmax(logprobs).item()
         context += step.verified.tokens
 
 
-def test_a_drafter_may_do_as_it_likes_with_the_prompt_it_is_given(stories: nn.Module) -> None:
+def test_a_drafter_may_do_as_it_likes_with_the_prompt_it_is_given(model: nn.Module) -> None:
     class Greedy(Oracle):
         def begin(self, prompt: list[int]) -> None:
             super().begin(prompt)
@@ -226,21 +223,21 @@ def test_a_drafter_may_do_as_it_likes_with_the_prompt_it_is_given(stories: nn.Mo
             super().begin(prompt)
             prompt.clear()
 
-    truth = plain(stories, PROMPT, max_tokens=30)
+    truth = plain(model, PROMPT, max_tokens=30)
     for drafter in (Greedy(truth), Destructive(truth)):
-        outcome = run(stories, PROMPT, drafter, max_tokens=30)
+        outcome = run(model, PROMPT, drafter, max_tokens=30)
         assert outcome.tokens == truth
         assert_holds_exactly(outcome.target, PROMPT + truth)
 
 
-def test_tree_steps_in_two_threads_leave_the_model_as_it_is(stories: nn.Module) -> None:
-    truth = plain(stories, PROMPT, max_tokens=10)
+def test_tree_steps_in_two_threads_leave_the_model_as_it_is(model: nn.Module) -> None:
+    truth = plain(model, PROMPT, max_tokens=10)
     outputs: list[list[int]] = []
 
     def generate(first_seed: int) -> None:
         for seed in range(first_seed, first_seed + 25):
             drafter = HostileDrafter(truth, 512, BOS, seed)
-            outputs.append(run(stories, PROMPT, drafter, max_tokens=10).tokens)
+            outputs.append(run(model, PROMPT, drafter, max_tokens=10).tokens)
 
     threads = [threading.Thread(target=generate, args=(seed,)) for seed in (0, 100)]
     interval = sys.getswitchinterval()
@@ -253,7 +250,7 @@ def test_tree_steps_in_two_threads_leave_the_model_as_it_is(stories: nn.Module) 
     finally:
         sys.setswitchinterval(interval)
     assert outputs == [truth] * 50
-    assert {type(layer.self_attn.rope) for layer in stories.layers} == {nn.RoPE}
+    assert {type(layer.self_attn.rope) for layer in model.layers} == {nn.RoPE}
 
 
 class Moody(Oracle):
@@ -271,10 +268,10 @@ class Moody(Oracle):
         return draft
 
 
-def test_a_drafter_may_enter_and_leave_the_pipeline(stories: nn.Module) -> None:
+def test_a_drafter_may_enter_and_leave_the_pipeline(model: nn.Module) -> None:
     """No step's work is lost: each forward's rows are verified, and the cache stays exact."""
-    truth = plain(stories, PROMPT, max_tokens=60)
-    drafter, target, kinds = Moody(truth), new_target(stories), []
+    truth = plain(model, PROMPT, max_tokens=60)
+    drafter, target, kinds = Moody(truth), new_target(model), []
     context = PROMPT.copy()
     for step in decode(
         target,
@@ -296,11 +293,11 @@ def test_a_drafter_may_enter_and_leave_the_pipeline(stories: nn.Module) -> None:
     assert (4, True) not in kinds
 
 
-def test_steps_are_timed_by_their_rows(stories: nn.Module) -> None:
+def test_steps_are_timed_by_their_rows(model: nn.Module) -> None:
     times = StepTimes()
     steps = list(
         decode(
-            new_target(stories, Capability.CHAIN),
+            new_target(model, Capability.CHAIN),
             PROMPT,
             PromptLookupDrafter(4),
             Chooser(SamplingParams()),
@@ -328,13 +325,13 @@ class Slow(NoDraft):
 
 
 def test_what_a_drafter_takes_counts_for_the_next_step_and_the_consumer_for_none(
-    stories: nn.Module, monkeypatch: pytest.MonkeyPatch
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(perf_counter=lambda: Slow.now)
     monkeypatch.setattr("mlxspec.engine.step.time", clock)
     seconds = []
     for step in decode(
-        new_target(stories),
+        new_target(model),
         PROMPT,
         Slow(),
         Chooser(SamplingParams()),

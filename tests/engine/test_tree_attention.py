@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.draft.tree import DraftTree
+from mlxspec.draft.drafter import DraftTree
 from mlxspec.engine.tree_attention import TreeRows
-from tests.draft.test_tree import path, trees
+from tests.draft.test_drafter import path, trees
 from tests.support.harness import new_target
 from tests.support.random_models import LLAMA_3_SCALING, YARN_SCALING, random_model
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import RotatingKVCache
 
-from mlxspec.draft.tree import DraftTree
+from mlxspec.draft.drafter import DraftTree
 from mlxspec.engine.caches import WindowKVCache, keep_rows
 from mlxspec.engine.tree_attention import TreeRows
-from tests.draft.test_tree import path, trees
+from tests.draft.test_drafter import path, trees
 
 
 def rows_of(positions: list[int]) -> mx.array:

@@ -12,6 +12,8 @@ from mlxspec.plan.chips import chip_curve
 from mlxspec.plan.p_accept import token_classes
 from tests.support.planners import suffix_planner
 
+pytestmark = pytest.mark.slow
+
 # Tokens per step of classic prompt lookup (n = 3 to 1, 10 tokens), measured with another
 # program on the same outputs. On all of Spec-Bench that program finds 1.742; Spec-Bench's
 # authors published 1.73 and 1.75 for the same model.

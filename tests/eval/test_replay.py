@@ -4,9 +4,8 @@ from dataclasses import asdict
 
 import pytest
 
-from mlxspec.draft.drafter import NoDraft, VerifiedStep
+from mlxspec.draft.drafter import DraftTree, NoDraft, VerifiedStep
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
-from mlxspec.draft.tree import DraftTree
 from mlxspec.eval.replay import ReplayedCompletion, replay, replay_report
 from mlxspec.plan.cost_curve import CostCurve
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,33 +16,18 @@ from mlxspec import AutoDecoder
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.costs import KeptCosts
 from mlxspec.eval.equality import NEAR_TIE_FLOAT32, first_difference
-from mlxspec.plan.cost_file import CostCache, CostKey, KnownRange
-from mlxspec.plan.live_curve import KnownTime
 from mlxspec.store.learner import Learner
-from tests.support.demo import demo_decoder
+from tests.support.demo import FLAT, LINEAR, demo_decoder, given_costs
+
+pytestmark = pytest.mark.slow
 
 PROMPT = '[INST] Repeat the following phrase 8 times: "The red fox sees the river.". [/INST]'
-FLAT = {1: 1.0, 16: 1.05, 64: 16.0}  # wider steps would take their time here, too
-LINEAR = {1: 1.0, 64: 64.0}
 
 
-class FixedCosts(KeptCosts):
-    """Costs that no step corrects."""
-
-    def record(self, rows: int, seconds: float, pipelined: bool) -> None:
-        pass
-
-
-@pytest.fixture
-def decoder_with(tmp_path: Path) -> Iterator:
-    def make(curve: dict[int, float], **options: object) -> AutoDecoder:
-        decoder = demo_decoder(AutoDecoder, **options)
-        times = [KnownTime(rows, 0.01 * cost, 0.001) for rows, cost in curve.items()]
-        key = CostKey({"chip": "none"}, {"type": "none"})
-        decoder.costs = FixedCosts(CostCache(tmp_path), key, {1024: KnownRange.now(times, "test")})
-        return decoder
-
-    return make
+def decoder_with(curve: dict[int, float], **options: object) -> AutoDecoder:
+    decoder = demo_decoder(AutoDecoder, **options)
+    decoder.costs = given_costs(curve)
+    return decoder
 
 
 def tokens(decoder: AutoDecoder, prompt: str = PROMPT, **options: object) -> list[int]:
@@ -52,7 +36,7 @@ def tokens(decoder: AutoDecoder, prompt: str = PROMPT, **options: object) -> lis
 
 @pytest.mark.parametrize("curve", [FLAT, LINEAR], ids=["flat", "linear"])
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_output_is_that_of_plain_decoding(decoder_with, curve: dict, temp: float) -> None:
+def test_output_is_that_of_plain_decoding(curve: dict, temp: float) -> None:
     decoder = decoder_with(curve)
     sampling = mlxspec.SamplingParams(temp=temp, seed=5)
     plain = mlxspec.PromptLookupDecoder(decoder.model, decoder.tokenizer)
@@ -65,7 +49,7 @@ def test_output_is_that_of_plain_decoding(decoder_with, curve: dict, temp: float
         assert difference is None or difference.margin < NEAR_TIE_FLOAT32
 
 
-def test_it_drafts_where_rows_are_cheap_and_hardly_where_they_are_not(decoder_with) -> None:
+def test_it_drafts_where_rows_are_cheap_and_hardly_where_they_are_not() -> None:
     def stats(curve: dict) -> mlxspec.SpeculationStats:
         *_, last = decoder_with(curve).stream(PROMPT, 90)
         return last.stats
@@ -75,7 +59,7 @@ def test_it_drafts_where_rows_are_cheap_and_hardly_where_they_are_not(decoder_wi
     assert linear.rows < 1.05 * linear.emitted
 
 
-def test_earlier_outputs_are_drafted_from(decoder_with) -> None:
+def test_earlier_outputs_are_drafted_from() -> None:
     prompt = "The history of the"
     with_memory, without = decoder_with(FLAT), decoder_with(FLAT, memory_tokens=0)
     for decoder in (with_memory, without):
@@ -85,7 +69,7 @@ def test_earlier_outputs_are_drafted_from(decoder_with) -> None:
     assert second.stats.steps < forgetful.stats.steps
 
 
-def test_a_store_is_drafted_from(decoder_with, tmp_path: Path) -> None:
+def test_a_store_is_drafted_from(tmp_path: Path) -> None:
     prompt, store = "The history of the", tmp_path / "outputs.store"
     decoder = decoder_with(FLAT)
     *first, without = decoder.stream(prompt, 50)
@@ -103,11 +87,9 @@ def test_stream_generate_takes_models_of_mlx_lm(monkeypatch: pytest.MonkeyPatch)
 
     def costs_for(model: nn.Module, on_progress: object) -> KeptCosts:
         measured.append(model)
-        known = KnownRange.now([KnownTime(r, c / 100, 0.001) for r, c in FLAT.items()], "test")
-        return FixedCosts(CostCache(directory), CostKey({}, {}), {1024: known})
+        return given_costs(FLAT)
 
     monkeypatch.setattr("mlxspec.generation.decoder.costs_for", costs_for)
-    monkeypatch.setattr(FixedCosts, "end", lambda self: None)
     expected = [r.token for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=24)]
     for _ in range(2):
         responses = list(mlxspec.stream_generate(model, tokenizer, PROMPT, max_tokens=24))
@@ -123,7 +105,7 @@ def test_stream_generate_takes_models_of_mlx_lm(monkeypatch: pytest.MonkeyPatch)
         gc.enable()
 
 
-def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(decoder_with) -> None:
+def test_a_model_that_cannot_verify_drafts_is_decoded_plainly() -> None:
     decoder = decoder_with(FLAT)
     decoder.chain_capability = Capability.PLAIN
     *_, last = decoder.stream(PROMPT, 30)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -20,27 +18,20 @@ from mlxspec.draft.drafter import NoDraft
 from mlxspec.engine.capability import Capability
 from mlxspec.errors import OptionError, PromptError
 from mlxspec.eval.equality import NEAR_TIE_FLOAT32, first_difference
-from mlxspec.plan.cost_file import CostCache, CostKey, KnownRange
-from mlxspec.plan.live_curve import KnownTime
-from tests.generation.test_auto import FLAT, LINEAR, FixedCosts
-from tests.support.demo import demo, demo_decoder
+from tests.support.demo import FLAT, LINEAR, demo, demo_decoder, given_costs
+
+pytestmark = pytest.mark.slow
 
 PROMPT = '[INST] Repeat the following phrase 8 times: "The red fox sees the river.". [/INST]'
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator:
-    def make(kind: type = LookaheadDecoder, curve: dict[int, float] = FLAT) -> LookaheadDecoder:
-        decoder = demo_decoder(kind)
-        times = [KnownTime(rows, 0.01 * cost, 0.001) for rows, cost in curve.items()]
-        key = CostKey({"chip": "none"}, {"type": "none"})
-        decoder.costs = FixedCosts(CostCache(tmp_path), key, {1024: KnownRange.now(times, "test")})
-        return decoder
-
-    return make
-
-
 FREE = "The history of the"
+
+
+def make(kind: type = LookaheadDecoder, curve: dict[int, float] = FLAT) -> LookaheadDecoder:
+    decoder = demo_decoder(kind)
+    decoder.costs = given_costs(curve)
+    return decoder
 
 
 @cache
@@ -51,7 +42,7 @@ def plain(prompt: str, **sampling: float) -> list[int]:
 
 @pytest.mark.parametrize("window_size", ["auto", 3, 0])
 @pytest.mark.parametrize("kind", [LookaheadDecoder, CombinedDecoder])
-def test_output_is_plain_decodings_sampling_included(make, kind: type, window_size: object) -> None:
+def test_output_is_plain_decodings_sampling_included(kind: type, window_size: object) -> None:
     expected = plain(FREE, temp=0.9, seed=5)
     assert expected != plain(FREE)
     stream = make(kind).stream(FREE, 24, window_size, 4, temp=0.9, seed=5)
@@ -62,7 +53,7 @@ def test_output_is_plain_decodings_sampling_included(make, kind: type, window_si
     assert difference is None or difference.margin < NEAR_TIE_FLOAT32
 
 
-def test_lookahead_writes_the_text_and_returns_the_result(make, capsys) -> None:
+def test_lookahead_writes_the_text_and_returns_the_result(capsys) -> None:
     options = {"window_size": 3, "ngram_size": 3, "guess_set_size": 4, "pool_from_prompt": False}
     responses = list(make().stream(PROMPT, 30, **options))
     result = make().lookahead(prompt=PROMPT, max_tokens=30, temp=0.0, seed=0, color=True, **options)
@@ -73,21 +64,21 @@ def test_lookahead_writes_the_text_and_returns_the_result(make, capsys) -> None:
 
 
 @pytest.mark.parametrize("kind", [LookaheadDecoder, CombinedDecoder])
-def test_sizes_follow_the_costs(make, kind: type) -> None:
+def test_sizes_follow_the_costs(kind: type) -> None:
     *_, flat = make(kind).stream(PROMPT, 50)
     assert flat.stats.tokens_per_step > 1.5
     *_, linear = make(kind, LINEAR).stream(PROMPT, 50)
     assert linear.stats.rows < 1.05 * linear.stats.emitted
 
 
-def test_without_a_window_nothing_is_measured(make) -> None:
-    decoder = make()
-    decoder.costs = None
-    decoder._on_measuring = lambda share: 1 / 0
-    assert len(list(decoder.stream(PROMPT, 5, 0))) == 5
+def test_without_a_window_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "mlxspec.generation.decoder.costs_for", lambda *_, **__: pytest.fail("measured")
+    )
+    assert len(list(demo_decoder(LookaheadDecoder).stream(PROMPT, 5, 0))) == 5
 
 
-def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(make, monkeypatch) -> None:
+def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(monkeypatch) -> None:
     for kind in (LookaheadDecoder, CombinedDecoder):
         decoder = make(kind)
         decoder.chain_capability = Capability.PLAIN
@@ -95,7 +86,7 @@ def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(make, monkeypatch)
         assert (last.stats.steps, last.stats.drafted) == (20, 0)
 
 
-def test_ones_own_drafter_comes_first_with_lookahead_as_its_fallback(make) -> None:
+def test_ones_own_drafter_comes_first_with_lookahead_as_its_fallback() -> None:
     expected = plain(PROMPT)
     shy = CombinedDrafter(NoDraft(), LookaheadDrafter(3, 4, 3))
     *_, last = make().decode(PROMPT, shy, max_tokens=24)
@@ -121,7 +112,7 @@ def test_ones_own_drafter_comes_first_with_lookahead_as_its_fallback(make) -> No
     ids=lambda value: str(value)[:30],
 )
 def test_bad_input_is_refused_in_one_line_before_anything_runs(
-    make, options: dict, error: type[Exception], message: str
+    options: dict, error: type[Exception], message: str
 ) -> None:
     for kind in (LookaheadDecoder, CombinedDecoder):
         with pytest.raises(error, match=message) as raised:

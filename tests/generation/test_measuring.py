@@ -16,6 +16,7 @@ from mlxspec.errors import MlxspecError
 from mlxspec.generation.decoder import Decoder
 from mlxspec.plan.cost_file import CostCache, CostKey, KnownRange
 from mlxspec.plan.live_curve import KnownTime
+from tests.support.demo import demo
 
 KINDS = [mlxspec.AutoDecoder, mlxspec.LookaheadDecoder, mlxspec.CombinedDecoder]
 
@@ -26,7 +27,7 @@ class Measured(Exception):
 
 @pytest.fixture(scope="module")
 def loaded() -> tuple:
-    return mlxspec.load("demo")
+    return demo().model, demo().tokenizer
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__)

@@ -13,6 +13,7 @@ import mlxspec
 from mlxspec.cli.main import main
 from mlxspec.errors import OptionError
 from mlxspec.eval.equality import NEAR_TIE_FLOAT32
+from tests.support.demo import demo_decoder
 
 PROMPT = '[INST] Repeat the following phrase 3 times: "The red fox sees the river.". [/INST]'
 QUANTISED = {"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 30}
@@ -20,7 +21,7 @@ QUANTISED = {"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 30}
 
 @pytest.fixture(scope="module")
 def decoder() -> mlxspec.PromptLookupDecoder:
-    return mlxspec.PromptLookupDecoder("demo")
+    return demo_decoder(mlxspec.PromptLookupDecoder)
 
 
 @pytest.fixture(scope="module")

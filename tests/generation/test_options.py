@@ -18,14 +18,17 @@ from mlxspec.compat.generation import stream_with_draft_model
 from mlxspec.errors import OptionError, PromptCacheError
 from mlxspec.generation.options import SamplingOptions
 from tests.support.architectures import ARCHITECTURES
+from tests.support.demo import demo_decoder
 from tests.support.random_models import random_model
+
+pytestmark = pytest.mark.slow
 
 PROMPT = '[INST] Repeat the following phrase 4 times: "The red fox sees the river.". [/INST]'
 
 
 @pytest.fixture(scope="module")
 def decoder() -> PromptLookupDecoder:
-    return PromptLookupDecoder("demo")
+    return demo_decoder(PromptLookupDecoder)
 
 
 def tokens(decoder: Any, **options: object) -> list[int]:
@@ -162,7 +165,7 @@ def test_a_model_s_own_cache_is_taken_whatever_it_holds(
 def test_all_decoders_take_the_same_options_and_write_the_same(
     decoder: PromptLookupDecoder, kind: type[mlxspec.Decoder]
 ) -> None:
-    other = kind(decoder.model, decoder.tokenizer)
+    other = demo_decoder(kind)
     sizes = {"window_size": 3} if kind is not mlxspec.AutoDecoder else {}
     for options in (
         {"temp": 1.3, "seed": 4, "presence_penalty": 0.5, "xtc_probability": 0.3},

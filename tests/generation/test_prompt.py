@@ -8,13 +8,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import mlxspec
 from mlxspec.errors import PromptError
 from mlxspec.generation.options import prompt_ids
+from tests.support.demo import demo
 
 
 def ids(prompt: Any) -> list[int]:
-    return prompt_ids(prompt, mlxspec.load("demo")[1], vocab_size=4096, longest=None)
+    return prompt_ids(prompt, demo().tokenizer, vocab_size=4096, longest=None)
 
 
 @pytest.mark.parametrize(

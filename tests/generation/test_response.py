@@ -17,13 +17,14 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlxspec import LookaheadDecoder, PromptLookupDecoder
 from mlxspec.errors import OptionError
 from mlxspec.generation.response import GenerationResponse, Transcript
+from tests.support.demo import demo_decoder
 
 PROMPT = '[INST] Repeat the following phrase 4 times: "The red fox sees the river.". [/INST]'
 
 
 @pytest.fixture(scope="module")
 def decoder() -> PromptLookupDecoder:
-    return PromptLookupDecoder("demo")
+    return demo_decoder(PromptLookupDecoder)
 
 
 def test_log_probabilities_equal_mlx_lms(decoder: PromptLookupDecoder) -> None:
@@ -89,7 +90,7 @@ def test_log_probabilities_can_be_read_in_any_thread(decoder: PromptLookupDecode
 
 
 def test_responses_that_are_kept_hold_what_mlx_lms_hold() -> None:
-    decoder = LookaheadDecoder("demo")
+    decoder = demo_decoder(LookaheadDecoder)
 
     def bytes_held(stream: Iterable[GenerationResponse]) -> int:
         gc.collect()

@@ -26,15 +26,17 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-import mlxspec
 from mlxspec import Decoder, Session
 from mlxspec.draft.drafter import NoDraft
 from mlxspec.draft.lookahead import LookaheadDrafter
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
 from mlxspec.errors import OptionError, PromptCacheError
 from tests.support.architectures import ARCHITECTURES
+from tests.support.demo import endless_tokenizer
 from tests.support.drafters import PartlyRightDrafter
 from tests.support.examples import examples
+
+pytestmark = pytest.mark.slow
 
 THREADS, CACHES, SESSIONS, VOCABULARY = 4, 2, 1, 64
 DRAFTERS: tuple[Callable[[list[int], int], Any], ...] = (
@@ -48,9 +50,7 @@ DRAFTERS: tuple[Callable[[list[int], int], Any], ...] = (
 
 @cache
 def decoder_of(name: str) -> Decoder:
-    endless = TokenizerWrapper(mlxspec.load("demo")[1]._tokenizer)
-    endless.eos_token_ids = set()
-    return Decoder(ARCHITECTURES[name].model(), endless)
+    return Decoder(ARCHITECTURES[name].model(), endless_tokenizer())
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ def same(actual: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["one after another", "at once"])
 @pytest.mark.parametrize("name", ["llama3", "gemma3", "deepseek_v32", "qwen3_next"])
-@settings(max_examples=examples(10, long=125), deadline=None, derandomize=True)
+@settings(max_examples=examples(6, long=125), deadline=None, derandomize=True)
 @given(schedule=schedules)
 def test_each_step_of_a_schedule_gives_what_mlx_lm_gives(
     name: str, at_once: bool, schedule: list[tuple[int, Any]]

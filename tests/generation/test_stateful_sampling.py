@@ -17,8 +17,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import mlxspec
 from mlxspec import AutoDecoder, CombinedDecoder, LookaheadDecoder, PromptLookupDecoder
 from mlxspec.engine.sampling import SamplingParams
-from tests.generation.test_auto import FLAT
 from tests.support.architectures import ARCHITECTURES
+from tests.support.demo import FLAT
 from tests.support.drop_in import (
     REPEAT,
     batch_generate,
@@ -26,6 +26,8 @@ from tests.support.drop_in import (
     give_costs,
     stream_generate,
 )
+
+pytestmark = pytest.mark.slow
 
 END = 2
 Call = tuple[str, list[int], str, tuple[int, ...]]
@@ -100,16 +102,23 @@ WAYS = {
 }
 
 
+@functools.cache
+def what_mlx_lm_does(max_tokens: int) -> tuple[list[int], list[Call]]:
+    """Its output on the bundled model, and its calls."""
+    processors, log = recorded()
+    generate = by_function(stream_generate)
+    model, tokenizer = demo_with_costs(FLAT)
+    options = {"max_tokens": max_tokens, "logits_processors": processors}
+    return generate(model, tokenizer, REPEAT, **options), log
+
+
 @pytest.mark.parametrize("max_tokens", [1, 2, 24, 40], ids="up to {}".format)
 @pytest.mark.parametrize("way", WAYS)
 def test_stateful_processors_see_mlx_lm_s_calls_and_write_its_output(
     demo: tuple, way: str, max_tokens: int
 ) -> None:
     """Up to 24 the output is full, of 40 it takes 25 and ends."""
-    theirs, their_log = recorded()
-    expected = by_function(stream_generate)(
-        *demo, REPEAT, max_tokens=max_tokens, logits_processors=theirs
-    )
+    expected, their_log = what_mlx_lm_does(max_tokens)
     ours, log = recorded()
     actual = WAYS[way](*demo, REPEAT, max_tokens=max_tokens, logits_processors=ours)
     assert actual == expected

@@ -1,61 +1,19 @@
 """Streamed text against the decoding of all tokens at once."""
 
 import copy
-from functools import cache
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import NewlineTokenizer, TokenizerWrapper
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from mlxspec.loading.detokenizer import ByteDetokenizer, WindowDetokenizer, streaming_detokenizer
-from mlxspec.loading.sentencepiece_tokenizer import build_tokenizer
+from tests.support.tokenizer_kinds import DEMO, SENTENCEPIECE, byte_level, sentencepiece, word_piece
 
-SENTENCEPIECE = {
-    "mistral v3": "tokenizers/mistral/mistral_instruct_tokenizer_240323.model.v3",
-    "llama 2": "tokenizers/llama2/tokenizer.model",
-    "demo": "models/demo/tokenizer.model",
-}
-SAMPLE = Path(__file__).read_text() + "日本語 👩‍🚀 é ñ привет"
 PROMPT = "The quick"
-
-
-@cache
-def sentencepiece(path: Path) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=build_tokenizer(path), bos_token="<s>", eos_token="</s>"
-    )
-
-
-@cache
-def byte_level() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=500,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|end|>", "<｜user▁turn｜>"],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([SAMPLE], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-
-
-@cache
-def word_piece() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece(cleanup=False)
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=400, special_tokens=["[UNK]", "[CLS]"], show_progress=False
-    )
-    tokenizer.train_from_iterator([SAMPLE], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", bos_token="[CLS]")
 
 
 def newline_tokenizer() -> NewlineTokenizer:
@@ -91,9 +49,9 @@ def continuation(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
 
 
 @pytest.fixture(params=[*SENTENCEPIECE, "byte level", "word piece"])
-def tokenizer(request: pytest.FixtureRequest, shared: Path) -> PreTrainedTokenizerFast:
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
     if request.param in SENTENCEPIECE:
-        return sentencepiece(shared / SENTENCEPIECE[request.param])
+        return sentencepiece(SENTENCEPIECE[request.param])
     return byte_level() if request.param == "byte level" else word_piece()
 
 
@@ -117,8 +75,8 @@ def test_segments_join_to_the_text_after_the_prompt(
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_any_tokens_join_to_the_text_after_the_prompt(shared: Path, data: st.DataObject) -> None:
-    path = shared / SENTENCEPIECE[data.draw(st.sampled_from(list(SENTENCEPIECE)))]
+def test_any_tokens_join_to_the_text_after_the_prompt(data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from(list(SENTENCEPIECE.values())))
     tokenizer = data.draw(st.sampled_from([sentencepiece(path), byte_level(), word_piece()]))
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=20))
     expected = continuation(tokenizer, ids)
@@ -134,8 +92,8 @@ def byte_pieces(tokenizer: PreTrainedTokenizerFast, content: bytes) -> list[int]
     return [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in content]
 
 
-def test_a_character_of_several_tokens_comes_out_whole(shared: Path) -> None:
-    tokenizer = sentencepiece(shared / SENTENCEPIECE["llama 2"])
+def test_a_character_of_several_tokens_comes_out_whole() -> None:
+    tokenizer = sentencepiece(DEMO)
     ids = byte_pieces(tokenizer, "é👩‍🚀!".encode())
     assert [segment for segment in stream(tokenizer, ids) if segment] == [
         *("é", "👩", "\u200d", "🚀", "!")
@@ -146,9 +104,9 @@ def test_a_character_of_several_tokens_comes_out_whole(shared: Path) -> None:
 @given(content=st.binary(max_size=12))
 @example(content=b"\xe6\x97")
 @example(content="日".encode() + b"\xff" + b"\xf0\x9f\x91")
-def test_invalid_utf8_is_replaced_as_by_python(shared: Path, content: bytes) -> None:
+def test_invalid_utf8_is_replaced_as_by_python(content: bytes) -> None:
     expected = content.decode("utf-8", "replace")
-    tokenizer = sentencepiece(shared / SENTENCEPIECE["llama 2"])
+    tokenizer = sentencepiece(DEMO)
     assert "".join(stream(tokenizer, byte_pieces(tokenizer, content))) == expected
     letters = [byte_level().convert_tokens_to_ids(c) for c in alphabet_of(content)]
     assert "".join(stream(byte_level(), letters)) == expected
@@ -170,8 +128,8 @@ def test_ids_beyond_the_vocabulary_have_no_text(tokenizer: PreTrainedTokenizerFa
     assert "".join(stream(tokenizer, padded)) == "".join(stream(tokenizer, ids))
 
 
-def test_the_first_token_keeps_its_space(shared: Path) -> None:
-    tokenizer = sentencepiece(shared / SENTENCEPIECE["mistral v3"])
+def test_the_first_token_keeps_its_space() -> None:
+    tokenizer = sentencepiece(DEMO)
     assert stream(tokenizer, tokenizer.encode("time", add_special_tokens=False))[0] == " time"
 
 
@@ -205,8 +163,8 @@ def test_the_wrapper_of_mlx_lm_gives_independent_detokenizers() -> None:
     assert copy.copy(first).text == first.text != ""
 
 
-def test_reset_forgets_a_character_that_was_not_completed(shared: Path) -> None:
-    tokenizer = sentencepiece(shared / SENTENCEPIECE["llama 2"])
+def test_reset_forgets_a_character_that_was_not_completed() -> None:
+    tokenizer = sentencepiece(DEMO)
     detokenizer = streaming_detokenizer(tokenizer)
     detokenizer.add_token(byte_pieces(tokenizer, b"\xf0")[0])
     detokenizer.reset()

@@ -18,7 +18,8 @@ from mlxspec.engine.positions import context_length
 from mlxspec.errors import LoadError
 from mlxspec.loading.model import encode_prompt, load
 from mlxspec.loading.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
-from tests.support.llama2c import load_llama2c
+from tests.support.random_models import random_model
+from tests.support.tokenizer_kinds import DEMO
 
 CONFIG = {
     "model_type": "llama",
@@ -36,13 +37,8 @@ CONFIG = {
 PROMPT = "def f(x):\n    return  x"
 
 
-@pytest.fixture(scope="module")
-def demo_tokenizer(shared: Path) -> Path:
-    return shared / "models/demo/tokenizer.model"
-
-
 @pytest.fixture
-def write(tmp_path: Path, demo_tokenizer: Path) -> Callable[..., Path]:
+def write(tmp_path: Path) -> Callable[..., Path]:
     """Writes a small model as mlx-lm does, with the demo's tokenizer."""
 
     def write(*, dtype: mx.Dtype = mx.float32, quantization: dict | None = None) -> Path:
@@ -55,8 +51,8 @@ def write(tmp_path: Path, demo_tokenizer: Path) -> Callable[..., Path]:
         directory = tmp_path / "model"
         save_model(directory, model, donate_model=False)
         save_config(config, directory / "config.json")
-        build_tokenizer(demo_tokenizer).save(str(directory / "tokenizer.json"))
-        settings = json.dumps(tokenizer_config(demo_tokenizer))
+        build_tokenizer(DEMO).save(str(directory / "tokenizer.json"))
+        settings = json.dumps(tokenizer_config(DEMO))
         (directory / "tokenizer_config.json").write_text(settings)
         return directory
 
@@ -146,11 +142,16 @@ def original_weights(model: nn.Module) -> dict[str, mx.array]:
 
 
 @pytest.fixture(params=["whole", "sharded", "quantised"])
-def mlx_examples_model(
-    request: pytest.FixtureRequest, tmp_path: Path, shared: Path
-) -> tuple[Path, nn.Module]:
-    """stories260K as ``llms/llama`` of mlx-examples writes it, and the model itself."""
-    model = load_llama2c(shared / "models/stories260K/stories260K.bin")
+def mlx_examples_model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, nn.Module]:
+    """A Llama as ``llms/llama`` of mlx-examples writes it, and the model itself."""
+    model = random_model(
+        "llama",
+        vocab_size=4096,
+        num_hidden_layers=5,
+        head_dim=None,
+        rope_traditional=True,
+        tie_word_embeddings=False,
+    )
     args = model.args
     config = {
         "dim": args.hidden_size,
@@ -176,7 +177,7 @@ def mlx_examples_model(
     else:
         mx.savez(str(tmp_path / "weights.npz"), **weights)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    tokenizer = (shared / "models/babyllama_tok105/tok105.model").read_bytes()
+    tokenizer = DEMO.read_bytes()
     (tmp_path / "tokenizer.model").write_bytes(tokenizer)
     return tmp_path, model
 
@@ -207,7 +208,7 @@ def test_bad_npz_directories_are_named(mlx_examples_model: tuple[Path, nn.Module
     edit_config(directory, n_layers=None)
     assert "config.json: the key 'n_layers' is missing" in load_error(directory)
     edit_config(directory, n_layers=6)
-    assert "layers.5" in load_error(directory)  # stories260K has five
+    assert "layers.5" in load_error(directory)  # the model has five
     shard = next(directory.glob("weights*.npz"))
     shard.write_bytes(shard.read_bytes()[:-100])
     assert f"{shard}: no NumPy archive, or a truncated one" in load_error(directory)

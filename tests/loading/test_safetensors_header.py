@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlxspec.loading.safetensors_header import DamagedHeader, Place, read_header
+from mlxspec.loading.safetensors_header import DamagedHeader, Header, Place, read_header
 
 
 def written(path: Path, header: bytes, data: bytes = bytes(16)) -> Path:
@@ -27,7 +27,9 @@ def entry(**changes: object) -> bytes:
 def test_a_header_says_where_tensors_lie(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     mx.save_safetensors(str(path), {"a": mx.zeros((2, 3)), "b": mx.ones(4, mx.uint8)}, {"k": "v"})
-    places = read_header(path)
+    header = read_header(path)
+    places = header.tensors
+    assert header.metadata == {"k": "v"}
     assert {name: (p.dtype, p.shape) for name, p in places.items()} == {
         "a": ("F32", (2, 3)),
         "b": ("U8", (4,)),
@@ -38,7 +40,13 @@ def test_a_header_says_where_tensors_lie(tmp_path: Path) -> None:
 
 def test_an_unknown_type_is_left_to_the_reader(tmp_path: Path) -> None:
     path = written(tmp_path / "x", entry(dtype="F4"))
-    assert read_header(path)["a"] == Place("F4", (2, 2), path.stat().st_size - 16)
+    assert read_header(path).tensors["a"] == Place("F4", (2, 2), path.stat().st_size - 16)
+
+
+@pytest.mark.parametrize("metadata", [None, 1, [], "text", {"k": 1}, {"k": {"l": "m"}}])
+def test_metadata_that_is_no_text_is_left_out(tmp_path: Path, metadata: object) -> None:
+    header = json.dumps({"__metadata__": metadata}).encode()
+    assert read_header(written(tmp_path / "x", header)) == Header({}, {})
 
 
 @pytest.mark.parametrize(

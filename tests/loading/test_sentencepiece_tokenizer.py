@@ -15,14 +15,11 @@ from transformers import AutoTokenizer
 
 from mlxspec.errors import LoadError
 from mlxspec.loading.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
+from tests.support.examples import examples
+from tests.support.tokenizer_kinds import DEMO, SENTENCEPIECE
 
-MODELS = {
-    "mistral v1": "tokenizers/mistral/tokenizer.model.v1",
-    "mistral v3": "tokenizers/mistral/mistral_instruct_tokenizer_240323.model.v3",
-    "llama 2": "tokenizers/llama2/tokenizer.model",
-    "babyllama": "models/babyllama_tok105/tok105.model",
-    "demo": "models/demo/tokenizer.model",
-}
+pytestmark = pytest.mark.slow
+
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 
 TEXTS = [
@@ -60,19 +57,14 @@ def control_names(reference: SentencePieceProcessor) -> list[str]:
     return [reference.id_to_piece(i) for i in ids if reference.is_control(i)]
 
 
-@pytest.fixture(params=MODELS.values(), ids=MODELS.keys())
-def model_path(request: pytest.FixtureRequest, shared: Path) -> Path:
-    return shared / request.param
+@pytest.fixture(params=SENTENCEPIECE.values(), ids=SENTENCEPIECE.keys())
+def model_path(request: pytest.FixtureRequest) -> Path:
+    return request.param
 
 
 @pytest.fixture
 def mistral_v3(shared: Path) -> Path:
-    return shared / MODELS["mistral v3"]
-
-
-@pytest.fixture
-def demo(shared: Path) -> Path:
-    return shared / MODELS["demo"]
+    return SENTENCEPIECE["mistral v3"]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -87,19 +79,17 @@ def test_runs_of_one_character_are_split_as_by_sentencepiece(model_path: Path) -
             assert_equal_ids(model_path, character * length)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=150, deadline=None)
+@pytest.mark.parametrize("path", SENTENCEPIECE.values(), ids=SENTENCEPIECE.keys())
+@settings(max_examples=examples(80), deadline=None)
 @given(data=st.data())
-def test_any_text_has_the_ids_of_sentencepiece(
-    shared: Path, name: str, data: st.DataObject
-) -> None:
-    _, reference = built(shared / MODELS[name])
+def test_any_text_has_the_ids_of_sentencepiece(path: Path, data: st.DataObject) -> None:
+    _, reference = built(path)
     pieces = st.integers(0, len(reference) - 1).map(reference.id_to_piece)
     spaced = pieces.map(lambda piece: piece.replace("▁", " "))
     characters = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
     text = "".join(data.draw(st.lists(st.one_of(pieces, spaced, characters), max_size=12)))
     if not any(control in text for control in control_names(reference)):
-        assert_equal_ids(shared / MODELS[name], text)
+        assert_equal_ids(path, text)
 
 
 def test_a_long_text_has_the_ids_of_sentencepiece(model_path: Path) -> None:
@@ -157,10 +147,22 @@ def test_mistral_v3_control_names_mean_the_pieces(
     assert built(mistral_v3)[0].encode(text).ids == ids
 
 
+@pytest.fixture(scope="module", params=["trained", *SENTENCEPIECE.keys() & {"mistral v3"}])
+def with_control_pieces(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A model whose pieces 3 and 4 are the control pieces [INST] and [/INST]."""
+    if request.param in SENTENCEPIECE:
+        return SENTENCEPIECE[request.param]
+    return trained(tmp_path_factory.mktemp("control"), control_symbols=["[INST]", "[/INST]"])
+
+
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(st.sampled_from(string.printable + "é日👍▁"), max_size=30))
-def test_text_between_control_pieces_is_encoded_by_itself(shared: Path, text: str) -> None:
-    tokenizer, reference = built(shared / MODELS["mistral v3"])
+def test_text_between_control_pieces_is_encoded_by_itself(
+    with_control_pieces: Path, text: str
+) -> None:
+    tokenizer, reference = built(with_control_pieces)
     prompt = f"<s>[INST] {text}[/INST]"
     if not any(control in text for control in control_names(reference)):
         expected = [1, 3, *reference.encode(text), 4]
@@ -173,9 +175,9 @@ def test_a_bos_name_at_the_start_is_bos_before_a_whole_text(model_path: Path) ->
     assert ids == [reference.bos_id(), *reference.encode("Hello  there")]
 
 
-def test_the_demo_template_gives_the_ids_it_was_trained_on(demo: Path, tmp_path: Path) -> None:
-    tokenizer = saved_and_loaded(demo, tmp_path)
-    reference = SentencePieceProcessor(model_file=str(demo))
+def test_the_demo_template_gives_the_ids_it_was_trained_on(tmp_path: Path) -> None:
+    tokenizer = saved_and_loaded(DEMO, tmp_path)
+    reference = SentencePieceProcessor(model_file=str(DEMO))
     for prompt in ["Repeat the phrase 10 times.", "  def f():\n\tpass\n", "a [INST] b"]:
         message = {"role": "user", "content": prompt}
         ids = tokenizer.apply_chat_template([message], return_dict=False)
@@ -186,8 +188,8 @@ def test_the_demo_template_gives_the_ids_it_was_trained_on(demo: Path, tmp_path:
         assert with_answer == [*ids, *reference.encode("x = 1"), 2]
 
 
-def test_models_without_instruct_pieces_have_no_template(shared: Path) -> None:
-    assert "chat_template" not in tokenizer_config(shared / MODELS["llama 2"])
+def test_models_without_instruct_pieces_have_no_template(tmp_path: Path) -> None:
+    assert "chat_template" not in tokenizer_config(trained(tmp_path))
 
 
 def saved_and_loaded(path: Path, directory: Path, config: dict | None = None):
@@ -353,8 +355,8 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, named: str) -> 
 
 
 @pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER_DEFINED])
-def test_a_piece_that_is_not_utf8_is_refused(tmp_path: Path, shared: Path, kind: int) -> None:
-    model = sentencepiece_model_pb2.ModelProto.FromString((shared / MODELS["demo"]).read_bytes())
+def test_a_piece_that_is_not_utf8_is_refused(tmp_path: Path, kind: int) -> None:
+    model = sentencepiece_model_pb2.ModelProto.FromString(DEMO.read_bytes())
     model.pieces.add(piece="a piece of its own", score=-1e9, type=kind)
     path = tmp_path / "tokenizer.model"
     path.write_bytes(
@@ -364,8 +366,8 @@ def test_a_piece_that_is_not_utf8_is_refused(tmp_path: Path, shared: Path, kind:
         build_tokenizer(path)
 
 
-def test_a_truncated_model_is_refused(tmp_path: Path, shared: Path) -> None:
-    content = (shared / MODELS["llama 2"]).read_bytes()
+def test_a_truncated_model_is_refused(tmp_path: Path) -> None:
+    content = DEMO.read_bytes()
     path = tmp_path / "tokenizer.model"
     path.write_bytes(content[: len(content) // 2])
     with pytest.raises(LoadError, match="damaged"):

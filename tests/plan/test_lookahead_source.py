@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.draft.drafter import VerifiedStep
+from mlxspec.draft.drafter import DraftTree, VerifiedStep, accept
 from mlxspec.draft.lookahead import NgramPool
-from mlxspec.draft.tree import DraftTree, accept
 from mlxspec.eval.replay import replay
 from mlxspec.plan.cost_curve import CostCurve
 from mlxspec.plan.lookahead_source import (

@@ -6,9 +6,8 @@ import random
 import pytest
 
 from mlxspec.draft.context_index import ContextIndex, OutputMemory
-from mlxspec.draft.drafter import VerifiedStep
+from mlxspec.draft.drafter import DraftTree, VerifiedStep
 from mlxspec.draft.suffix_index import SEPARATOR, Occurrence, SuffixIndex
-from mlxspec.draft.tree import DraftTree
 from mlxspec.eval.replay import replay
 from mlxspec.plan.chips import chip_curve
 from mlxspec.plan.cost_curve import CostCurve

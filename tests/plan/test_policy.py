@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from mlxspec.draft.drafter import VerifiedStep
-from mlxspec.draft.tree import DraftTree
+from mlxspec.draft.drafter import DraftTree, VerifiedStep
 from mlxspec.plan.chips import chip_curve
 from mlxspec.plan.cost_curve import CostCurve
 from mlxspec.plan.policy import (

@@ -15,7 +15,7 @@ from mlxspec.errors import OptionError, StoreError
 from mlxspec.store.building import add_to_store, build_store
 from mlxspec.store.learner import Learner
 from mlxspec.store.store import Store, open_store
-from tests.store.test_place_search import scan
+from tests.store.test_suffix_array import scan
 from tests.support.tokenizers import FIRST, SECOND, FakeTokenizer
 
 TEXTS = [[1, 2, 3, 4, 5], [7, 2, 3, 9], [1, 2, 3, 4, 6]]

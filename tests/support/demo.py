@@ -1,13 +1,24 @@
-"""The bundled model, loaded once and tried once for what drafts it verifies."""
+"""The bundled model, loaded once and tried once for what drafts it verifies, with given costs."""
 
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import TypeVar
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 from mlxspec import Decoder
+from mlxspec.engine.costs import KeptCosts
+from mlxspec.plan.cost_file import CostCache, CostKey, KnownRange
+from mlxspec.plan.live_curve import KnownTime
 
 AnyDecoder = TypeVar("AnyDecoder", bound=Decoder)
+
+FLAT = {1: 1.0, 16: 1.05, 64: 16.0}  # wider steps would take their time here, too
+LINEAR = {1: 1.0, 64: 64.0}
+CHAINS = {1: 1.0, 16: 2.5, 64: 8.0}
+"""Rows that are cheap enough for drafts, and too dear for branches."""
 
 
 @cache
@@ -21,3 +32,28 @@ def demo_decoder(kind: type[AnyDecoder], **options: object) -> AnyDecoder:
     decoder = kind(demo().model, demo().tokenizer, **options)
     decoder.capability, decoder.chain_capability = demo().capability, demo().chain_capability
     return decoder
+
+
+@cache
+def endless_tokenizer() -> TokenizerWrapper:
+    """The bundled tokenizer without a token that ends the output."""
+    tokenizer = TokenizerWrapper(demo().tokenizer._tokenizer)
+    tokenizer.eos_token_ids = set()
+    return tokenizer
+
+
+class GivenCosts(KeptCosts):
+    """Costs that no step corrects and no file keeps."""
+
+    def record(self, rows: int, seconds: float, pipelined: bool) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def given_costs(curve: dict[int, float]) -> GivenCosts:
+    """Costs of so many rows, relative to those of one row."""
+    times = [KnownTime(rows, 0.01 * cost, 0.001) for rows, cost in curve.items()]
+    ranges = {1024: KnownRange.now(times, "test")}
+    return GivenCosts(CostCache(Path("nowhere")), CostKey({}, {}), ranges)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from mlxspec.draft.drafter import Drafter, VerifiedStep
-from mlxspec.draft.tree import DraftTree
+from mlxspec.draft.drafter import Drafter, DraftTree, VerifiedStep
 
 
 class TruthDrafter(Drafter):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,11 @@ import mlx.nn as nn
 import mlx_lm
 from mlx_lm.utils import save_model
 
-import mlxspec
 from mlxspec import AutoDecoder
 from mlxspec.compat.generation import decoder_of
 from mlxspec.loading.model import DEMO_DIRECTORY
-from mlxspec.plan.cost_file import CostCache, CostKey, KnownRange
-from mlxspec.plan.live_curve import KnownTime
-from tests.generation.test_auto import FixedCosts
+from tests.support.demo import CHAINS, demo, given_costs
 
-CHAINS = {1: 1.0, 16: 2.5, 64: 8.0}
-"""Rows that are cheap enough for drafts, and too dear for branches."""
 REPEAT = '[INST] Repeat the following phrase 8 times: "The red fox sees the river.". [/INST]'
 FREE = "The history of the"
 FIELDS = ("text", "token", "prompt_tokens", "generation_tokens", "finish_reason")
@@ -32,22 +26,15 @@ stream_generate, batch_generate = mlx_lm.stream_generate, mlx_lm.batch_generate
 def give_costs(model: nn.Module, tokenizer: Any, curve: dict[int, float] = CHAINS) -> AutoDecoder:
     """The decoder that drop-in generation uses, with costs that are neither measured nor kept."""
     decoder = decoder_of(model, tokenizer)
-    times = [KnownTime(rows, 0.01 * cost, 0.001) for rows, cost in curve.items()]
-    ranges = {1024: KnownRange.now(times, "test")}
-    decoder.costs = FixedCosts(CostCache(Path("nowhere")), CostKey({}, {}), ranges)
+    decoder.costs = given_costs(curve)
     return decoder
 
 
 def demo_with_costs(curve: dict[int, float] = CHAINS) -> tuple[nn.Module, Any]:
     """The bundled model and its tokenizer, the same for all tests."""
-    model, tokenizer = _demo()
+    model, tokenizer = demo().model, demo().tokenizer
     give_costs(model, tokenizer, curve)
     return model, tokenizer
-
-
-@cache
-def _demo() -> tuple[nn.Module, Any]:
-    return mlxspec.load("demo")
 
 
 def write_float32_demo(directory: Path) -> str:
@@ -55,7 +42,7 @@ def write_float32_demo(directory: Path) -> str:
     for path in DEMO_DIRECTORY.iterdir():
         if path.suffix == ".json" and "index" not in path.name:
             (directory / path.name).symlink_to(path)
-    save_model(directory, _demo()[0])
+    save_model(directory, demo().model)
     return str(directory)
 
 

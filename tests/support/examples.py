@@ -1,14 +1,13 @@
-"""How many examples a property test tries."""
+"""How much a test tries: what is usual, or more where ``MLXSPEC_LONG=1`` is set."""
 
 from __future__ import annotations
 
 import os
 
+LONG = os.environ.get("MLXSPEC_LONG") == "1"
 _TIMES = 8
 
 
 def examples(usual: int, long: int | None = None) -> int:
-    """``usual``, or many more where the environment says ``MLXSPEC_LONG=1``."""
-    if os.environ.get("MLXSPEC_LONG") != "1":
-        return usual
-    return long or usual * _TIMES
+    """``usual``, or in the long form eight times as many or ``long``."""
+    return (long or usual * _TIMES) if LONG else usual

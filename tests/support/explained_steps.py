@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlxspec.cli.explained import Explained
-from mlxspec.draft.drafter import VerifiedStep
+from mlxspec.draft.drafter import DraftTree, VerifiedStep
 from mlxspec.draft.recording import RecordedStep
-from mlxspec.draft.tree import DraftTree
 from mlxspec.generation.response import SpeculationStats
 
 

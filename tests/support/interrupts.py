@@ -1,18 +1,69 @@
-"""Ctrl-C at any line of some functions."""
+"""Ctrl-C at the lines of some functions."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
-from types import FrameType, FunctionType, ModuleType
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, TypeVar
+
+from tests.support.examples import LONG
+
+Prepared = TypeVar("Prepared")
 
 
 def functions_of(*places: type | ModuleType) -> list[FunctionType]:
-    """What is defined in classes and modules, decorated functions included."""
-    defined = [member for place in places for member in vars(place).values()]
-    return [inspect.unwrap(member) for member in defined if inspect.isfunction(member)]
+    """The functions and methods that classes and modules define, decorated ones included."""
+    functions = []
+    for place in places:
+        for member in vars(place).values():
+            if inspect.isfunction(member):
+                functions.append(inspect.unwrap(member))
+            elif inspect.isclass(member) and member.__module__ == getattr(place, "__name__", ""):
+                functions += functions_of(member)
+    return functions
+
+
+def interrupted_anywhere(
+    functions: Sequence[FunctionType],
+    prepare: Callable[[], Prepared],
+    action: Callable[[Prepared], object],
+) -> Iterator[Prepared]:
+    """Do something, and do it again with an interrupt at one line of these functions after another.
+
+    A line that runs often is interrupted the first two times and the last; each time where the
+    environment says ``MLXSPEC_LONG=1``.
+
+    Yields:
+        what was prepared and acted on: first to the end, then up to each of the interrupts.
+    """
+    prepared = prepare()
+    lines = _lines_run(functions, lambda: action(prepared))
+    yield prepared
+    for line in lines:
+        again = prepare()
+        assert interrupted(line, functions, lambda: action(again))  # noqa: B023
+        yield again
+
+
+def _lines_run(functions: Iterable[FunctionType], action: Callable[[], object]) -> list[int]:
+    visits: dict[tuple[CodeType, int], list[int]] = defaultdict(list)
+    count = 0
+
+    def note(frame: FrameType) -> None:
+        nonlocal count
+        visits[frame.f_code, frame.f_lineno].append(count)
+        count += 1
+
+    with _at_each_line(functions, note):
+        action()
+    assert count, "none of the functions ran"
+    if LONG:
+        return list(range(count))
+    return sorted({number for seen in visits.values() for number in (*seen[:2], seen[-1])})
 
 
 def interrupted(
@@ -23,23 +74,36 @@ def interrupted(
     Returns:
         whether it has been interrupted; if not, it has run to its end.
     """
-    codes = {function.__code__ for function in functions}
     left = lines
 
-    def at_line(frame: FrameType, event: str, argument: Any) -> Any:
+    def interrupt(frame: FrameType) -> None:
         nonlocal left
+        if left == 0:
+            raise KeyboardInterrupt  # which ends the tracing, too
+        left -= 1
+
+    with _at_each_line(functions, interrupt):
+        try:
+            action()
+        except KeyboardInterrupt:
+            return True
+    return False
+
+
+@contextmanager
+def _at_each_line(
+    functions: Iterable[FunctionType], act: Callable[[FrameType], None]
+) -> Iterator[None]:
+    codes = {function.__code__ for function in functions}
+
+    def at_line(frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
-            if left == 0:
-                raise KeyboardInterrupt  # which ends the tracing, too
-            left -= 1
+            act(frame)
         return at_line
 
     before = sys.gettrace()
     sys.settrace(lambda frame, event, argument: at_line if frame.f_code in codes else None)
     try:
-        action()
-    except KeyboardInterrupt:
-        return True
+        yield
     finally:
         sys.settrace(before)
-    return False

@@ -1,15 +1,23 @@
+"""The costs of a model on a machine: measured once, kept, corrected, and told apart from others."""
+
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
 from mlxspec.engine import costs as measured_costs
-from mlxspec.engine.costs import KeptCosts, cost_key, costs_for
+from mlxspec.engine.costs import KeptCosts, cost_key, costs_for, machine_identity, model_identity
 from mlxspec.plan.cost_file import CostCache, KnownRange
 from mlxspec.plan.live_curve import KnownTime
 from mlxspec.plan.measurement import RowsTime
+from tests.support.openblas import needs_openblas
 from tests.support.random_models import random_model
 
 TIMES = [RowsTime(1, 0.02, 0.01, 25), RowsTime(8, 0.04, 0.01, 5)]
@@ -134,3 +142,59 @@ def test_a_range_that_only_steps_have_seen_says_so(llama: nn.Module, cache: Cost
     assert {end: known.source for end, known in cache.read(cost_key(llama)).items()} == {
         4096: "steps"
     }
+
+
+_PRINT_BLAS = """
+import mlxspec
+from mlxspec.engine.costs import global_blas
+print(global_blas())
+"""
+
+
+def wide() -> nn.Module:
+    return random_model("llama", hidden_size=64, head_dim=16)
+
+
+def quantized(bits: int, group_size: int = 32) -> nn.Module:
+    model = wide()
+    nn.quantize(model, group_size=group_size, bits=bits)
+    return model
+
+
+def test_weights_do_not_matter_and_sizes_do():
+    base, tuned = random_model("llama"), random_model("llama")
+    tuned.apply(lambda p: p * 2)
+    assert model_identity(tuned) == model_identity(base)
+    assert model_identity(random_model("llama", num_hidden_layers=3)) != model_identity(base)
+    assert model_identity(random_model("llama", rope_theta=5e5)) != model_identity(base)
+
+
+def test_data_type_and_quantisation_matter():
+    half = wide()
+    half.set_dtype(mx.float16)
+    models = (wide(), half, quantized(4), quantized(8), quantized(4, 64))
+    assert len({model_identity(model)["digest"] for model in models}) == len(models)
+
+
+def test_an_identity_says_what_it_is_and_survives_json():
+    identity = model_identity(random_model("llama"))
+    assert identity["type"] == "llama"
+    assert identity["bits_per_weight"] == 32
+    assert json.loads(json.dumps(identity)) == identity
+    machine = machine_identity()
+    assert machine["chip"]
+    assert machine["device"] in ("cpu", "gpu")
+    assert json.loads(json.dumps(machine)) == machine
+
+
+@needs_openblas
+def test_the_blas_in_use_is_told_apart():
+    def blas(choice: str) -> str:
+        environment = {**os.environ, "MLXSPEC_OPENBLAS": choice}
+        command = [sys.executable, "-c", _PRINT_BLAS]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    assert blas("0") == "own"
+    assert blas("1").startswith("libopenblas")

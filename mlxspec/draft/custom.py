@@ -1,0 +1,87 @@
+"""Drafters that users write: whether they are any, and how the command line finds them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+
+from ..errors import DrafterError, OptionError
+from .drafter import Drafter, DraftTree
+
+
+def checked_drafter(drafter: object) -> Drafter:
+    """A drafter that somebody else has written, if it is one.
+
+    Raises:
+        DrafterError: it lacks what a drafter has.
+    """
+    if isinstance(drafter, Drafter):
+        return drafter
+    if isinstance(drafter, type) and issubclass(drafter, Drafter):
+        raise DrafterError(
+            f"drafter is the class {drafter.__name__}: pass an instance, {drafter.__name__}()"
+        )
+    missing = [name for name in _INTERFACE if not hasattr(drafter, name)]
+    if missing:
+        raise DrafterError(
+            f"drafter is {_described(drafter)} without {' and '.join(missing)}: derive it from "
+            "mlxspec.Drafter, and give it propose and observe"
+        )
+    return drafter  # type: ignore[return-value]  # all that is asked of one
+
+
+_INTERFACE = ("begin", "propose", "observe", "end", "pipelined", "branching")
+
+
+def not_a_draft(proposed: object, drafter: Drafter, last: int) -> DrafterError:
+    """What is wrong with what a drafter has proposed to follow the token ``last``."""
+    name = type(drafter).__name__
+    if not isinstance(proposed, DraftTree):
+        return DrafterError(
+            f"{name}.propose returned {_described(proposed)}: return a DraftTree, such as "
+            "DraftTree.chain(last token, drafted tokens)"
+        )
+    return DrafterError(
+        f"{name}.propose returned a tree with the root {proposed.tokens[0]}, but the context ends "
+        f"with {last}: its last token comes from the prompt, and then from step.tokens"
+    )
+
+
+def load_drafter(name: str) -> type[Drafter]:
+    """The drafter class that ``module:Class`` names; the working directory is searched too.
+
+    Raises:
+        OptionError: there is no such class, or it is no drafter's.
+    """
+    module_name, colon, class_name = name.partition(":")
+    if not (module_name and colon and class_name):
+        raise OptionError(f"drafter is {name!r}: write it as module:Class, such as mine:MyDrafter")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise OptionError(f"drafter {name}: {error}") from error
+    found = getattr(module, class_name, None)
+    if not (isinstance(found, type) and issubclass(found, Drafter)):
+        raise OptionError(
+            f"drafter {name}: {module_name} has no class {class_name} derived from mlxspec.Drafter"
+        )
+    needed = [
+        parameter.name
+        for parameter in inspect.signature(found).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    if needed:
+        raise OptionError(
+            f"drafter {name}: it needs {', '.join(needed)}, and is made without arguments: give "
+            "defaults, or a class of its own"
+        )
+    return found
+
+
+def _described(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

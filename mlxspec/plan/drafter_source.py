@@ -1,0 +1,82 @@
+"""The drafts of any other drafter as a planner's candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..draft.combined import view
+from ..draft.custom import checked_drafter, not_a_draft
+from ..draft.drafter import Drafter, DraftTree, VerifiedStep
+from .planner import Candidates, Source, best_first
+
+_RANKS, _DEPTHS = 4, 8  # siblings and depths that are told apart
+_FIRST_P_ACCEPT = 0.5
+_RATE = 0.1
+
+
+class DrafterSource(Source):
+    """The drafts of any drafter as candidates.
+
+    How likely its tokens are right is learned from what followed, by depth and by rank among
+    siblings, whether they were verified or not: so a drafter that is wrong costs nothing for
+    long.
+
+    Args:
+        drafter: whose drafts; it serves one generation.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = checked_drafter(drafter)
+        self.name = type(drafter).__name__
+        self._p_accept = [[_FIRST_P_ACCEPT] * _DEPTHS for _ in range(_RANKS)]
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._last = prompt[-1]
+        self._drafter.begin(list(prompt))
+
+    def candidates(
+        self, max_nodes: int, max_depth: int, branching: bool, least_p: Sequence[float]
+    ) -> Candidates:
+        tree: object = self._drafter.propose(max_depth)
+        if not isinstance(tree, DraftTree) or tree.tokens[0] != self._last:
+            raise not_a_draft(tree, self._drafter, self._last)
+        self._tree = tree if branching else tree.first_chain()
+        proposed = Candidates(self._last)
+        ranks: dict[int, int] = {}
+        self._cells: list[tuple[int, int]] = [(0, 0)]
+        for node, (token, parent) in enumerate(
+            zip(self._tree.tokens[1:], self._tree.parents[1:], strict=True), start=1
+        ):
+            rank = ranks[parent] = ranks.get(parent, -1) + 1
+            cell = min(rank, _RANKS - 1), min(self._tree.depths[node], _DEPTHS) - 1
+            above = proposed.p_reached[parent - 1] if parent else 1.0
+            proposed.add(token, parent, above * self._p_accept[cell[0]][cell[1]])
+            self._cells.append(cell)
+        candidates = Candidates(self._last, self.name)
+        best_first(proposed, candidates)
+        candidates.cut(max_nodes)
+        return candidates
+
+    def observe(self, step: VerifiedStep, searched: bool) -> None:
+        if searched:
+            self._learn(step.tokens)
+            step = view(step, self._tree)
+        self._last = step.tokens[-1]
+        self._drafter.observe(step)
+
+    def end(self) -> None:
+        self._drafter.end()
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        node = 0
+        for token in tokens:
+            right = None
+            for child, parent in enumerate(self._tree.parents):
+                if parent == node and right is None:
+                    rank, depth = self._cells[child]
+                    hit = self._tree.tokens[child] == token
+                    self._p_accept[rank][depth] += _RATE * (hit - self._p_accept[rank][depth])
+                    right = child if hit else None
+            if right is None:
+                return
+            node = right

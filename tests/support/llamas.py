@@ -1,0 +1,44 @@
+"""Llamas by name: a random one in every clone, trained ones where the third-party data are."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path
+
+from tests.support.examples import LONG
+from tests.support.llama2c import load_llama2c
+from tests.support.random_models import random_model
+from tests.support.shared import SHARED
+
+_TRAINED = {
+    "stories260K": "models/stories260K/stories260K.bin",
+    "babyllama": "models/babyllama_tok105/model5000.bin",
+}
+LLAMAS = ["random"]
+if SHARED.is_dir():
+    LLAMAS += ["stories260K"]
+    if LONG:
+        LLAMAS += ["babyllama"]
+
+
+@cache
+def llama(name: str) -> nn.Module:
+    """One of ``LLAMAS``, in float32; the same object for all tests."""
+    return load_llama2c(SHARED / _TRAINED[name]) if name in _TRAINED else _random_llama()
+
+
+def _random_llama() -> nn.Module:
+    """A Llama whose output depends on its context, is sure of itself, and repeats itself."""
+    model = random_model("llama", vocab_size=512, num_hidden_layers=3, tie_word_embeddings=False)
+
+    def livelier(name: str, weight: mx.array) -> mx.array:
+        if weight.ndim < 2 or "embed" in name:
+            return weight
+        return (8 if "lm_head" in name else 2) * weight
+
+    model.update(tree_map_with_path(livelier, model.parameters()))
+    mx.eval(model.parameters())
+    return model
