@@ -231,7 +231,7 @@ FORCE_HELP = "Let the report replace whatever file is there, not only an older r
 class PageOptions:
     """The page that a report is written to as well, if any."""
 
-    html: Path | None = option_field("--html FILE", "Write a page as well.")  # noqa: RUF009
+    html: Path | None = option_field("--html FILE", "Write a page with drawings as well.")  # noqa: RUF009
     force: bool = option_field("--force", FORCE_HELP, default=False)
 
     def check(self) -> None:
