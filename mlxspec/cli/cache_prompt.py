@@ -53,7 +53,7 @@ def cache_prompt_command(
     from mlx_lm.generate import generate_step
     from mlx_lm.models.cache import make_prompt_cache
 
-    from ..engine.caches import check_quantization
+    from ..engine.capability import check_quantization
     from ..engine.positions import context_length
     from ..engine.prompt_cache_file import check_replaceable, prompt_cache_path, save_prompt_cache
     from ..engine.target import vocabulary_size

@@ -18,7 +18,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..engine.draft_model import DraftModelDrafter, check_vocabularies
-from ..engine.prompt_cache import fitting_caches
 from ..engine.target import Progress
 from ..errors import OptionError
 from ..generation.decoder import DraftCaches, Prompt
@@ -156,8 +155,6 @@ def stream_with_draft_model(
     check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
     both = options.get("prompt_cache") or []
     drafts_cache = both[len(make_prompt_cache(decoder.model)) :] or None
-    if drafts_cache is not None:
-        fitting_caches(drafts_cache, draft_model)
     drafter = DraftModelDrafter(draft_model, num_draft_tokens, drafts_cache)
     return decoder._generate(
         prompt,

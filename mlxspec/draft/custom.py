@@ -26,7 +26,7 @@ def checked_drafter(drafter: object) -> Drafter:
     missing = [name for name in _INTERFACE if not hasattr(drafter, name)]
     if missing:
         raise DrafterError(
-            f"drafter is {_described(drafter)} without {' and '.join(missing)}: derive it from "
+            f"drafter is {_described(drafter)} without {', '.join(missing)}: derive it from "
             "mlxspec.Drafter, and give it propose and observe"
         )
     return drafter  # type: ignore[return-value]  # all that is asked of one
@@ -84,4 +84,4 @@ def load_drafter(name: str) -> type[Drafter]:
 
 
 def _described(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else f"a value of type {type(value).__name__}"

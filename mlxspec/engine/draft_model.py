@@ -12,8 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..draft.drafter import Drafter, DraftTree, VerifiedStep
 from ..errors import OptionError
-from .capability import cache_capability
-from .prompt_cache import Loan, capability_with, lent_caches
+from .capability import capability_with
+from .prompt_cache import Loan, lent_caches
 from .target import Capability, Target, vocabulary_size
 
 _MOST_PADDING = 1024  # by which output layers over one tokenizer's vocabulary may differ
@@ -34,7 +34,8 @@ class DraftModelDrafter(Drafter):
         prompt_cache: caches of the draft model to continue; see ``loan``.
 
     Raises:
-        OptionError: ``num_draft_tokens`` is below 1, or the cache is another model's.
+        OptionError: ``num_draft_tokens`` is below 1, or the cache has too few layers.
+        PromptCacheError: the cache is another model's.
     """
 
     branching = False
@@ -50,17 +51,14 @@ class DraftModelDrafter(Drafter):
         self.model = model
         self.num_draft_tokens = num_draft_tokens
         # What its rounding does to a row costs at most a draft, so only caches matter.
-        self._capability = (
-            Capability.REPLAY if cache_capability(model) is Capability.REPLAY else Capability.CHAIN
-        )
+        self._capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
         self._vocab_size = vocabulary_size(model)
         self.begun = False
         """Whether a generation has begun."""
         self.loan: Loan | None = None
         """Of ``prompt_cache``, which holds prompt and output when the generation has ended."""
         if prompt_cache is not None:
-            lent_caches(prompt_cache, make_prompt_cache(model))
-            self.loan = Loan(prompt_cache)
+            self.loan = Loan(lent_caches(prompt_cache, model), model)
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation, with a prefill of the draft model's own."""
@@ -108,7 +106,6 @@ class DraftModelDrafter(Drafter):
     def _new_target(self, caches: Sequence[Any] | None = None) -> Target:
         capability = self._capability
         if caches is not None:
-            caches = lent_caches(caches, make_prompt_cache(self.model))
             capability = capability_with(caches, capability)
         undoable = self.num_draft_tokens + 1
         return Target(self.model, capability, self._vocab_size, cache=caches, undoable=undoable)

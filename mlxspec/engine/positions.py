@@ -1,9 +1,9 @@
-"""What a model's configuration says of positions: how many there are, and where rules change."""
+"""What a model's configuration says about positions: how many there are, where rules change."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -41,14 +41,14 @@ def context_length(model: nn.Module) -> int | None:
 def named_positions(model: nn.Module) -> set[int]:
     """Positions that the configuration names: lengths, windows, chunks, the ends of scalings.
 
-    Where a model's rule for its positions changes, it changes at one of these as a rule.
+    If a model's rule for positions changes somewhere, it is usually at one of these.
     """
-    found = {int(number) for number in _numbers(_settings(model), _names_position)}
+    found = _numbers(_settings(model), lambda name: any(word in name for word in _WORDS))
     return {number for number in found | {context_length(model) or 0} if number in _NUMBERS}
 
 
 def crossings(model: nn.Module) -> list[int]:
-    """Positions that trial steps are to lie on both sides of: named ones, and powers of two.
+    """Positions across which trial steps are put: named ones, and powers of two.
 
     These go up to the model's longest context.
     """
@@ -57,21 +57,16 @@ def crossings(model: nn.Module) -> list[int]:
 
 
 def sparse_crossing(model: nn.Module) -> int | None:
-    """A length at which attention that picks blocks or positions leaves some out, if there is one.
+    """A length at which attention that picks blocks or positions leaves some out; None without it.
 
-    It is a multiple of the blocks' size, unless it would be very long.
+    It is a multiple of the blocks' size, unless that would be very long.
     """
-    numbers = {int(number) for number in _numbers(_settings(model), _names_sparse)}
+    numbers = _numbers(
+        _settings(model),
+        lambda name: ("sparse" in name or "index" in name) and ("block" in name or "topk" in name),
+    )
     product = math.prod(numbers)
     return min(2 * product * math.ceil(16 / product), _LONGEST_FILLED) if numbers else None
-
-
-def _names_sparse(name: str) -> bool:
-    return ("sparse" in name or "index" in name) and ("block" in name or "topk" in name)
-
-
-def _names_position(name: str) -> bool:
-    return any(word in name for word in _WORDS)
 
 
 def _extended(stated: float, settings: Any) -> float:
@@ -89,8 +84,9 @@ def _extended(stated: float, settings: Any) -> float:
     return max(stated, original * factor)
 
 
-def _numbers(settings: Any, wanted: Callable[[str], bool]) -> Iterator[float]:
+def _numbers(settings: Any, wanted: Callable[[str], bool]) -> set[int]:
     """All numbers under a wanted name, however deep."""
+    found = set()
     left = [("", settings)]
     while left:
         name, value = left.pop()
@@ -101,7 +97,8 @@ def _numbers(settings: Any, wanted: Callable[[str], bool]) -> Iterator[float]:
         elif is_dataclass(value):
             left += vars(value).items()
         elif wanted(name) and (number := _number(value)):
-            yield number
+            found.add(int(number))
+    return found
 
 
 def _settings(model: nn.Module) -> Any:
@@ -109,7 +106,7 @@ def _settings(model: nn.Module) -> Any:
 
 
 def _setting(settings: Any, name: str) -> Any:
-    """A value from a table, or from one of mlx-lm's classes of settings; None without it."""
+    """A value from a dict, or from one of mlx-lm's classes of settings; None without it."""
     return settings.get(name) if isinstance(settings, dict) else getattr(settings, name, None)
 
 

@@ -22,81 +22,54 @@ from mlx_lm.models.cache import (
 )
 
 from ..errors import OptionError, PromptCacheError
-from .caches import (
-    TREE_CACHES,
-    TreeKVCache,
-    TreeQuantizedKVCache,
-    WindowKVCache,
-    for_steps,
-    is_trimmable,
-    parts,
-)
-from .prompt_cache_file import check_fits
-from .target import Capability, Target
+from .caches import TreeKVCache, TreeQuantizedKVCache, parts
+from .prompt_cache_file import check_fits, check_lengths
+from .target import Target
+from .window_cache import WindowKVCache
 
 _MLX_LM_CLASSES: dict[type, Any] = {
     TreeKVCache: KVCache,
     TreeQuantizedKVCache: QuantizedKVCache,
     WindowKVCache: RotatingKVCache,
 }
-_lock = threading.RLock()
-"""Held while caches change hands. One for all, and reentrant: a generation that is collected as
-garbage gives its caches back wherever that happens, here included."""
 _JUDGED = {*_MLX_LM_CLASSES.values(), ArraysCache}
+"""Classes whose content after one token tells what they hold after many."""
+
+_lock = threading.RLock()
+"""Held while caches change hands. One for all caches, and reentrant: a generation that is garbage
+collected gives its caches back wherever the collector runs, in here too."""
 
 
-def lent_caches(prompt_cache: Sequence[Any], own: Sequence[Any]) -> list[Any]:
+def lent_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
     """The caches of a prompt cache that a model takes; a draft model's may follow them.
 
     Args:
         prompt_cache: from ``mlx_lm.models.cache.make_prompt_cache``, empty or not.
-        own: what that function makes for the model.
+        model: that is to go on with it.
 
     Raises:
-        OptionError: the cache was made for a model with more layers.
-    """
-    if len(prompt_cache) < len(own):
-        raise OptionError(
-            f"prompt_cache has {len(prompt_cache)} caches and the model needs {len(own)}: make it "
-            "with make_prompt_cache(model)"
-        )
-    return list(prompt_cache[: len(own)])
-
-
-def fitting_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
-    """As :func:`lent_caches`, of caches that the model could have made.
-
-    Raises:
-        OptionError: the cache was made for a model with more layers.
+        OptionError: the cache was made for a model with fewer layers.
         PromptCacheError: it holds keys and values of another model.
     """
-    lent = lent_caches(prompt_cache, make_prompt_cache(model))
+    needed = len(make_prompt_cache(model))
+    if len(prompt_cache) < needed:
+        raise OptionError(
+            f"prompt_cache has {len(prompt_cache)} caches and the model needs {needed}: make it "
+            "with make_prompt_cache(model)"
+        )
+    lent = list(prompt_cache[:needed])
     with _lock:
-        # What an unfinished generation holds is looked at when another one takes it over.
+        # Those of an unfinished generation are checked when this one takes them over.
         if any(type(cache) is _LentCache for cache in lent):
             return lent
         held = [copy.copy(cache) for cache in lent]
-    # What a model's own kind of cache holds, its first token does not tell.
-    if all(type(part) in _JUDGED and not part.empty() for part in parts(held)):
-        check_fits(held, model, "prompt_cache")
+    _check_shapes(held, model)
     return lent
 
 
-def capability_with(caches: Iterable[Any], capability: Capability) -> Capability:
-    """What a model can verify on lent caches, which may be of another kind than its own.
-
-    Args:
-        caches: mlx-lm's.
-        capability: the model's, with the caches that mlx-lm makes for it.
-    """
-    if capability not in (Capability.TREE, Capability.CHAIN):
-        return capability
-    found = parts(map(for_steps, caches))
-    if not all(map(is_trimmable, found)):
-        return Capability.REPLAY
-    return (
-        capability if all(isinstance(cache, TREE_CACHES) for cache in found) else Capability.CHAIN
-    )
+def _check_shapes(held: Sequence[Any], model: nn.Module) -> None:
+    if all(type(part) in _JUDGED and not part.empty() for part in parts(held)):
+        check_fits(held, model, "prompt_cache")
 
 
 def as_mlx_lms(cache: Any) -> Any:
@@ -119,58 +92,62 @@ class _State(Enum):
 class Loan:
     """A caller's caches, which a generation continues until it gives them back.
 
-    In mlx-lm a cache follows its generation: whenever a response has been taken, it holds the
-    prompt and the output taken so far. A target's caches are one token behind, or several
-    ahead, so while they are lent a stand-in is in the place of each. Whoever uses one, mlx-lm
-    included, finds what mlx-lm would have left there at that moment; then the caches are the
-    caller's again, and are lent anew when the generation goes on.
+    In mlx-lm a cache follows its generation: after each response it holds the prompt and the
+    output so far. A target's caches are one token behind, or several ahead. So while caches are
+    lent, the caller's objects are stand-ins. Whoever uses one, mlx-lm included, finds what
+    mlx-lm would have left there at that moment: the target is brought to that point, the caches
+    become the caller's again, and when the generation goes on it borrows them anew.
 
     Args:
-        prompt_cache: the caller's list. Nothing is done with it until :meth:`take`.
+        caches: the caller's, from :func:`lent_caches`; untouched until :meth:`take`.
+        model: that is to go on with them.
 
     Attributes:
         end: ends the generation, before its caches are given to another one or back for good.
     """
 
-    def __init__(self, prompt_cache: Sequence[Any]) -> None:
+    def __init__(self, caches: list[Any], model: nn.Module) -> None:
         self.end: Callable[[], None] | None = None
-        self._caches = list(prompt_cache)
+        self._caches, self._model = caches, model
         self._state = _State.RETURNED
         self._target: Target | None = None
         self._context: Sequence[int] = ()
         self._given: list[Any] = []
 
     def take(self, new_target: Callable[[list[Any]], Target]) -> Target:
-        """A target that continues the caches from now on.
+        """Borrow the caches; returns a target that continues them.
 
-        Whatever other generation has them must end: it fails if it is advanced.
+        Another generation that has them ends here: advancing it fails from now on.
 
         Args:
             new_target: called with caches that hold what the caller's do.
 
         Raises:
-            PromptCacheError: a generation is running on them, in another thread.
+            PromptCacheError: a generation is running on them, in another thread, or they are
+                another model's or damaged by now.
         """
         with _lock:
             reclaim(self._caches)
-            target = self._target = new_target([copy.copy(cache) for cache in self._caches])
+            held = [copy.copy(cache) for cache in self._caches]
+            _check_shapes(held, self._model)
+            check_lengths(held, "prompt_cache")
+            target = self._target = new_target(held)
             self._start = target.length
-            self._caches = self._caches[: len(target.cache)]
             self._lend()
         return target
 
     def pause(self, context: Sequence[int]) -> None:
-        """Let the caches be used, until :meth:`resume`. Does nothing if they have been returned.
+        """Let others use the caches until :meth:`resume`. Does nothing if they are back already.
 
         Args:
-            context: prompt and output taken so far, what the caches held before left out.
+            context: prompt and output so far, without what the caches held before.
         """
         if self._state is _State.RUNNING:
             self._context = context
             self._state = _State.PAUSED
 
     def resume(self) -> None:
-        """Go on with the caches.
+        """Go on with the caches, which are borrowed anew if somebody has used them.
 
         Raises:
             PromptCacheError: they have been changed, or another generation has taken them.
@@ -187,11 +164,11 @@ class Loan:
             self._state = _State.RUNNING
 
     def give_back(self, context: Sequence[int], complete: bool = True) -> None:
-        """End the generation, and let the caches hold what was taken of it, for good.
+        """End the generation; from now on the caches hold what the consumer has taken of it.
 
         Args:
             context: as for :meth:`pause`.
-            complete: run what the target has not seen of it; if not, it is left out.
+            complete: run the tokens of it that the target has not seen; otherwise leave them out.
         """
         with _lock:
             end, self.end = self.end, None
@@ -204,10 +181,10 @@ class Loan:
                 self._target, self._given = None, []
 
     def reclaim(self, for_good: bool = False) -> None:
-        """Return the caches to the caller, while the generation is paused.
+        """Return the caches to the caller while the generation is paused.
 
         Args:
-            for_good: the generation will not go on.
+            for_good: the generation is not to go on.
 
         Raises:
             PromptCacheError: it is running.
@@ -227,13 +204,13 @@ class Loan:
                 self._given = _contents(self._caches)
 
     def offset(self, place: int) -> int | None:
-        """The offset that mlx-lm's cache would have now; None when it has that cache again."""
+        """The offset that mlx-lm's cache would have now, if it has one and is not back already."""
         target = self._target
         if target is None or self._state in (_State.RETURNING, _State.RETURNED):
             return None
-        if self._state is _State.PAUSED:
-            return self._start + len(self._context)
-        return int(target.cache[place].offset)
+        own: int | None = getattr(target.cache[place], "offset", None)
+        paused = own is not None and self._state is _State.PAUSED
+        return self._start + len(self._context) if paused else own
 
     def kind(self, place: int) -> type:
         """The class that mlx-lm's cache would have now."""
@@ -242,15 +219,15 @@ class Loan:
         return _MLX_LM_CLASSES.get(kind, kind)
 
     def _lend(self) -> None:
-        """Put stand-ins in the place of the caches; their arrays are the target's alone.
+        """Turn the caches into stand-ins, so that the target alone holds the arrays.
 
-        MLX writes into an array in place only if nobody else holds it. In between, a thread that
-        looks finds either all that a cache needs or all that a stand-in does.
+        MLX writes into an array in place only if nobody else holds it. A thread that looks
+        meanwhile finds either all that a cache needs or all that a stand-in does.
         """
         for place, cache in enumerate(self._caches):
             held = vars(cache)
             before = list(held)
-            held.update(_loan=self, _place=place, _has_offset="offset" in held)
+            held.update(_loan=self, _place=place)
             cache.__class__ = _LentCache
             for name in before:
                 del held[name]
@@ -267,7 +244,7 @@ class Loan:
         )
 
     def _return(self, complete: bool) -> None:
-        """Turn the stand-ins back into what the caller has lent."""
+        """Turn the stand-ins back into mlx-lm's caches."""
         target = self._target
         assert target is not None
         before, self._state = self._state, _State.RETURNING
@@ -283,13 +260,13 @@ class Loan:
                 if type(stand_in) is _LentCache:  # all, unless an interrupt came between
                     _turn_into(stand_in, cache)
         except BaseException:
-            self._state = before  # whoever uses a stand-in next tries again
+            self._state = before  # the next use of a stand-in tries again
             raise
         self._state = _State.RETURNED
 
 
 def reclaim(caches: Iterable[Any]) -> None:
-    """Take over caches that unfinished generations hold; those cannot go on.
+    """Take caches back from unfinished generations, which cannot go on then.
 
     Raises:
         PromptCacheError: one is running.
@@ -300,22 +277,20 @@ def reclaim(caches: Iterable[Any]) -> None:
 
 
 class _LentCache:
-    """What a caller's cache is while it is lent: any use turns it into mlx-lm's cache again.
+    """What a caller's cache is while it is lent: any use of it turns it into mlx-lm's cache again.
 
-    Its class and its offset, which programs watch while they generate, are told without that.
+    Only its class and its offset, which programs watch while they generate, are told without that.
     """
 
     def __getattribute__(self, name: str) -> Any:
         held = _held(self)
         loan, place = held.get("_loan"), held.get("_place")
-        if loan is None or place is None:  # it has been turned back just now
+        if loan is None or place is None:  # another thread has just turned it back
             return getattr(self, name)
         if name == "__class__":
             return loan.kind(place)
-        if name == "offset" and held.get("_has_offset"):
-            offset = loan.offset(place)
-            if offset is not None:
-                return offset
+        if name == "offset" and (offset := loan.offset(place)) is not None:
+            return offset
         return getattr(_reclaimed(self), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -348,8 +323,7 @@ def _turn_into(stand_in: _LentCache, cache: Any) -> None:
     held = _held(stand_in)
     held.update(vars(cache))
     object.__setattr__(stand_in, "__class__", type(cache))
-    for name in ("_loan", "_place", "_has_offset"):
-        del held[name]
+    del held["_loan"], held["_place"]
 
 
 def _contents(caches: Iterable[Any]) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -19,10 +19,10 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
 )
-from safetensors import SafetensorError
 
 from ..errors import PromptCacheError
 from ..files import check_writable, replaced
+from ..loading.safetensors_header import DamagedHeader
 from .caches import cached_length, parts
 from .prompt_cache_reading import holds_caches, read_caches
 
@@ -93,13 +93,14 @@ def load_prompt_cache(
                 f"{file_name}: there is no such file; make it with 'mlxspec cache-prompt'"
             )
         cache, metadata = read_caches(path)
-        _check_tokens(cache, metadata)
+        if (named := _named_tokens(metadata)) and not tokens_in(cache, metadata):
+            raise ValueError(f"it names {len(named)} tokens and holds {cached_length(cache)}")
         mx.eval([part.state for part in cache])
     except OSError as error:
         raise PromptCacheError(
             f"{file_name} cannot be read ({error.strerror}): name a file that you can read"
         ) from error
-    except (RuntimeError, SafetensorError) as error:
+    except (RuntimeError, DamagedHeader) as error:
         raise PromptCacheError(
             f"{file_name} is truncated or damaged: make it again with 'mlxspec cache-prompt'"
         ) from error
@@ -112,7 +113,7 @@ def load_prompt_cache(
 
 
 def prompt_cache_path(file_name: str | os.PathLike[str]) -> Path:
-    """The file that :func:`save_prompt_cache` will write, before there is anything to write.
+    """The file that :func:`save_prompt_cache` will write; asked before the work begins.
 
     Raises:
         PromptCacheError: it cannot be written.
@@ -125,14 +126,14 @@ def prompt_cache_path(file_name: str | os.PathLike[str]) -> Path:
 
 
 def check_replaceable(path: Path, force: bool) -> None:
-    """Refuse to write over what is not to be lost.
+    """Refuse to write over what the user would miss.
 
     Args:
         path: from :func:`prompt_cache_path`.
         force: whether a prompt cache that is there may be replaced.
 
     Raises:
-        PromptCacheError: there is a prompt cache, or even something else.
+        PromptCacheError: there is a prompt cache, or a file of another kind.
         OSError: what is there cannot be read.
     """
     if not path.exists() or (path.is_file() and path.stat().st_size == 0):
@@ -144,12 +145,14 @@ def check_replaceable(path: Path, force: bool) -> None:
 
 
 def tokens_in(cache: Sequence[Any], metadata: Mapping[str, str]) -> list[int]:
-    """What a loaded cache holds; nothing where its file does not say so, as mlx-lm's."""
-    tokens = _tokens(metadata)
-    return tokens if cached_length(cache) in (0, len(tokens)) else []
+    """The tokens that a loaded cache holds; none where its file, like mlx-lm's, names none."""
+    tokens = _named_tokens(metadata)
+    with_positions = [part for part in parts(cache) if hasattr(part, "offset")]
+    known = not with_positions or cached_length(with_positions) == len(tokens)
+    return tokens if known else []
 
 
-def _tokens(metadata: Mapping[str, str]) -> list[int]:
+def _named_tokens(metadata: Mapping[str, str]) -> list[int]:
     """The tokens that a file's metadata names, if it does."""
     try:
         tokens = json.loads(metadata.get(_TOKENS, "[]"))
@@ -159,14 +162,6 @@ def _tokens(metadata: Mapping[str, str]) -> list[int]:
         type(token) is int and 0 <= token < _MAX_TOKEN for token in tokens
     )
     return tokens if known else []
-
-
-def _check_tokens(cache: Sequence[Any], metadata: Mapping[str, str]) -> None:
-    """Raise ValueError if a file names other tokens than its caches hold."""
-    tokens, length = len(_tokens(metadata)), cached_length(cache)
-    keeps_positions = any(hasattr(part, "offset") for part in parts(cache))
-    if tokens and keeps_positions and tokens != length:
-        raise ValueError(f"it names {tokens} tokens and holds {length}")
 
 
 def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
@@ -190,7 +185,7 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
         )
     model(mx.array([[0]]), cache=own)
     try:
-        fits = all(map(_fits, parts(cache), _quantized_like(cache, own)))
+        fits = all(_fits(*pair) for pair in zip(parts(cache), parts(own), strict=True))
     except (ValueError, NotImplementedError):  # the model's cannot be quantised like that
         fits = False
     if not fits:
@@ -200,48 +195,23 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
         )
 
 
-def check_lengths(cache: Sequence[Any], source: str) -> None:
-    """Refuse a cache whose layers hold different numbers of positions.
-
-    Args:
-        cache: of one model, and in nobody's use: layers that run are not equally long.
-        source: names the cache in errors.
-
-    Raises:
-        PromptCacheError: they do.
-    """
-    filled = [part for part in parts(cache) if hasattr(part, "offset") and not part.empty()]
-    lengths = {part.offset for part in filled}
-    if len(lengths) > 1:
-        raise PromptCacheError(
-            f"{source} is damaged: its layers end at {min(lengths)} and at {max(lengths)} "
-            "positions; make it again"
-        )
-
-
-def _quantized_like(cache: Iterable[Any], own: Iterable[Any]) -> list[Any]:
-    return [
-        mine.to_quantized(theirs.group_size, theirs.bits)
-        if isinstance(theirs, QuantizedKVCache) and hasattr(mine, "to_quantized")
-        else mine
-        for theirs, mine in zip(parts(cache), parts(own), strict=True)
-    ]
-
-
 def _fits(cache: Any, own: Any) -> bool:
     """Whether a cache can be the model's own after more tokens.
 
     One that a model did not ask for, bounded or quantised, holds what the plain one does.
     """
-    for name in ("max_size", "keep", "chunk_size"):
-        if getattr(cache, name, None) != getattr(own, name, None) and type(cache) is type(own):
-            return False
-    alike = type(cache) is type(own) or {type(cache), type(own)} <= _ATTENTION
+    if isinstance(cache, QuantizedKVCache) and hasattr(own, "to_quantized"):
+        own = own.to_quantized(cache.group_size, cache.bits)
+    if type(cache) is type(own):
+        bounds = ("max_size", "keep", "chunk_size")
+        alike = all(getattr(cache, name, None) == getattr(own, name, None) for name in bounds)
+    else:
+        alike = {type(cache), type(own)} <= _ATTENTION
     return alike and _layout(cache) == _layout(own)
 
 
 def _layout(cache: Any) -> dict[str, tuple[bool, tuple[int, ...]]]:
-    """Of each array that a cache holds whether it holds fractions, and its shape.
+    """For each array that a cache holds: whether it holds fractions, and its shape.
 
     The number of positions is left out, and so is how many of the last tokens a state keeps.
     """
@@ -255,3 +225,22 @@ def _layout(cache: Any) -> dict[str, tuple[bool, tuple[int, ...]]]:
                 shape = shape[:-1]
             layout[name] = fractions, shape
     return layout
+
+
+def check_lengths(cache: Sequence[Any], source: str) -> None:
+    """Refuse a cache whose layers hold different numbers of positions.
+
+    Args:
+        cache: of one model, which is not running: in the middle of a forward layers differ.
+        source: names the cache in errors.
+
+    Raises:
+        PromptCacheError: they do.
+    """
+    filled = [part for part in parts(cache) if hasattr(part, "offset") and not part.empty()]
+    lengths = {part.offset for part in filled}
+    if len(lengths) > 1:
+        raise PromptCacheError(
+            f"{source} is damaged: its layers end at {min(lengths)} and at {max(lengths)} "
+            "positions; make it again"
+        )

@@ -13,21 +13,17 @@ with what caches of its class can be before a cache is made.
 
 from __future__ import annotations
 
-import os
-import stat
-import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_caches
-from safetensors import SafetensorError, safe_open
 
-_LENGTH = struct.Struct("<Q")
+from ..loading.safetensors_header import LENGTH, read_header
+
 _MAX_HEADER_BYTES = 16 << 20  # of which the tokens take some seven each
 _MAX_HEADER_ITEMS = 1_000_000
-_MAX_DIMENSIONS = 8
 _DEEPEST_NAME = 8  # numbers in the name of an array; a cache in a list of caches has 5
 _MAX_POSITIONS = 2**31 - 1
 _MAX_CLASS_NAME = 64
@@ -35,9 +31,14 @@ _FLOATS = {mx.float16, mx.bfloat16, mx.float32}
 _SCALARS = {mx.int32, mx.int64, mx.uint32}
 _BITS = {2, 3, 4, 5, 6, 8}
 _GROUP_SIZES = {16, 32, 64, 128}
-
-Tree = dict[str, Any]
-"""The values of a state by the numbers in their names, one below the other."""
+_STATE_LENGTHS = {
+    "KVCache": 3,  # keys, values, offset
+    "QuantizedKVCache": 5,  # these, group size and bits
+    "RotatingKVCache": 6,  # these, positions kept, the window's size and the place in it
+    "ChunkedKVCache": 5,  # these, the chunks' size and the first position that is held
+    "ArraysCache": 3,  # arrays, and what only batches have
+}
+"""How many values the state of one of mlx-lm's caches has, by its class."""
 
 
 def read_caches(path: Path) -> tuple[list[Any], dict[str, str]]:
@@ -45,22 +46,24 @@ def read_caches(path: Path) -> tuple[list[Any], dict[str, str]]:
 
     Raises:
         OSError: it cannot be read.
-        SafetensorError, RuntimeError: it is truncated or no safetensors file.
+        DamagedHeader, RuntimeError: it is truncated or no safetensors file.
         ValueError: it holds no caches, or some that cannot be.
     """
-    _check_header(path)
-    loaded: Any = mx.load(str(path), return_metadata=True)
-    arrays, flat = loaded
-    classes = _listed(flat, "1.")
-    types = _types(flat)
-    tree: Tree = {}
-    for name, array in arrays.items():
-        _put(tree, name.split("."), _value(array, types.pop(name, "array")))
+    arrays, flat = _load(path)
+    classes = _nested(_below("1", flat))
+    start, *pairs = _nested(_below("2", flat)) or [None]
+    if start != "":  # mlx-lm puts it there
+        raise ValueError("it was not written by mlx-lm")
+    if not all(isinstance(text, str) for pair in pairs for text in _fields(pair, 2)):
+        raise ValueError("a value's type is no text")
+    types = dict(pairs)
+    values = {name: _value(array, types.pop(name, "array")) for name, array in arrays.items()}
     if types:
         raise ValueError("a value is missing")
-    states = _fields(tree, len(classes))
-    caches = [_cache(name, state) for name, state in zip(classes, states, strict=True)]
-    return caches, {key[2:]: value for key, value in flat.items() if key.startswith("0.")}
+    states = _nested(values)
+    if not classes or len(classes) != len(states):
+        raise ValueError("its caches are not those that it names")
+    return [*map(_cache, classes, states)], _below("0", flat)
 
 
 def holds_caches(path: Path) -> bool:
@@ -70,96 +73,74 @@ def holds_caches(path: Path) -> bool:
         OSError: it cannot be read.
     """
     try:
-        return "Cache" in _check_header(path).get("1.0", "")
-    except (SafetensorError, ValueError):
+        return "Cache" in _load(path)[1].get("1.0", "")
+    except (RuntimeError, ValueError):
         return False
 
 
-def _check_header(path: Path) -> Mapping[str, str]:
-    """Refuse what cannot be read in little time and memory; return the metadata.
+def _load(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """What MLX reads in a file, unless that would take much time or memory.
 
     Raises:
-        OSError, SafetensorError, ValueError: as for :func:`read_caches`.
+        OSError, DamagedHeader, RuntimeError, ValueError: as for :func:`read_caches`.
     """
-    if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+    if not path.is_file():  # a pipe would be waited for
         raise ValueError("it is no regular file")
     with path.open("rb") as file:
-        start = file.read(_LENGTH.size)
-        (length,) = _LENGTH.unpack(start) if len(start) == _LENGTH.size else (0,)
-        header = file.read(min(length, _MAX_HEADER_BYTES))
+        length = int.from_bytes(file.read(LENGTH.size), "little")
+        header = file.read(min(length, _MAX_HEADER_BYTES + 1))
     items = sum(map(header.count, (b'"', b"[", b"{")))
-    if length > max(_MAX_HEADER_BYTES, os.stat(path).st_size):
-        raise SafetensorError("the header is longer than the file")
-    if length > _MAX_HEADER_BYTES or items > _MAX_HEADER_ITEMS:
+    if len(header) > _MAX_HEADER_BYTES or items > _MAX_HEADER_ITEMS:
         raise ValueError("its header is too large")
-    with safe_open(path, framework="numpy") as opened:
-        for name in opened.keys():  # noqa: SIM118  (no mapping)
-            if len(opened.get_slice(name).get_shape()) > _MAX_DIMENSIONS:
-                raise ValueError("an array has too many dimensions")
-        return opened.metadata() or {}
+    read_header(path)  # MLX would believe whatever stands there
+    return cast(Any, mx.load(str(path), return_metadata=True))
 
 
-def _listed(flat: Mapping[str, str], prefix: str) -> list[str]:
-    """The values of keys that end in 0, 1, 2, ….
-
-    Raises:
-        ValueError: a number is missing or comes twice, or there is none.
-    """
-    found = {
-        key.removeprefix(prefix): value for key, value in flat.items() if key.startswith(prefix)
-    }
-    return _fields(found, len(found))
+def _below(section: str, flat: Mapping[str, str]) -> dict[str, str]:
+    """The entries of a section of the metadata, by what follows its number."""
+    return {key[2:]: value for key, value in flat.items() if key.startswith(f"{section}.")}
 
 
-def _types(flat: Mapping[str, str]) -> dict[str, str]:
-    """The types of the values that are no arrays, by their names.
+def _nested(values: Mapping[str, Any]) -> list[Any]:
+    """Lists of lists from values that are named by their place in them.
 
     Raises:
-        ValueError: what says so is incomplete.
+        ValueError: a place is missing or taken twice, or no place.
     """
-    tree: Tree = {}
-    for key, value in flat.items():
-        if key.startswith("2."):
-            _put(tree, key.split(".")[1:], value)
-    first, *pairs = _fields(tree, len(tree))
-    if first != "":  # mlx-lm puts it there
-        raise ValueError("it was not written by mlx-lm")
-    types = [_fields(pair, 2) for pair in pairs]
-    if not all(isinstance(text, str) for pair in types for text in pair):
-        raise ValueError("a value's type is no text")
-    return dict(types)
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *numbers, last = name.split(".")
+        if len(numbers) >= _DEEPEST_NAME:
+            raise ValueError("a name is too long")
+        inner = tree
+        for number in numbers:
+            inner = inner.setdefault(number, {})
+            if not isinstance(inner, dict):
+                raise ValueError("a name goes on behind a value")
+        if last in inner:
+            raise ValueError("two values have one name")
+        inner[last] = value
+    return cast(list[Any], _as_lists(tree))
 
 
-def _put(tree: Tree, numbers: list[str], value: Any) -> None:
-    """Put a value where its name says.
-
-    Raises:
-        ValueError: something else stands there, or the name is too deep.
-    """
-    if len(numbers) > _DEEPEST_NAME:
-        raise ValueError("a name is too long")
-    for number in numbers[:-1]:
-        tree = tree.setdefault(number, {})
-        if not isinstance(tree, dict):
-            raise ValueError("a name goes on behind a value")
-    if tree.setdefault(numbers[-1], value) is not value:
-        raise ValueError("two values have one name")
-
-
-def _fields(tree: Any, count: int) -> list[Any]:
-    """The values with the numbers from 0 on, of which there are so many and nothing else.
-
-    Raises:
-        ValueError: others are there.
-    """
-    numbers = list(map(str, range(count)))
-    if not count or not isinstance(tree, dict) or tree.keys() != set(numbers):
+def _as_lists(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    numbers = [str(number) for number in range(len(tree))]
+    if tree.keys() != set(numbers):
         raise ValueError("values are missing, or too many")
-    return [tree[number] for number in numbers]
+    return [_as_lists(tree[number]) for number in numbers]
 
 
-def _count(tree: Any) -> int:
-    return len(tree) if isinstance(tree, dict) else 0
+def _fields(values: Any, count: int) -> list[Any]:
+    """The values of a list that has so many.
+
+    Raises:
+        ValueError: it is no list, or another one.
+    """
+    if not isinstance(values, list) or len(values) != count:
+        raise ValueError("values are missing, or too many")
+    return values
 
 
 def _value(array: mx.array, type: str) -> mx.array | int | str | None:
@@ -186,126 +167,96 @@ def _cache(name: Any, state: Any) -> Any:
     Raises:
         ValueError: there is no such class, or no cache of it has such a state.
     """
-    if not isinstance(name, str):
-        raise ValueError("it holds caches without a class")
-    if name == "CacheList":
-        found = [_fields(part, 2) for part in _fields(state, _count(state))]
-        return mlx_lm_caches.CacheList(*(_cache(inner, part) for part, inner in found))
-    if name not in _STATES:
+    if name == "CacheList" and isinstance(state, list):
+        inner = [_fields(part, 2) for part in state]
+        return mlx_lm_caches.CacheList(*(_cache(kind, part) for part, kind in inner))
+    if not isinstance(name, str) or name not in _STATE_LENGTHS:
         raise ValueError("it holds caches of an unknown class")
-    return getattr(mlx_lm_caches, name).from_state(_STATES[name](state))
+    fields = _fields(state, _STATE_LENGTHS[name])
+    if name == "ArraysCache":
+        _check_arrays(*fields)
+    else:
+        _check_attention(name, *fields)
+    return getattr(mlx_lm_caches, name).from_state(fields)
 
 
-def _plain(state: Any) -> tuple[Any, ...]:
-    keys, values, offset = _fields(state, 3)
-    if keys is None:
-        _check_empty(values, offset)
-        return None, None, 0
-    _check_offset(offset, _room(keys, values))
-    return keys, values, offset
-
-
-def _quantized(state: Any) -> tuple[Any, ...]:
-    keys, values, offset, group_size, bits = _fields(state, 5)
-    if not _is_one_of(group_size, _GROUP_SIZES) or not _is_one_of(bits, _BITS):
-        raise ValueError("a cache is quantised in a way that does not exist")
-    if keys is None:
-        _check_empty(values, offset)
-        return None, None, 0, group_size, bits
-    rooms = set()
-    for packed, scales, biases in (triple := (_fields(keys, 3), _fields(values, 3))):
-        _check_arrays(packed, scales, biases)
-        width = packed.shape[3] * 32
-        if (
-            packed.dtype != mx.uint32
-            or not {scales.dtype, biases.dtype} <= _FLOATS
-            or scales.shape != biases.shape
-            or packed.shape[:3] != scales.shape[:3]
-            or width != scales.shape[3] * group_size * bits
-        ):
-            raise ValueError("a quantised cache has arrays that do not belong together")
-        rooms.add(packed.shape[:3])
-    if len(rooms) > 1:
-        raise ValueError("keys and values do not belong together")
-    _check_offset(offset, rooms.pop()[2])
-    return (*map(tuple, triple), offset, group_size, bits)
-
-
-def _rotating(state: Any) -> tuple[Any, ...]:
-    keys, values, offset, keep, max_size, index = _fields(state, 6)
-    if not all(type(number) is int for number in (keep, max_size, index)):
-        raise ValueError("a window has sizes that are no numbers")
-    if not 0 <= keep < max_size <= _MAX_POSITIONS:
-        raise ValueError(f"a window of {max_size} positions keeps the first {keep}")
-    if keys is None:
-        _check_empty(values, offset, index)
-        return None, None, 0, keep, max_size, 0
-    room = _room(keys, values)
-    _check_offset(offset, _MAX_POSITIONS)
-    # Until it is full positions stand where they are written; then the oldest make room.
-    if index != offset if offset <= room else not keep <= index <= room:
-        raise ValueError(f"a window of {room} entries is at {index} of them and {offset} positions")
-    return keys, values, offset, keep, max_size, index
-
-
-def _chunked(state: Any) -> tuple[Any, ...]:
-    keys, values, offset, chunk_size, start = _fields(state, 5)
-    if type(chunk_size) is not int or not 0 < chunk_size <= _MAX_POSITIONS:
-        raise ValueError("a cache has chunks of a size that cannot be")
-    if type(start) is not int or start < 0:
-        raise ValueError("a cache begins nowhere")
-    if keys is None:
-        _check_empty(values, offset, start)
-        return None, None, 0, chunk_size, 0
-    _check_offset(offset, min(_MAX_POSITIONS, start + _room(keys, values)), start)
-    return keys, values, offset, chunk_size, start
-
-
-def _arrays(state: Any) -> tuple[Any, ...]:
-    held, left_padding, lengths = _fields(state, 3)
-    held = _fields(held, _count(held))
-    if not all(array is None or isinstance(array, mx.array) for array in held):
+def _check_arrays(held: Any, left_padding: Any, lengths: Any) -> None:
+    """Raise ValueError for what is no state of a layer."""
+    known = isinstance(held, list) and all(a is None or isinstance(a, mx.array) for a in held)
+    if not known:
         raise ValueError("a state is no array")
     if left_padding is not None or lengths is not None:
         raise ValueError("it holds several sequences")
-    return held, None, None
 
 
-_STATES: dict[str, Callable[[Any], tuple[Any, ...]]] = {
-    "KVCache": _plain,
-    "QuantizedKVCache": _quantized,
-    "RotatingKVCache": _rotating,
-    "ChunkedKVCache": _chunked,
-    "ArraysCache": _arrays,
-}
-"""By mlx-lm's class, what checks its state."""
+def _check_attention(name: str, keys: Any, values: Any, offset: Any, *settings: Any) -> None:
+    """Raise ValueError for what cannot be the state of a cache of keys and values."""
+    if not all(type(number) is int for number in (offset, *settings)):
+        raise ValueError("a cache has a length or a size that is no number")
+    start = index = keep = 0
+    if name == "QuantizedKVCache":
+        group_size, bits = settings
+        if group_size not in _GROUP_SIZES or bits not in _BITS:
+            raise ValueError("a cache is quantised in a way that does not exist")
+    elif name == "RotatingKVCache":
+        keep, max_size, index = settings
+        if not 0 <= keep < max_size <= _MAX_POSITIONS:
+            raise ValueError(f"a window of {max_size} positions keeps the first {keep}")
+    elif name == "ChunkedKVCache":
+        chunk_size, start = settings
+        if not 0 < chunk_size <= _MAX_POSITIONS or start < 0:
+            raise ValueError("a cache has chunks of a size that cannot be")
+    if keys is None:
+        if values is not None or any((offset, start, index)):
+            raise ValueError("an empty cache says that it is not")
+        return
+    quantization = settings if name == "QuantizedKVCache" else None
+    room = most = _room(keys, values, quantization)
+    if name == "RotatingKVCache":
+        most = _MAX_POSITIONS
+        # Until it is full positions stand where they are written; then the oldest make room.
+        if index != offset if offset <= room else not keep <= index <= room:
+            raise ValueError(
+                f"a window of {room} entries is at {index} of them and {offset} positions"
+            )
+    most = min(start + most, _MAX_POSITIONS)
+    if not start < offset <= most:
+        raise ValueError(
+            f"a cache that may end at {start + 1} to {most} positions ends at {offset}"
+        )
 
 
-def _room(keys: Any, values: Any) -> int:
-    """The number of positions that keys and values, (batch, heads, positions, width), have."""
-    _check_arrays(keys, values)
-    if not {keys.dtype, values.dtype} <= _FLOATS or keys.shape[:3] != values.shape[:3]:
+def _room(keys: Any, values: Any, quantization: tuple[int, int] | None) -> int:
+    """How many positions keys and values have, (batch, heads, positions, width) each.
+
+    Raises:
+        ValueError: they are not of that shape, or do not belong together.
+    """
+    shapes = set()
+    for held in (keys, values):
+        if quantization is None:
+            shapes.add(_leading(held, _FLOATS))
+            continue
+        packed, scales, biases = _fields(held, 3)
+        shapes |= {
+            _leading(packed, {mx.uint32}),
+            _leading(scales, _FLOATS),
+            _leading(biases, _FLOATS),
+        }
+        group_size, bits = quantization
+        width = scales.shape[3] * group_size * bits
+        if scales.shape != biases.shape or packed.shape[3] * 32 != width:
+            raise ValueError("a quantised cache has arrays that do not belong together")
+    if len(shapes) > 1:
         raise ValueError("keys and values do not belong together")
-    return keys.shape[2]
+    return shapes.pop()[2]
 
 
-def _check_arrays(*arrays: Any) -> None:
-    for array in arrays:
-        # An index that picks keys has values of no width (MiniMax M3).
-        if not isinstance(array, mx.array) or array.ndim != 4 or 0 in array.shape[:3]:
-            raise ValueError("keys or values have no shape that keys or values can have")
-
-
-def _check_offset(offset: Any, most: int, start: int = 0) -> None:
-    if type(offset) is not int or not start < offset <= most:
-        shown = offset if type(offset) is int else "something else than a number"
-        raise ValueError(f"a cache that may end at {start + 1} to {most} positions ends at {shown}")
-
-
-def _is_one_of(value: Any, allowed: set[int]) -> bool:
-    return type(value) is int and value in allowed
-
-
-def _check_empty(values: Any, *places: Any) -> None:
-    if values is not None or not all(type(place) is int and place == 0 for place in places):
-        raise ValueError("an empty cache says that it is not")
+def _leading(array: Any, dtypes: set[mx.Dtype]) -> tuple[int, ...]:
+    """The sizes of keys or values without their width."""
+    # An index that picks keys has values of no width (MiniMax M3).
+    if not isinstance(array, mx.array) or array.ndim != 4 or 0 in array.shape[:3]:
+        raise ValueError("keys or values have no shape that keys or values can have")
+    if array.dtype not in dtypes:
+        raise ValueError("keys or values are of a type that they cannot be")
+    return array.shape[:3]

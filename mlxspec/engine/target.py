@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,8 +18,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..draft.drafter import DraftTree
 from .caches import (
-    CacheOptions,
-    Checkpoint,
     Snapshot,
     cached_length,
     check_cut,
@@ -32,6 +30,7 @@ from .caches import (
     masked_for,
     parts,
 )
+from .params import CacheOptions
 from .tree_attention import OpenMask, RowPositions, TreeRows
 
 
@@ -63,6 +62,19 @@ def vocabulary_size(model: nn.Module) -> int:
     """The number of token ids that a model knows, tokens that pad its output layer included."""
     # The graph is built for its shape and never evaluated.
     return model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
+
+
+class Checkpoint(NamedTuple):
+    """A state that a target can return to.
+
+    Attributes:
+        length, pending: the target's.
+        state: what its caches held that cannot be cut back.
+    """
+
+    length: int
+    pending: tuple[int, ...]
+    state: Snapshot
 
 
 class Target:

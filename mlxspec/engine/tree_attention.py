@@ -1,4 +1,4 @@
-"""Positions and masks of tree steps, shared by all layers."""
+"""Masks and positions of a tree's rows, shared by all layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TreeRows:
 
     Args:
         tree: the tree whose nodes are the rows.
-        open_mask: makes the masks over a whole context; one for all steps of a generation.
+        open_mask: makes the masks over a whole context; shared by all steps of a generation.
 
     Attributes:
         depths: each row's position after the cache's end, (rows,).
@@ -64,10 +64,10 @@ class TreeRows:
 
 
 class OpenMask:
-    """Masks of steps behind one growing context, kept as one array.
+    """Masks of the steps after one growing context, kept in one array.
 
-    Between steps all of it is True, so a step's mask costs writing its own rows' part, however
-    long the context is.
+    Between steps all of it is True. So a step's mask only costs writing its own rows' part,
+    however long the context is.
     """
 
     def __init__(self) -> None:
@@ -88,35 +88,22 @@ class OpenMask:
         return self._kept[:rows, :end]
 
 
-class _TreeStep:
-    """The tree step that all stand-ins of a model are there for.
-
-    Attributes:
-        depths: of its rows, (rows,); None when it is over.
-        thread: runs it.
-    """
-
-    def __init__(self, depths: mx.array) -> None:
-        self.depths: mx.array | None = depths
-        self.thread = threading.get_ident()
-
-
 class _RowRoPE(nn.Module):
     """Stands in for a RoPE module during a tree step: row i gets the position offset + depth_i.
 
     ``mx.fast.rope`` takes one offset per batch entry, so the rows move onto the batch axis.
-    Other threads that run the model meanwhile get what they ask of the module itself, and so
-    does everybody when the step is over.
+    Other threads that run the model meanwhile are served by the module itself, and so is
+    everybody once the step is over.
     """
 
-    def __init__(self, rope: nn.Module, step: _TreeStep) -> None:
+    def __init__(self, rope: nn.Module, positions: RowPositions) -> None:
         super().__init__()
         self._rope = rope
-        self._step = step
+        self._positions = positions
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0, **kwargs: Any) -> mx.array:
-        depths = self._step.depths
-        if depths is None or threading.get_ident() != self._step.thread:
+        depths = self._positions.depths_here()
+        if depths is None:
             return self._rope(x, offset=offset, **kwargs)
         # x: (1, heads, rows, head_dim) -> (rows, heads, 1, head_dim) and back
         rotated = self._rope(x.transpose(2, 1, 0, 3), offset=offset + depths, **kwargs)
@@ -132,6 +119,8 @@ class RowPositions:
     _exchange = threading.Lock()
 
     def __init__(self, model: nn.Module) -> None:
+        self._step: tuple[int, mx.array] | None = None
+        """The thread that runs a tree step, and the depths of its rows, (rows,)."""
         with self._exchange:
             self._ropes = [
                 (parent, name, child)
@@ -148,14 +137,19 @@ class RowPositions:
 
         The model computes as before afterwards, whatever happens in between.
         """
-        step = _TreeStep(rows.depths)
         with self._exchange:
             try:
+                self._step = threading.get_ident(), rows.depths
                 for parent, name, rope in self._ropes:
-                    setattr(parent, name, _RowRoPE(rope, step))
+                    setattr(parent, name, _RowRoPE(rope, self))
                 yield
             finally:
-                # First of all: an interrupt of what follows leaves stand-ins in the model.
-                step.depths = None
+                # First of all, since an interrupt of what follows leaves stand-ins in the model.
+                self._step = None
                 for parent, name, rope in self._ropes:
                     setattr(parent, name, rope)
+
+    def depths_here(self) -> mx.array | None:
+        """Of the rows of the tree step that this thread runs; None if it runs none."""
+        step = self._step
+        return step[1] if step and step[0] == threading.get_ident() else None

@@ -13,13 +13,18 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..draft.custom import checked_drafter
 from ..draft.drafter import Drafter, NoDraft
-from ..engine.capability import chain_capability, draft_end, find_capability, first_crossing
+from ..engine.capability import (
+    capability_with,
+    chain_capability,
+    draft_end,
+    find_capability,
+    first_crossing,
+)
 from ..engine.chooser import Chooser
 from ..engine.costs import KeptCosts, costs_for
 from ..engine.draft_model import DraftModelDrafter
 from ..engine.positions import context_length
-from ..engine.prompt_cache import Loan, capability_with, fitting_caches
-from ..engine.prompt_cache_file import check_lengths
+from ..engine.prompt_cache import Loan
 from ..engine.step import Sequence as EngineSequence
 from ..engine.target import Capability, Target, target_for, vocabulary_size
 from ..errors import OptionError
@@ -85,7 +90,7 @@ class Decoder:
     @cached_property
     def capability(self) -> Capability:
         """What drafts the model can verify; found out on first use, with a few forwards."""
-        return find_capability(self.model, self.draft_end)
+        return find_capability(self.model, self.draft_end).capability
 
     @cached_property
     def chain_capability(self) -> Capability:
@@ -290,12 +295,10 @@ class Decoder:
             return NewCache(lambda: new_target(capability, self.vocab_size, options.cache))
 
         def continued(caches: Sequence[Any]) -> Target:
-            lent = fitting_caches(caches, self.model)
-            check_lengths(lent, "prompt_cache")
-            with_them = capability_with(lent, capability)
-            return new_target(with_them, self.vocab_size, options.cache, lent)
+            with_them = capability_with(caches, capability)
+            return new_target(with_them, self.vocab_size, options.cache, caches)
 
-        return LentCaches(Loan(options.prompt_cache), len(tokens), continued)
+        return LentCaches(Loan(options.prompt_cache, self.model), len(tokens), continued)
 
     @cached_property
     def _first_crossing(self) -> int:

@@ -13,9 +13,9 @@ import mlx.nn as nn
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..engine.caches import check_quantization
+from ..engine.capability import check_quantization
 from ..engine.params import CacheOptions, LogitsProcessor, Sampler, SamplingParams
-from ..engine.prompt_cache import fitting_caches
+from ..engine.prompt_cache import lent_caches
 from ..engine.target import Progress
 from ..errors import OptionError, PromptError
 from ..loading.model import encode_prompt
@@ -133,7 +133,7 @@ class EndOptions(TypedDict, total=False):
 
 
 class MemoryOptions(TypedDict, total=False):
-    """The fields of :class:`mlxspec.engine.params.CacheOptions`, one by one."""
+    """The fields of :class:`mlxspec.engine.caches.CacheOptions`, one by one."""
 
     kv_bits: int | None
     kv_group_size: int
@@ -159,7 +159,8 @@ class CheckedOptions(NamedTuple):
         stop: the texts that end the output.
         stop_tokens: the tokens that end it, the tokenizer's own included.
         cache: the memory of the cache.
-        session, prompt_cache, on_progress: as given.
+        session, on_progress: as given.
+        prompt_cache: the caches of it that the model takes; None without one.
     """
 
     sampling: SamplingParams
@@ -224,7 +225,7 @@ def check_options(
     cache = CacheOptions(**memory)
     check_quantization(model, cache)
     if prompt_cache is not None:
-        fitting_caches(prompt_cache, model)
+        prompt_cache = lent_caches(prompt_cache, model)
     return CheckedOptions(
         sampling_from(sampling, cast(SamplingOptions, left), vocab_size),
         stop,

@@ -102,10 +102,9 @@ def responses(
                 step_times.record(verified.rows, verified.seconds, verified.pipelined)
                 stats = _updated(stats, verified)
                 for index, text in enumerate(output.take()):
-                    context.append(verified.tokens[index])
-                    response = _response(
-                        step, index, text, stats, clock, len(context) - len(prompt), output
-                    )
+                    generated = len(context) - len(prompt) + 1
+                    response = _response(step, index, text, stats, clock, generated, output)
+                    context.append(response.token)  # what an interrupt has not kept from coming
                     if response.finish_reason:
                         last = response
                         break

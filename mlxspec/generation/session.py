@@ -15,8 +15,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..draft.context_index import ContextIndex, common_length
+from ..engine.capability import capability_with
 from ..engine.params import CacheOptions
-from ..engine.prompt_cache import as_mlx_lms, capability_with
+from ..engine.prompt_cache import as_mlx_lms
 from ..engine.prompt_cache_file import (
     check_fits,
     check_lengths,

@@ -1,14 +1,14 @@
-"""Applying a chat template, which is a program that came with the model.
+"""Chat templates: applying one that came with a model, and the one that its pieces imply.
 
-Jinja's sandbox keeps it from the machine, and says nothing about when it ends. So it is watched
-as a debugger would: every line of it that runs looks at the clock and at the memory. A timer's
-signal would reach the main thread alone, an exception that is sent into a thread could come too
-late and hit what follows, and a process of its own takes as long to start as a model to load.
+A chat template is a program of whoever made the model. Jinja's sandbox keeps it from the machine,
+and says nothing about when it ends. So it is watched as a debugger would: every line of it that
+runs looks at the clock and at the memory. A timer's signal would reach the main thread alone, an
+exception that is sent into a thread could come too late and hit what follows, and a process of its
+own takes as long to start as a model to load.
 
-What one operation does, a line cannot stop. Powers, which with a few digits can take hours, are
-refused for that reason; no template has a use for them. Texts of gigabytes, which a product or a
-filter can make at once, are refused by the system where it bounds what a process may have (Linux,
-not macOS).
+A single operation cannot be stopped in this way. So powers, a few digits of which can take hours,
+are refused; no template has a use for them. Texts of gigabytes, which a product or a filter can
+make at once, are refused by the system where it bounds a process's memory (on Linux, not on macOS).
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2.utils
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import PromptError
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 Messages = list[dict[str, str]]
 """Turns of a conversation, as chat templates take them: "role" and "content"."""
@@ -34,12 +36,12 @@ _SECONDS = 5.0
 _BYTES = 500_000_000
 _UNIT = 1 if sys.platform == "darwin" else 1024  # of what the system says about memory
 _SIZES = Path("/proc/self/statm")  # of the process, in pages; the first is its address space
-_LINES = 4  # between two looks at the memory, which take longer than those at the clock
-_WATCHED = ("<template>", jinja2.utils.__file__)  # in the latter is the text of a given length
+_LINES = 4  # between two looks at the memory, which take longer than a look at the clock
+_WATCHED = ("<template>", jinja2.utils.__file__)  # the latter makes texts of a given length
 
 
 class _Endless(BaseException):
-    """Nothing on the way from the template may take it for an error that it can handle."""
+    """A BaseException, so that nothing between here and the template handles it."""
 
 
 def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: bool) -> Any:
@@ -72,7 +74,7 @@ def _check(template: object) -> None:
 
 @contextmanager
 def _watched() -> Iterator[None]:
-    """Raise _Endless in this thread once a template has run for too long, or takes too much."""
+    """Raise _Endless in this thread once a template has run too long, or takes too much memory."""
     deadline, lines = 0.0, 0
     most = _most_memory() + _BYTES
 
@@ -100,7 +102,7 @@ def _watched() -> Iterator[None]:
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Let what would take too much memory fail, as far as the system can tell."""
+    """Let allocations of too much memory fail, where the system can tell how much there is."""
     try:
         pages = int(_SIZES.read_text().split()[0])
     except (OSError, ValueError):
@@ -118,5 +120,66 @@ def _bounded_memory() -> Iterator[None]:
 
 
 def _most_memory() -> int:
-    """The most bytes that the process has had so far."""
+    """The most bytes of memory that the process has had so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT
+
+
+# --- the template of Mistral's instruct models ---
+
+_INSTRUCT = ("[INST]", "[/INST]")
+_SYSTEM = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")
+
+# A space after a piece's name belongs to the piece (SentencePiece puts one before every text),
+# so that the spaces at the start of a turn's own text are kept.
+_TEMPLATE = """\
+{%- set state = namespace(system='', last_user=-1) -%}
+{%- for message in messages -%}
+  {%- if message['role'] == 'system' -%}
+    {%- set state.system = message['content'] -%}
+  {%- elif message['role'] == 'user' -%}
+    {%- set state.last_user = loop.index0 -%}
+  {%- elif message['role'] != 'assistant' -%}
+    {{- raise_exception('this model knows no role ' + message['role']) -}}
+  {%- endif -%}
+{%- endfor -%}
+{{- bos_token -}}
+<system>
+{%- for message in messages -%}
+  {%- if message['role'] == 'user' -%}
+    {%- set text = message['content'] -%}
+    <last question>
+    {{- '[INST] ' + text + '<close>' -}}
+  {%- elif message['role'] == 'assistant' -%}
+    {{- ' ' + message['content'].rstrip(' ') + eos_token -}}
+  {%- endif -%}
+{%- endfor -%}
+"""
+_SYSTEM_AS_PIECES = """\
+{%- if state.system -%}
+  {{- '[SYSTEM_PROMPT] ' + state.system + '[/SYSTEM_PROMPT]' -}}
+{%- endif -%}"""
+_SYSTEM_IN_LAST_QUESTION = """\
+{%- if state.system and loop.index0 == state.last_user -%}
+      {%- set text = state.system + '\\n\\n' + text -%}
+    {%- endif -%}"""
+
+
+def instruct_template(control: Collection[str], user_defined: Collection[str]) -> str | None:
+    """The Jinja template for a model with these pieces, None without an instruct format.
+
+    ``[INST]`` as a control piece is Mistral's format from version 2 on: ``[INST] text[/INST]``,
+    with the system prompt before the last question or, from version 7 on, in pieces of its own.
+    As a user-defined piece it is plain text of the form ``[INST] text [/INST]``.
+    """
+    if set(control).issuperset(_INSTRUCT):
+        close = "[/INST]"
+    elif set(user_defined).issuperset(_INSTRUCT):
+        close = " [/INST]"
+    else:
+        return None
+    has_system_pieces = set(control).issuperset(_SYSTEM)
+    return (
+        _TEMPLATE.replace("<close>", close)
+        .replace("<system>\n", f"{_SYSTEM_AS_PIECES}\n" if has_system_pieces else "")
+        .replace("<last question>", "" if has_system_pieces else _SYSTEM_IN_LAST_QUESTION)
+    )

@@ -2,15 +2,14 @@
 
 The detokenizers have the interface of mlx-lm's ``StreamingDetokenizer`` (``reset``,
 ``add_token``, ``finalize``, ``text``, ``last_segment``, ``tokens``). A loaded tokenizer carries
-one beside mlx-lm's own, which serves the functions that stand in for mlx-lm's. They keep two
-promises: a character whose bytes come in several tokens is held back until it is complete, and
-no space is dropped.
+one of them beside mlx-lm's own, which serves the functions that stand in for mlx-lm's. They keep
+two promises: a character whose bytes come in several tokens is held back until it is complete,
+and no space is dropped.
 
-What they turn into text is a continuation: it always follows a prompt, if only a BOS token. So
-the space that a SentencePiece decoder takes off the start of a text is never taken off here,
-and the text of prompt and output together starts with the text of the prompt alone. Tokens
-that tokenizers call special have their name as text; an id beyond the vocabulary, as the
-padding of a model's output layer can give, has none.
+An output is a continuation: it always follows a prompt, if only a BOS token. So the space that a
+SentencePiece decoder strips from the start of a text is kept here, and the text of prompt and
+output together starts with the text of the prompt alone. Special tokens have their name as text;
+an id beyond the vocabulary, as the padding of a model's output layer can give, has none.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from mlx_lm.tokenizer_utils import (
@@ -34,13 +33,6 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _REPLACEMENT = "\ufffd"
-_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SENTENCEPIECE_STEPS = [
-    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-    {"type": "ByteFallback"},
-    {"type": "Fuse"},
-]
-_STRIP_FIRST_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
 class StreamingDetokenizer(ABC):
@@ -48,8 +40,8 @@ class StreamingDetokenizer(ABC):
 
     tokens: list[int]
     prefix_space = False
-    """Whether the tokenizer puts a space before every text, so that an output which is a text
-    of its own, as an answer in a chat is, starts with a space that nobody wrote."""
+    """Whether the tokenizer puts a space before every text: then an output that is a text of its
+    own, such as an answer in a chat, starts with a space that nobody wrote."""
 
     def reset(self) -> None:
         """Forget all tokens and their text."""
@@ -91,16 +83,9 @@ class ByteDetokenizer(StreamingDetokenizer):
     Bytes that are no UTF-8 become U+FFFD as in ``bytes.decode("utf-8", "replace")``.
     """
 
-    def __init__(
-        self,
-        name_of: Callable[[int], str | None],
-        to_bytes: Callable[[str], bytes],
-        prefix_space: bool = False,
-    ) -> None:
+    def __init__(self, bytes_of: Callable[[int], bytes], prefix_space: bool = False) -> None:
         self.prefix_space = prefix_space
-        self._name_of = name_of
-        self._to_bytes = to_bytes
-        self._known: dict[int, bytes] = {}
+        self._bytes_of = bytes_of
         self.reset()
 
     def reset(self) -> None:
@@ -108,11 +93,7 @@ class ByteDetokenizer(StreamingDetokenizer):
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def _next_text(self, token: int) -> str:
-        content = self._known.get(token)
-        if content is None:
-            name = self._name_of(token)
-            content = self._known[token] = b"" if name is None else self._to_bytes(name)
-        return self._decoder.decode(content)
+        return self._decoder.decode(self._bytes_of(token))
 
     def _remaining_text(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -151,15 +132,30 @@ class WindowDetokenizer(StreamingDetokenizer):
         return text
 
 
+# --- which one a tokenizer gets ---
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# A decoder's steps, as ``tokenizer.json`` has them; the first space of a text is stripped or not.
+_SENTENCEPIECE = [
+    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
+_STRIPPED_SENTENCEPIECE = [
+    *_SENTENCEPIECE,
+    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+]
+
+
 def wrap(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> TokenizerWrapper:
     """A tokenizer in mlx-lm's wrapper, with the detokenizer that mlx-lm would choose, and ours."""
     steps = _decoder_steps(tokenizer)
     kind: Any = NaiveStreamingDetokenizer
-    if steps == [*_SENTENCEPIECE_STEPS, _STRIP_FIRST_SPACE]:
+    if steps == _STRIPPED_SENTENCEPIECE:
         kind = SPMStreamingDetokenizer
-    elif steps == _SENTENCEPIECE_STEPS:
+    elif steps == _SENTENCEPIECE:
         kind = partial(SPMStreamingDetokenizer, trim_space=False)
-    elif [step.get("type") for step in steps] == ["ByteLevel"]:
+    elif _is_byte_level(steps):
         kind = BPEStreamingDetokenizer
     return with_own_detokenizer(TokenizerWrapper(tokenizer, kind, **settings))
 
@@ -183,10 +179,16 @@ def detokenizer_of(wrapper: TokenizerWrapper) -> Any:
 def streaming_detokenizer(tokenizer: PreTrainedTokenizerBase) -> StreamingDetokenizer:
     """The detokenizer for a tokenizer of transformers, by the kind of its decoder."""
     steps = _decoder_steps(tokenizer)
-    to_bytes = _byte_reading(steps)
-    if to_bytes is not None:
-        name_of = tokenizer.backend_tokenizer.id_to_token
-        return ByteDetokenizer(name_of, to_bytes, prefix_space=_STRIP_FIRST_SPACE in steps)
+    byte_level = _is_byte_level(steps)
+    if byte_level or steps in (_SENTENCEPIECE, _STRIPPED_SENTENCEPIECE):
+        to_bytes = _byte_level_reader() if byte_level else _sentencepiece_bytes
+
+        @cache
+        def bytes_of(token: int) -> bytes:
+            name = tokenizer.backend_tokenizer.id_to_token(token)
+            return b"" if name is None else to_bytes(name)
+
+        return ByteDetokenizer(bytes_of, prefix_space=steps == _STRIPPED_SENTENCEPIECE)
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -209,13 +211,8 @@ def _decoder_steps(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     return state.get("decoders", [state])
 
 
-def _byte_reading(steps: list[dict[str, Any]]) -> Callable[[str], bytes] | None:
-    """How to read a token's name as bytes, None where the decoder is not known to allow it."""
-    if [step.get("type") for step in steps] == ["ByteLevel"]:
-        return _byte_level_reader()
-    if steps in (_SENTENCEPIECE_STEPS, [*_SENTENCEPIECE_STEPS, _STRIP_FIRST_SPACE]):
-        return _sentencepiece_bytes
-    return None
+def _is_byte_level(steps: list[dict[str, Any]]) -> bool:
+    return [step.get("type") for step in steps] == ["ByteLevel"]
 
 
 def _sentencepiece_bytes(name: str) -> bytes:

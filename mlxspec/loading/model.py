@@ -5,7 +5,6 @@ mlx-lm and transformers take a second to import, so they are imported when a mod
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -24,6 +23,8 @@ from .model_files import (
     is_repository_name,
     load_mlx_lm_model,
     local_path,
+    one_line,
+    read_json_object,
 )
 from .npz import load_npz_model, npz_files
 from .safetensors_header import DamagedHeader, read_header
@@ -101,7 +102,7 @@ def load(
         LoadError: what is missing, damaged or not supported, and what to do about it.
     """
     occupy_standard_descriptors()  # also in programs that have closed them
-    directory = _find(path_or_hf_repo, revision)
+    directory = find_directory(path_or_hf_repo, revision)
     check_readable(directory)
     model, config = _load_model(directory, _read_config(directory), model_config or {})
     if adapter_path is not None:
@@ -117,36 +118,35 @@ def load(
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
-def encode_prompt(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a prompt: with BOS, unless ``text`` starts with its name already.
+def find_directory(path_or_repo: str | Path, revision: str | None, *, weights: bool = True) -> Path:
+    """The directory with a model's files, downloaded if need be.
 
-    That is mlx-lm's rule. An empty text gives BOS alone, or nothing where there is no BOS.
+    Args:
+        path_or_repo: as for :func:`load`.
+        revision: of a repository.
+        weights: False leaves the weights out of a download.
+
+    Raises:
+        LoadError: there is no such directory, and no such repository either.
     """
-    bos = tokenizer.bos_token
-    has_bos = bos is not None and text.startswith(bos)
-    return tokenizer.encode(text, add_special_tokens=not has_bos)
-
-
-def _find(path_or_repo: str | Path, revision: str | None) -> Path:
-    """The directory with the model's files."""
     if path_or_repo == DEMO:
         return DEMO_DIRECTORY
-    path = local_path(path_or_repo)
+    path, name = local_path(path_or_repo), os.fspath(path_or_repo)
     if path.is_dir():
         return path
     if path.exists():
-        raise LoadError(f"{path_or_repo}: a file; name the directory with the model's config.json")
-    name = os.fspath(path_or_repo)
+        raise LoadError(f"{name}: a file; name the directory with the model's config.json")
     if not is_repository_name(name):
-        raise LoadError(f"{name}: no such directory, and no name of a Hub repository (owner/name)")
-    return download(name, revision)
+        kind = "directory" if weights else "file or directory"
+        raise LoadError(f"{name}: no such {kind}, and no name of a Hub repository (owner/name)")
+    return download(name, revision, weights=weights)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
     """``config.json``, with the EOS ids of ``generation_config.json`` where that has any."""
     if not (directory / "config.json").is_file():
         raise LoadError(f"{directory}: no config.json; {_remedy(directory)}")
-    config = _read_json_object(directory / "config.json")
+    config = read_json_object(directory / "config.json")
     if config.get("model_file") is not None:
         raise LoadError(
             f"{directory}: the model needs Python code from its repository "
@@ -154,19 +154,9 @@ def _read_config(directory: Path) -> dict[str, Any]:
             "mlx_lm.load and pass on what that returns"
         )
     generation = directory / "generation_config.json"
-    if generation.is_file() and (eos := _read_json_object(generation).get("eos_token_id")):
+    if generation.is_file() and (eos := read_json_object(generation).get("eos_token_id")):
         config["eos_token_id"] = eos
     return config
-
-
-def _read_json_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise LoadError(f"{path}: no valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise LoadError(f"{path}: no JSON object")
-    return content
 
 
 def _remedy(directory: Path) -> str:
@@ -205,6 +195,40 @@ def _load_model(
     return model, config
 
 
+def _check_shards(directory: Path) -> int:
+    """How many tensors the safetensors files hold.
+
+    Raises:
+        LoadError: one of them is listed and missing, cut short or damaged.
+    """
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        listed = read_json_object(index).get("weight_map") or {}
+        if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
+            raise LoadError(f"{index}: weight_map is no table of file names; fetch it again")
+        for name in sorted(set(listed.values())):
+            if not (directory / name).is_file():
+                raise LoadError(f"{directory}: the weights file {name} is missing; fetch it again")
+    return sum(map(_check_weights, sorted(directory.glob("model*.safetensors"))))
+
+
+def _check_weights(path: Path) -> int:
+    """How many tensors a safetensors file holds.
+
+    Raises:
+        LoadError: it is cut short or damaged, or cannot be read.
+    """
+    try:
+        read_header(path)  # MLX would believe whatever stands there
+        return len(mx.load(str(path)))  # which knows fewer types
+    except OSError as error:
+        raise LoadError(
+            f"{path}: cannot be read ({error.strerror}); give yourself the permission"
+        ) from error
+    except (DamagedHeader, RuntimeError, ValueError) as error:
+        raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error
+
+
 def _try(model: nn.Module) -> None:
     """Raise whatever a setting of a wrong type makes a model raise only when it runs.
 
@@ -213,6 +237,23 @@ def _try(model: nn.Module) -> None:
     from mlx_lm.models.cache import make_prompt_cache
 
     model(mx.array([[0]]), cache=make_prompt_cache(model))
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong with a model that mlx-lm does not load, in one line."""
+    text = one_line(error)
+    if missing := re.search(r"missing \d+ required positional arguments?: (.*)", text):
+        return f"config.json lacks {missing[1]}"
+    if isinstance(error, KeyError):
+        place = "the weights lack" if "." in text else "config.json lacks"
+        return f"{place} {text}"
+    if re.search(r"[Mm]odel type .* not supported", text):
+        return f"{text.rstrip('.')} by this version of mlx-lm; update it"
+    if re.match(r"Missing|Received|Expected shape", text):
+        return f"the weights do not fit config.json: {text}"
+    if isinstance(error, TypeError):
+        return "config.json has a value of a wrong type for this kind of model"
+    return f"config.json and weights do not make a model: {text or type(error).__name__}"
 
 
 def _with_adapters(model: nn.Module, path: str | Path) -> nn.Module:
@@ -229,65 +270,9 @@ def _with_adapters(model: nn.Module, path: str | Path) -> nn.Module:
     except LoadError:
         raise
     except Exception as error:  # as above
-        raise LoadError(f"{path}: the adapters cannot be loaded: {_one_line(error)}") from error
+        raise LoadError(f"{path}: the adapters cannot be loaded: {one_line(error)}") from error
     model.eval()
     return model
-
-
-def _check_shards(directory: Path) -> int:
-    """How many tensors the safetensors files hold.
-
-    Raises:
-        LoadError: one of them is listed and missing, cut short or damaged.
-    """
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        listed = _read_json_object(index).get("weight_map") or {}
-        if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
-            raise LoadError(f"{index}: weight_map is no table of file names; fetch it again")
-        for name in sorted(set(listed.values())):
-            if not (directory / name).is_file():
-                raise LoadError(f"{directory}: the weights file {name} is missing; fetch it again")
-    return sum(map(_check_weights, sorted(directory.glob("model*.safetensors"))))
-
-
-def _check_weights(path: Path) -> int:
-    """How many tensors a safetensors file holds.
-
-    Raises:
-        LoadError: it is cut short or damaged, or cannot be read.
-    """
-    try:
-        tensors = read_header(path).tensors  # MLX would believe whatever stands there
-        mx.load(str(path))  # knows fewer types
-    except OSError as error:
-        raise LoadError(
-            f"{path}: cannot be read ({error.strerror}); give yourself the permission"
-        ) from error
-    except (DamagedHeader, RuntimeError, ValueError) as error:
-        raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error
-    return len(tensors)
-
-
-def _reason(error: Exception) -> str:
-    """What is wrong with a model that mlx-lm does not load, in one line."""
-    text = _one_line(error)
-    if missing := re.search(r"missing \d+ required positional arguments?: (.*)", text):
-        return f"config.json lacks {missing[1]}"
-    if isinstance(error, KeyError):
-        place = "the weights lack" if "." in text else "config.json lacks"
-        return f"{place} {text}"
-    if re.search(r"[Mm]odel type .* not supported", text):
-        return f"{text.rstrip('.')} by this version of mlx-lm; update it"
-    if re.match(r"Missing|Received|Expected shape", text):
-        return f"the weights do not fit config.json: {text}"
-    if isinstance(error, TypeError):
-        return "config.json has a value of a wrong type for this kind of model"
-    return f"config.json and weights do not make a model: {text or type(error).__name__}"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def _evaluate(model: nn.Module, directory: Path) -> None:
@@ -297,3 +282,13 @@ def _evaluate(model: nn.Module, directory: Path) -> None:
             mx.eval(parameter)
     except RuntimeError as error:
         raise LoadError(f"{directory}: the weights cannot be read ({error})") from error
+
+
+def encode_prompt(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a prompt: with BOS, unless ``text`` starts with its name already.
+
+    That is mlx-lm's rule. An empty text gives BOS alone, or nothing where there is no BOS.
+    """
+    bos = tokenizer.bos_token
+    has_bos = bos is not None and text.startswith(bos)
+    return tokenizer.encode(text, add_special_tokens=not has_bos)

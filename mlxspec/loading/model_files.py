@@ -1,8 +1,9 @@
-"""A model's files: on the Hub, in a directory, and what they must be."""
+"""A model's files: found on this machine or on the Hub, and checked before anybody reads them."""
 
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -16,17 +17,23 @@ from ..errors import LoadError
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-
 # What a model and its tokenizer are loaded from; no repository's code, no other formats.
-_TOKENIZER_AND_SETTINGS = [
-    "*.json",
-    "*.jsonl",
-    "*.jinja",
-    "*.txt",
-    "tokenizer.model",
-]
+_TOKENIZER_AND_SETTINGS = ["*.json", "*.jsonl", "*.jinja", "*.txt", "tokenizer.model"]
 _WEIGHTS = ["model*.safetensors", "weights*.npz"]
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_COUNTS_LAYERS = re.compile(r"(^|_)(n|num)_(\w+_)?layers?$")  # and not vocab_size_per_layer_input
+_MOST_LAYERS = 1000  # that a model may have with fewer tensors than layers
+
+
+# --- where they are ---
+
+
+def local_path(name: str | os.PathLike[str]) -> Path:
+    """A name as a path, with ``~`` for a home directory where there is such a user."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # of somebody who has none
+        return Path(name)
 
 
 def is_repository_name(name: str) -> bool:
@@ -39,15 +46,13 @@ def is_downloaded(repository: str) -> bool:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
+    patterns = _TOKENIZER_AND_SETTINGS + _WEIGHTS
     try:
-        patterns = _TOKENIZER_AND_SETTINGS + _WEIGHTS
-        directory = Path(
-            snapshot_download(repository, allow_patterns=patterns, local_files_only=True)
-        )
+        found = snapshot_download(repository, allow_patterns=patterns, local_files_only=True)
     except (OSError, ValueError, HfHubHTTPError):
         return False
-    has_weights = any(any(directory.glob(pattern)) for pattern in _WEIGHTS)
-    return has_weights and (directory / "config.json").is_file()
+    has_weights = any(any(Path(found).glob(pattern)) for pattern in _WEIGHTS)
+    return has_weights and (Path(found) / "config.json").is_file()
 
 
 def download(repository: str, revision: str | None = None, *, weights: bool = True) -> Path:
@@ -63,51 +68,51 @@ def download(repository: str, revision: str | None = None, *, weights: bool = Tr
             or the network or the disk does not allow the download.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
 
     patterns = _TOKENIZER_AND_SETTINGS + (_WEIGHTS if weights else [])
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
-    except GatedRepoError as error:
-        raise LoadError(
-            f"{repository}: the repository is gated; accept its terms at huggingface.co and "
-            "log in with `hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise LoadError(
-            f"{repository}: neither a local directory nor a repository on the Hub that can be "
-            "read (a private one needs `hf auth login`)"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise LoadError(f"{repository}: the repository has no revision {revision!r}") from error
-    except LocalEntryNotFoundError as error:
-        raise LoadError(
-            f"{repository}: neither a local directory nor downloaded before, and the Hub cannot "
-            "be reached; check the name and the network"
-        ) from error
     except Exception as error:  # the HTTP library differs between versions of huggingface-hub
-        reason = str(error).strip().splitlines()
-        raise LoadError(
-            f"{repository}: the download failed ({reason[0] if reason else type(error).__name__}); "
-            "what has arrived is kept, try again"
-        ) from error
+        raise LoadError(f"{repository}: {_download_problem(error, revision)}") from error
 
 
-_COUNTS_LAYERS = re.compile(r"(^|_)(n|num)_(\w+_)?layers?$")  # and not vocab_size_per_layer_input
-_MOST_LAYERS = 1000  # that a model may have with fewer tensors than layers
+def _download_problem(error: Exception, revision: str | None) -> str:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            "the repository is gated; accept its terms at huggingface.co and log in with "
+            "`hf auth login`"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            "neither a local directory nor a repository on the Hub that can be read (a private "
+            "one needs `hf auth login`)"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"the repository has no revision {revision!r}"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return (
+            "neither a local directory nor downloaded before, and the Hub cannot be reached; "
+            "check the name and the network"
+        )
+    reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
+    return f"the download failed ({reason}); what has arrived is kept, try again"
 
 
-def local_path(name: str | os.PathLike[str]) -> Path:
-    """A name as a path, with ``~`` for a home directory where there is such a user."""
+# --- what they must be ---
+
+
+def check_name(path: Path) -> None:
+    """Refuse a name that is not UTF-8: MLX and the tokenizers open no such file.
+
+    Raises:
+        LoadError: it is not.
+    """
     try:
-        return Path(name).expanduser()
-    except RuntimeError:  # of somebody who has none
-        return Path(name)
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise LoadError(f"{path}: a name that is not UTF-8 text; rename it") from None
 
 
 def check_readable(directory: Path) -> None:
@@ -123,16 +128,24 @@ def check_readable(directory: Path) -> None:
                 raise LoadError(f"{path}: no regular file; remove it, or replace it by one")
 
 
-def check_name(path: Path) -> None:
-    """Refuse a name that is not UTF-8: MLX and the tokenizers open no such file.
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The settings in a file.
 
     Raises:
-        LoadError: it is not.
+        LoadError: it cannot be read, or holds anything else.
     """
     try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise LoadError(f"{path}: a name that is not UTF-8 text; rename it") from None
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise LoadError(f"{path}: no valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise LoadError(f"{path}: no JSON object")
+    return content
+
+
+def one_line(error: Exception) -> str:
+    """What a library says of a problem, for a message of our own."""
+    return " ".join(str(error).split())[:200]
 
 
 def check_layers(settings: object, tensors: int) -> None:
@@ -152,6 +165,9 @@ def check_layers(settings: object, tensors: int) -> None:
         if counts and isinstance(value, int) and value > max(_MOST_LAYERS, tensors):
             raise ValueError(f"{key} is {value}, and the weights have {tensors} tensors")
         check_layers(value, tensors)
+
+
+# --- mlx-lm's reader ---
 
 
 def load_mlx_lm_model(directory: Path, changes: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:

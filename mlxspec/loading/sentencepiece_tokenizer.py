@@ -1,11 +1,18 @@
-"""Reading a SentencePiece ``tokenizer.model``: its pieces, its settings, what it cannot be."""
+"""A tokenizer with exactly the ids of a SentencePiece ``tokenizer.model``.
+
+The BPE model's pieces become a tokenizer of the library ``tokenizers``, step by step, which then
+has to agree with SentencePiece on texts that would show any difference. A model that cannot be
+reproduced exactly is refused. One thing is meant to differ: the name of a control piece (``<s>``,
+Mistral's ``[INST]``) in a text means the piece, as in Mistral's own tokenizer, where plain
+SentencePiece splits it.
+"""
 
 from __future__ import annotations
 
 import random
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from enum import IntEnum
 from itertools import chain, product
 from pathlib import Path
@@ -15,9 +22,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.processors import TemplateProcessing
 
 from ..errors import LoadError
+from .chat_template import instruct_template
 
-SPACE = "▁"  # what SentencePiece writes for a space
-REMEDY = "use a version of the model that has a tokenizer.json"
+_SPACE = "▁"  # what SentencePiece writes for a space
+_REMEDY = "use a version of the model that has a tokenizer.json"
 
 _BPE = 2  # TrainerSpec.ModelType
 # Their order is checked pair by pair; Llama's runs of spaces are 16 of one score.
@@ -25,7 +33,7 @@ _MOST_OF_ONE_SCORE = 256
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 
 
-class PieceType(IntEnum):
+class _PieceType(IntEnum):
     """SentencePiece's ``ModelProto.SentencePiece.Type``."""
 
     NORMAL = 1
@@ -36,56 +44,193 @@ class PieceType(IntEnum):
     BYTE = 6
 
 
-def read_model(path: Path) -> Any:
-    """The ``ModelProto`` in ``path``, of a kind that can be reproduced outside SentencePiece.
+def build_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer with SentencePiece's ids for the BPE model in ``path``.
+
+    It adds the BOS piece when asked for special tokens, and never EOS.
 
     Raises:
-        LoadError: ``path`` is no SentencePiece model, or one of another kind.
+        LoadError: no SentencePiece model, or one whose ids cannot be reproduced exactly.
+    """
+    model, reference = _read_model(path)
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={piece.piece: index for index, piece in enumerate(model.pieces)},
+            merges=_merges(model),
+            unk_token=reference.id_to_piece(reference.unk_id()),
+            fuse_unk=True,
+            byte_fallback=model.trainer_spec.byte_fallback,
+            # A user-defined piece is cut out of the text and then found as a whole.
+            ignore_merges=bool(_piece_names(model, _PieceType.USER_DEFINED)),
+        )
+    )
+    tokenizer.normalizer = _normalizer(model.normalizer_spec)
+    tokenizer.pre_tokenizer = _pre_tokenizer(model, path)
+    tokenizer.decoder = _decoder(model.normalizer_spec)
+    # normalized=True: the normalizer sees the whole text and so knows where it starts.
+    control = _piece_names(model, _PieceType.CONTROL)
+    tokenizer.add_special_tokens([AddedToken(c, special=True, normalized=True) for c in control])
+    if reference.bos_id() >= 0:
+        bos = reference.id_to_piece(reference.bos_id())
+        tokenizer.post_processor = TemplateProcessing(
+            single=[bos, "$A"], special_tokens=[(bos, reference.bos_id())]
+        )
+    for text in _probe_texts(model):
+        if tokenizer.encode(text, add_special_tokens=False).ids != reference.encode(text):
+            raise LoadError(
+                f"{path}: SentencePiece's ids cannot be reproduced exactly (they differ on "
+                f"{text[:40]!r}); {_REMEDY}"
+            )
+    return tokenizer
+
+
+def tokenizer_config(path: Path) -> dict[str, Any]:
+    """The content of ``tokenizer_config.json`` beside the ``tokenizer.json`` of ``path``.
+
+    Names BOS and EOS, and a chat template where the pieces show the instruct format. The
+    unknown piece is left out: transformers would take its name in a text for the piece, which
+    SentencePiece does not.
+
+    Raises:
+        LoadError: no SentencePiece model, or one whose ids cannot be reproduced exactly.
+    """
+    model, reference = _read_model(path)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    for key, index in (("bos_token", reference.bos_id()), ("eos_token", reference.eos_id())):
+        if index >= 0:
+            config[key] = reference.id_to_piece(index)
+    template = instruct_template(
+        control=_piece_names(model, _PieceType.CONTROL),
+        user_defined=_piece_names(model, _PieceType.USER_DEFINED),
+    )
+    if template is not None:
+        config["chat_template"] = template
+    return config
+
+
+# --- its steps ---
+
+
+def _merges(model: Any) -> list[tuple[str, str]]:
+    """Every split of every piece into two pieces, in SentencePiece's order.
+
+    Among pieces of equal score (Llama's runs of spaces) the longer goes first, and so does the
+    split with the longer left part: SentencePiece takes the leftmost pair there, which is the
+    one that lets a run grow from its left end.
+    """
+    scores = {p.piece: p.score for p in model.pieces if p.type == _PieceType.NORMAL}
+    ranked = [
+        (-score, -len(name), -cut, name[:cut], name[cut:])
+        for name, score in scores.items()
+        for cut in range(1, len(name))
+        if name[:cut] in scores and name[cut:] in scores
+    ]
+    return [(left, right) for *_, left, right in sorted(ranked)]
+
+
+def _normalizer(spec: Any) -> normalizers.Normalizer:
+    """What is done to the whole text, control pieces included."""
+    steps = []
+    if spec.remove_extra_whitespaces:
+        steps.append(normalizers.Replace(Regex(r"\A +"), ""))
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+    steps.append(normalizers.Replace(" ", _SPACE))
+    if spec.add_dummy_prefix:
+        # Metaspace, below, puts the prefix before any text that does not start with a space.
+        # At the start of the whole text SentencePiece does so in that case, too.
+        steps.append(normalizers.Replace(Regex(rf"\A(?={_SPACE})"), _SPACE))
+    return normalizers.Sequence(steps)
+
+
+def _pre_tokenizer(model: Any, path: Path) -> pre_tokenizers.PreTokenizer | None:
+    """What is done to each stretch of text between control pieces."""
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if model.normalizer_spec.add_dummy_prefix:
+        steps.append(pre_tokenizers.Metaspace(_SPACE, prepend_scheme="always", split=False))
+        # A lone space behind a control piece is the prefix of an empty text: no piece at all.
+        steps.append(pre_tokenizers.Split(Regex(rf"\A{_SPACE}\z"), behavior="removed"))
+    if model.normalizer_spec.remove_extra_whitespaces:
+        steps.append(pre_tokenizers.Split(Regex(rf"{_SPACE}+\z"), behavior="removed"))
+    if user_defined := _piece_names(model, _PieceType.USER_DEFINED):
+        longest_first = "|".join(map(re.escape, sorted(user_defined, key=len, reverse=True)))
+        steps.append(pre_tokenizers.Split(Regex(longest_first), behavior="isolated"))
+        if heads := _heads_of_split_names(model, path):
+            steps.append(pre_tokenizers.Split(Regex(heads), behavior="isolated"))
+    return pre_tokenizers.Sequence(steps) if steps else None
+
+
+def _heads_of_split_names(model: Any, path: Path) -> str:
+    r"""A pattern for texts that are a piece's name, but that SentencePiece takes apart.
+
+    Such are ``<0x0A>``, ``<unk>`` and pieces that no sequence of joins reaches; with
+    ``ignore_merges`` the tokenizer would find them as a whole. The pattern matches the first of
+    the pieces that SentencePiece makes of them, so that the text is cut behind it.
+    """
+    kinds = (_PieceType.NORMAL, _PieceType.BYTE, _PieceType.UNKNOWN)
+    names = [name for kind in kinds for name in _piece_names(model, kind)]
+    split = _verbatim_processor(model).encode(names, out_type=str)
+    heads = {name: pieces[0] for name, pieces in zip(names, split, strict=True) if pieces != [name]}
+    for name, head in heads.items():
+        if head in heads or name.removeprefix(head) in heads:
+            raise LoadError(f"{path}: the piece {name!r} cannot be reproduced exactly; {_REMEDY}")
+    alternatives = (
+        rf"{re.escape(head)}(?={re.escape(name.removeprefix(head))}\z)"
+        for name, head in heads.items()
+    )
+    return rf"\A(?:{'|'.join(alternatives)})" if heads else ""
+
+
+def _decoder(spec: Any) -> decoders.Decoder:
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if spec.add_dummy_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+    return decoders.Sequence(steps)
+
+
+def _verbatim_processor(model: Any) -> Any:
+    """SentencePiece without anything that it does to a text's start, end and spaces."""
+    from sentencepiece import SentencePieceProcessor
+
+    verbatim = type(model)()
+    verbatim.CopyFrom(model)
+    verbatim.normalizer_spec.add_dummy_prefix = False
+    verbatim.normalizer_spec.remove_extra_whitespaces = False
+    return SentencePieceProcessor(model_proto=verbatim.SerializeToString())
+
+
+# --- the model ---
+
+
+def _read_model(path: Path) -> tuple[Any, Any]:
+    """The ``ModelProto`` in ``path``, and SentencePiece itself with it.
+
+    Raises:
+        LoadError: ``path`` is no SentencePiece model, or one that cannot be reproduced.
     """
     from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
     try:
         content = path.read_bytes()
-        if _TIKTOKEN_LINE.match(content):
-            raise LoadError(f"{path}: a tiktoken vocabulary, no SentencePiece model; {REMEDY}")
-        SentencePieceProcessor(model_proto=content)
     except OSError as error:
         raise LoadError(f"{path}: cannot be read ({error.strerror})") from error
-    except RuntimeError as error:
-        raise LoadError(f"{path}: no SentencePiece model, or a damaged one") from error
+    if _TIKTOKEN_LINE.match(content):
+        raise LoadError(f"{path}: a tiktoken vocabulary, no SentencePiece model; {_REMEDY}")
     try:
+        reference = SentencePieceProcessor(model_proto=content)
         model = sentencepiece_model_pb2.ModelProto.FromString(content)
         pieces = [piece.piece for piece in model.pieces]
-    except Exception as error:  # protobuf's own, or one of its implementation's
+        if not pieces:
+            raise ValueError("an empty file, which is a valid protocol buffer")
+    except Exception as error:  # SentencePiece's, protobuf's own, or one of its implementation's
         raise LoadError(f"{path}: no SentencePiece model, or a damaged one") from error
-    if not pieces:  # an empty file is a valid protocol buffer
-        raise LoadError(f"{path}: no SentencePiece model, or a damaged one")
     if not all(isinstance(piece, str) for piece in pieces):  # SentencePiece does not mind
-        raise LoadError(f"{path}: a piece of it is not UTF-8 text; {REMEDY}")
+        raise LoadError(f"{path}: a piece of it is not UTF-8 text; {_REMEDY}")
     if obstacle := _obstacle(model):
-        raise LoadError(f"{path}: {obstacle} cannot be reproduced exactly; {REMEDY}")
-    return model
-
-
-def piece_names(model: Any, kind: PieceType) -> list[str]:
-    """The names of all pieces of a kind, by ascending id."""
-    return [piece.piece for piece in model.pieces if piece.type == kind]
-
-
-def processor(model: Any) -> Any:
-    """SentencePiece itself with this model."""
-    from sentencepiece import SentencePieceProcessor
-
-    return SentencePieceProcessor(model_proto=model.SerializeToString())
-
-
-def verbatim_processor(model: Any) -> Any:
-    """SentencePiece without anything that it does to a text's start, end and spaces."""
-    verbatim = type(model)()
-    verbatim.CopyFrom(model)
-    verbatim.normalizer_spec.add_dummy_prefix = False
-    verbatim.normalizer_spec.remove_extra_whitespaces = False
-    return processor(verbatim)
+        raise LoadError(f"{path}: {obstacle} cannot be reproduced exactly; {_REMEDY}")
+    return model, reference
 
 
 def _obstacle(model: Any) -> str | None:
@@ -94,21 +239,28 @@ def _obstacle(model: Any) -> str | None:
     if model.trainer_spec.model_type != _BPE:
         return "a SentencePiece model other than BPE"
     if model.trainer_spec.treat_whitespace_as_suffix or not normalizer.escape_whitespaces:
-        return f"SentencePiece whitespace that is not a leading {SPACE}"
+        return f"SentencePiece whitespace that is not a leading {_SPACE}"
     if normalizer.precompiled_charsmap or model.denormalizer_spec.precompiled_charsmap:
         return f"the SentencePiece normalisation {normalizer.name!r}"
-    if unused := piece_names(model, PieceType.UNUSED):
+    if unused := _piece_names(model, _PieceType.UNUSED):
         return f"the unused SentencePiece piece {unused[0]!r}"
-    normal = piece_names(model, PieceType.NORMAL)
-    known = {*normal, *piece_names(model, PieceType.USER_DEFINED)}
+    normal = _piece_names(model, _PieceType.NORMAL)
+    known = {*normal, *_piece_names(model, _PieceType.USER_DEFINED)}
     for name in normal:
         if not known.issuperset(name):
             return f"the SentencePiece piece {name!r}, whose characters are no pieces,"
-    scores = Counter(p.score for p in model.pieces if p.type == PieceType.NORMAL)
+    scores = Counter(p.score for p in model.pieces if p.type == _PieceType.NORMAL)
     if scores and scores.most_common(1)[0][1] > _MOST_OF_ONE_SCORE:
         return f"the order of more than {_MOST_OF_ONE_SCORE} SentencePiece pieces of one score"
     return None
 
+
+def _piece_names(model: Any, kind: _PieceType) -> list[str]:
+    """The names of all pieces of a kind, by ascending id."""
+    return [piece.piece for piece in model.pieces if piece.type == kind]
+
+
+# --- texts that show differences ---
 
 _SAMPLES = (
     "",
@@ -122,17 +274,16 @@ _SAMPLES = (
 _PIECES_A_TEXT = 64
 
 
-def probe_texts(model: Any) -> Iterator[str]:
-    """Samples, the texts in which the order of joins matters most, and every piece in disorder.
+def _probe_texts(model: Any) -> Iterator[str]:
+    """Samples, texts in which the order of joins matters most, and all pieces in a random order.
 
-    Texts with the name of a control piece in them are left out: it means the piece in the
-    tokenizer, and nothing in SentencePiece.
+    Texts that hold the name of a control piece are left out, since it is meant to differ there.
     """
-    control = piece_names(model, PieceType.CONTROL)
-    user_defined = piece_names(model, PieceType.USER_DEFINED)
-    names = piece_names(model, PieceType.NORMAL) + user_defined
+    control = _piece_names(model, _PieceType.CONTROL)
+    user_defined = _piece_names(model, _PieceType.USER_DEFINED)
+    names = _piece_names(model, _PieceType.NORMAL) + user_defined
     for text in (*_SAMPLES, *_overlaps(model), *user_defined, *_shuffled(names)):
-        text = text.replace(SPACE, " ")
+        text = text.replace(_SPACE, " ")
         if not any(name in text for name in control):
             yield text
 
@@ -141,7 +292,7 @@ def _overlaps(model: Any) -> Iterator[str]:
     """Texts in which two joins of equal score share a part: twice ``ana`` in ``anana``."""
     by_score: dict[float, list[str]] = {}
     for piece in model.pieces:
-        if piece.type == PieceType.NORMAL:
+        if piece.type == _PieceType.NORMAL:
             by_score.setdefault(piece.score, []).append(piece.piece)
     for names in by_score.values():
         for first, second in product(names, names):
@@ -163,208 +314,3 @@ def _shuffled(names: list[str]) -> Iterator[str]:
     random.Random(0).shuffle(names)
     for start in range(0, len(names), _PIECES_A_TEXT):
         yield "".join(names[start : start + _PIECES_A_TEXT])
-
-
-_INSTRUCT = ("[INST]", "[/INST]")
-_SYSTEM = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")
-
-# A space after a piece's name belongs to the piece (SentencePiece puts one before every text),
-# so that the spaces at the start of a turn's own text are kept.
-_TEMPLATE = """\
-{%- set state = namespace(system='', last_user=-1) -%}
-{%- for message in messages -%}
-  {%- if message['role'] == 'system' -%}
-    {%- set state.system = message['content'] -%}
-  {%- elif message['role'] == 'user' -%}
-    {%- set state.last_user = loop.index0 -%}
-  {%- elif message['role'] != 'assistant' -%}
-    {{- raise_exception('this model knows no role ' + message['role']) -}}
-  {%- endif -%}
-{%- endfor -%}
-{{- bos_token -}}
-<system>
-{%- for message in messages -%}
-  {%- if message['role'] == 'user' -%}
-    {%- set text = message['content'] -%}
-    <last question>
-    {{- '[INST] ' + text + '<close>' -}}
-  {%- elif message['role'] == 'assistant' -%}
-    {{- ' ' + message['content'].rstrip(' ') + eos_token -}}
-  {%- endif -%}
-{%- endfor -%}
-"""
-_SYSTEM_AS_PIECES = """\
-{%- if state.system -%}
-  {{- '[SYSTEM_PROMPT] ' + state.system + '[/SYSTEM_PROMPT]' -}}
-{%- endif -%}"""
-_SYSTEM_IN_LAST_QUESTION = """\
-{%- if state.system and loop.index0 == state.last_user -%}
-      {%- set text = state.system + '\\n\\n' + text -%}
-    {%- endif -%}"""
-
-
-def instruct_template(control: Collection[str], user_defined: Collection[str]) -> str | None:
-    """The Jinja template for a model with these pieces, None without an instruct format.
-
-    ``[INST]`` as a control piece is Mistral's format from version 2 on: ``[INST] text[/INST]``,
-    with the system prompt before the last question or, from version 7 on, in pieces of its own.
-    As a user-defined piece it is plain text of the form ``[INST] text [/INST]``.
-    """
-    if set(control).issuperset(_INSTRUCT):
-        close = "[/INST]"
-    elif set(user_defined).issuperset(_INSTRUCT):
-        close = " [/INST]"
-    else:
-        return None
-    has_system_pieces = set(control).issuperset(_SYSTEM)
-    return (
-        _TEMPLATE.replace("<close>", close)
-        .replace("<system>\n", f"{_SYSTEM_AS_PIECES}\n" if has_system_pieces else "")
-        .replace("<last question>", "" if has_system_pieces else _SYSTEM_IN_LAST_QUESTION)
-    )
-
-
-def build_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer with SentencePiece's ids for the BPE model in ``path``.
-
-    It adds the BOS piece when asked for special tokens, and never EOS. See the module's page
-    for what the names of control pieces mean.
-
-    Raises:
-        LoadError: no SentencePiece model, or one whose ids cannot be reproduced exactly.
-    """
-    model = read_model(path)
-    reference = processor(model)
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={piece.piece: index for index, piece in enumerate(model.pieces)},
-            merges=_merges(model),
-            unk_token=reference.id_to_piece(reference.unk_id()),
-            fuse_unk=True,
-            byte_fallback=model.trainer_spec.byte_fallback,
-            # A user-defined piece is cut out of the text and then found as a whole.
-            ignore_merges=bool(piece_names(model, PieceType.USER_DEFINED)),
-        )
-    )
-    tokenizer.normalizer = _normalizer(model.normalizer_spec)
-    tokenizer.pre_tokenizer = _pre_tokenizer(model, path)
-    tokenizer.decoder = _decoder(model.normalizer_spec)
-    # normalized=True: the normalizer sees the whole text and so knows where it starts.
-    control = piece_names(model, PieceType.CONTROL)
-    tokenizer.add_special_tokens([AddedToken(c, special=True, normalized=True) for c in control])
-    if reference.bos_id() >= 0:
-        bos = reference.id_to_piece(reference.bos_id())
-        tokenizer.post_processor = TemplateProcessing(
-            single=[bos, "$A"], special_tokens=[(bos, reference.bos_id())]
-        )
-    for text in probe_texts(model):
-        if tokenizer.encode(text, add_special_tokens=False).ids != reference.encode(text):
-            raise LoadError(
-                f"{path}: SentencePiece's ids cannot be reproduced exactly (they differ on "
-                f"{text[:40]!r}); {REMEDY}"
-            )
-    return tokenizer
-
-
-def tokenizer_config(path: Path) -> dict[str, Any]:
-    """The content of ``tokenizer_config.json`` beside the ``tokenizer.json`` of ``path``.
-
-    Names BOS and EOS, and a chat template where the pieces show the instruct format. The
-    unknown piece is left out: transformers would take its name in a text for the piece, which
-    SentencePiece does not.
-
-    Raises:
-        LoadError: no SentencePiece model, or one whose ids cannot be reproduced exactly.
-    """
-    model = read_model(path)
-    reference = processor(model)
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
-    for key, index in (("bos_token", reference.bos_id()), ("eos_token", reference.eos_id())):
-        if index >= 0:
-            config[key] = reference.id_to_piece(index)
-    template = instruct_template(
-        control=piece_names(model, PieceType.CONTROL),
-        user_defined=piece_names(model, PieceType.USER_DEFINED),
-    )
-    if template is not None:
-        config["chat_template"] = template
-    return config
-
-
-def _merges(model: Any) -> list[tuple[str, str]]:
-    """Every split of every piece into two pieces, in SentencePiece's order.
-
-    Among pieces of equal score (Llama's runs of spaces) the longer goes first, and so does the
-    split with the longer left part: SentencePiece takes the leftmost pair there, which is the
-    one that lets a run grow from its left end.
-    """
-    scores = {p.piece: p.score for p in model.pieces if p.type == PieceType.NORMAL}
-    ranked = [
-        (-score, -len(name), -cut, name[:cut], name[cut:])
-        for name, score in scores.items()
-        for cut in range(1, len(name))
-        if name[:cut] in scores and name[cut:] in scores
-    ]
-    return [(left, right) for *_, left, right in sorted(ranked)]
-
-
-def _normalizer(spec: Any) -> normalizers.Normalizer:
-    """What is done to the whole text, control pieces included."""
-    steps = []
-    if spec.remove_extra_whitespaces:
-        steps.append(normalizers.Replace(Regex(r"\A +"), ""))
-        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
-    steps.append(normalizers.Replace(" ", SPACE))
-    if spec.add_dummy_prefix:
-        # Metaspace, below, puts the prefix before any text that does not start with a space.
-        # At the start of the whole text SentencePiece does so in that case, too.
-        steps.append(normalizers.Replace(Regex(rf"\A(?={SPACE})"), SPACE))
-    return normalizers.Sequence(steps)
-
-
-def _pre_tokenizer(model: Any, path: Path) -> pre_tokenizers.PreTokenizer | None:
-    """What is done to each stretch of text between control pieces."""
-    steps: list[pre_tokenizers.PreTokenizer] = []
-    if model.normalizer_spec.add_dummy_prefix:
-        steps.append(pre_tokenizers.Metaspace(SPACE, prepend_scheme="always", split=False))
-        # A lone space behind a control piece is the prefix of an empty text: no piece at all.
-        steps.append(pre_tokenizers.Split(Regex(rf"\A{SPACE}\z"), behavior="removed"))
-    if model.normalizer_spec.remove_extra_whitespaces:
-        steps.append(pre_tokenizers.Split(Regex(rf"{SPACE}+\z"), behavior="removed"))
-    if user_defined := piece_names(model, PieceType.USER_DEFINED):
-        longest_first = "|".join(map(re.escape, sorted(user_defined, key=len, reverse=True)))
-        steps.append(pre_tokenizers.Split(Regex(longest_first), behavior="isolated"))
-        if heads := _heads_of_split_names(model, path):
-            steps.append(pre_tokenizers.Split(Regex(heads), behavior="isolated"))
-    return pre_tokenizers.Sequence(steps) if steps else None
-
-
-def _heads_of_split_names(model: Any, path: Path) -> str:
-    r"""A pattern for texts that are a piece's name, but that SentencePiece takes apart.
-
-    Such are ``<0x0A>``, ``<unk>`` and pieces that no sequence of joins reaches; with
-    ``ignore_merges`` the tokenizer would find them as a whole. The pattern matches the first of
-    the pieces that SentencePiece makes of them, so that the text is cut behind it.
-    """
-    kinds = (PieceType.NORMAL, PieceType.BYTE, PieceType.UNKNOWN)
-    names = [name for kind in kinds for name in piece_names(model, kind)]
-    split = verbatim_processor(model).encode(names, out_type=str)
-    heads = {name: pieces[0] for name, pieces in zip(names, split, strict=True) if pieces != [name]}
-    for name, head in heads.items():
-        if head in heads or name.removeprefix(head) in heads:
-            raise LoadError(f"{path}: the piece {name!r} cannot be reproduced exactly; {REMEDY}")
-    alternatives = (
-        rf"{re.escape(head)}(?={re.escape(name.removeprefix(head))}\z)"
-        for name, head in heads.items()
-    )
-    return rf"\A(?:{'|'.join(alternatives)})" if heads else ""
-
-
-def _decoder(spec: Any) -> decoders.Decoder:
-    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if spec.add_dummy_prefix:
-        steps.append(decoders.Strip(" ", 1, 0))
-    return decoders.Sequence(steps)

@@ -1,22 +1,19 @@
-"""The tokenizer of a model directory: Hugging Face's files, or SentencePiece's model alone."""
+"""The tokenizer of a model: Hugging Face's files, or SentencePiece's model alone."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer as load_hugging_face_tokenizer
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from ..errors import LoadError
 from .detokenizer import with_own_detokenizer, wrap
-from .model import DEMO, DEMO_DIRECTORY
-from .model_files import check_name, check_readable, download, is_repository_name, local_path
+from .model import DEMO, find_directory
+from .model_files import check_name, check_readable, local_path, one_line, read_json_object
 from .sentencepiece_tokenizer import build_tokenizer, tokenizer_config
 
 # Besides SentencePiece's model, what transformers builds a tokenizer from without further code.
@@ -27,6 +24,46 @@ _OTHER_FILES = {
     "tiktoken.model": "a tiktoken tokenizer",
 }
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
+
+
+def load_tokenizer_of(source: str | Path, *, revision: str | None = None) -> Any:
+    """Load a model's tokenizer and nothing else of the model.
+
+    Args:
+        source: whatever :func:`mlxspec.load` takes (of a repository on the Hub only the
+            tokenizer is downloaded), a directory with no more than a tokenizer's files, a
+            ``tokenizer.json``, or SentencePiece's model in a file of any name.
+        revision: branch, tag or commit of the repository.
+
+    Returns:
+        mlx-lm's tokenizer wrapper, as :func:`mlxspec.load` gives it.
+
+    Raises:
+        LoadError: there is no tokenizer, or one of a kind that is not read.
+    """
+    path = local_path(source)
+    check_name(path)
+    if source != DEMO and path.is_file():
+        return wrap(_from_file(path))
+    directory = find_directory(source, revision, weights=False)
+    check_readable(directory)
+    return load_tokenizer(directory, None)
+
+
+def _from_file(path: Path) -> PreTrainedTokenizerFast:
+    # tokenizer.json and tokenizer.model are called after where they are.
+    name = str(path.parent if path.stem == "tokenizer" else path)
+    if path.suffix != ".json":
+        return _fast(build_tokenizer(path), name, tokenizer_config(path))
+    try:
+        return _fast(Tokenizer.from_file(str(path)), name, {})
+    except Exception as error:  # the library raises nothing more specific
+        raise LoadError(f"{path}: no tokenizer of Hugging Face's ({error})") from error
+
+
+def _fast(tokenizer: Tokenizer, name: str, settings: dict[str, Any]) -> PreTrainedTokenizerFast:
+    settings = {key: value for key, value in settings.items() if key != "tokenizer_class"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, name_or_path=name, **settings)
 
 
 def load_tokenizer(
@@ -50,45 +87,34 @@ def load_tokenizer(
         LoadError: no tokenizer, one of a kind that is not read, or one that needs its
             repository's code.
     """
-    settings = {**(settings or {})}
-    settings.pop("trust_remote_code", None)
-    has_own = (directory / "tokenizer.json").is_file()
-    sentencepiece = not has_own and (directory / "tokenizer.model").is_file()
+    given = {**(settings or {})}
+    given.pop("trust_remote_code", None)
+    ids = [eos_token_ids] if isinstance(eos_token_ids, int) else eos_token_ids
     try:
-        if isinstance(eos_token_ids, int):
-            eos_token_ids = [eos_token_ids]
-        if not all(isinstance(token, int) for token in eos_token_ids or ()):
-            raise ValueError(f"eos_token_id is {eos_token_ids!r}")
-        load = _load_sentencepiece if sentencepiece else _load_hugging_face
-        tokenizer = load(directory, eos_token_ids, settings)
-        _check_template(tokenizer.chat_template)
+        if not all(isinstance(token, int) for token in ids or ()):
+            raise ValueError(f"eos_token_id is {ids!r}")
+        if (
+            not (directory / "tokenizer.json").is_file()
+            and (directory / "tokenizer.model").is_file()
+        ):
+            wrapper = wrap(_sentencepiece(directory, given), eos_token_ids=ids)
+        elif any((directory / name).is_file() for name in _HUGGING_FACE_FILES):
+            wrapper = with_own_detokenizer(
+                load_hugging_face_tokenizer(
+                    directory, given | {"trust_remote_code": False}, eos_token_ids=ids
+                )
+            )
+        else:
+            raise LoadError(_no_tokenizer(directory))
+        _check_template(wrapper.chat_template)
     except LoadError:
         raise
     except Exception as error:  # whatever wrong settings make the libraries raise
+        reason = one_line(error) or type(error).__name__
         if "trust_remote_code" in str(error):
             reason = "it needs Python code from its repository, which is never run"
-        else:
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise LoadError(f"{directory}: the tokenizer cannot be loaded: {reason}") from error
-    return tokenizer
-
-
-def _load_hugging_face(
-    directory: Path, eos_token_ids: Collection[int] | None, settings: dict[str, Any]
-) -> TokenizerWrapper:
-    if not any((directory / name).is_file() for name in _HUGGING_FACE_FILES):
-        raise LoadError(_no_tokenizer(directory))
-    wrapper = load_hugging_face_tokenizer(
-        directory, settings | {"trust_remote_code": False}, eos_token_ids=eos_token_ids
-    )
-    return with_own_detokenizer(wrapper)
-
-
-def _check_template(template: object) -> None:
-    """Raise ValueError for a chat template that is no text, nor several by name."""
-    texts = template.values() if isinstance(template, dict) else [template]
-    if template is not None and not all(isinstance(text, str) for text in texts):
-        raise ValueError("its chat template is no text")
+    return wrapper
 
 
 def _no_tokenizer(directory: Path) -> str:
@@ -101,13 +127,18 @@ def _no_tokenizer(directory: Path) -> str:
     return f"{directory}: no tokenizer.json and no tokenizer.model; copy the model's own there"
 
 
-def _load_sentencepiece(
-    directory: Path, eos_token_ids: Collection[int] | None, given: dict[str, Any]
-) -> TokenizerWrapper:
-    path = directory / "tokenizer.model"
-    tokenizer = build_tokenizer(path)
-    settings = tokenizer_config(path)
-    own = _read_json(directory / "tokenizer_config.json") | given
+def _check_template(template: object) -> None:
+    """Raise ValueError for a chat template that is no text, nor several by name."""
+    texts = template.values() if isinstance(template, dict) else [template]
+    if template is not None and not all(isinstance(text, str) for text in texts):
+        raise ValueError("its chat template is no text")
+
+
+def _sentencepiece(directory: Path, given: dict[str, Any]) -> PreTrainedTokenizerFast:
+    """SentencePiece's model with what stands in ``tokenizer_config.json`` beside it."""
+    path, own_settings = directory / "tokenizer.model", directory / "tokenizer_config.json"
+    tokenizer, settings = build_tokenizer(path), tokenizer_config(path)
+    own = (read_json_object(own_settings) if own_settings.is_file() else {}) | given
     try:
         _add_tokens(tokenizer, own.get("added_tokens_decoder") or {}, path)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -127,11 +158,7 @@ def _load_sentencepiece(
     template = directory / "chat_template.jinja"
     if template.is_file() and "chat_template" not in given:
         settings["chat_template"] = template.read_text(encoding="utf-8")
-    del settings["tokenizer_class"]
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, name_or_path=str(directory), **(given | settings)
-    )
-    return wrap(wrapped, eos_token_ids=eos_token_ids)
+    return _fast(tokenizer, str(directory), given | settings)
 
 
 def _add_tokens(tokenizer: Tokenizer, added: dict[str, Any], path: Path) -> None:
@@ -147,60 +174,3 @@ def _add_tokens(tokenizer: Tokenizer, added: dict[str, Any], path: Path) -> None
         tokenizer.add_tokens(
             [AddedToken(token["content"], special=bool(token.get("special")), normalized=True)]
         )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise LoadError(f"{path}: no valid JSON ({error})") from error
-    return content if isinstance(content, dict) else {}
-
-
-def load_tokenizer_of(source: str | Path, *, revision: str | None = None) -> Any:
-    """Load a model's tokenizer and nothing else of the model.
-
-    Args:
-        source: whatever :func:`mlxspec.load` takes (of a repository on the Hub only the
-            tokenizer is downloaded), a directory with no more than a tokenizer's files, a
-            ``tokenizer.json``, or SentencePiece's model in a file of any name.
-        revision: branch, tag or commit of the repository.
-
-    Returns:
-        mlx-lm's tokenizer wrapper, as :func:`mlxspec.load` gives it.
-
-    Raises:
-        LoadError: there is no tokenizer, or one of a kind that is not read.
-    """
-    path = DEMO_DIRECTORY if source == DEMO else local_path(source)
-    check_name(path)
-    if path.is_file():
-        return _from_file(path)
-    if not path.is_dir():
-        if not is_repository_name(os.fspath(source)):
-            raise LoadError(
-                f"{source}: no such file or directory, and no name of a Hub repository (owner/name)"
-            )
-        path = download(os.fspath(source), revision, weights=False)
-    check_readable(path)
-    return load_tokenizer(path, None)
-
-
-def _from_file(path: Path) -> TokenizerWrapper:
-    # tokenizer.json and tokenizer.model are called after where they are.
-    name = str(path.parent if path.stem == "tokenizer" else path)
-    if path.suffix == ".json":
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more specific
-            raise LoadError(f"{path}: no tokenizer of Hugging Face's ({error})") from error
-        wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, name_or_path=name)
-    else:
-        settings = tokenizer_config(path)
-        del settings["tokenizer_class"]
-        wrapped = PreTrainedTokenizerFast(
-            tokenizer_object=build_tokenizer(path), name_or_path=name, **settings
-        )
-    return wrap(wrapped)

@@ -144,7 +144,7 @@ def test_caches_that_do_not_fit_are_refused_before_any_answer(
 def test_bad_arguments_are_refused_before_anything_is_measured(
     demo: tuple, prompts: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(decoder_of(*demo), "costs")
+    monkeypatch.setattr(decoder_of(*demo), "_costs", None)
     monkeypatch.setattr(
         "mlxspec.generation.decoder.costs_for", lambda *_, **__: pytest.fail("measured")
     )

@@ -7,7 +7,8 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 
-from mlxspec.engine.caches import CacheOptions, check_quantization
+from mlxspec.engine.capability import check_quantization
+from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.target import Capability
 from mlxspec.errors import OptionError
 from tests.support.architectures import ARCHITECTURES, Architecture

@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.engine.capability import Capability, cache_capability, chain_capability, examine
 from tests.support.architectures import ARCHITECTURES
@@ -38,7 +39,7 @@ def test_every_rope_decodes_what_mlx_lm_decodes(name: str) -> None:
 
 def test_caches_alone_say_what_is_possible_without_a_forward() -> None:
     def capability(name: str) -> Capability:
-        return cache_capability(ARCHITECTURES[name].model())
+        return cache_capability(make_prompt_cache(ARCHITECTURES[name].model()))
 
     assert capability("ministral3") is capability("gemma3") is Capability.TREE
     assert capability("llama4") is Capability.CHAIN

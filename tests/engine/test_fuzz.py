@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.draft.drafter import DraftTree, NoDraft, VerifiedStep
-from mlxspec.engine.caches import CacheOptions
+from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.target import Capability, Target
 from tests.support.architectures import ARCHITECTURES
 from tests.support.examples import examples

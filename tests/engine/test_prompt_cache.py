@@ -195,6 +195,20 @@ def test_a_cache_for_fewer_layers_is_refused() -> None:
         decoder.decode([1], NoDraft(), prompt_cache=make_prompt_cache(decoder.model)[:1])
 
 
+def test_a_cache_that_is_damaged_or_another_model_s_by_the_first_response_is_refused() -> None:
+    decoder = decoder_of("llama3")
+    lent = make_prompt_cache(decoder.model)
+    by_mlx_lm(decoder.model, TURNS[0], lent)
+    responses = decoder.decode([1], NoDraft(), prompt_cache=lent)
+    lent[0].trim(1)
+    with pytest.raises(PromptCacheError, match="damaged: its layers end at"):
+        next(responses)
+    responses = decoder.decode([1], NoDraft(), prompt_cache=lent)
+    lent[0].keys = lent[0].keys[..., :1]
+    with pytest.raises(PromptCacheError, match="prompt_cache is another model's"):
+        next(responses)
+
+
 def offsets(caches: list[Any]) -> list[int]:
     return [cache.offset for cache in caches]
 

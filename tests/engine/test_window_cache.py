@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import RotatingKVCache
 
 from mlxspec.draft.drafter import DraftTree
-from mlxspec.engine.caches import WindowKVCache, keep_rows
+from mlxspec.engine.caches import cut, keep_rows
 from mlxspec.engine.tree_attention import TreeRows
+from mlxspec.engine.window_cache import WindowKVCache
 from tests.draft.test_drafter import path, trees
 
 
@@ -79,7 +80,7 @@ def test_any_steps_and_cuts_show_every_row_its_window(
         keep_rows([cache], length, kept)
         length += len(kept)
         assert seen(cache, [length]) == [expected(length, size, keep)]
-        cache.cut(length)
+        cut([cache], length)
 
 
 def test_memory_is_bounded_by_the_window_and_its_slack() -> None:
@@ -88,7 +89,7 @@ def test_memory_is_bounded_by_the_window_and_its_slack() -> None:
     for _ in range(500):
         seen(cache, list(range(length, length + 8)))
         length += 3
-        cache.cut(length)
+        cut([cache], length)
         assert cache.keys.shape[2] <= 100 + 8 + 272
 
 
@@ -97,4 +98,4 @@ def test_a_cut_behind_what_the_window_still_shows_is_refused() -> None:
     for position in range(600):
         seen(cache, [position])
     with pytest.raises(ValueError, match="cut to 3 positions"):
-        cache.cut(3)
+        cut([cache], 3)

@@ -11,9 +11,9 @@ import mlx.nn as nn
 
 from mlxspec.draft.drafter import Drafter, NoDraft
 from mlxspec.engine import step as engine
-from mlxspec.engine.caches import CacheOptions
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.chooser import Chooser
+from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.target import Progress, Target, target_for, vocabulary_size
 from mlxspec.eval.equality import NEAR_TIE_FLOAT32, first_difference

@@ -1,4 +1,4 @@
-"""The caches of steps: what a commit costs, and what a snapshot gives back."""
+"""The caches of a step: what a commit costs, and what a snapshot gives back."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from mlxspec.engine.caches import (
     Snapshot,
     TreeKVCache,
-    WindowKVCache,
     cut,
     for_steps,
+    held_arrays,
     is_trimmable,
     keep_rows,
     parts,
 )
+from mlxspec.engine.window_cache import WindowKVCache
 
 CONTEXT = 20_000
 
@@ -33,14 +34,14 @@ def test_a_commit_moves_rows_without_copying_the_context(bits: int | None) -> No
     if bits:
         cache = cache.to_quantized(64, bits)
         mx.eval(cache.state[:2])
-    expected = [array[..., CONTEXT + 3, :].tolist() for array in cache._arrays()]
+    expected = [array[..., CONTEXT + 3, :].tolist() for array in held_arrays([cache])]
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     keep_rows([cache], CONTEXT, (0, 3, 5))
     mx.eval(cache.state[:2])
     assert mx.get_peak_memory() - before < cache.nbytes / 10
     assert cache.offset == CONTEXT + 3
-    for array, row in zip(cache._arrays(), expected, strict=True):
+    for array, row in zip(held_arrays([cache]), expected, strict=True):
         assert array[..., CONTEXT + 1, :].tolist() == row
 
 

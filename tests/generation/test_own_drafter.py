@@ -1,0 +1,176 @@
+"""Drafters that users write: the README's, and those that return what is no draft."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mlxspec
+from mlxspec import AutoDecoder, CombinedDecoder, Decoder, Drafter, DraftTree, VerifiedStep
+from mlxspec.draft.custom import load_drafter
+from mlxspec.errors import DrafterError, OptionError
+from tests.support.demo import FLAT, demo_decoder, given_costs
+from tests.support.drafters import HostileDrafter
+
+PROMPT = '[INST] Repeat the following phrase 4 times: "The red fox sees the river.". [/INST]'
+README = Path(mlxspec.__file__).parents[1] / "README.md"
+
+
+def readme_class() -> type[Drafter]:
+    """The README's drafter, with all that its block runs."""
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = [block for block in blocks if "(Drafter)" in block]
+    assert block.count("\n") <= 30
+    names: dict[str, Any] = {}
+    exec(block.replace('"mlx_model"', '"demo"'), names)
+    assert isinstance(names["decoder"], AutoDecoder)
+    return names["LastBigram"]
+
+
+def tokens(decoder: Decoder, **options: object) -> list[int]:
+    return [r.token for r in decoder.stream(PROMPT, 60, **options)]
+
+
+def test_the_readme_s_drafter_drafts() -> None:
+    own = readme_class()
+    plain = tokens(demo_decoder(Decoder))
+    alone = demo_decoder(Decoder, drafter=own)
+    *_, last = alone.stream(PROMPT, 60)
+    assert tokens(alone) == plain
+    assert last.stats.tokens_per_step > 2
+
+
+@pytest.mark.parametrize("kind", [AutoDecoder, CombinedDecoder])
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_an_extra_drafter_drafts_beside_the_look_ups(kind: type[AutoDecoder], temp: float) -> None:
+    plain = tokens(demo_decoder(Decoder), temp=temp, seed=3)
+    for extra in (Foresight(plain), HostileDrafter(plain, 512, 1, seed=4)):
+        decoder = demo_decoder(kind, extra_drafter=extra)
+        decoder.costs = given_costs(FLAT)
+        assert tokens(decoder, temp=temp, seed=3) == plain
+
+
+def test_what_an_extra_drafter_alone_knows_is_drafted() -> None:
+    prompt = [5, 6, 7]
+    truth = [r.token for r in demo_decoder(Decoder).stream(prompt, 80)]
+    steps = {}
+    for extra in (None, Foresight(truth)):
+        decoder = demo_decoder(AutoDecoder, extra_drafter=extra, memory_tokens=0)
+        decoder.costs = given_costs(FLAT)
+        *_, last = decoder.stream(prompt, 80)
+        steps[extra is None] = last.stats.steps
+    assert steps[False] < 0.6 * steps[True]
+
+
+class Foresight(Drafter):
+    """Knows the output."""
+
+    def __init__(self, truth: Sequence[int]) -> None:
+        self._truth = list(truth)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._text = [prompt[-1]]
+
+    def propose(self, max_depth: int) -> DraftTree:
+        done = len(self._text) - 1
+        return DraftTree.chain(self._text[-1], self._truth[done : done + min(max_depth, 6)])
+
+    def observe(self, step: VerifiedStep) -> None:
+        self._text += step.tokens
+
+
+class Wrong(Drafter):
+    """Proposes whatever it is given."""
+
+    def __init__(self, proposal: object) -> None:
+        self._proposal = proposal
+
+    def propose(self, max_depth: int) -> DraftTree:
+        return self._proposal  # type: ignore[return-value]
+
+    def observe(self, step: VerifiedStep) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("proposal", "message"),
+    [
+        ([1, 2], r"^Wrong\.propose returned a value of type list: return a DraftTree, such as "),
+        (None, r"^Wrong\.propose returned None: "),
+        (
+            DraftTree.chain(-7),
+            r"^Wrong\.propose returned a tree with the root -7, but the context ",
+        ),
+    ],
+)
+def test_what_is_no_draft_is_refused_by_name(proposal: object, message: str) -> None:
+    for decoder in (demo_decoder(Decoder, drafter=Wrong(proposal)), extra(Wrong(proposal))):
+        with pytest.raises(DrafterError, match=message) as raised:
+            list(decoder.stream(PROMPT, 5))
+        assert "\n" not in str(raised.value)
+
+
+def extra(drafter: Drafter) -> AutoDecoder:
+    decoder = demo_decoder(AutoDecoder, extra_drafter=drafter)
+    decoder.costs = given_costs(FLAT)
+    return decoder
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        (5, r"^drafter is a value of type int without begin, propose, observe, end, "),
+        ([], "^drafter is a value of type list without "),
+        (Drafter(), r"^Drafter has no method propose$"),
+    ],
+)
+def test_what_is_no_drafter_is_refused(drafter: object, message: str) -> None:
+    decoder = demo_decoder(Decoder)
+    with pytest.raises((DrafterError, NotImplementedError), match=message):
+        list(decoder.decode(PROMPT, drafter, max_tokens=3))  # type: ignore[arg-type]
+
+
+def test_a_drafter_without_the_base_class_may_have_all_that_is_asked() -> None:
+    class Duck:
+        pipelined = False
+        branching = False
+
+        def begin(self, prompt: Sequence[int]) -> None:
+            self._last = prompt[-1]
+
+        def propose(self, max_depth: int) -> DraftTree:
+            return DraftTree.chain(self._last, [3, 4][:max_depth])
+
+        def observe(self, step: VerifiedStep) -> None:
+            self._last = step.tokens[-1]
+
+        def end(self) -> None:
+            pass
+
+    assert tokens(demo_decoder(Decoder, drafter=Duck())) == tokens(demo_decoder(Decoder))
+    assert tokens(extra(Duck())) == tokens(demo_decoder(Decoder))  # type: ignore[arg-type]
+
+
+def test_an_unknown_option_is_refused_with_the_one_that_was_meant() -> None:
+    with pytest.raises(TypeError, match="no option 'tempp': did you mean temp"):
+        demo_decoder(Decoder).stream(PROMPT, tempp=0.5)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "write it as module:Class"),
+        ("no_such_module:It", "No module named 'no_such_module'"),
+        ("mlxspec:NoSuch", "mlxspec has no class NoSuch derived from mlxspec.Drafter"),
+        ("mlxspec:Decoder", "no class Decoder derived"),
+        ("mlxspec:CombinedDrafter", "it needs first, second, and is made without arguments"),
+    ],
+)
+def test_a_name_that_is_no_drafter_s_is_refused(name: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        load_drafter(name)
+    assert load_drafter("mlxspec:PromptLookupDrafter") is mlxspec.PromptLookupDrafter
