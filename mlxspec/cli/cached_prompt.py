@@ -108,7 +108,7 @@ class CachedPrompt:
     ) -> tuple[list[int], dict[str, Any]]:
         """The tokens to generate from, and where their cache is.
 
-        Where the file says what it holds, drafts can be taken from it, too.
+        Where the file says which tokens it holds, drafts can be taken from these, too.
 
         Raises:
             PromptCacheError: the file is another model's.
