@@ -107,11 +107,7 @@ class Sequence:
         step. Where nothing is drafted, the next step's forward may be dispatched behind this one.
         """
         started = time.perf_counter() - self._uncounted
-        max_depth = min(self.remaining - 1, self.target.max_depth)
-        if self.target.length + _NEAR >= self._first_crossing:
-            end = self._draft_end()
-            if end is not None:
-                max_depth = max(0, min(max_depth, end - 1 - self.target.length))
+        max_depth = min(self.remaining - 1, self.target.max_depth, self._room())
         proposal = self._fitting(self.drafter.propose(max_depth), max_depth)
         forward, self._ahead = self._ahead, None
         if forward:
@@ -162,6 +158,14 @@ class Sequence:
         self.drafter.observe(verified)
         self._uncounted = time.perf_counter() - ended
         return DecodedStep(verified, forward.logprobs_of(verified))
+
+    def _room(self) -> int:
+        """How deep a draft may be before it stands where the model verifies none."""
+        room = self._first_crossing - 1 - self.target.length
+        if room < _NEAR:
+            end = self._draft_end()
+            room = sys.maxsize if end is None else end - 1 - self.target.length
+        return max(0, room)
 
     def _fitting(self, tree: object, max_depth: int) -> DraftTree:
         """Cut a proposal down to what the target can verify and the output can still hold."""

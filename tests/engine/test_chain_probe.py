@@ -16,7 +16,7 @@ from mlxspec.generation.decoder import Decoder
 from mlxspec.loading.model import load
 from mlxspec.loading.model_files import DEMO
 from tests.support.architectures import ARCHITECTURES, livelier
-from tests.support.drafters import PartlyRightDrafter
+from tests.support.drafters import Oracle, PartlyRightDrafter
 from tests.support.random_models import random_model, scaled_rope
 
 pytestmark = pytest.mark.slow
@@ -51,6 +51,14 @@ def test_a_base_that_depends_on_the_length_changes_no_output(model_type: str, le
     for response, same in zip(responses, reference, strict=True):
         assert mx.max(mx.abs(response.logprobs - same.logprobs)).item() < 1e-4
     assert (responses[-1].stats.accepted > 0) == (length < END)
+
+
+def test_a_draft_far_before_the_end_stops_short_of_it() -> None:
+    model, (_, tokenizer) = dynamic("llama", end=160), load(DEMO)
+    prompt = [(7 * i * i + 3 * i) % 61 + 3 for i in range(80)]
+    expected = [r.token for r in stream_generate(model, tokenizer, prompt, max_tokens=100)]
+    responses = Decoder(model, tokenizer).decode(prompt, Oracle(expected), max_tokens=100)
+    assert [response.token for response in responses] == expected
 
 
 @pytest.mark.parametrize("end", [40, 4096, 5000, 32768])

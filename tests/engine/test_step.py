@@ -19,7 +19,7 @@ from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.target import Target
 from mlxspec.generation.responses import StepTimes
-from tests.support.drafters import HostileDrafter, TruthDrafter
+from tests.support.drafters import HostileDrafter, Oracle
 from tests.support.harness import decode, new_target, plain, run
 
 BOS = 1
@@ -62,19 +62,6 @@ def test_max_tokens_is_never_overshot(model: nn.Module, max_tokens: int) -> None
         outcome = run(model, PROMPT, drafter, max_tokens=max_tokens)
         assert outcome.tokens == truth[:max_tokens]
         assert_holds_exactly(outcome.target, PROMPT + outcome.tokens)
-
-
-class Oracle(TruthDrafter):
-    """Drafts the true continuation, so that whole drafts are accepted."""
-
-    branching = False
-
-    def propose(self, max_depth: int) -> DraftTree:
-        draft = self._truth[self._emitted : self._emitted + max_depth]
-        return DraftTree.chain(self._last, draft)
-
-    def end(self) -> None:
-        self.ended = True
 
 
 @pytest.mark.parametrize("stop_at", [0, 1, 5, 19])

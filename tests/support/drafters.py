@@ -27,6 +27,19 @@ class TruthDrafter(Drafter):
         self._last = step.tokens[-1]
 
 
+class Oracle(TruthDrafter):
+    """Drafts the true continuation, so that whole drafts are accepted."""
+
+    branching = False
+
+    def propose(self, max_depth: int) -> DraftTree:
+        draft = self._truth[self._emitted : self._emitted + max_depth]
+        return DraftTree.chain(self._last, draft)
+
+    def end(self) -> None:
+        self.ended = True
+
+
 class HostileDrafter(TruthDrafter):
     """Random trees made of the true continuation, near misses, and what cannot be a token.
 
