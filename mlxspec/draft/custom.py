@@ -23,7 +23,8 @@ def checked_drafter(drafter: object) -> Drafter:
         raise DrafterError(
             f"drafter is the class {drafter.__name__}: pass an instance, {drafter.__name__}()"
         )
-    missing = [name for name in _INTERFACE if not hasattr(drafter, name)]
+    # Not by hasattr: a property may need what only `begin` gives it.
+    missing = [name for name in _INTERFACE if inspect.getattr_static(drafter, name, None) is None]
     if missing:
         raise DrafterError(
             f"drafter is {_described(drafter)} without {', '.join(missing)}: derive it from "

@@ -12,6 +12,7 @@ from .planner import Candidates, Source, best_first
 _RANKS, _DEPTHS = 4, 8  # siblings and depths that are told apart
 _FIRST_P_ACCEPT = 0.5
 _RATE = 0.1
+_LEAST, _MOST = 0.01, 0.99  # nothing is certain, however often it was right or wrong
 
 
 class DrafterSource(Source):
@@ -75,7 +76,9 @@ class DrafterSource(Source):
                 if parent == node and right is None:
                     rank, depth = self._cells[child]
                     hit = self._tree.tokens[child] == token
-                    self._p_accept[rank][depth] += _RATE * (hit - self._p_accept[rank][depth])
+                    p_accept = self._p_accept[rank][depth]
+                    p_accept += _RATE * (hit - p_accept)
+                    self._p_accept[rank][depth] = min(_MOST, max(_LEAST, p_accept))
                     right = child if hit else None
             if right is None:
                 return
