@@ -172,13 +172,15 @@ class Loan:
         """
         with _lock:
             end, self.end = self.end, None
-            if end:
-                end()
-            if self._state in (_State.RUNNING, _State.PAUSED):
-                self._context = context
-                self._return(complete)
-            if self._state is _State.RETURNED:
-                self._target, self._given = None, []
+            try:
+                if end:
+                    end()
+            finally:
+                if self._state in (_State.RUNNING, _State.PAUSED):
+                    self._context = context
+                    self._return(complete)
+                if self._state is _State.RETURNED:
+                    self._target, self._given = None, []
 
     def reclaim(self, for_good: bool = False) -> None:
         """Return the caches to the caller while the generation is paused.

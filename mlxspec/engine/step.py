@@ -96,9 +96,11 @@ class Sequence:
             return
         self._open = False
         self.target.truncate(min(self.target.length, self.length - 1))
-        self.drafter.end()
-        with mx.stream(generation_stream):
-            mx.eval(self.target.arrays)  # those of an interrupted step are lazy
+        try:
+            self.drafter.end()
+        finally:
+            with mx.stream(generation_stream):
+                mx.eval(self.target.arrays)  # those of an interrupted step are lazy
 
     def dispatch(self) -> PendingForward:
         """Propose a draft and start the forward that verifies it, without waiting for it.

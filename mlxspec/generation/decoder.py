@@ -367,11 +367,13 @@ class DraftCaches:
         self._loan.resume()
 
     def give_back(self, context: Sequence[int]) -> None:
+        complete = len(context) > len(self._prompt)
         try:
             self._owner.give_back(context)
-            self._begin_unless_begun()
+            if complete:
+                self._begin_unless_begun()
         finally:
-            self._loan.give_back(context, complete=len(context) > len(self._prompt))
+            self._loan.give_back(context, complete)
 
     def _begin_unless_begun(self) -> None:
         """Where nothing can be drafted, its caches follow the output all the same."""

@@ -28,8 +28,8 @@ class CacheOwner(Protocol):
         """Begin: the target, and how many of the prompt's tokens its cache holds.
 
         Args:
-            close: ends the generation's use of the target; for an owner who gives the caches to
-                somebody else before the generation has ended.
+            close: ends the generation's use of the target. To be called before its caches go
+                to somebody else, at the end or before; again does no harm.
         """
 
     def pause(self, context: Sequence[int]) -> None:
@@ -39,7 +39,7 @@ class CacheOwner(Protocol):
         """The consumer asks for the next response."""
 
     def give_back(self, context: Sequence[int]) -> None:
-        """The generation has ended, in whatever way."""
+        """The generation has ended, in whatever way; perhaps it never began."""
 
 
 class NewCache:
@@ -90,8 +90,8 @@ def responses(
         if sequence:
             sequence.close()
 
-    target, n_cached = owner.take(close)
     try:
+        target, n_cached = owner.take(close)
         sequence = new_sequence(target, n_cached)
         with wired_limit(target.model, [generation_stream]):
             clock = _Clock(len(prompt), n_cached, on_progress)
@@ -116,9 +116,9 @@ def responses(
                     owner.resume()
     finally:
         try:
-            close()
-        finally:
             owner.give_back(context)
+        finally:
+            close()
     yield last
 
 

@@ -188,6 +188,7 @@ class SessionTurn:
         self._session = session
         self._prompt = prompt
         self._of_target = model, capability, vocab_size, options
+        self._target: Target | None = None
         self._ending = ExitStack()
 
     def take(self, close: Callable[[], None]) -> tuple[Target, int]:
@@ -204,9 +205,10 @@ class SessionTurn:
         with ExitStack() as ending:
             ending.enter_context(self._session._used())
             with mx.stream(generation_stream):
-                self._target = self._session._take(self._prompt, *self._of_target)
+                target = self._session._take(self._prompt, *self._of_target)
             self._ending = ending.pop_all()
-        return self._target, self._target.length
+        self._close, self._target = close, target
+        return target, target.length
 
     def pause(self, context: Sequence[int]) -> None:
         """Nothing: the session is in use until the generation has ended."""
@@ -216,7 +218,9 @@ class SessionTurn:
 
     def give_back(self, context: Sequence[int]) -> None:
         with self._ending:
-            self._session._put_back(self._target, context)
+            if self._target:
+                self._close()
+                self._session._put_back(self._target, context)
 
 
 def _serves(
