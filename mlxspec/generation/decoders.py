@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..draft.combined import CombinedDrafter
 from ..draft.context_index import OutputMemory
+from ..draft.custom import checked_drafter
 from ..draft.drafter import Drafter
 from ..draft.lookahead import LookaheadDrafter, check_sizes
 from ..draft.prompt_lookup import lookup_drafter
@@ -41,12 +42,10 @@ _AUTO_GUESSES = 16  # that are kept for one first token; how many are verified f
 class _PlannedDecoder(Decoder):
     """A decoder whose drafts follow what steps cost here, and correct it."""
 
-    _planner: Planner | None = None
-
     @property
     def predicted_cost(self) -> float:
         """What the steps of the last generation should have taken, in plain tokens' times."""
-        return self._planner.predicted_cost if self._planner else 0.0
+        return self._costs.predicted if self._costs else 0.0
 
     def _plan(
         self, sources: Sequence[Source], *, branching: bool, costs: Costs | None = None
@@ -54,13 +53,12 @@ class _PlannedDecoder(Decoder):
         """A planner for one generation."""
         if costs is None:
             costs = self.costs = self.costs.for_generation()
-        self._planner = Planner(
-            costs,
-            sources,
-            branching=branching,
-            replays=self.chain_capability is Capability.REPLAY,
-        )
-        return self._planner
+        replays = self.chain_capability is Capability.REPLAY
+        return Planner(costs, sources, branching=branching, replays=replays)
+
+    def _fixed_costs(self) -> Costs:
+        """The costs as they are now, to be taught nothing."""
+        return FixedCosts(self.costs.curve, self.costs.sync_overhead)
 
 
 class AutoDecoder(_PlannedDecoder):
@@ -102,11 +100,14 @@ class AutoDecoder(_PlannedDecoder):
         pieces = self.tokenizer.convert_ids_to_tokens(list(range(len(self.tokenizer))))
         return token_classes([piece or "" for piece in pieces], set(self.tokenizer.all_special_ids))
 
-    def _new_drafter(self, session: Session | None) -> Drafter:
+    def _new_drafter(self, session: Session | None, others: Sequence[Source] = ()) -> Drafter:
+        """Look-ups, the extra drafter and other sources."""
         extra = self._extra() if self._extra else None
         if isinstance(extra, DraftModelDrafter):
-            return self.look_ups_beside(session, extra)
-        return self._look_ups(session, [] if extra is None else [DrafterSource(extra)])
+            return self.look_ups_beside(session, extra, others)
+        if extra is not None:
+            others = [DrafterSource(extra), *others]
+        return self._look_ups(session, others)
 
     def _look_ups(
         self, session: Session | None, others: Sequence[Source] = (), costs: Costs | None = None
@@ -121,14 +122,15 @@ class AutoDecoder(_PlannedDecoder):
         branching = trees_pay(self.costs.curve) and self.capability is Capability.TREE
         return self._plan([suffixes, *others], branching=branching, costs=costs)
 
-    def look_ups_beside(self, session: Session | None, drafter: DraftModelDrafter) -> Drafter:
+    def look_ups_beside(
+        self, session: Session | None, drafter: DraftModelDrafter, others: Sequence[Source] = ()
+    ) -> Drafter:
         """Look-ups, and a draft model where they have nothing.
 
         Its forwards take time before it is known what they gain, and are in the steps'
         times: so these teach the costs nothing.
         """
-        costs = FixedCosts(self.costs.curve, self.costs.sync_overhead)
-        return CombinedDrafter(self._look_ups(session, costs=costs), drafter)
+        return CombinedDrafter(self._look_ups(session, others, self._fixed_costs()), drafter)
 
 
 class PromptLookupDecoder(Decoder):
@@ -343,11 +345,15 @@ class CombinedDecoder(AutoDecoder):
 
         def new_drafter(session: Session | None) -> Drafter:
             if isinstance(looks_ahead, Drafter):
-                return CombinedDrafter(drafter or self._look_ups(session), looks_ahead)
+                first = self._new_drafter(session) if drafter is None else checked_drafter(drafter)
+                return CombinedDrafter(first, looks_ahead)
             if drafter is None:
-                return self._look_ups(session, [looks_ahead])
+                return self._new_drafter(session, [looks_ahead])
             sources = [DrafterSource(drafter), looks_ahead]
-            return self._plan(sources, branching=self.capability is Capability.TREE)
+            # A draft model's forwards are in the steps' times.
+            costs = self._fixed_costs() if isinstance(drafter, DraftModelDrafter) else None
+            branching = self.capability is Capability.TREE
+            return self._plan(sources, branching=branching, costs=costs)
 
         return self._generate(prompt, max_tokens, options, new_drafter)
 

@@ -83,6 +83,9 @@ class LiveCosts:
     Args:
         known: per range, by its end as :func:`context_range` has it, the measured times; at
             least one range.
+
+    Attributes:
+        predicted: what the generation's steps should have taken so far, in plain tokens.
     """
 
     def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
@@ -104,6 +107,7 @@ class LiveCosts:
 
     def _begin_run(self) -> None:
         """Forget the latest steps, which are each generation's own."""
+        self.predicted = 0.0
         self._plain_steps = 0  # in a row
         # Seconds of the last run of plain steps: the one that waited, and the last pipelined one.
         self._last_waiting: float | None = None
@@ -162,6 +166,8 @@ class LiveCosts:
             pipelined: whether its forward had been dispatched during the step before.
         """
         with self._lock:
+            waits = rows == 1 and not pipelined
+            self.predicted += self.curve(rows) + (self.sync_overhead if waits else 0.0)
             self._record(rows, seconds, pipelined)
 
     def _record(self, rows: int, seconds: float, pipelined: bool) -> None:

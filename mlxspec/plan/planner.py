@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from ..draft.drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
@@ -148,7 +149,6 @@ class Planner(Drafter):
 
     Attributes:
         policy: of the generation at hand.
-        predicted_cost: what its steps should have taken so far, in plain tokens.
     """
 
     def __init__(
@@ -162,7 +162,6 @@ class Planner(Drafter):
     ) -> None:
         self.costs = costs
         self.branching = branching
-        self.predicted_cost = 0.0
         self._sources = sources
         self._replays = replays
         self._guarded = guarded
@@ -170,7 +169,6 @@ class Planner(Drafter):
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
         self._pending = 0
-        self.predicted_cost = 0.0
         self.costs.move_to(len(prompt))
         self.policy = Policy(self._guarded)
         first = _FIRST_DRAFT[: self.costs.curve.widest - 1]
@@ -214,12 +212,9 @@ class Planner(Drafter):
 
     def observe(self, step: VerifiedStep) -> None:
         plan, costs = self._plan, self.costs
-        cost = costs.curve(self._pending + len(step.tree))
-        waiting = costs.sync_overhead if step.rows == 1 and not step.pipelined else 0.0
-        self.predicted_cost += cost + waiting
         self.policy.settle(
             step,
-            cost,
+            cost=costs.curve(self._pending + len(step.tree)),
             chosen=plan.n_draft > 0 or plan.rows_beside > 0,
             gain=plan.gain,
             probing=costs.wants_plain_steps,
@@ -228,13 +223,14 @@ class Planner(Drafter):
         self._last = step.tokens[-1]
         for source in self._sources:
             source.observe(step, searched=plan.candidates is not None)
+        costs.move_to(step.context)  # first: a lent cache may have made it longer than the prompt
         costs.record(step.rows, step.seconds, step.pipelined)
-        costs.move_to(step.context)
 
     def end(self) -> None:
-        for source in self._sources:
-            source.end()
-        self.costs.end()
+        with ExitStack() as ending:
+            ending.callback(self.costs.end)
+            for source in reversed(self._sources):
+                ending.callback(source.end)
 
     def origins(self) -> tuple[str, ...]:
         """Per node of the tree proposed last: the source that proposed it, or "window"."""

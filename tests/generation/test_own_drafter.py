@@ -54,14 +54,18 @@ def test_an_extra_drafter_drafts_beside_the_look_ups(kind: type[AutoDecoder], te
         assert tokens(decoder, temp=temp, seed=3) == plain
 
 
-def test_what_an_extra_drafter_alone_knows_is_drafted() -> None:
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [(AutoDecoder, {}), (CombinedDecoder, {}), (CombinedDecoder, {"window_size": 3})],
+)
+def test_what_an_extra_drafter_alone_knows_is_drafted(kind: type[AutoDecoder], sizes: dict) -> None:
     prompt = [5, 6, 7]
     truth = [r.token for r in demo_decoder(Decoder).stream(prompt, 80)]
     steps = {}
     for extra in (None, Foresight(truth)):
-        decoder = demo_decoder(AutoDecoder, extra_drafter=extra, memory_tokens=0)
+        decoder = demo_decoder(kind, extra_drafter=extra, memory_tokens=0)
         decoder.costs = given_costs(FLAT)
-        *_, last = decoder.stream(prompt, 80)
+        *_, last = decoder.stream(prompt, 80, **sizes)
         steps[extra is None] = last.stats.steps
     assert steps[False] < 0.6 * steps[True]
 
@@ -136,8 +140,11 @@ def test_what_is_no_drafter_is_refused(drafter: object, message: str) -> None:
 
 def test_a_drafter_without_the_base_class_may_have_all_that_is_asked() -> None:
     class Duck:
-        pipelined = False
         branching = False
+
+        @property
+        def pipelined(self) -> bool:
+            return self._last < 0  # known once the generation has begun
 
         def begin(self, prompt: Sequence[int]) -> None:
             self._last = prompt[-1]
