@@ -324,36 +324,42 @@ class _Union(Candidates):
 def merged(sources: Sequence[Candidates], max_nodes: int) -> Candidates:
     """The candidates of several sources for one token as one list, the best ``max_nodes``.
 
-    A node that several propose keeps its highest probability. A node that only a later source
-    proposes counts for as much as the earlier sources' siblings leave to it.
+    A node that several propose keeps its highest probability, as far as its siblings leave room
+    for that. A node that only a later source proposes counts for as much as the earlier sources'
+    siblings leave to it.
     """
     if len(sources) == 1:
         return sources[0]
     union = _Union(sources[0].tokens[0])
+    p_reached = union.p_reached
     children: dict[tuple[int, int], int] = {}
-    left = [1.0]  # per node, the probability that none of the earlier sources' children follows
+    below = [0.0]  # per node, the probability that a child of it is accepted
     for candidates in sources:
         nodes = [0]
-        taken = [0.0] * len(left)
-        for token, parent, p_reached in zip(
+        # Per node, the share of its probability that the earlier sources' children leave.
+        left = [
+            max(0.0, 1 - p_children / p_node) if p_node else 0.0
+            for p_node, p_children in zip([1.0, *p_reached], below, strict=True)
+        ]
+        for token, parent, p_own in zip(
             candidates.tokens[1:], candidates.parents[1:], candidates.p_reached, strict=True
         ):
             above = nodes[parent]
-            p_above = union.p_reached[above - 1] if above else 1.0
-            p_accept = p_reached / (candidates.p_reached[parent - 1] if parent else 1.0)
+            p_above = p_reached[above - 1] if above else 1.0
+            p_node = p_above * p_own / (candidates.p_reached[parent - 1] if parent else 1.0)
+            room = max(0.0, p_above - below[above])
             node = children.get((above, token))
             if node is None:
-                p_accept *= left[above]
-                node = children[above, token] = union.add(token, above, p_above * p_accept)
+                gained = min(p_node * left[above], room)
+                node = children[above, token] = union.add(token, above, gained)
                 union.names.append(candidates.name)
+                below.append(0.0)
                 left.append(1.0)
-                taken.append(0.0)
-                taken[above] += p_accept
             else:
-                better = max(union.p_reached[node - 1], p_above * p_accept)
-                union.p_reached[node - 1] = min(better, p_above)
+                gained = max(0.0, min(p_node - p_reached[node - 1], room))
+                p_reached[node - 1] = min(p_reached[node - 1] + gained, p_above)
+            below[above] += gained
             nodes.append(node)
-        left = [max(0.0, rest - share) for rest, share in zip(left, taken, strict=True)]
     best = _Union(union.tokens[0])
     order = best_first(union, best)
     best.names = [union.names[node - 1] for node in order]

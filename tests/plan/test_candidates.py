@@ -1,0 +1,67 @@
+"""Candidates of several sources, merged: one tree of all paths, with probabilities that add up."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxspec.plan.planner import Candidates, best_first, merged
+
+Path = tuple[int, ...]
+
+
+@st.composite
+def candidates(draw: st.DrawFn, name: str) -> Candidates:
+    """What a source may say: siblings exclude each other, and the likeliest stand first."""
+    grown = Candidates(9)
+    left, p_reached = [1.0], [1.0]
+    for parent, token, share in draw(
+        st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3), st.floats(0.05, 0.95)), max_size=7)
+    ):
+        if parent < len(left) and (*paths(grown)[parent], token) not in paths(grown):
+            p_reached.append(p_reached[parent] * left[parent] * share)
+            left[parent] *= 1 - share
+            left.append(1.0)
+            grown.add(token, parent, p_reached[-1])
+    sorted_ones = Candidates(9, name)
+    best_first(grown, sorted_ones)
+    return sorted_ones
+
+
+def paths(of: Candidates) -> list[Path]:
+    """The tokens that lead to each node, the root's first."""
+    found: list[Path] = [()]
+    for token, parent in zip(of.tokens[1:], of.parents[1:], strict=True):
+        found.append((*found[parent], token))
+    return found
+
+
+@given(candidates("first"), candidates("second"), candidates("third"), st.integers(0, 9))
+def test_merged_candidates_are_all_paths_with_probabilities_that_add_up(
+    first: Candidates, second: Candidates, third: Candidates, max_nodes: int
+) -> None:
+    sources = {source.name: source for source in (first, second, third)}
+    found = merged([first, second, third], 99)
+    p_of = dict(zip(paths(found), [1.0, *found.p_reached], strict=True))
+    assert len(p_of) == len(found.tokens)
+    assert p_of.keys() == {path for source in sources.values() for path in paths(source)}
+    assert found.p_reached == sorted(found.p_reached, reverse=True)
+    siblings: dict[Path, float] = defaultdict(float)
+    for path in paths(found)[1:]:
+        siblings[path[:-1]] += p_of[path]
+        assert p_of[path] <= p_of[path[:-1]]
+    assert all(total <= p_of[above] + 1e-9 for above, total in siblings.items())
+    for path, p_first in zip(paths(first)[1:], first.p_reached, strict=True):
+        assert p_of[path] >= p_first * (1 - 1e-9)
+    for path, origin in zip(paths(found)[1:], found.origins(99), strict=True):
+        assert origin == next(name for name in sources if path in paths(sources[name]))
+    cut = merged([first, second, third], max_nodes)
+    assert paths(cut) == paths(found)[: max_nodes + 1]
+    assert cut.p_reached == found.p_reached[:max_nodes]
+    for n_draft in range(len(cut.tokens)):
+        by_depth = cut.p_by_depth(n_draft)
+        for depth, p_depth in enumerate(by_depth, start=1):
+            of_depth = [p_of[path] for path in paths(cut)[1 : n_draft + 1] if len(path) == depth]
+            assert abs(p_depth - sum(of_depth)) < 1e-9
