@@ -30,6 +30,7 @@ from mlxspec.engine.target import Target, target_for
 from mlxspec.errors import OptionError, PromptCacheError
 from mlxspec.generation import decoder as base
 from mlxspec.generation import responses
+from mlxspec.generation.decoder import LentCaches
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
 from tests.support.drafters import HostileDrafter
@@ -159,6 +160,21 @@ def test_an_interrupt_inside_a_response_gives_back_what_was_taken_before() -> No
             decoder.model, [*TURNS[0], *taken, *TURNS[1]], make_prompt_cache(decoder.model)
         )
         assert by_mlx_lm(decoder.model, TURNS[1], lent) == whole
+
+
+def test_an_interrupt_while_caches_are_taken_gives_them_back() -> None:
+    decoder = decoder_of("llama3")
+
+    def prepared() -> tuple[list[Any], Any]:
+        lent = make_prompt_cache(decoder.model)
+        return lent, decoder.decode(TURNS[0], NoDraft(), max_tokens=3, prompt_cache=lent)
+
+    for lent, stream in interrupted_anywhere(
+        [LentCaches.take], prepared, lambda made: list(made[1])
+    ):
+        stream.close()
+        assert offsets(lent) in ([0] * len(lent), [len(TURNS[0]) + 3] * len(lent))
+        lent[0].trim(0)
 
 
 def test_an_interrupted_prefill_gives_back_whole_chunks() -> None:

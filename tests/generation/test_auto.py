@@ -59,6 +59,13 @@ def test_it_drafts_where_rows_are_cheap_and_hardly_where_they_are_not() -> None:
     assert linear.rows < 1.05 * linear.emitted
 
 
+def test_a_planner_and_its_index_end_with_their_generation() -> None:
+    decoder, planners = decoder_with(FLAT), []
+    decoder.wrap_drafter = lambda drafter: planners.append(weakref.ref(drafter)) or drafter
+    list(decoder.stream(PROMPT, 5))
+    assert [planner() for planner in planners] == [None]
+
+
 def test_earlier_outputs_are_drafted_from() -> None:
     prompt = "The history of the"
     with_memory, without = decoder_with(FLAT), decoder_with(FLAT, memory_tokens=0)

@@ -37,6 +37,17 @@ def test_each_range_has_its_own_curve():
     assert costs.curve(8) == costs.curve(8) == pytest.approx(2.0)
 
 
+def test_each_generation_has_a_prediction_of_its_own():
+    shared = LiveCosts({1024: times(2.0)})
+    first, second = shared.for_generation(), shared.for_generation()
+    first.record(8, 0.04, False)
+    first.record(1, 0.02, False)
+    first.record(1, 0.02, True)
+    second.record(8, 0.04, False)
+    assert first.predicted == pytest.approx(2.0 + 1.0 + 1.0 + first.sync_overhead, rel=0.01)
+    assert second.predicted == pytest.approx(2.0, rel=0.01)
+
+
 def test_an_unmeasured_range_starts_from_the_nearest_and_learns_for_itself():
     costs = LiveCosts({1024: times(2.0), 65536: times(4.0)})
     costs.move_to(3000)
