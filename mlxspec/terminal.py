@@ -36,7 +36,7 @@ def visible(text: str) -> str:
 
 
 def one_line(text: object) -> str:
-    """Names and messages, in which users and files have a say: harmless, and on one line.
+    """A name or a message, which may hold what users or files say: harmless, on one line.
 
     As :func:`visible`, without any character that cannot be seen, by which two names that differ
     would look the same.

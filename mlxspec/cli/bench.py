@@ -56,13 +56,13 @@ class BenchOptions:
         "--references", "Compare outputs with the prompts' references (ROUGE).", default=False
     )
     decoders: str | None = _measurement(
-        "--decoders A,B", "Who takes part besides plain decoding.  [default: all]"
+        "--decoders A,B", "Decoders to compare with plain decoding.  [default: all]"
     )
     drafter: str | None = _measurement(
         DRAFTER, "Measure a drafter class of your own, too, alone and with auto."
     )
     max_tokens: int = _measurement("--max-tokens N", "Generate at most N.", default=250)
-    repeats: int = _measurement("--repeats N", "Turns of each decoder on each prompt.", default=3)
+    repeats: int = _measurement("--repeats N", "Runs of each decoder on each prompt.", default=3)
     temp: float = _measurement("--temp T", "Temperature; 0 is greedy.", default=0.0)
     seed: int = _measurement("--seed N", "Same seed, same outputs.", default=0)
 
@@ -179,7 +179,7 @@ def _questions(asked: BenchOptions) -> list[BenchPrompt]:
 def _measure(
     measurement: Measurement, prompts: list[BenchPrompt]
 ) -> tuple[list[MeasuredPrompt], bool]:
-    """What was measured to the end, or to Ctrl-C; whether it was the latter."""
+    """What was measured, and whether Ctrl-C ended the measurement."""
     measured: list[MeasuredPrompt] = []
     interrupted = True
     with suppress(KeyboardInterrupt), ProgressBar("Taking turns") as on_progress:
@@ -187,7 +187,7 @@ def _measure(
             measured.append(prompt)
         interrupted = False
     if measurement.skipped:
-        note(f"left out since longer than the model's context: {measurement.skipped} prompts")
+        note(f"left out, being longer than the model's context: {measurement.skipped} prompts")
     if not measured and interrupted:
         raise KeyboardInterrupt
     if not measured:

@@ -18,8 +18,7 @@ from ..engine.prompt_cache_file import check_fits, check_lengths, load_prompt_ca
 from ..errors import PromptCacheError
 from ..generation.decoder import Decoder
 from ..generation.session import Session
-from ..loading.model import DEMO
-from ..loading.model_files import is_downloaded, is_repository_name
+from ..loading.model_files import DEMO, is_downloaded, is_repository_name
 from ..terminal import visible
 from .generating import Generation
 from .prompts import in_template
@@ -108,7 +107,7 @@ class CachedPrompt:
     ) -> tuple[list[int], dict[str, Any]]:
         """The tokens to generate from, and where their cache is.
 
-        Where the file says what it holds, drafts can be taken from it, too.
+        Where the file says which tokens it holds, drafts can be taken from these, too.
 
         Raises:
             PromptCacheError: the file is another model's.

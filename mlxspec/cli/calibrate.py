@@ -50,7 +50,7 @@ def calibrate_command(
 
     A draft of M - 1 tokens pays when its step emits more tokens than T(M)/T(1). The default
     decoder measures this by itself at first use, quickly, and corrects it all the time; this
-    command measures it carefully, on an otherwise idle machine at best. The times are kept in the
+    command measures it carefully, best on an otherwise idle machine. The times are kept in the
     user's cache directory, or in the one that MLXSPEC_CACHE_DIR names.
     """
     from ..eval.page import write_report

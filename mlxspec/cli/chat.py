@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from io import TextIOWrapper
 from typing import TYPE_CHECKING
@@ -81,7 +81,7 @@ def chat_command(generation: Generation, system_prompt: str | None, color: bool 
         name = one_line(model_or_default(generation.model))
         console.print(f"Chatting with {name}. /help says what can be typed.", style="dim")
     with generation.learner(decoder) as learner:
-        _Chat(conversation, console, color, learner, turns.interactive).take(turns)
+        _Chat(conversation, console, color, learner, turns.interactive, _Figures()).take(turns)
 
 
 _QUOTES = '"""'
@@ -156,32 +156,20 @@ def _line_of_stream(prompt: str) -> str:
     return line.removesuffix("\n").removesuffix("\r")
 
 
+@dataclass
 class _Chat:
     """Takes turns until the user leaves.
 
-    Args:
+    Attributes:
         interactive: show figures, and go on after a message that cannot be answered.
     """
 
-    def __init__(
-        self,
-        conversation: Conversation,
-        console: Console,
-        color: bool | None,
-        learner: Learner | None,
-        interactive: bool,
-    ) -> None:
-        self._conversation = conversation
-        self._console = console
-        self._color = color
-        self._learner = learner
-        self._interactive = interactive
-        self._figures = _Figures()
-        self._commands: dict[str, Callable[[], None]] = {
-            "/help": lambda: self._tell(_what_can_be_typed()),
-            "/stats": lambda: console.print(self._figures.panel(conversation.context_length)),
-            "/reset": self._reset,
-        }
+    conversation: Conversation
+    console: Console
+    color: bool | None
+    learner: Learner | None
+    interactive: bool
+    figures: _Figures
 
     def take(self, turns: ChatInput) -> None:
         """Read messages and answer them."""
@@ -194,39 +182,45 @@ class _Chat:
                     break
                 self._take(message)
             except KeyboardInterrupt:
-                if not self._interactive:
+                if not self.interactive:
                     raise
                 if leaves:
                     break
                 leaves = True
                 self._tell("\nCtrl-C again or Ctrl-D leaves.")
-        if self._interactive:
-            self._console.print()  # the line that a key was pressed in
+        if self.interactive:
+            self.console.print()  # the line that a key was pressed in
 
     def _take(self, message: str) -> None:
         word = message.strip()
-        if word in self._commands:
-            self._commands[word]()
+        if word == "/help":
+            self._tell(_what_can_be_typed())
+        elif word == "/stats":
+            self.console.print(self.figures.panel(self.conversation.context_length))
+        elif word == "/reset":
+            self.conversation.reset()
+            self.figures = _Figures()
+            self._tell("A new conversation begins.")
         elif word.startswith("/") and word[1:].isalpha():
             note(f"there is no command {word}; /help lists them")
         elif word:
             try:
                 self._answer(message)
             except MlxspecError as error:
-                if not self._interactive:
+                if not self.interactive:
                     raise
                 note(error)
 
     def _answer(self, message: str) -> None:
         """Answer a message, writing as the text comes; Ctrl-C ends the answer and no more."""
-        printer = TokenPrinter(self._color)
+        printer = TokenPrinter(self.color)
         tokens: list[int] = []
         last: GenerationResponse | None = None
         ending = ""
         try:
             with (
-                prefill_bar(self._console) as progress,
-                closing(self._conversation.answer(message, progress)) as responses,
+                prefill_bar(self.console) as progress,
+                closing(self.conversation.answer(message, progress)) as responses,
             ):
                 for last in responses:
                     if last.generation_tokens == 1:
@@ -234,38 +228,33 @@ class _Chat:
                     tokens.append(last.token)
                     printer.write(last.text, last.from_draft)
         except KeyboardInterrupt:
-            if not self._interactive:
+            if not self.interactive:
                 raise
             ending = "stopped"
         finally:
             printer.finish()
-            if self._learner:
-                self._learner.add(tokens)
+            if self.learner:
+                self.learner.add(tokens)
         if last is None:
             self._tell("Stopped before the first word; the message is forgotten.")
             return
         if last.finish_reason == "length":
-            all_given = last.generation_tokens == self._conversation.max_tokens
+            all_given = last.generation_tokens == self.conversation.max_tokens
             ending = "cut by --max-tokens" if all_given else "cut: the model's context is full"
-        self._figures.add(last)
-        if self._interactive:
+        self.figures.add(last)
+        if self.interactive:
             self._tell(_figures_line(last, ending))
 
     def _tell_dropped(self) -> None:
-        if self._conversation.dropped:
-            turns = counted(self._conversation.dropped, "turn")
+        if self.conversation.dropped:
+            turns = counted(self.conversation.dropped, "turn")
             note(
-                f"the model's context of {self._conversation.context_length:,} tokens is full: "
+                f"the model's context of {self.conversation.context_length:,} tokens is full: "
                 f"left out {turns} at the beginning; /reset begins anew"
             )
 
-    def _reset(self) -> None:
-        self._conversation.reset()
-        self._figures = _Figures()
-        self._tell("A new conversation begins.")
-
     def _tell(self, text: str) -> None:
-        self._console.print(visible(text), style="dim")
+        self.console.print(visible(text), style="dim")
 
 
 def _what_can_be_typed() -> str:

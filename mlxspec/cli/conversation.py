@@ -24,9 +24,9 @@ Answering = Callable[..., Generator[GenerationResponse, None, None]]
 class Conversation:
     """Keeps the messages within the model's context.
 
-    Once they no longer leave room for an answer, the oldest turns are left out until half of the
-    context is free: so the next turns can go on where this one ends, without processing all anew
-    each time.
+    Once they leave no room for an answer, the oldest turns are dropped until half of the context
+    is free. So the next turns can go on where this one ends, and need not process everything
+    again each time.
 
     Args:
         tokenizer: the model's.
@@ -74,7 +74,7 @@ class Conversation:
     ) -> Generator[GenerationResponse, None, None]:
         """Answer a message; what has been said is kept when the generator is closed early.
 
-        A message that nothing was said to is forgotten.
+        A message that got no answer at all is forgotten.
 
         Raises:
             PromptError: the message alone is longer than the model's context.

@@ -49,7 +49,7 @@ class Explained:
         steps: all steps of the generation.
         first, count: which of them to show; the first has number 0.
         stats: the generation's figures.
-        pieces: the tokens' looks.
+        pieces: what the tokens look like.
     """
 
     model: str
@@ -83,11 +83,11 @@ class Explained:
 
 
 def telling_run(steps: Sequence[RecordedStep], count: int) -> int:
-    """Where the most telling ``count`` successive steps begin.
+    """Where the ``count`` successive steps begin that show most.
 
-    Those are the ones where most drafts were accepted in part, so that a walk and its end can be
-    seen; among equals, those with the largest windows, then those with most accepted tokens,
-    then the first.
+    Those are the ones where most drafts were accepted in part, so that one sees acceptance begin
+    and end; of several such runs, the one with the largest windows, then the one with most
+    accepted tokens, then the first.
     """
 
     def told(first: int) -> tuple[int, int, int]:
@@ -103,7 +103,7 @@ def telling_run(steps: Sequence[RecordedStep], count: int) -> int:
 
 
 class Fate(Enum):
-    """What the walk did with a node; the value tells the reader."""
+    """What became of a node; the value is what the reader is told."""
 
     ROOT = "emitted before"
     ACCEPTED = "accepted"

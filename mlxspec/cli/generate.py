@@ -166,7 +166,7 @@ def answer(
         _transcribe(start, transcript, printer, console, trims, tell)
         if learner:
             learner.add(transcript.tokens)
-        result = transcript.result(decoder.step_times)
+        result = transcript.result(decoder.step_times.table())
         result = replace(result, prompt_tokens=len(tokens))
         if printer:
             printer.finish()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..generation.response import GenerationResponse
     from ..store.learner import Learner
 
-# What options are of.
+# What the options set that only some decoders take.
 LOOKUP, LOOKAHEAD, STORE, OWN = "prompt lookup", "lookahead", "store", "own drafter"
 DEMO = "demo"
 
@@ -44,8 +44,8 @@ class _Choice(NamedTuple):
     Attributes:
         decoder: the class in :mod:`mlxspec`.
         measures: whether its drafts follow what steps cost.
-        takes: the options that are for it.
-        arguments: what its ``stream`` is told of them.
+        takes: the options that it takes.
+        arguments: what its ``stream`` gets of them.
     """
 
     decoder: str
@@ -54,7 +54,7 @@ class _Choice(NamedTuple):
     arguments: Callable[[Drafting], dict[str, Any]]
 
 
-# Where no decoder is named, it is the first that takes the options which are given.
+# Without --decoder, the first one that takes the given options is used.
 _DECODERS = {
     "auto": _Choice("AutoDecoder", True, (STORE, OWN), lambda _: {}),
     "prompt-lookup": _Choice("PromptLookupDecoder", False, (LOOKUP,), lambda asked: asked.lookup),
@@ -71,7 +71,7 @@ _DECODERS = {
 
 @dataclass(frozen=True)
 class Drafting:
-    """How to draft, as it was asked for; None where an option is not given.
+    """How to draft, as the user asked for it; None where an option is not given.
 
     Raises:
         OptionError: options contradict each other, or have impossible values.
@@ -149,13 +149,13 @@ class Drafting:
         _ = self.lookup_drafter, self.sizes  # which are checked
 
     def _given(self) -> list[tuple[str, str]]:
-        """The options that were given and are for some decoders only, and what they are of."""
+        """The given options that only some decoders take, and what they set."""
         own = [(one.name, one.metadata.get("of")) for one in fields(self)]
         return [(name, of) for name, of in own if of and getattr(self, name) is not None]
 
     @cached_property
     def kind(self) -> str:
-        """The decoder, by its name: the one that was asked for, or that takes the options."""
+        """The decoder's name: the one that was asked for, or one that takes the given options."""
         given = {of for _, of in self._given()} - {STORE}
         fitting = (kind for kind, choice in _DECODERS.items() if given <= {*choice.takes})
         return self.decoder or next(fitting, "auto")
@@ -193,10 +193,10 @@ class Drafting:
             "pool_from_prompt": self.pool_from_prompt is not False,
         }
 
-    def tell_what_is_idle(self, max_tokens: int) -> None:
+    def tell_what_has_no_effect(self, max_tokens: int) -> None:
         """Say so where a device list is ignored, or lookahead's window never runs.
 
-        The window goes with drafts as deep as itself, W + N - 3 tokens in its first step, and no
+        The window needs drafts as deep as itself, W + N - 3 tokens in its first step, and no
         draft reaches beyond the output's last token.
         """
         from ..draft.prompt_lookup import parse_lookup_config
@@ -265,7 +265,7 @@ def _ids_or_texts(tokens: Sequence[str]) -> tuple[int | str, ...]:
 
 @dataclass(frozen=True)
 class Generation:
-    """A generation as it was asked for.
+    """A generation as the user asked for it.
 
     A command declares ``--model`` and ``--max-tokens`` itself.
 
@@ -304,7 +304,7 @@ class Generation:
         from ..draft.custom import load_drafter
 
         drafting, choice = self.drafting, _DECODERS[self.drafting.kind]
-        drafting.tell_what_is_idle(self.max_tokens)
+        drafting.tell_what_has_no_effect(self.max_tokens)
         name = model_or_default(self.model)
         options: dict[str, Any] = {}
         if drafting.drafter is not None:

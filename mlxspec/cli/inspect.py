@@ -38,8 +38,8 @@ def inspect_command(model: str, as_json: bool) -> None:
       mlxspec inspect mlx-community/gemma-3-4b-it-4bit
       mlxspec inspect ./mlx_model --json | jq -r .tier
 
-    What a model verifies is found out by running it, not by its name: a draft of which a part is
-    rejected has to leave what its accepted tokens alone would have left.
+    What a model verifies is found out by running it, not from its name: after a part of a draft
+    is rejected, its caches have to be as if the accepted tokens alone had been run.
     """
     from ..loading.model import load
 

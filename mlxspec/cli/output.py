@@ -40,37 +40,30 @@ def output_console(color: bool | None = None) -> Console:
     """
     limited = sys.stdout.isatty() or "COLUMNS" in os.environ
     in_color = wants_color(sys.stdout, color)
+    # Colours that are asked for go into a pipe, too.
     return _OutputConsole(
-        force_terminal=in_color or None,  # colours that are asked for go into a pipe, too
-        width=None if limited else _UNLIMITED,
-        no_color=not in_color,
-        color_system="256" if in_color else None,  # None leaves out bold and dim, too
-        highlight=False,
-        markup=False,
-        emoji=False,
+        force_terminal=in_color or None, width=None if limited else _UNLIMITED, **_look(in_color)
     )
 
 
 def error_console(color: bool | None = None) -> Console:
     """Standard error; ``color`` as in :func:`mlxspec.terminal.wants_color`."""
     in_color = wants_color(sys.stderr, color)
-    return Console(
-        stderr=True,
-        no_color=not in_color,
-        color_system="256" if in_color else None,
-        force_terminal=sys.stderr.isatty() or in_color,
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
+    return Console(stderr=True, force_terminal=sys.stderr.isatty() or in_color, **_look(in_color))
+
+
+def _look(in_color: bool) -> dict[str, Any]:
+    """Texts as they are; without colours no bold and no dim either."""
+    as_they_are = dict.fromkeys(("highlight", "markup", "emoji"), False)
+    return {"no_color": not in_color, "color_system": "256" if in_color else None, **as_they_are}
 
 
 class ProgressBar:
     """Shows a bar on an interactive terminal, nothing elsewhere.
 
-    Called with how much is done and how much there is. The bar appears with the first call, so
-    that it may be entered around what perhaps takes no time. It is erased when all is done, and
-    in any case at the end of the block.
+    Call it with how much is done and how much there is to do. The bar appears with the first
+    call, so work that turns out to be unnecessary shows none. It is erased when all is done, at
+    the latest at the end of the ``with`` block.
 
     Args:
         what: the words before the bar.
@@ -78,7 +71,8 @@ class ProgressBar:
         console: where it is drawn; by default standard error.
         delay: seconds from the first call to the bar. A timer brings it up, since the first part
             of the work alone may take longer.
-        then: the words before the bar once all is counted, where work is left after that.
+        then: the words before a full bar, if work is left when all is counted; it then stays
+            until the end of the block.
     """
 
     def __init__(
@@ -143,11 +137,11 @@ class ProgressBar:
 
 
 class FoldingTable:
-    """Rows of a name and figures.
+    """Rows of a name and figures, whatever the width.
 
-    A table with the name to the left and the figures to the right, its headings broken into
-    lines if need be. Where cells would have to be broken, too, it is a block for each row: its
-    name, and a line for each figure.
+    A table with the names to the left and the figures to the right, its headings broken into
+    lines if need be. Where the cells do not fit even so, each row is a block: its name, and a
+    line for each figure.
 
     Args:
         heading: of the names.
@@ -203,7 +197,7 @@ class FoldingTable:
 
 
 def figures_grid(rows: Iterable[tuple[str, ...]]) -> Table:
-    """Names, their figures to the right, and what else there is to say of each."""
+    """Names, their figures aligned to the right, and a remark on each."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column()
     grid.add_column(justify="right")
@@ -235,9 +229,9 @@ FORCE_HELP = "Let the report replace whatever file is there, not only an older r
 
 @dataclass(frozen=True)
 class PageOptions:
-    """Where a page of what was found goes."""
+    """The page that a report is written to as well, if any."""
 
-    html: Path | None = option_field("--html FILE", "Write a page as well.")  # noqa: RUF009
+    html: Path | None = option_field("--html FILE", "Write a page with drawings as well.")  # noqa: RUF009
     force: bool = option_field("--force", FORCE_HELP, default=False)
 
     def check(self) -> None:
@@ -271,7 +265,7 @@ class PageOptions:
 
 @dataclass(frozen=True)
 class ReportOptions(PageOptions):
-    """How to show a report: a table or one JSON object, and a page besides."""
+    """How to show a report: as tables or as one JSON object, and on a page as well."""
 
     as_json: bool = option_field("--json", "Write one JSON object and no table.", default=False)
 

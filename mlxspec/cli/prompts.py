@@ -27,7 +27,7 @@ model_option = option(
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """A prompt as it was asked for; None where an option is not given."""
+    """A prompt as the user gave it; None where an option is not given."""
 
     prompt: str | None = option_field("--prompt TEXT", "The prompt; - reads standard input.")
     prompt_file: str | None = option_field(

@@ -24,7 +24,7 @@ _UNENDING = 1 << 30  # tokens
 
 def calibrate(
     model: nn.Module,
-    effort: MeasurementPlan,
+    plan: MeasurementPlan,
     *,
     context: int | None = None,
     on_prefill: Progress | None = None,
@@ -34,10 +34,10 @@ def calibrate(
 
     Args:
         model: an mlx-lm model.
-        effort: which steps, and for how long; see :data:`mlxspec.plan.measurement.QUICK`.
-        context: tokens of context, in place of the effort's own number. Where the model's context
+        plan: which steps, and for how long; see :data:`mlxspec.plan.measurement.QUICK`.
+        context: tokens of context, in place of the plan's own number. Where the model's context
             is too short for all steps behind it, there are fewer rounds of them, and the
-            effort's own number becomes smaller.
+            plan's own number becomes smaller.
         on_prefill: called with context tokens done and context tokens in all.
         on_progress: called with the share of the steps that is done.
 
@@ -49,21 +49,21 @@ def calibrate(
     """
     started = time.perf_counter()
     window = context_length(model) or _UNENDING
-    longest = window - effort.within(0).room
+    longest = window - plan.within(0).room
     if context is None:
-        context = max(1, min(effort.context, window - effort.within(window - 1).room))
+        context = max(1, min(plan.context, window - plan.within(window - 1).room))
     elif not 1 <= context <= longest:
         raise OptionError(
             f"a context of {context} tokens: choose 1 to {longest} for this model"
             if longest > 0
             else "the model's context is too short for a measurement"
         )
-    effort = effort.within(window - context)
+    plan = plan.within(window - context)
     with wired_limit(model, [generation_stream]):
         steps = ModelSteps(model, context, on_prefill)
         # The context grows by a token a step, and the widest step must fit in at the end.
-        room = min(steps.target.max_rows, window - context - effort.tokens)
-        return measure(steps, effort, max(1, room), started, time.perf_counter, on_progress)
+        room = min(steps.target.max_rows, window - context - plan.tokens)
+        return measure(steps, plan, max(1, room), started, time.perf_counter, on_progress)
 
 
 def _target(model: nn.Module) -> Target:

@@ -133,9 +133,9 @@ def costs_for(
     return KeptCosts(cache, key, ranges)
 
 
-def known_range(times: list[RowsTime], effort: MeasurementPlan, source: str) -> KnownRange:
+def known_range(times: list[RowsTime], plan: MeasurementPlan, source: str) -> KnownRange:
     """A measurement as the cache keeps it."""
-    return KnownRange.now([time.known(effort.least_uncertainty) for time in times], source)
+    return KnownRange.now([time.known(plan.least_uncertainty) for time in times], source)
 
 
 class KeptCosts(LiveCosts):

@@ -231,7 +231,7 @@ class Decoder:
             printer.write(response.text, response.from_draft)
             transcript.add(response)
         printer.finish()
-        return transcript.result(self.step_times)
+        return transcript.result(self.step_times.table())
 
     def _new_drafter(self, session: Session | None) -> Drafter:
         """The drafter of a generation with :meth:`stream`."""

@@ -124,7 +124,7 @@ class AutoDecoder(_PlannedDecoder):
     def look_ups_beside(self, session: Session | None, drafter: DraftModelDrafter) -> Drafter:
         """Look-ups, and a draft model where they have nothing.
 
-        Its forwards take time before anybody knows what they are worth, and are in the steps'
+        Its forwards take time before it is known what they gain, and are in the steps'
         times: so these teach the costs nothing.
         """
         costs = FixedCosts(self.costs.curve, self.costs.sync_overhead)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationResponse as MlxLmResponse
 
 from ..errors import OptionError
-
-if TYPE_CHECKING:
-    from .responses import StepTimes
 
 
 @dataclass(frozen=True)
@@ -189,7 +186,7 @@ class Transcript:
             self._logprobs.append(response.token_logprobs(self._top))
         self._last = response
 
-    def result(self, step_times: StepTimes) -> GenerationResult:
+    def result(self, step_times: list[StepTime]) -> GenerationResult:
         """What has been generated so far; "interrupted" unless it was the whole."""
         last = self._last
         return GenerationResult(
@@ -202,7 +199,7 @@ class Transcript:
             generation_tps=last.generation_tps if last else 0.0,
             peak_memory=last.peak_memory if last else 0.0,
             stats=last.stats if last else SpeculationStats(),
-            step_times=step_times.table(),
+            step_times=step_times,
             logprobs=self._logprobs.copy() if self._top is not None else None,
             reused_tokens=last.reused_tokens if last else 0,
         )

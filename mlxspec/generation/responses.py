@@ -104,7 +104,8 @@ def responses(
                 for index, text in enumerate(output.take()):
                     generated = len(context) - len(prompt) + 1
                     response = _response(step, index, text, stats, clock, generated, output)
-                    context.append(response.token)  # what an interrupt has not kept from coming
+                    # Last: the token of a response that an interrupt prevents is not taken.
+                    context.append(response.token)
                     if response.finish_reason:
                         last = response
                         break

@@ -19,8 +19,7 @@ from ..process import occupy_standard_descriptors
 from .model_files import (
     check_layers,
     check_readable,
-    download,
-    is_repository_name,
+    find_directory,
     load_mlx_lm_model,
     local_path,
     one_line,
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
-DEMO = "demo"
-DEMO_DIRECTORY = Path(__file__).resolve().parents[1] / "demo_model"
 _HALF_PRECISION = (mx.float16, mx.bfloat16)
 
 
@@ -116,30 +113,6 @@ def load(
 
     tokenizer = load_tokenizer(directory, config.get("eos_token_id"), tokenizer_config)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
-
-
-def find_directory(path_or_repo: str | Path, revision: str | None, *, weights: bool = True) -> Path:
-    """The directory with a model's files, downloaded if need be.
-
-    Args:
-        path_or_repo: as for :func:`load`.
-        revision: of a repository.
-        weights: False leaves the weights out of a download.
-
-    Raises:
-        LoadError: there is no such directory, and no such repository either.
-    """
-    if path_or_repo == DEMO:
-        return DEMO_DIRECTORY
-    path, name = local_path(path_or_repo), os.fspath(path_or_repo)
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise LoadError(f"{name}: a file; name the directory with the model's config.json")
-    if not is_repository_name(name):
-        kind = "directory" if weights else "file or directory"
-        raise LoadError(f"{name}: no such {kind}, and no name of a Hub repository (owner/name)")
-    return download(name, revision, weights=weights)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

@@ -27,6 +27,33 @@ _MOST_LAYERS = 1000  # that a model may have with fewer tensors than layers
 
 # --- where they are ---
 
+DEMO = "demo"
+DEMO_DIRECTORY = Path(__file__).resolve().parents[1] / "demo_model"
+
+
+def find_directory(path_or_repo: str | Path, revision: str | None, *, weights: bool = True) -> Path:
+    """The directory with a model's files, downloaded if need be.
+
+    Args:
+        path_or_repo: as for :func:`load`.
+        revision: of a repository.
+        weights: False leaves the weights out of a download.
+
+    Raises:
+        LoadError: there is no such directory, and no such repository either.
+    """
+    if path_or_repo == DEMO:
+        return DEMO_DIRECTORY
+    path, name = local_path(path_or_repo), os.fspath(path_or_repo)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise LoadError(f"{name}: a file; name the directory with the model's config.json")
+    if not is_repository_name(name):
+        kind = "directory" if weights else "file or directory"
+        raise LoadError(f"{name}: no such {kind}, and no name of a Hub repository (owner/name)")
+    return download(name, revision, weights=weights)
+
 
 def local_path(name: str | os.PathLike[str]) -> Path:
     """A name as a path, with ``~`` for a home directory where there is such a user."""

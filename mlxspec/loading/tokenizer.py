@@ -12,8 +12,15 @@ from transformers import PreTrainedTokenizerFast
 
 from ..errors import LoadError
 from .detokenizer import with_own_detokenizer, wrap
-from .model import DEMO, find_directory
-from .model_files import check_name, check_readable, local_path, one_line, read_json_object
+from .model_files import (
+    DEMO,
+    check_name,
+    check_readable,
+    find_directory,
+    local_path,
+    one_line,
+    read_json_object,
+)
 from .sentencepiece_tokenizer import build_tokenizer, tokenizer_config
 
 # Besides SentencePiece's model, what transformers builds a tokenizer from without further code.

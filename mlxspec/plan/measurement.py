@@ -129,7 +129,7 @@ class Steps(Protocol):
 
 def measure(
     steps: Steps,
-    effort: MeasurementPlan,
+    plan: MeasurementPlan,
     max_rows: int,
     started: float,
     clock: Callable[[], float],
@@ -142,7 +142,7 @@ def measure(
 
     Args:
         steps: runs the steps.
-        effort: what to run.
+        plan: what to run.
         max_rows: the most rows that a step may have.
         started: the time at which the budget began to run.
         clock: tells the time in seconds.
@@ -151,25 +151,25 @@ def measure(
     Returns:
         one entry per number of rows that was measured, fewest rows first.
     """
-    widths = [rows for rows in effort.rows if rows <= max_rows]
-    samples = {1: steps.plain(1 if clock() > started + effort.seconds else effort.plain_tokens)}
-    for done in range(effort.rounds * len(widths)):
+    widths = [rows for rows in plan.rows if rows <= max_rows]
+    samples = {1: steps.plain(1 if clock() > started + plan.seconds else plan.plain_tokens)}
+    for done in range(plan.rounds * len(widths)):
         round_number, index = divmod(done, len(widths))
-        if index == 0 and round_number >= effort.steady_rounds and _steady(samples):
+        if index == 0 and round_number >= plan.steady_rounds and _steady(samples):
             break
         # There and back again: what heats up or cools down meets wide and narrow in turn.
         rows = widths[index] if round_number % 2 == 0 else widths[-1 - index]
-        left = started + effort.seconds - clock()
-        if index == 0 and round_number and _foreseen(samples, 1) * effort.plain_tokens <= left:
-            samples[1] += steps.plain(effort.plain_tokens)
-        if rows not in samples and 2 * _foreseen(samples, rows) <= left:
+        left = started + plan.seconds - clock()
+        if index == 0 and round_number and _predicted(samples, 1) * plan.plain_tokens <= left:
+            samples[1] += steps.plain(plan.plain_tokens)
+        if rows not in samples and 2 * _predicted(samples, rows) <= left:
             steps.drafted(rows)
             samples[rows] = [steps.drafted(rows)]
-        elif rows in samples and _foreseen(samples, rows) <= left:
+        elif rows in samples and _predicted(samples, rows) <= left:
             samples[rows].append(steps.drafted(rows))
         if on_progress:
-            by_count = (done + 1) / (effort.rounds * len(widths))
-            on_progress(min(1.0, max(by_count, (clock() - started) / effort.seconds)))
+            by_count = (done + 1) / (plan.rounds * len(widths))
+            on_progress(min(1.0, max(by_count, (clock() - started) / plan.seconds)))
     if on_progress:
         on_progress(1.0)
     return [_summary(rows, samples[rows]) for rows in sorted(samples)]
@@ -180,7 +180,7 @@ def _steady(samples: dict[int, list[float]]) -> bool:
     return all(_summary(rows, times).standard_error <= _STEADY for rows, times in samples.items())
 
 
-def _foreseen(samples: dict[int, list[float]], rows: int) -> float:
+def _predicted(samples: dict[int, list[float]], rows: int) -> float:
     """How long a step will take, from what has been measured."""
     measured = max(known for known in samples if known <= rows)
     return min(samples[measured]) * rows / measured

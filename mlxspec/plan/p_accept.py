@@ -14,7 +14,7 @@ from ..draft.suffix_index import Continuation
 
 
 class TokenClass(IntEnum):
-    """The kinds; how easily a token is foreseen differs between them."""
+    """The kinds of tokens; some are easier to predict than others."""
 
     WORD_START = 0
     CONTINUATION = 1

@@ -22,7 +22,7 @@ from mlxspec.cli.cache_prompt import cache_prompt_command
 from mlxspec.cli.generate import generate_command
 from mlxspec.errors import LoadError
 from mlxspec.loading import model as loading
-from mlxspec.loading.model import DEMO_DIRECTORY
+from mlxspec.loading.model_files import DEMO_DIRECTORY
 
 pytestmark = pytest.mark.slow
 

@@ -38,7 +38,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """The contexts of the measurements from now on, each with the result TIMES."""
     contexts: list[int | None] = []
 
-    def calibrate(model, effort, *, context, on_prefill, on_progress):
+    def calibrate(model, plan, *, context, on_prefill, on_progress):
         contexts.append(context)
         on_prefill(3, 3)
         on_progress(1.0)

@@ -57,7 +57,7 @@ def test_plain_steps_are_pipelined_and_a_drafted_step_waits_for_the_last(
     assert forwards == [4]
 
 
-def test_the_context_grows_no_further_than_the_effort_says(llama: nn.Module):
+def test_the_context_grows_no_further_than_the_plan_says(llama: nn.Module):
     steps = ModelSteps(llama, context=8)
     for _ in range(SMALL.rounds):
         steps.plain(SMALL.plain_tokens)
@@ -100,8 +100,8 @@ def test_where_accepted_tokens_run_again_a_step_is_measured_with_them(
 
 
 def test_state_that_cannot_be_cut_bounds_the_rows_to_16():
-    effort = replace(SMALL, rows=(2, 16, 24))
-    times = calibrate(random_model("mamba2", **MAMBA_2), effort)
+    plan = replace(SMALL, rows=(2, 16, 24))
+    times = calibrate(random_model("mamba2", **MAMBA_2), plan)
     assert [time.rows for time in times] == [1, 2, 16]
 
 

@@ -38,7 +38,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that are measured from now on, each with the result TIMES."""
     measured: list[nn.Module] = []
 
-    def calibrate(model, effort, *, on_progress=None):
+    def calibrate(model, plan, *, on_progress=None):
         measured.append(model)
         if on_progress:
             on_progress(1.0)

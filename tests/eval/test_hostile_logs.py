@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlxspec.errors import MlxspecError
 from mlxspec.eval.prompts import read_prompts
 from mlxspec.eval.traces import TraceTokenizer, load_trace_tokenizer, read_completions
-from mlxspec.loading.model import DEMO_DIRECTORY
+from mlxspec.loading.model_files import DEMO_DIRECTORY
 from tests.support.examples import examples
 from tests.support.hostile import harmless, json_values, mutated
 

@@ -74,7 +74,7 @@ def test_a_transcript_collects_log_probabilities_only_where_they_are_wanted(
         transcript = Transcript(wanted)
         for response in responses:
             transcript.add(response)
-        collected = transcript.result(decoder.step_times).logprobs
+        collected = transcript.result(decoder.step_times.table()).logprobs
         if wanted is None:
             assert collected is None
         else:

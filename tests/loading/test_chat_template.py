@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mlxspec.errors import PromptError
 from mlxspec.loading import chat_template
 from mlxspec.loading.chat_template import apply_template
-from mlxspec.loading.model import DEMO_DIRECTORY
+from mlxspec.loading.model_files import DEMO_DIRECTORY
 from mlxspec.loading.tokenizer import load_tokenizer
 from tests.support.examples import examples
 from tests.support.hostile import harmless

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from mlxspec.draft.drafter import NoDraft
 from mlxspec.errors import MlxspecError
 from mlxspec.generation.decoder import Decoder
-from mlxspec.loading.model import DEMO_DIRECTORY, load
+from mlxspec.loading.model import load
+from mlxspec.loading.model_files import DEMO_DIRECTORY
 from mlxspec.loading.tokenizer import load_tokenizer, load_tokenizer_of
 from tests.support.examples import examples
 from tests.support.hostile import harmless, json_values, mutated

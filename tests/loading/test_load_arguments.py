@@ -13,7 +13,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlxspec
 from mlxspec.errors import LoadError
-from mlxspec.loading.model import DEMO_DIRECTORY
+from mlxspec.loading.model_files import DEMO_DIRECTORY
 
 LORA = {"num_layers": 2, "lora_parameters": {"rank": 2, "scale": 20.0, "dropout": 0.0}}
 

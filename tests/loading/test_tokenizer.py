@@ -14,7 +14,7 @@ from sentencepiece import SentencePieceProcessor
 
 from mlxspec.errors import LoadError
 from mlxspec.loading.detokenizer import ByteDetokenizer, detokenizer_of
-from mlxspec.loading.model import DEMO_DIRECTORY
+from mlxspec.loading.model_files import DEMO_DIRECTORY
 from mlxspec.loading.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
 from mlxspec.loading.tokenizer import load_tokenizer, load_tokenizer_of
 from tests.support.local_hub import LocalHub, serve

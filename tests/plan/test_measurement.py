@@ -44,10 +44,10 @@ class Machine:
         return self.now
 
 
-def run(machine: Machine, effort=QUICK, max_rows: int = 64, prefill: float = 0.5):
+def run(machine: Machine, plan=QUICK, max_rows: int = 64, prefill: float = 0.5):
     started = machine.now
     machine.now += prefill
-    return measure(machine, effort, max_rows, started, machine.clock)
+    return measure(machine, plan, max_rows, started, machine.clock)
 
 
 @pytest.mark.parametrize("chip", APPLE)
@@ -130,7 +130,7 @@ def test_a_widely_spread_time_is_uncertain_and_so_is_one_of_few_steps():
     assert RowsTime(2, 0.1, 0.0, 1).known(0.02).uncertainty > 0.1
 
 
-def test_an_effort_that_does_not_fit_takes_fewer_rounds_then_narrower_steps():
+def test_a_plan_that_does_not_fit_takes_fewer_rounds_then_narrower_steps():
     assert CAREFUL.within(CAREFUL.room) == CAREFUL
     room = 10_000
     while room:

@@ -1,0 +1,87 @@
+"""The walls of the package: which room may import which."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import mlxspec
+
+PACKAGE = Path(mlxspec.__file__).parent
+# The higher the later; the same order as in CONTRIBUTING.md.
+ROOMS = (
+    *("errors", "files", "jsonl", "process", "terminal"),
+    *("draft", "plan", "store", "loading", "engine", "distributed"),
+    *("generation", "compat", "convert", "eval", "cli"),
+)
+WITHOUT_MLX = ("draft", "plan", "store", "errors", "files", "jsonl", "process", "terminal")
+
+
+def imports(path: Path) -> list[str]:
+    """What a file imports, wherever in it, by absolute names."""
+    package = ("mlxspec", *path.relative_to(PACKAGE).parts[:-1])
+    found: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *([node.module] if node.module else [])))
+            found += [module, *(f"{module}.{alias.name}" for alias in node.names)]
+    return found
+
+
+def room_of(module: str) -> str | None:
+    """The room of a module of this package; None for the package itself and for others."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "mlxspec" and len(parts) > 1 and parts[1] in ROOMS else None
+
+
+def test_every_file_is_in_a_room() -> None:
+    names = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir()}
+    assert names - {"__init__", "__pycache__", "py", "demo_model"} == set(ROOMS)
+
+
+def test_no_import_runs_upwards() -> None:
+    upwards = [
+        f"{path.relative_to(PACKAGE)} imports {module}"
+        for path in PACKAGE.rglob("*.py")
+        if (own := room_of(".".join(("mlxspec", *path.relative_to(PACKAGE).with_suffix("").parts))))
+        for module in imports(path)
+        if (other := room_of(module)) and ROOMS.index(other) > ROOMS.index(own)
+    ]
+    assert upwards == []
+
+
+def test_no_files_import_each_other() -> None:
+    """Not even one after the other, in a circle."""
+    files = {
+        ".".join(("mlxspec", *path.relative_to(PACKAGE).with_suffix("").parts)): path
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    needs = {name: {m for m in imports(path) if m in files} for name, path in files.items()}
+    while leaves := [name for name, needed in needs.items() if not needed & needs.keys()]:
+        for name in leaves:
+            del needs[name]
+    assert sorted(needs) == []
+
+
+def test_the_lower_rooms_know_no_mlx() -> None:
+    for room in WITHOUT_MLX:
+        for path in [*PACKAGE.glob(f"{room}.py"), *(PACKAGE / room).rglob("*.py")]:
+            own = [m for m in imports(path) if m == "mlx" or m.startswith(("mlx.", "mlx_lm"))]
+            assert own == [], path
+
+
+def test_the_package_and_the_help_of_a_command_load_no_mlx() -> None:
+    program = (
+        "import sys, mlxspec, mlxspec.cli.main as main\n"
+        "context = __import__('click').Context(main.main)\n"
+        "[main.main.get_command(context, name) for name in main.main.list_commands(context)]\n"
+        "slow = {'mlx', 'mlx_lm', 'numpy', 'transformers'} & sys.modules.keys()\n"
+        "assert not slow, slow\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
