@@ -15,6 +15,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 from ..draft.drafter import VerifiedStep
 from ..engine import step as engine
 from ..engine.target import Progress, Target
+from ..process import await_at_exit
 from .response import GenerationResponse, SpeculationStats, StepTime
 
 _KEPT = 64  # recent steps per number of rows: enough for a median, and a hot chip is noticed
@@ -98,6 +99,7 @@ def responses(
             stats = SpeculationStats()
             while not last:
                 (step,) = engine.step([sequence])
+                await_at_exit()  # the thread may be another one by now
                 verified = step.verified
                 step_times.record(verified.rows, verified.seconds, verified.pipelined)
                 stats = _updated(stats, verified)
