@@ -20,6 +20,10 @@ from .response import GenerationResponse, SpeculationStats, StepTime
 
 _KEPT = 64  # recent steps per number of rows: enough for a median, and a hot chip is noticed
 
+RecordTime = Callable[[int, float, bool], None]
+"""Told a step's rows (pending ones included), its wall time in seconds, and whether it was
+pipelined."""
+
 
 class CacheOwner(Protocol):
     """Whose caches a generation continues, and what they see of it."""
@@ -66,7 +70,7 @@ def responses(
     prompt: Sequence[int],
     new_sequence: Callable[[Target, int], engine.Sequence],
     output: OutputText,
-    step_times: StepTimes,
+    record_time: RecordTime,
     on_progress: Progress | None,
 ) -> Generator[GenerationResponse, None, None]:
     """Run a sequence and turn its steps into responses.
@@ -79,7 +83,7 @@ def responses(
         prompt: token ids.
         new_sequence: makes the sequence of a target that holds so many of the prompt's tokens.
         output: where the tokens become text and the end is found.
-        step_times: told each step's.
+        record_time: told each step's.
         on_progress: told how far the prompt is.
     """
     context = list(prompt)
@@ -101,7 +105,7 @@ def responses(
                 (step,) = engine.step([sequence])
                 await_at_exit()  # the thread may be another one by now
                 verified = step.verified
-                step_times.record(verified.rows, verified.seconds, verified.pipelined)
+                record_time(verified.rows, verified.seconds, verified.pipelined)
                 stats = _updated(stats, verified)
                 for index, text in enumerate(output.take()):
                     generated = len(context) - len(prompt) + 1
