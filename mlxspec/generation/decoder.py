@@ -289,12 +289,13 @@ class Decoder:
                 draft_end=lambda: self.draft_end,
             )
 
-        def record(rows: int, seconds: float, pipelined: bool) -> None:
+        def record_both(rows: int, seconds: float, pipelined: bool) -> None:
+            assert record_time is not None
             self.step_times.record(rows, seconds, pipelined)
-            if record_time:
-                record_time(rows, seconds, pipelined)
+            record_time(rows, seconds, pipelined)
 
         owner = around(self._owner(tokens, drafter, checked), tokens)
+        record = record_both if record_time else self.step_times.record
         return responses(owner, tokens, new_sequence, output, record, checked.on_progress)
 
     def drafts(self, options: CheckedOptions) -> bool:
