@@ -12,6 +12,7 @@ from typing import TypeVar
 from .cost_curve import USUAL_SYNC_OVERHEAD, CostCurve
 from .live_curve import KnownTime, LiveCurve
 
+# Where these come from: docs/planner-notes.md, "Constants".
 _MOST = 0.5
 _FIRST_VARIANCE = 0.1**2  # variances: of the usual cost at first,
 _CHANGE = 0.005**2  # and of its change from one run of plain steps to the next

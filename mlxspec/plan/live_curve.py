@@ -15,6 +15,7 @@ from .cost_curve import CostCurve
 WIDEST = 64
 """Rows up to which costs are predicted; on no chip whose costs are known do wider steps pay."""
 
+# Where these come from: docs/planner-notes.md, "Constants".
 # Variances, all of natural logarithms of seconds. Of a part at first:
 _MACHINE_VARIANCE = 0.3**2  # what a machine may have become while nobody measured
 _DRAFTED_VARIANCE = 0.08**2  # real drafts also take a proposal, and their tokens are other ones

@@ -83,6 +83,7 @@ CAREFUL = MeasurementPlan(
 )
 
 
+# Where these come from: docs/planner-notes.md, "Constants".
 _FEW = 3  # steps, whose spread says nothing
 _SPREAD_OF_FEW = 0.1
 _STEADY = 0.05  # relative standard error
