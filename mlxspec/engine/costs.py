@@ -103,7 +103,7 @@ def _configuration(model: nn.Module) -> Any:
     return asdict(args) if is_dataclass(args) and not isinstance(args, type) else repr(args)
 
 
-_STEPS_WORTH_SAVING = 32  # docs/planner-notes.md, "Constants"
+_STEPS_WORTH_SAVING = 32
 _SECONDS_BETWEEN_SAVES = 30.0
 
 

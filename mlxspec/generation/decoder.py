@@ -33,7 +33,15 @@ from ..loading.model import load
 from ..terminal import TokenPrinter
 from .options import CheckedOptions, GenerationOptions, Prompt, check_options, prompt_ids
 from .response import GenerationResponse, GenerationResult, Transcript
-from .responses import CacheOwner, Detokenizer, NewCache, OutputText, StepTimes, responses
+from .responses import (
+    CacheOwner,
+    Detokenizer,
+    NewCache,
+    OutputText,
+    RecordTime,
+    StepTimes,
+    responses,
+)
 from .session import Session, SessionTurn
 
 if TYPE_CHECKING:
@@ -163,6 +171,7 @@ class Decoder:
         drafter: Drafter,
         *,
         max_tokens: int = 250,
+        record_time: RecordTime | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Generator[GenerationResponse, None, None]:
         """Generate with a drafter of your own, or with one of mlxspec's.
@@ -173,6 +182,8 @@ class Decoder:
                 is not used with logits processors or a sampler that are not known to be pure
                 (see :class:`mlxspec.SamplingParams`), nor for a model that verifies no drafts.
             max_tokens: how many tokens to generate at most, at least 1.
+            record_time: called after each step with its rows, its wall time in seconds, and whether
+                it was pipelined.
             options: any of these.
 
         Options:
@@ -215,7 +226,9 @@ class Decoder:
                 draft.
             TypeError: there is no such option.
         """
-        return self._generate(prompt, max_tokens, options, lambda session: drafter)
+        return self._generate(
+            prompt, max_tokens, options, lambda session: drafter, record_time=record_time
+        )
 
     def written(
         self, responses: Iterable[GenerationResponse], color: bool = True
@@ -245,6 +258,7 @@ class Decoder:
         options: GenerationOptions,
         make_drafter: MakeDrafter,
         around: Callable[[CacheOwner, list[int]], CacheOwner] = lambda owner, tokens: owner,
+        record_time: RecordTime | None = None,
     ) -> Generator[GenerationResponse, None, None]:
         """As :meth:`decode`; the drafter is made once prompt and options are known to be good,
         since it may measure, and only where drafts can be verified.
@@ -252,6 +266,7 @@ class Decoder:
         Args:
             make_drafter: given the session.
             around: wraps the owner of the model's caches in an owner of further caches.
+            record_time: as for :meth:`decode`.
         """
         tokens = self._prompt_tokens(prompt)
         checked = check_options(self.model, self.tokenizer, self.vocab_size, max_tokens, options)
@@ -275,8 +290,14 @@ class Decoder:
                 draft_end=lambda: self.draft_end,
             )
 
+        def record_both(rows: int, seconds: float, pipelined: bool) -> None:
+            assert record_time is not None
+            self.step_times.record(rows, seconds, pipelined)
+            record_time(rows, seconds, pipelined)
+
         owner = around(self._owner(tokens, drafter, checked), tokens)
-        return responses(owner, tokens, new_sequence, output, self.step_times, checked.on_progress)
+        record = record_both if record_time else self.step_times.record
+        return responses(owner, tokens, new_sequence, output, record, checked.on_progress)
 
     def drafts(self, options: CheckedOptions) -> bool:
         """Whether anything can be drafted in a generation with these options."""

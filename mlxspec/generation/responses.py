@@ -15,9 +15,14 @@ from mlx_lm.generate import generation_stream, wired_limit
 from ..draft.drafter import VerifiedStep
 from ..engine import step as engine
 from ..engine.target import Progress, Target
+from ..process import await_at_exit
 from .response import GenerationResponse, SpeculationStats, StepTime
 
 _KEPT = 64  # recent steps per number of rows: enough for a median, few enough to show a hot chip
+
+RecordTime = Callable[[int, float, bool], None]
+"""Told a step's rows (pending ones included), its wall time in seconds, and whether it was
+pipelined."""
 
 
 class CacheOwner(Protocol):
@@ -65,7 +70,7 @@ def responses(
     prompt: Sequence[int],
     new_sequence: Callable[[Target, int], engine.Sequence],
     output: OutputText,
-    step_times: StepTimes,
+    record_time: RecordTime,
     on_progress: Progress | None,
 ) -> Generator[GenerationResponse, None, None]:
     """Run a sequence and turn its steps into responses.
@@ -79,7 +84,7 @@ def responses(
         new_sequence: makes the sequence, given the target and how many of the prompt's tokens
             its cache holds; its ``ends`` is ``output.add``.
         output: turns tokens into text and finds the end.
-        step_times: records the time of each step.
+        record_time: called with the rows and the time of each step.
         on_progress: called with prompt tokens done and prompt tokens in all.
     """
     context = list(prompt)
@@ -99,8 +104,9 @@ def responses(
             stats = SpeculationStats()
             while not last:
                 (step,) = engine.step([sequence])
+                await_at_exit()  # the thread may be another one by now
                 verified = step.verified
-                step_times.record(verified.rows, verified.seconds, verified.pipelined)
+                record_time(verified.rows, verified.seconds, verified.pipelined)
                 stats = _updated(stats, verified)
                 for index, text in enumerate(output.take()):
                     generated = len(context) - len(prompt) + 1

@@ -9,7 +9,7 @@ from ..draft.custom import checked_drafter, not_a_draft
 from ..draft.drafter import Drafter, DraftTree, VerifiedStep
 from .planner import Candidates, Source, best_first
 
-# Evidence for the constants: docs/planner-notes.md, "Constants".
+# Where these come from: docs/planner-notes.md, "Constants".
 _RANKS, _DEPTHS = 4, 8  # ranks among siblings, and depths, each with a probability of its own
 _FIRST_P_ACCEPT = 0.5
 _RATE = 0.1

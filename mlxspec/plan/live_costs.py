@@ -1,7 +1,4 @@
-"""What steps cost now: one live curve per range of context lengths, and the sync overhead.
-
-Evidence for the constants: docs/planner-notes.md, "Constants".
-"""
+"""What steps cost now: one live curve per range of context lengths, and the sync overhead."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from typing import TypeVar
 from .cost_curve import USUAL_SYNC_OVERHEAD, CostCurve
 from .live_curve import KnownTime, LiveCurve
 
+# Where these come from: docs/planner-notes.md, "Constants".
 _MOST = 0.5
 _FIRST_VARIANCE = 0.1**2  # of the usual sync overhead, before anything was learned
 _CHANGE = 0.005**2  # variance of its change from one run of plain steps to the next

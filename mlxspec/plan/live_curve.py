@@ -1,7 +1,4 @@
-"""The verify cost at about one context length, corrected by every step.
-
-Evidence for the constants: docs/planner-notes.md, "Constants".
-"""
+"""The verify cost at about one context length, corrected by every step."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from .cost_curve import CostCurve
 WIDEST = 64
 """Rows up to which costs are predicted; wider steps pay on no chip whose costs are known."""
 
+# Where these come from: docs/planner-notes.md, "Constants".
 # Variances, all of natural logarithms of seconds. Of a part at first:
 _MACHINE_VARIANCE = 0.3**2  # a machine's speed may change while nobody measures
 _DRAFTED_VARIANCE = 0.08**2  # real drafts have to be proposed, and have other tokens than measured

@@ -1,7 +1,4 @@
-"""Lookahead as a source: guesses with their probabilities, and a window where it pays.
-
-Evidence for the constants: docs/planner-notes.md, "Constants".
-"""
+"""Lookahead as a source: guesses with their probabilities, and a window where it pays."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from ..draft.lookahead import JacobiWindow, NgramPool, add_window
 from .planner import Candidates, Source, best_first
 from .policy import Policy, price_of_time
 
+# Where these come from: docs/planner-notes.md, "Constants".
 _RANKS = 4  # siblings that are considered
 _CLASSES = 8  # of agreement with the text, in tokens
 

@@ -1,7 +1,4 @@
-"""Measuring T(rows): which steps to run within a time limit, and what they tell.
-
-Evidence for the constants: docs/planner-notes.md, "Constants" and "Measuring on a busy machine".
-"""
+"""Measuring T(rows): which steps to run within a time limit, and what they tell."""
 
 from __future__ import annotations
 
@@ -87,6 +84,7 @@ CAREFUL = MeasurementPlan(
 )
 
 
+# Where these come from: docs/planner-notes.md, "Constants".
 _FEW = 3  # steps: the spread of fewer says nothing
 _SPREAD_OF_FEW = 0.1
 _STEADY = 0.05  # relative standard error

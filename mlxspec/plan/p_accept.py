@@ -59,7 +59,7 @@ def _class_of(piece: str) -> TokenClass:
     return TokenClass.CONTINUATION if word[0].isalpha() else TokenClass.PUNCTUATION
 
 
-# Evidence for the constants: docs/planner-notes.md, "Constants".
+# Where these come from: docs/planner-notes.md, "Constants".
 _MAX_LENGTH = 512  # beyond, a match is as good as one of this length
 _LOWEST, _HIGHEST = 1e-4, 0.998
 

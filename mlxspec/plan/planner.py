@@ -1,7 +1,4 @@
-"""The planner: drafts what emits most tokens per time, which may be nothing.
-
-Where the constants come from: docs/planner-notes.md, "Constants".
-"""
+"""The planner: drafts what emits most tokens per time, which may be nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +9,8 @@ from ..draft.drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
 from .cost_curve import USUAL_SYNC_OVERHEAD, Costs
 from .policy import Policy, expected_shortfall, expected_tokens, price_of_time, replayed_costs
 
-# The running gain starts with that of a chain whose tokens each have a p_accept of 60 %.
+# The running gain starts with that of a chain whose tokens each have a p_accept of 60 %
+# (docs/planner-notes.md, "Constants").
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
 
 

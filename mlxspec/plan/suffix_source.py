@@ -20,7 +20,7 @@ from .planner import Candidates, Source
 # Negative p_reached, serial number, parent, rank among its siblings, occurrences, path.
 _Frontier = tuple[float, int, int, int, list[Occurrence], list[int]]
 
-# Evidence for the constants: docs/planner-notes.md, "Constants".
+# Where these come from: docs/planner-notes.md, "Constants".
 _CHILDREN = 6  # per node of a tree; more are never likely enough
 _STORED_OCCURRENCES = 8  # that a store is asked for
 _LEAST_P_REACHED = 0.01  # nodes that are reached more rarely gain nothing on any machine
