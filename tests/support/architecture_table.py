@@ -5,6 +5,8 @@ python -m tests.support.architecture_table > docs/architectures.md
 
 from __future__ import annotations
 
+import mlxspec  # isort: skip  # noqa: F401  (before mlx.core)
+
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING
 
