@@ -18,7 +18,7 @@ class DraftTree:
     """Draft tokens below the last emitted token; a chain is a tree without branches.
 
     Node 0 is the root, the last emitted token, which is no draft itself. Every other node is
-    a token proposed to follow its parent. Parents stand before their children, so a loop over
+    a token proposed to follow its parent. Parents come before their children, so a loop over
     the nodes meets all ancestors of a node before it.
 
     Args:
@@ -27,7 +27,7 @@ class DraftTree:
 
     Raises:
         TypeError: a token or a parent is no integer.
-        ValueError: the two differ in length, or a parent does not stand before its child.
+        ValueError: the two differ in length, or a parent does not come before its child.
     """
 
     tokens: tuple[int, ...]
@@ -42,7 +42,7 @@ class DraftTree:
         if self.parents[0] != -1:
             raise ValueError("node 0 of a draft tree is its root, whose parent is -1")
         if any(not 0 <= parent < node for node, parent in enumerate(self.parents) if node):
-            raise ValueError("in a draft tree parents stand before their children")
+            raise ValueError("in a draft tree parents come before their children")
 
     @classmethod
     def chain(cls, root: int, draft: Iterable[int] = ()) -> DraftTree:
@@ -230,7 +230,7 @@ class Drafter:
         raise NotImplementedError(f"{type(self).__name__} has no method observe")
 
     def end(self) -> None:
-        """Let go of the generation's state."""
+        """Release the generation's state."""
 
     def origins(self) -> tuple[str, ...] | None:
         """Per node of the tree proposed last, a word for where it came from; the root's is "root".

@@ -209,7 +209,7 @@ class LookaheadDrafter(Drafter):
             in a step, for one first token; -1, the reference's "no limit", for 64, and None for
             as many as W.
         pool_from_prompt: the reference's POOL_FROM_PROMPT: whether the pool starts with the
-            prompt's n-grams. Those of the output are entered in any case.
+            prompt's n-grams. Those of the output are always entered.
 
     Raises:
         OptionError: a size is out of range.

@@ -1,4 +1,4 @@
-"""Prompt lookup: drafts of what followed the context's last n-gram where it first stood."""
+"""Prompt lookup: drafts of what followed the context's last n-gram where it first occurred."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class PromptLookupDrafter(Drafter):
     """Drafts a chain by looking the context's last tokens up in the context itself.
 
     For n from ``ngram_max`` down to ``ngram_min``, the last n tokens of prompt and output are
-    looked up in what stands before them; the tokens after the earliest occurrence of the
+    looked up in what precedes them; the tokens after the earliest occurrence of the
     longest match are the draft. (Apoorv Saxena, "Prompt Lookup Decoding", 2023; the earliest
     match is the one that transformers takes too.)
 

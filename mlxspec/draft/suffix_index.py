@@ -1,4 +1,4 @@
-"""The suffix index: where the end of a growing text has stood before, and what followed there."""
+"""The suffix index: where the end of a growing text occurred before, and what followed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class SuffixIndex:
         self._whole = True
 
     def occurrences(self) -> list[Occurrence]:
-        """Where the text's last tokens stood before, the longest matches first, then the newest.
+        """Where the text's last tokens occurred before, the longest matches first, then the newest.
 
         The newest eight places are looked up for each n-gram size; for single tokens only if
         the longer n-grams gave fewer than eight.
@@ -169,10 +169,10 @@ class TextStore(Protocol):
 
     @property
     def tokens(self) -> Sequence[int]:
-        """All of them, a SEPARATOR behind each."""
+        """All of them, a SEPARATOR after each."""
 
     def occurrences(self, tail: Sequence[int], limit: int) -> list[Occurrence]:
-        """Where ``tail`` stands in them, best first. Positions are negative: from the end."""
+        """Where ``tail`` occurs in them, best first. Positions are negative: from the end."""
 
 
 class Continuation(NamedTuple):

@@ -279,7 +279,7 @@ class Target:
             self._return_to(self._marks[-1])
 
     def _forget_marks_behind(self) -> None:
-        """Forget the marks in what was cut off: other tokens will stand there."""
+        """Forget the marks in what was cut off: other tokens will take its place."""
         while self._marks and self._marks[-1].length > self.length:
             self._marks.pop()
 

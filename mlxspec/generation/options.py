@@ -74,7 +74,7 @@ def stop_token_ids(
 
     Args:
         tokenizer: the model's.
-        extra: token ids, or texts that are one token: as they stand in the vocabulary
+        extra: token ids, or texts that are one token: as spelled in the vocabulary
             (``</s>``, ``▁river``), or as plain text.
         vocab_size: the number of token ids that the model knows.
 

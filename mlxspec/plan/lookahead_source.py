@@ -212,7 +212,7 @@ class WindowGain:
         return self._factor * _USUAL_GAINS[size]
 
     def learn(self, size: WindowSize, tokens: int) -> None:
-        """Learn from a step that emitted so many tokens more thanks to the window."""
+        """Learn from a step that emitted ``tokens`` more thanks to the window."""
         factor = self._factor + _RATE * (tokens / _USUAL_GAINS[size] - self._factor)
         self._factor = min(factor, _MOST)
 

@@ -123,7 +123,7 @@ class Steps(Protocol):
     """Runs steps for their time."""
 
     def plain(self, tokens: int) -> list[float]:
-        """Seconds of each of so many pipelined plain steps."""
+        """Seconds of each of ``tokens`` pipelined plain steps."""
 
     def drafted(self, rows: int) -> float:
         """Seconds of one whole drafted step."""

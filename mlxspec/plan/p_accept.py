@@ -93,7 +93,7 @@ class AcceptanceModel:
     Evidence: length of the match, number of occurrences that agree and disagree, distance,
     the class of the token, rank among the continuations, and how often recent ones were right.
     There are three weight vectors: for continuations without a competitor, for the best of
-    several, and for the others. They were fitted on replayed outputs and stand in
+    several, and for the others. They were fitted on replayed outputs and are in
     ``p_accept_prior.json``.
 
     Args:

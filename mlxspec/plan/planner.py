@@ -134,7 +134,7 @@ class Source:
         """
 
     def end(self) -> None:
-        """Let go of the generation's state."""
+        """Release the generation's state."""
 
 
 class Planner(Drafter):
@@ -302,7 +302,7 @@ class Planner(Drafter):
         return gain
 
     def _costs_of(self, expected: Sequence[float]) -> Sequence[float]:
-        """``costs[rows]``: T(rows) / T(1) of a step with so many rows besides pending ones."""
+        """``costs[rows]``: T(rows) / T(1) of a step with ``rows`` rows besides pending ones."""
         table = self.costs.curve.table
         return replayed_costs(expected, table, self._pending) if self._replays else table
 
@@ -374,7 +374,7 @@ def merged(sources: Sequence[Candidates], max_nodes: int) -> Candidates:
 def best_first(candidates: Candidates, into: Candidates) -> list[int]:
     """Add the nodes to ``into``, the likeliest first; returns their former numbers.
 
-    Equal ones keep their order, so that parents stand before children.
+    Equal ones keep their order, so that parents come before children.
     """
     order = sorted(range(1, len(candidates.tokens)), key=lambda n: -candidates.p_reached[n - 1])
     number = {0: 0}

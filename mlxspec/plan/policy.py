@@ -196,7 +196,7 @@ def expected_shortfall(cost: float, p_by_depth: Sequence[float]) -> float:
 def replayed_costs(expected: Sequence[float], table: Sequence[float], pending: int) -> list[float]:
     """What a step costs where state cannot be cut back, and accepted tokens run once more.
 
-    Pending rows stand in front of the step's own. A draft that is accepted in part makes the
+    Pending rows run in front of the step's own. A draft that is accepted in part makes the
     next step wider by the tokens that are pending then.
 
     Args:
