@@ -1,6 +1,6 @@
 """Convert a checkpoint for MLX: ``python convert.py --help``."""
 
-from mlxspec.process import run
+from mlxspec.cli.start import run
 
 if __name__ == "__main__":
     run("mlxspec.cli.convert", "convert_command", "convert.py")

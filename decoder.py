@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mlxspec.process import run
+from mlxspec.cli.start import run
 
 if TYPE_CHECKING:
     from mlxspec import LookaheadDecoder, PromptLookupDecoder

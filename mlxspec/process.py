@@ -1,16 +1,14 @@
-"""What mlxspec asks of the process that it runs in: BLAS, descriptors, start and end."""
+"""What mlxspec asks of the process that it runs in: BLAS, descriptors, and its end."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
 import os
-import signal
 import sys
 import threading
 import time
 import warnings
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 
@@ -95,31 +93,3 @@ def await_at_exit() -> None:
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it: 128 + SIGINT."""
-
-
-def main() -> None:
-    """The ``mlxspec`` command."""
-    run("mlxspec.cli.main", "main", "mlxspec")
-
-
-def run(module: str, command: str, name: str) -> None:
-    """Import a click command and run it; Ctrl-C ends the import with one line and status 130.
-
-    Args:
-        module: where the command is.
-        command: its name there.
-        name: what the user calls it.
-    """
-    occupy_standard_descriptors()
-    usual = signal.getsignal(signal.SIGINT)
-    if usual is signal.default_int_handler:  # and not ignored, as behind nohup
-        signal.signal(signal.SIGINT, _quit)
-    start = getattr(import_module(module), command)
-    run_command = import_module("mlxspec.cli.outcome").run_command
-    signal.signal(signal.SIGINT, usual)
-    run_command(start, name)
-
-
-def _quit(*_: object) -> None:
-    os.write(2, b"\nInterrupted.\n")
-    os._exit(INTERRUPTED)

@@ -217,7 +217,7 @@ def color_option(group: str, help: str = "Colour accepted draft tokens.") -> Dec
 
 
 DRAFTER = "--drafter MODULE:CLASS"
-"""How a drafter of the user's is given; :func:`mlxspec.draft.drafter.load_drafter` loads it."""
+"""How a drafter of the user's is given; :func:`mlxspec.draft.custom.load_drafter` loads it."""
 
 
 def check_least(least: int, **options: int | None) -> None:

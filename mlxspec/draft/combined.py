@@ -1,4 +1,4 @@
-"""Two drafters in one tree: the first one's draft, and the second one's beside it."""
+"""Two drafters in one tree: the first one's draft, and beside it the second one's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep, origins_of, 
 
 
 class CombinedDrafter(Drafter):
-    """Drafts what either of two drafters proposes; common beginnings are verified once.
+    """Drafts what either of two drafters proposes; common prefixes are verified once.
 
     Each drafter observes a step as if its own tree had been verified: with the target's choices
     after its own nodes, and all emitted tokens, whoever proposed them. A target that verifies
@@ -19,9 +19,9 @@ class CombinedDrafter(Drafter):
     Args:
         first: comes first where rows are limited, and where drafts are cut to a chain.
         second: gets the rows that the first leaves.
-        max_rows: of a step, the current token's included; None does not limit them. A drafter
-            that offers ``propose_beside`` fits its draft to what is left, that of any other is
-            cut.
+        max_rows: of a step, the current token's included; None sets no limit. A second drafter
+            with a method ``propose_beside(rows, max_depth, max_rows)`` fits its draft to the rows
+            that are left; the draft of any other is cut.
     """
 
     def __init__(self, first: Drafter, second: Drafter, max_rows: int | None = None) -> None:
@@ -64,7 +64,7 @@ class CombinedDrafter(Drafter):
             self.second.end()
 
     def origins(self) -> tuple[str, ...]:
-        """Per node of the tree proposed last, what its first proposer says of it."""
+        """Per node of the tree proposed last, its origin, by the first drafter that has one."""
         origins = ["root"] + [""] * (len(self._merged) - 1)
         for drafter, tree, nodes in zip(
             (self.first, self.second), self._parts, self._merged.nodes, strict=True
@@ -86,15 +86,15 @@ class CombinedDrafter(Drafter):
 
 
 def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
-    """A step as it is for a tree whose nodes are among the verified ones.
+    """A step as if only the nodes of one tree had been verified.
 
     Args:
         step: what was verified.
-        tree: a draft for the same token; what the step has not verified of it is left out.
+        tree: a draft for the same token; nodes that the step did not verify are left out.
 
     Returns:
-        the target's choices after the nodes of ``tree``, and those of them that were accepted.
-        Tokens that were accepted elsewhere are among the emitted ones only.
+        the step with the target's choices after the nodes of ``tree`` and with its accepted
+        nodes. The emitted tokens are all, whichever draft they came from.
     """
     children: dict[tuple[int, int], int] = {}
     for node in range(len(step.tree) - 1, 0, -1):  # so that the first of equal siblings remains

@@ -1,4 +1,4 @@
-"""The texts that a generation drafts from: its context, and earlier outputs."""
+"""The texts that a generation drafts from: its own context, and earlier outputs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .suffix_index import MAX_LENGTH, SEPARATOR, SuffixIndex
 class OutputMemory:
     """The last outputs of this process, first in, first out. Threads may share it.
 
-    There is no lock: a generation that is collected as garbage adds its output wherever that
-    happens, which might be here. What each line does with the deque it does at once.
+    There is no lock: a generation that is garbage-collected adds its output wherever that
+    happens, possibly within these methods. Each line's change of the deque is atomic.
 
     Args:
         max_tokens: how much is remembered; 0 remembers nothing.
@@ -25,7 +25,7 @@ class OutputMemory:
         self._outputs: deque[list[int]] = deque()
 
     def add(self, output: Sequence[int]) -> None:
-        """Remember an output; of one that is too long, its end. The oldest ones make room."""
+        """Remember an output, or its end if it is too long; the oldest outputs make room."""
         kept = list(output)[max(0, len(output) - self.max_tokens) :]
         if not kept:
             return
@@ -39,16 +39,17 @@ class OutputMemory:
         return [token for output in self._outputs.copy() for token in (*output, SEPARATOR)]
 
 
-_MOST_TEXT = 4  # times what an index built anew would hold; the rest are abandoned turns
+# Times the text of an index built anew; what is more comes from abandoned turns.
+_MOST_TEXT = 4
 
 
 class ContextIndex:
-    """Indexes earlier outputs and a prompt beside the prefill, in a thread.
+    """The index of a context and of earlier outputs; a thread builds it during the prefill.
 
-    The next prompt of a conversation begins with most of the last context: then only the rest
-    is added. Where the two part, the abandoned turn stays in the index as one more text to
-    draft from, and the new one stands behind a separator, with enough of what precedes it for
-    matches of any length.
+    The next prompt of a conversation begins with most of the last context; then only the rest is
+    added. Where the two differ, the abandoned turn stays in the index as one more text to draft
+    from. The new one comes after a separator, with enough of what precedes it for matches of any
+    length.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,7 @@ class ContextIndex:
 
         Args:
             prompt: what it begins with.
-            earlier: other outputs, for an index that is built anew.
+            earlier: earlier outputs, for an index that is built anew.
         """
         tokens = array("i", prompt)
         kept = self._continued(tokens) if self._building else None
@@ -90,9 +91,9 @@ class ContextIndex:
             self._run(lambda: SuffixIndex([*earlier, *tokens]))
 
     def _continued(self, prompt: array[int]) -> tuple[SuffixIndex, array[int]] | None:
-        """The index so far and what to add to it; None where a new one is better.
+        """The index so far and what to add to it; None where building a new one is better.
 
-        That is so if there is less to index anew, or if too much has been abandoned.
+        That is where most of the prompt is new, or where too much text has been abandoned.
         """
         context = self._prompt + array("i", self.output)
         common = common_length(context, prompt)

@@ -1,4 +1,4 @@
-"""Drafters that users write: whether they are any, and how the command line finds them."""
+"""Drafters that users write: checking them and what they propose, and loading them by name."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .drafter import Drafter, DraftTree
 
 
 def checked_drafter(drafter: object) -> Drafter:
-    """A drafter that somebody else has written, if it is one.
+    """Check and return a drafter that may be anybody's.
 
     Raises:
-        DrafterError: it lacks what a drafter has.
+        DrafterError: it lacks something that a drafter has.
     """
     if isinstance(drafter, Drafter):
         return drafter
@@ -30,14 +30,14 @@ def checked_drafter(drafter: object) -> Drafter:
             f"drafter is {_described(drafter)} without {', '.join(missing)}: derive it from "
             "mlxspec.Drafter, and give it propose and observe"
         )
-    return drafter  # type: ignore[return-value]  # all that is asked of one
+    return drafter  # type: ignore[return-value]  # it has all that is used
 
 
 _INTERFACE = ("begin", "propose", "observe", "end", "pipelined", "branching")
 
 
 def not_a_draft(proposed: object, drafter: Drafter, last: int) -> DrafterError:
-    """What is wrong with what a drafter has proposed to follow the token ``last``."""
+    """The error for a proposal that is no draft to follow the token ``last``."""
     name = type(drafter).__name__
     if not isinstance(proposed, DraftTree):
         return DrafterError(
@@ -54,7 +54,8 @@ def load_drafter(name: str) -> type[Drafter]:
     """The drafter class that ``module:Class`` names; the working directory is searched too.
 
     Raises:
-        OptionError: there is no such class, or it is no drafter's.
+        OptionError: there is no such class, it is not derived from :class:`Drafter`, or it
+            cannot be made without arguments.
     """
     module_name, colon, class_name = name.partition(":")
     if not (module_name and colon and class_name):

@@ -1,4 +1,4 @@
-"""What is drafted and by whom: the draft tree, what a step says about it, and the drafter.
+"""Draft trees, their acceptance by a step, and the base class of the drafters that propose them.
 
 Derive your own drafter from :class:`Drafter`.
 """
@@ -18,16 +18,16 @@ class DraftTree:
     """Draft tokens below the last emitted token; a chain is a tree without branches.
 
     Node 0 is the root, the last emitted token, which is no draft itself. Every other node is
-    a token proposed to follow its parent. Parents stand before their children, so a walk in
-    node order always knows a node's ancestors.
+    a token proposed to follow its parent. Parents come before their children, so a loop over
+    the nodes meets all ancestors of a node before it.
 
     Args:
         tokens: one token id per node, the root's first; any sequence of integers.
         parents: the index of each node's parent; -1 for the root.
 
     Raises:
-        TypeError: something is no integer.
-        ValueError: the two differ in length, or a parent does not stand before its child.
+        TypeError: a token or a parent is no integer.
+        ValueError: the two differ in length, or a parent does not come before its child.
     """
 
     tokens: tuple[int, ...]
@@ -42,7 +42,7 @@ class DraftTree:
         if self.parents[0] != -1:
             raise ValueError("node 0 of a draft tree is its root, whose parent is -1")
         if any(not 0 <= parent < node for node, parent in enumerate(self.parents) if node):
-            raise ValueError("in a draft tree parents stand before their children")
+            raise ValueError("in a draft tree parents come before their children")
 
     @classmethod
     def chain(cls, root: int, draft: Iterable[int] = ()) -> DraftTree:
@@ -76,7 +76,7 @@ class DraftTree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Distance of each node from the root, which is its position after the cache's end."""
+        """Distance of each node from the root: its position is that of the root plus this."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
@@ -101,7 +101,7 @@ class DraftTree:
         return None
 
     def first_chain(self) -> DraftTree:
-        """The branch of first children: what is left of a tree for a target without trees."""
+        """The chain of first children: the part of a tree for a target that verifies chains."""
         if self.is_chain:
             return self
         draft, node = [], 0
@@ -162,19 +162,19 @@ class VerifiedStep:
     """What one step of the target says about a draft.
 
     Attributes:
-        tree: the verified tree; the proposed one, less what the loop had to cut.
+        tree: the verified tree: the proposed one without what the step had to cut.
         choices: per node, the token that the target picks after it.
         argmaxes: per node, the target's most likely token; equals ``choices`` at temperature 0.
         accepted: the accepted nodes, from the root's child downwards.
-        tokens: the emitted tokens: the accepted ones, then the bonus token, unless an end of
-            the output was among them.
+        tokens: the emitted tokens: the accepted ones, then the bonus token; fewer if the output
+            ends before.
         pending: accepted tokens that the next step has to run again in front of its own rows,
             which makes it wider (models whose state cannot be cut back).
         rows: of the step's forward, pending ones included.
-        seconds: wall time of the step, from the proposal to the commit; what the drafter took to
-            observe the step before is a part of it. 0 where nobody measures.
+        seconds: wall time of the step, from the proposal to the commit, and of the drafter's
+            ``observe`` after the step before. 0 where nobody measures.
         pipelined: whether its forward had been dispatched during the step before.
-        context: positions of the context, these tokens included.
+        context: positions of the context, ``tokens`` included.
     """
 
     tree: DraftTree
@@ -197,21 +197,21 @@ class VerifiedStep:
 class Drafter:
     """Proposes draft trees. It can change the speed of decoding, never its output.
 
-    A drafter of your own needs :meth:`propose` and :meth:`observe`; all else has a default. The
-    loop calls ``begin`` once with the prompt, then ``propose`` and ``observe`` in turn, and
-    ``end`` when the generation ends in whatever way. Under a planner, which drafts where it
-    pays, a step may be observed for which nothing was asked.
+    A drafter of your own needs :meth:`propose` and :meth:`observe`; all else has a default. A
+    generation calls ``begin`` once with the prompt, then ``propose`` and ``observe`` in turn, and
+    ``end`` when it ends in whatever way. A planner, which drafts only where that pays, may leave
+    out ``propose``: then ``observe`` comes alone.
     """
 
     branching = True
-    """Whether its trees may branch; False spares the check that the model verifies trees."""
+    """Whether its trees may branch; False saves finding out whether the model verifies trees."""
 
     pipelined = False
-    """Whether, when a proposal is empty, the loop may dispatch the next forward before it has
-    read the token of the last one.
+    """Whether, when nothing is proposed, the next forward may be dispatched before the token of
+    this one is read.
 
-    Then a later proposal waits for one plain step. Asked after every proposal, so it may be a
-    property: a drafter that never proposes says True, one that plans says True while it expects
+    The next proposal then waits for one plain step. It is read after every proposal, so it may be
+    a property: a drafter that never proposes says True; one that plans says True while it expects
     no draft soon."""
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -230,17 +230,17 @@ class Drafter:
         raise NotImplementedError(f"{type(self).__name__} has no method observe")
 
     def end(self) -> None:
-        """Let go of the generation's state."""
+        """Release the generation's state."""
 
     def origins(self) -> tuple[str, ...] | None:
         """Per node of the tree proposed last, a word for where it came from; the root's is "root".
 
-        None is "draft" for all.
+        None means "draft" for all other nodes.
         """
         return None
 
     def window_rows(self) -> Mapping[tuple[int, int], int]:
-        """Of lookahead decoding's window in the tree proposed last: the node of each row
+        """Lookahead decoding's window in the tree proposed last: the node of each row
         (level, column)."""
         return {}
 
@@ -262,7 +262,7 @@ class NoDraft(Drafter):
 
 
 def origins_of(drafter: Drafter, tree: DraftTree) -> tuple[str, ...]:
-    """Per node of a tree that a drafter has just proposed, where it came from."""
+    """Per node of the tree that a drafter proposed last, where it came from."""
     told = drafter.origins() if hasattr(drafter, "origins") else None
     return told or ("root", *["draft"] * (len(tree) - 1))
 
@@ -273,7 +273,7 @@ def window_rows_of(drafter: Drafter) -> Mapping[tuple[int, int], int]:
 
 
 class TreeBuilder:
-    """A draft tree in the making.
+    """Builds a draft tree node by node.
 
     Args:
         root: the last emitted token, node 0.
@@ -286,7 +286,7 @@ class TreeBuilder:
 
     @classmethod
     def of(cls, tree: DraftTree) -> TreeBuilder:
-        """One that goes on from a tree."""
+        """A builder that starts from a tree."""
         builder = cls(tree.tokens[0])
         for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
             builder.child(parent, token)
@@ -301,7 +301,7 @@ class TreeBuilder:
         return (parent, token) in self._children
 
     def child(self, parent: int, token: int) -> int:
-        """The child of a node with this token, a new one if there is none."""
+        """The child of a node with this token; it is added if there is none."""
         key = parent, token
         node = self._children.get(key)
         if node is None:
@@ -311,5 +311,5 @@ class TreeBuilder:
         return node
 
     def tree(self) -> DraftTree:
-        """What has been grown so far."""
+        """The tree so far."""
         return DraftTree(tuple(self._tokens), tuple(self._parents))

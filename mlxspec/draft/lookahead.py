@@ -1,4 +1,4 @@
-"""Lookahead decoding: drafts from the target's own Jacobi iterations, and from n-grams seen."""
+"""Lookahead decoding: drafts from n-grams seen, and from the target's own Jacobi iterations."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..errors import OptionError
 from .drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
 
 MOST_GUESSES = 64
-"""That a first token keeps where no number is asked for. After a token of a text of few symbols
-there may be thousands; to verify them all would take longer than any could save."""
+"""Guesses kept for one first token where no limit is set. In a text of few symbols a token may
+have thousands; verifying them all would take longer than they could save."""
 
 
 class NgramPool:
-    """Keeps what has followed each token; adding an n-gram and recalling one are O(1).
+    """Keeps the n-grams that begin with each token; adding and recalling one take O(1).
 
     Args:
         ngram_size: N, the length of the n-grams that are read from a text.
@@ -28,12 +28,12 @@ class NgramPool:
     def __init__(self, ngram_size: int, guess_set_size: int) -> None:
         self._guess_set_size = MOST_GUESSES if guess_set_size == -1 else guess_set_size
         self._end: deque[int] = deque(maxlen=ngram_size)  # of the text
-        # Per first token, the rest of its n-grams and whether a text held them. A dictionary
-        # keeps the order of insertion, so an n-gram that is entered anew is the newest.
+        # Per first token, the rest of each n-gram and whether the text held it. A dictionary
+        # keeps the order of insertion, so an n-gram that is entered again is the newest.
         self._tails: dict[int, dict[tuple[int, ...], bool]] = {}
 
     def read(self, tokens: Iterable[int]) -> None:
-        """Continue the text by these tokens and enter the n-grams that they complete."""
+        """Continue the text with these tokens and enter the n-grams that they complete."""
         end = self._end
         for token in tokens:
             end.append(token)
@@ -42,7 +42,7 @@ class NgramPool:
                 self._enter(first, tuple(tail), of_text=True)
 
     def add(self, ngram: Iterable[int]) -> None:
-        """Enter an n-gram that stands in no text: one that the target has guessed itself."""
+        """Enter an n-gram that is not from the text: a guess of the target's own."""
         first, *tail = ngram
         self._enter(first, tuple(tail), of_text=False)
 
@@ -51,7 +51,7 @@ class NgramPool:
         return list(islice(reversed(self._tails.get(first, {})), limit))
 
     def text_guesses(self, first: int) -> list[tuple[int, ...]]:
-        """Those of the guesses that the pool would hold without :meth:`add`."""
+        """The guesses that come from the text, not from :meth:`add`."""
         return [tail for tail, of_text in self._tails.get(first, {}).items() if of_text]
 
     def _enter(self, first: int, tail: tuple[int, ...], of_text: bool) -> None:
@@ -66,7 +66,7 @@ class NgramPool:
 class JacobiWindow:
     """Guesses of the tokens ahead, each improved on by the next step's argmax.
 
-    Level l holds, in column i, a guess for the position ``i + l`` behind the current token, made
+    Level l holds, in column i, a guess for the position ``i + l`` after the current token, made
     l steps after that of level 0. Row (l, i) of a step sees level 0's columns 0 to i and column
     i of the levels 1 to l: the guess for each earlier position that was made just before. The
     argmax after the deepest level's row completes an n-gram and belongs to the next level.
@@ -76,10 +76,10 @@ class JacobiWindow:
     lost while each step adds a level. Once there are N - 1 levels, each step drops the oldest
     instead, by which all guesses move on by one position.
 
-    That is so however many tokens a step has emitted, as in the reference. Moving on by their
-    number, with new columns drawn from the text at the right end, gave the same: 2.084 tokens
-    per step against 2.086, the mean of nine runs (W, N, G = 5, 4, 5; 10, 5, 8; 15, 5, 15, each
-    with 100 tokens behind 40 code and question texts on the bundled demo model, and behind 20
+    This does not depend on how many tokens a step has emitted, as in the reference. Moving on by
+    their number, with new columns drawn from the text at the right end, was no better: 2.084
+    tokens per step instead of 2.086, the mean of nine runs (W, N, G = 5, 4, 5; 10, 5, 8; 15, 5, 15,
+    each with 100 tokens after 40 code and question texts on the bundled demo model, and after 20
     random starts on stories260K and on BabyLlama; without the prompts in the pool).
 
     Args:
@@ -103,16 +103,16 @@ class JacobiWindow:
 
     @property
     def depth(self) -> int:
-        """How far behind the current token its deepest row stands."""
+        """How far after the current token its deepest row is."""
         return self.columns + len(self.levels) - 2
 
     def advance(self, argmaxes: Sequence[int], current: int) -> list[tuple[int, ...]]:
-        """Take over what a step says.
+        """Learn from a step.
 
         Args:
             argmaxes: per column, the target's most likely token after the deepest level's row;
-                of the first columns only, where there was no room for all.
-            current: the token that was emitted last.
+                of the first columns only, where there was no room for all of them.
+            current: the last emitted token.
 
         Returns:
             one n-gram per argmax, from its oldest guess to its newest; none while levels are
@@ -130,7 +130,7 @@ class JacobiWindow:
         return ngrams
 
     def skip(self, current: int) -> None:
-        """A step ran without the window's rows; ``current`` was emitted last."""
+        """Go on after a step without the window's rows; ``current`` is the last emitted token."""
         self.levels[0][0] = current
 
     def _draw(self, count: int) -> list[int]:
@@ -144,11 +144,11 @@ def add_window(
 
     The window's level 0 is a trunk that starts at the root; the deeper levels of its column i
     are a branch of the trunk's node i. So the ancestors of a row are exactly what the paper's
-    mask lets it see, and its depth gives the paper's position. Where the tree and the window
-    begin alike they share nodes: what stands above is the same, so are their rows.
+    mask lets it see, and its depth gives the paper's position. Where the guesses and the window
+    have a common prefix they share its nodes.
 
     Args:
-        tree: holds the guesses; they come first, for a target that verifies no branches.
+        tree: holds the guesses; they come first, for a target that verifies chains only.
         levels: as :class:`JacobiWindow` has them.
         columns: how many, at least 1; None for all.
 
@@ -191,14 +191,14 @@ def check_sizes(window_size: int, ngram_size: int, guess_set_size: int) -> None:
 
 
 class LookaheadDrafter(Drafter):
-    """Drafts n-grams from a pool, which a window of guesses about the tokens ahead feeds.
+    """Drafts n-grams from a pool, which a window of guesses of the tokens ahead feeds.
 
-    Each step verifies one tree: the pool's guesses about what follows the current token, and
-    the window's rows, whose argmaxes give new n-grams. (Fu et al., "Break the Sequential
+    Each step verifies one tree: the pool's guesses of what follows the current token, and the
+    window's rows, whose argmaxes give new n-grams. (Fu et al., "Break the Sequential
     Dependency of LLM Inference Using Lookahead Decoding", ICML 2024, arXiv 2402.02057.) The
     walk may accept along the window too. A step has up to ``(N - 1) * (W + G)`` rows.
 
-    A target that verifies no branches gets the newest guess; the window stands still then.
+    A target that verifies chains only gets the newest guess, and no window.
 
     Args:
         window_size: W, the reference's WINDOW_SIZE: columns of the window, which may have
@@ -209,7 +209,7 @@ class LookaheadDrafter(Drafter):
             in a step, for one first token; -1, the reference's "no limit", for 64, and None for
             as many as W.
         pool_from_prompt: the reference's POOL_FROM_PROMPT: whether the pool starts with the
-            prompt's n-grams. Those of the output are entered in any case.
+            prompt's n-grams. Those of the output are always entered.
 
     Raises:
         OptionError: a size is out of range.
@@ -245,7 +245,7 @@ class LookaheadDrafter(Drafter):
     def propose_beside(self, rows: int, max_depth: int, max_rows: int) -> DraftTree:
         """Draft for a step that has ``rows`` rows already and may have ``max_rows``.
 
-        Guesses come first, then as many columns of the window as there is room for.
+        Guesses come first, then as many columns of the window as fit.
         """
         depth = min(max_depth, self.ngram_size - 1)
         limit = max(max_rows - rows, 0) // max(depth, 1)
@@ -256,7 +256,7 @@ class LookaheadDrafter(Drafter):
         self._n_guessed = len(tree) - 1
         self._rows: list[list[int]] = []
         if self._window and self._window.depth <= max_depth:
-            # The window's first row is the current token's, which is there in any case.
+            # The window's first row is the root's, which every step has.
             left = max_rows - rows - self._n_guessed + 1
             columns = min(self._window.columns, left // len(self._window.levels))
             if columns > 0:

@@ -1,4 +1,4 @@
-"""Where an n-gram first stood in a growing text."""
+"""Prompt lookup: drafts of what followed the context's last n-gram where it first occurred."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ class NgramIndex:
         self._suffix = suffix
 
     def continuation(self, length: int) -> Sequence[int]:
-        """What followed the earliest earlier occurrence of the longest n-gram that ends the text.
+        """What followed the first occurrence of the longest n-gram at the text's end.
 
         Returns:
             up to ``length`` tokens; none if no n-gram at the end has occurred before.
         """
         for n in self._sizes:
             end = self._ends[n].get(self._suffix & self._masks[n])
-            # The n-gram at the very end has been entered too: there it continues with nothing.
+            # The n-gram at the very end is in the table too, and nothing follows it.
             if end is not None and end < len(self.tokens) >= n:
                 return self.tokens[end : end + length]
         return ()
 
 
-_LONGEST_NGRAM = 64  # each length is indexed, at a cost in time and memory
+_LONGEST_NGRAM = 64  # each length has an index, which takes time and memory
 
 
 class PromptLookupDrafter(Drafter):
     """Drafts a chain by looking the context's last tokens up in the context itself.
 
     For n from ``ngram_max`` down to ``ngram_min``, the last n tokens of prompt and output are
-    looked up in what stands before them; the tokens after the earliest occurrence of the
+    looked up in what precedes them; the tokens after the earliest occurrence of the
     longest match are the draft. (Apoorv Saxena, "Prompt Lookup Decoding", 2023; the earliest
     match is the one that transformers takes too.)
 
@@ -111,17 +111,17 @@ class PromptLookupDrafter(Drafter):
 def lookup_drafter(
     n_draft: int, ngram_max: int, ngram_min: int, config: str | Sequence[object] | None = None
 ) -> tuple[Drafter, str | None]:
-    """The drafter for these parameters: none if ``n_draft`` is 0.
+    """The drafter for these parameters; it drafts nothing if ``n_draft`` is 0.
 
     Args:
         n_draft, ngram_max, ngram_min: see :class:`mlxspec.PromptLookupDrafter`.
-        config: TensorRT-LLM's ``prompt_lookup_config``, in place of the first two.
+        config: TensorRT-LLM's ``prompt_lookup_config``, in place of ``n_draft`` and ``ngram_max``.
 
     Returns:
         the drafter, and a note for the user where a part of ``config`` is ignored.
 
     Raises:
-        OptionError: a parameter makes no sense.
+        OptionError: a parameter is out of range, or ``config`` has another form.
     """
     note = None
     if config is not None:
@@ -134,7 +134,7 @@ def lookup_drafter(
 
 
 def parse_lookup_config(config: str | Sequence[object]) -> tuple[int, int, str | None]:
-    """Understand TensorRT-LLM's ``prompt_lookup_config``, ``"[10,2,[0]]"`` or the list itself.
+    """Read TensorRT-LLM's ``prompt_lookup_config``: ``"[10,2,[0]]"``, or the list itself.
 
     Args:
         config: draft tokens, longest n-gram, and optionally a list of devices.

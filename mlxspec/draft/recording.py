@@ -1,4 +1,4 @@
-"""Watching a drafter: every step of a generation, with where its draft tokens came from."""
+"""Recording a drafter: every step of a generation, and where its draft tokens came from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .drafter import Drafter, DraftTree, VerifiedStep, origins_of, window_rows_o
 
 ROOT = "root"
 DRAFT = "draft"
-"""The origin of draft tokens whose drafter does not tell."""
+"""The origin of draft tokens whose drafter tells none."""
 
 WindowRows = Mapping[tuple[int, int], int]
 """Lookahead decoding's window: the node of each (level, column)."""
@@ -17,7 +17,7 @@ WindowRows = Mapping[tuple[int, int], int]
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step, and what its drafter tells about the tree.
+    """One step, and what its drafter says of the tree.
 
     Attributes:
         verified: the step.
@@ -31,10 +31,10 @@ class RecordedStep:
 
 
 class RecordingDrafter(Drafter):
-    """Lets another drafter draft, and keeps every step.
+    """Passes everything on to another drafter, and records every step.
 
     Args:
-        drafter: whose steps to record.
+        drafter: the one to record.
         steps: the list to which they are appended.
     """
 
@@ -55,7 +55,7 @@ class RecordingDrafter(Drafter):
 
     def propose(self, max_depth: int) -> DraftTree:
         self._proposed = tree = self._drafter.propose(max_depth)
-        # Taken now: after the step the drafter is ahead of its tree.
+        # Asked now: after the step the drafter may have forgotten this tree.
         self._origins = origins_of(self._drafter, tree)
         self._window = dict(window_rows_of(self._drafter))
         return tree
@@ -81,9 +81,9 @@ class RecordingDrafter(Drafter):
 
 
 def _proposed_nodes(verified: DraftTree, proposed: DraftTree) -> list[int]:
-    """Per node of the verified tree its node in the proposed one, of which it is a part.
+    """Per node of the verified tree, its number in the proposed one.
 
-    The loop drops nodes and numbers the others anew, in their order.
+    The step drops nodes and renumbers the others in the same order.
     """
     nodes = [0]
     taken = {0}

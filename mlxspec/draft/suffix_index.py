@@ -1,4 +1,4 @@
-"""Where the end of a growing text has stood before: the candidates for what comes next."""
+"""The suffix index: where the end of a growing text occurred before, and what followed."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 SEPARATOR = -1
-"""Stands between the texts of one index; it is no token, so no draft leads across it."""
+"""Stands between the texts of an index. It is no token, so no draft crosses it."""
 
 MAX_LENGTH = 64
 """Matches are measured up to this many tokens."""
 
+# Where these come from: docs/planner-notes.md, "Constants".
 _SIZES = (8, 4, 2, 1)  # the n-grams under which positions are filed, longest first
 _MAX_OCCURRENCES = 8  # looked up per n-gram
 _MAX_LINKS = 32  # followed per n-gram, those of other n-grams in the same bucket included
 _MIN_BITS = 12  # 4096 buckets
 
 # The hash of an n-gram is a polynomial in _BASE over its tokens, the newest times _BASE itself,
-# modulo 2**28: so products stay small numbers for Python. Its high bits number the bucket.
+# modulo 2**28, so that Python's products stay small. Its high bits are the bucket's number.
 _HASH_BITS = 28
 _WORD = (1 << _HASH_BITS) - 1
 _BASE = 0x9E3779B
 
 
 class Occurrence(NamedTuple):
-    """An earlier place of the text that may continue as its end will.
+    """An earlier occurrence of the text's last tokens.
 
     Attributes:
-        length: how many tokens before the place equal the text's last ones.
+        length: how many tokens before ``position`` equal the text's last ones.
         position: index of the token that followed there.
     """
 
@@ -54,7 +55,7 @@ class SuffixIndex:
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens = array("i", tokens)
         self._whole = False
-        """Whether all of the text is filed; not so behind an interrupt."""
+        """Whether all of the text is in the tables; not after an interrupt."""
         self._file_all()
 
     def __len__(self) -> int:
@@ -81,7 +82,7 @@ class SuffixIndex:
         self._whole = True
 
     def occurrences(self) -> list[Occurrence]:
-        """Where the text's last tokens stood before, the longest matches first, then the newest.
+        """Where the text's last tokens occurred before, the longest matches first, then the newest.
 
         The newest eight places are looked up for each n-gram size; for single tokens only if
         the longer n-grams gave fewer than eight.
@@ -132,7 +133,8 @@ def _match_length(text: array[int], position: int, end: int) -> int:
 def _ngram_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
     """The hash of the ``size``-gram that ends with each token, (tokens,) of int64.
 
-    Before the text stand zeros. ``size`` is a power of two: a hash is that of its two halves.
+    The text counts as preceded by zeros. ``size`` is a power of two: a hash combines those of
+    its two halves.
     """
     # Arithmetic modulo 2**64 is right modulo 2**28 too.
     hashes = tokens * np.uint64(_BASE)
@@ -146,11 +148,11 @@ def _ngram_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
 
 
 def _hash_chains(buckets: np.ndarray, bits: int) -> tuple[array[int], array[int]]:
-    """Chain the positions 1, 2, … whose buckets are given.
+    """Chain the positions 1, 2, … by their buckets.
 
     Returns:
-        per bucket its last position, and per position the last one before it in its bucket;
-        0 where there is none.
+        per bucket its last position, and per position the one before it in its bucket; 0 where
+        there is none.
     """
     order = np.argsort(buckets, kind="stable")
     same = np.diff(buckets[order]) == 0
@@ -167,10 +169,10 @@ class TextStore(Protocol):
 
     @property
     def tokens(self) -> Sequence[int]:
-        """All of them, a SEPARATOR behind each."""
+        """All of them, a SEPARATOR after each."""
 
     def occurrences(self, tail: Sequence[int], limit: int) -> list[Occurrence]:
-        """Where ``tail`` stands in them, best first; positions are negative: from their end."""
+        """Where ``tail`` occurs in them, best first. Positions are negative: from the end."""
 
 
 class Continuation(NamedTuple):
@@ -180,7 +182,7 @@ class Continuation(NamedTuple):
         token: its id.
         length: the longest match among its occurrences, in tokens before the draft.
         newest: the last position among its occurrences.
-        occurrences: those that go on with it, the longest match first.
+        occurrences: those that it follows, the longest match first.
     """
 
     token: int
@@ -199,14 +201,14 @@ def continuations(
 
     Args:
         text: the indexed text.
-        occurrences: those at which all of ``path`` follows, the longest match first.
-        path: draft tokens behind the text's end.
+        occurrences: those that all of ``path`` follows, the longest match first.
+        path: draft tokens after the text's end.
         stored: the text of the occurrences whose positions are negative.
 
     Returns:
         the different next tokens, best first: by longest match, then number of occurrences,
-        then recency. Where an occurrence has reached the text's end, the path itself goes on:
-        so a loop is drafted to any length.
+        then recency. Where an occurrence has reached the text's end, it continues with the path
+        itself, so that a loop is drafted to any length.
     """
     depth, end = len(path), len(text)
     groups: dict[int, list[Occurrence]] = {}

@@ -1,4 +1,4 @@
-"""T(rows) of a loaded model on this machine, from steps of the decoding loop itself."""
+"""Measuring T(rows) of a loaded model on this machine, by the same steps that decode."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def calibrate(
         model: an mlx-lm model.
         plan: which steps, and for how long; see :data:`mlxspec.plan.measurement.QUICK`.
         context: tokens of context, in place of the plan's own number. Where the model's context
-            is too short for all steps behind it, there are fewer rounds of them, and the
-            plan's own number becomes smaller.
+            is too short for all steps after it, there are fewer rounds, and the plan's own number
+            becomes smaller.
         on_prefill: called with context tokens done and context tokens in all.
-        on_progress: called with the share of the steps that is done.
+        on_progress: called with the share of the steps that is done, 0 to 1.
 
     Returns:
         one entry per number of rows, fewest first. A model that cannot verify drafts has one.
 
     Raises:
-        OptionError: ``context`` is no length that the model can have.
+        OptionError: ``context`` is below 1, or too long for the model.
     """
     started = time.perf_counter()
     window = context_length(model) or _UNENDING
@@ -61,21 +61,21 @@ def calibrate(
     plan = plan.within(window - context)
     with wired_limit(model, [generation_stream]):
         steps = ModelSteps(model, context, on_prefill)
-        # The context grows by a token a step, and the widest step must fit in at the end.
+        # The context grows by one token per step, and the widest step must fit at its end.
         room = min(steps.target.max_rows, window - context - plan.tokens)
         return measure(steps, plan, max(1, room), started, time.perf_counter, on_progress)
 
 
 def _target(model: nn.Module) -> Target:
-    """An empty target that verifies chains, if any drafts."""
+    """An empty target that verifies chains, if the model does."""
     capability = chain_capability(model)
     return target_for(model, capability, vocabulary_size(model))
 
 
 class ModelSteps:
-    """Runs steps of the decoding loop on a model, for their time.
+    """Runs steps of a model to time them.
 
-    Tokens are random: in a mixture of experts, a token repeated would meet the same experts
+    The tokens are random: in a mixture of experts, repeated tokens would use the same experts
     and make wide steps look cheap.
 
     Args:
@@ -99,7 +99,7 @@ class ModelSteps:
         next(self._steps)
 
     def plain(self, tokens: int) -> list[float]:
-        """Seconds of each of so many pipelined plain steps."""
+        """Seconds of each of ``tokens`` pipelined plain steps."""
         self._drafter.pipelined, self._drafter.rows = True, 1
         times: list[float] = []
         while len(times) < tokens:
@@ -111,16 +111,17 @@ class ModelSteps:
     def drafted(self, rows: int) -> float:
         """Seconds of one whole drafted step: proposal, forward, reading, acceptance, commit."""
         self._drafter.pipelined, self._drafter.rows = False, rows
-        while True:  # a plain step that is on its way ends first
+        while True:  # a plain step that was dispatched before comes first
             step = next(self._steps).verified
             if step.rows == rows:
                 return step.seconds
 
 
 class _RandomChains(Drafter):
-    """Drafts chains of random tokens, as many as make a step of ``rows`` rows.
+    """Drafts chains of random tokens that make a step of ``rows`` rows.
 
-    With REPLAY rejected drafts leave pending rows; a plain step runs them where they are more.
+    With REPLAY rejected drafts leave pending rows; where those alone are more, a step without a
+    draft runs them first.
     """
 
     branching = False
@@ -133,7 +134,7 @@ class _RandomChains(Drafter):
         self._last = self._pending = 0
 
     def tokens(self, count: int) -> list[int]:
-        """So many random tokens."""
+        """``count`` random tokens."""
         return [self._random.randrange(self._vocab_size) for _ in range(count)]
 
     def begin(self, prompt: abc.Sequence[int]) -> None:

@@ -29,13 +29,13 @@ class Chooser:
         self.greedy = params.temp == 0 and params.sampler is None
         """Whether the choice is the most likely token."""
         self.looks_ahead = not params.allows_drafts
-        """Whether it is to be asked for one token more than there will be: mlx-lm's plain
-        decoding does so, and processor or sampler may count."""
+        """Whether it is asked for one token more than is emitted, as mlx-lm's plain decoding
+        does; a processor or sampler may count its calls."""
         if not self.greedy:
             self._random = KeyedRandom(params.seed)
 
     def history(self, prompt: Sequence[int]) -> History | None:
-        """What gives :meth:`choose` the contexts in a generation; None without processors."""
+        """The source of :meth:`choose`'s contexts in a generation; None without processors."""
         return History(prompt, reach_of(self.params)) if self._processors else None
 
     def choose(
@@ -60,8 +60,8 @@ class Chooser:
         if self._processors:
             assert contexts is not None
             logits = shaped(logits, contexts, self._processors)
-        # mlx-lm takes the argmax of log-probabilities, where rounding can tie what the logits
-        # tell apart. Equal output needs the same arithmetic.
+        # mlx-lm takes the argmax of log-probabilities, in which rounding can make equal what
+        # differs in the logits. Equal output needs the same arithmetic.
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         if self.greedy:
             return mx.argmax(logprobs, axis=-1), logprobs
@@ -72,14 +72,14 @@ class Chooser:
     def perturb(self, logprobs: mx.array, positions: Sequence[int]) -> mx.array:
         """The values whose argmax is the choice: log-probabilities filtered, tempered, noised.
 
-        Shapes as in :meth:`choose`. At temperature 0 these are the log-probabilities, with a
-        sampler of the caller's too, for want of knowledge.
+        Shapes as in :meth:`choose`. At temperature 0 these are the log-probabilities, even with
+        a sampler of the caller's, since nothing is known of it.
         """
         params = self.params
         if params.temp == 0:
             return logprobs
         kept = filtered(logprobs, positions, params, self._random).astype(mx.float32)
-        # Relative to the best token, so that a low temperature has the others overflow, not it.
+        # Relative to the best token, so that a low temperature makes the others overflow, not it.
         tempered = (kept - kept.max(axis=-1, keepdims=True)) * (1 / params.temp)
         return tempered + self._random.gumbel(positions, logprobs.shape[-1])
 

@@ -1,4 +1,4 @@
-"""What the speed of a model depends on, to tell measurements of one from those of another."""
+"""What steps of a model cost on this machine: the key of its measurements, and keeping them."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def machine_identity() -> dict[str, str | int | float | None]:
 
 
 def model_identity(model: nn.Module) -> dict[str, str | int | float | None]:
-    """Kind and size for the eye, and a digest of configuration, shapes and data types.
+    """Kind and size for people, and a digest of configuration, shapes and data types.
 
-    Packed weights and their scales show bits and group size of a quantisation in their shapes.
-    A fine-tuned model has the identity of its base, and its speed.
+    The shapes of packed weights and their scales tell the bits and group size of a quantisation.
+    A fine-tuned model has the identity of its base model, and the same speed.
     """
     weights = tree_flatten(model.parameters())
     digest = hashlib.sha256(type(model).__module__.encode())
@@ -64,10 +64,10 @@ def model_identity(model: nn.Module) -> dict[str, str | int | float | None]:
 
 
 def global_blas() -> str:
-    """The library whose BLAS comes before the one in MLX's CPU wheel; "own" without one.
+    """The library whose BLAS takes precedence over that of MLX's CPU wheel; "own" without one.
 
-    MLX's symbols resolve to the first library that was loaded globally, and then T(M)/T(1) is
-    another curve altogether (see :mod:`mlxspec.process`).
+    MLX's symbols resolve to the first library that was loaded globally. Its T(M)/T(1) is quite
+    another curve (see :mod:`mlxspec.process`).
     """
     if sys.platform != "linux":
         return "own"
@@ -108,7 +108,7 @@ _SECONDS_BETWEEN_SAVES = 30.0
 
 
 def cost_key(model: nn.Module) -> CostKey:
-    """What the step times of this model on this machine are kept under."""
+    """The key under which step times of this model on this machine are kept."""
     return CostKey(machine_identity(), model_identity(model))
 
 
@@ -119,8 +119,8 @@ def costs_for(
 
     Args:
         model: an mlx-lm model.
-        cache: where measured times are kept; the user's own by default.
-        on_progress: told the share that is done while a first measurement runs, which takes
+        cache: where measured times are kept; in the user's cache directory by default.
+        on_progress: called with the share done, 0 to 1, during a first measurement, which takes
             less than 3 seconds.
     """
     cache = cache or CostCache()
@@ -139,12 +139,12 @@ def known_range(times: list[RowsTime], plan: MeasurementPlan, source: str) -> Kn
 
 
 class KeptCosts(LiveCosts):
-    """Costs whose corrections by real steps are kept for the next run.
+    """Costs whose corrections by real steps are kept for the next process.
 
     Args:
         cache: where they are kept.
-        key: of the model on this machine.
-        ranges: what was kept so far, at least one range.
+        key: from :func:`cost_key`.
+        ranges: what is known so far, at least one range.
         clock: tells the time in seconds.
     """
 
@@ -163,10 +163,8 @@ class KeptCosts(LiveCosts):
         self._next_save = clock()
 
     def end(self) -> None:
-        """Keep what was learned, if it is worth it and the last time is a while ago.
-
-        To be called after each generation.
-        """
+        """Save what was learned after a generation, if there is enough and the last save is not
+        recent."""
         if self.unsaved_steps < _STEPS_WORTH_SAVING or self._clock() < self._next_save:
             return
         self._next_save = self._clock() + _SECONDS_BETWEEN_SAVES

@@ -1,4 +1,4 @@
-"""A small model as a drafter."""
+"""A small model as a drafter: classic speculative decoding."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .capability import capability_with
 from .prompt_cache import Loan, lent_caches
 from .target import Capability, Target, vocabulary_size
 
-_MOST_PADDING = 1024  # by which output layers over one tokenizer's vocabulary may differ
+_MOST_PADDING = 1024  # tokens by which output layers for one tokenizer may differ in size
 
 
 class DraftModelDrafter(Drafter):
-    """Drafts a chain with another model, token by token: what that one thinks most likely.
+    """Drafts a chain of another model's most likely tokens.
 
     (Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding",
-    ICML 2023, arXiv 2211.17192; drafts are greedy here, and the target keeps them as far as
-    they are its own choices.) The model has a KV cache of its own, which is cut back when
-    drafts are rejected. As the second of a :class:`mlxspec.CombinedDrafter` it rests whenever
-    the first one has a draft.
+    ICML 2023, arXiv 2211.17192; drafts are greedy here, and the target accepts those that are
+    its own choices.) The draft model has a KV cache of its own, which is cut back when drafts
+    are rejected. As the second of a :class:`mlxspec.CombinedDrafter` it drafts nothing whenever
+    the first has a draft.
 
     Args:
         model: an mlx-lm model with the target's tokenizer.
@@ -50,7 +50,7 @@ class DraftModelDrafter(Drafter):
             raise OptionError(f"num_draft_tokens is {num_draft_tokens}: draft at least 1 token")
         self.model = model
         self.num_draft_tokens = num_draft_tokens
-        # What its rounding does to a row costs at most a draft, so only caches matter.
+        # Only the caches matter: a difference by rounding costs a draft at most.
         self._capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
         self._vocab_size = vocabulary_size(model)
         self.begun = False
@@ -61,7 +61,7 @@ class DraftModelDrafter(Drafter):
             self.loan = Loan(lent_caches(prompt_cache, model), model)
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Start a generation, with a prefill of the draft model's own."""
+        """Start a generation, with a prefill of the draft model."""
         self.begun = True
         self._target = self.loan.take(self._new_target) if self.loan else self._new_target()
         self._start = self._target.length
@@ -71,7 +71,7 @@ class DraftModelDrafter(Drafter):
 
     def propose(self, max_depth: int) -> DraftTree:
         count = min(max_depth, self.num_draft_tokens)
-        # Drafted tokens, lazy: they are read once, after the last one was dispatched.
+        # Lazy: all are read at once, after the last one was dispatched.
         drafted: list[mx.array] = []
         if count > 0:
             rows = mx.array(self._unseen())
@@ -82,7 +82,7 @@ class DraftModelDrafter(Drafter):
         return DraftTree.chain(self._context[-1], self._draft)
 
     def propose_beside(self, rows: int, max_depth: int, max_rows: int) -> DraftTree:
-        """Draft for a step that has ``rows`` rows already: nothing, if another has a draft."""
+        """Draft for a step that has ``rows`` rows already; nothing, if one of them is a draft."""
         return self.propose(min(max_depth, max_rows - rows) if rows == 1 else 0)
 
     def origins(self) -> tuple[str, ...]:
@@ -97,7 +97,7 @@ class DraftModelDrafter(Drafter):
             right += 1
         right += len(self._context)
         self._context += step.tokens
-        self._cut(min(right, len(self._context) - 1))  # the last token is for the next step
+        self._cut(min(right, len(self._context) - 1))  # the last token runs in the next step
 
     def end(self) -> None:
         if self.loan:
@@ -111,17 +111,17 @@ class DraftModelDrafter(Drafter):
         return Target(self.model, capability, self._vocab_size, cache=caches, undoable=undoable)
 
     def _unseen(self) -> list[int]:
-        """The context's tokens that the model has not been fed, at least its last one."""
+        """The context's tokens that the draft model has not seen, at least the last one."""
         return self._context[self._target.length - self._start :]
 
     def _cut(self, length: int) -> None:
-        """Forget what stands behind the first tokens of the context."""
+        """Forget all but the context's first ``length`` tokens."""
         with mx.stream(generation_stream):
             self._target.truncate(min(self._target.length, self._start + length))
 
     def _next_token(self, tokens: mx.array) -> mx.array:
-        """Feed tokens, (rows,); the most likely one after them, (1,)."""
-        tree = DraftTree.chain(0, [0] * (len(tokens) - 1))  # of their shape
+        """Run tokens, (rows,), and return the most likely one after them, (1,)."""
+        tree = DraftTree.chain(0, [0] * (len(tokens) - 1))  # of as many rows; its ids do not matter
         with mx.stream(generation_stream):
             logits = self._target.forward(tokens, tree)
             token = mx.argmax(logits[-1:], axis=-1)

@@ -19,12 +19,12 @@ from .target import Capability, Progress, Target
 
 _STEPS_BETWEEN_CLEARING = 256  # as mlx-lm: buffers of outgrown caches go back to the system
 
-_NEAR = 64  # positions; drafts are cut, but hardly one is deeper
+_NEAR = 64  # positions before the first crossing; hardly any draft is deeper
 _NEXT = DraftTree.chain(-1)  # the one row after a token that is not known yet
 
 
 class Sequence:
-    """One generation: a context that grows, the target's cache of it, and what decides its tokens.
+    """One generation: a growing context, the target's cache of it, a drafter and a chooser.
 
     After every step, and when it is closed in whatever way, the target's cache holds exactly the
     context without its last token (while a pipelined plain step is pending, one dispatched token
@@ -36,12 +36,12 @@ class Sequence:
         drafter: proposes what the target verifies.
         chooser: picks the target's token after each row.
         max_tokens: how many tokens to emit at most, at least 1.
-        ends: called with each emitted token in order; True ends the output behind it.
-        n_cached: how many of the prompt's first tokens the target's cache holds, not its last.
-        first_crossing: the first position behind which drafts might not be verified; see
+        ends: called with each emitted token in order; True ends the output after it.
+        n_cached: how many of the prompt's first tokens the target's cache holds; less than all.
+        first_crossing: the first position after which the model might verify no drafts; see
             :func:`mlxspec.engine.capability.first_crossing`.
-        draft_end: asked, once a context comes near that, for the position from which on there
-            are no drafts; None is nowhere.
+        draft_end: called once the context comes near that; returns the position from which on
+            nothing is drafted, or None if there is none.
 
     Attributes:
         length: positions of the context, the last token included.
@@ -62,7 +62,7 @@ class Sequence:
         first_crossing: int = sys.maxsize,
         draft_end: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self.prompt = tuple(prompt)  # a drafter that extends what it is given changes nothing
+        self.prompt = tuple(prompt)  # a copy, which no drafter can change
         self.target = target
         self.drafter = drafter
         self.chooser = chooser
@@ -78,7 +78,7 @@ class Sequence:
         self._ahead: PendingForward | None = None  # of the next step, dispatched in the last one
         self._steps = 0
         self._open = False
-        self._uncounted = 0.0  # seconds that the drafter took to observe the last step
+        self._uncounted = 0.0  # seconds that the drafter's last ``observe`` took
 
     def begin(self, on_progress: Progress | None = None) -> None:
         """Run the prompt, all but its last token."""
@@ -88,7 +88,7 @@ class Sequence:
             self.target.prefill(self.prompt[self._n_cached : -1], on_progress)
 
     def close(self) -> None:
-        """Leave the cache as it should be, and the drafter without its state.
+        """Cut the cache to the context, and end the drafter.
 
         May be called again, and before :meth:`begin`.
         """
@@ -105,8 +105,9 @@ class Sequence:
     def dispatch(self) -> PendingForward:
         """Propose a draft and start the forward that verifies it, without waiting for it.
 
-        Where the last step has dispatched this one's forward already, a draft waits for the next
-        step. Where nothing is drafted, the next step's forward may be dispatched behind this one.
+        Where the last step has dispatched this one's forward already, the draft is not verified:
+        it has to wait for the next step. Where nothing is drafted, the next step's forward may be
+        dispatched right after this one.
         """
         started = time.perf_counter() - self._uncounted
         max_depth = min(self.remaining - 1, self.target.max_depth, self._room())
@@ -122,7 +123,7 @@ class Sequence:
         return replace(forward, started=started)
 
     def settle(self, forward: PendingForward) -> DecodedStep:
-        """Wait for the target's choices, keep what they accept, and tell the drafter."""
+        """Wait for the target's choices, commit what they accept, and tell the drafter."""
         tree = forward.tree
         choices = cast(list[int], forward.choices.tolist())
         greedy = forward.argmaxes is forward.choices
@@ -184,8 +185,8 @@ class Sequence:
 
         ``unknown``, (1,), stands in for the token of a single row where it is not known yet.
 
-        The only row of a plain step stays whatever is chosen after it, so it is committed at
-        once and the next forward can be dispatched behind it.
+        The only row of a plain step stays whatever is chosen after it. So it is committed at
+        once, and the next forward can be dispatched after it.
         """
         target, chooser = self.target, self.chooser
         rows = len(target.pending) + len(tree)
@@ -198,8 +199,9 @@ class Sequence:
             argmaxes = choices if chooser.greedy else mx.argmax(logprobs, axis=-1)
             if len(tree) == 1:
                 logprobs = logprobs.squeeze(0)
-        # All that outlives the step: what is lazy can be read in this thread only. (No choice
-        # may need a recurrent layer's last state, or the keys of a sparse layer's index.)
+        # Everything that outlives the step, since lazy arrays can be read in this thread only.
+        # (The choices need not depend on all of the caches: a recurrent layer's last state, or the
+        # keys of a sparse layer's index.)
         mx.async_eval(choices, argmaxes, logprobs, target.arrays)
         if len(tree) == 1:
             target.commit((0,))
@@ -208,7 +210,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class PendingForward:
-    """A forward that has been dispatched, and all of these with it.
+    """A forward that has been dispatched, with the choices after its rows.
 
     Attributes:
         tree: its rows.
@@ -228,9 +230,9 @@ class PendingForward:
     started: float = 0.0
 
     def logprobs_of(self, verified: VerifiedStep) -> list[mx.array]:
-        """The rows after which the emitted tokens were chosen, (vocabulary,) each.
+        """Per emitted token, the log-probabilities from which it was chosen, (vocabulary,).
 
-        Each is an array of its own: a part of the whole would keep all rows in memory.
+        Each is an array of its own: a slice would keep all rows in memory.
         """
         if len(self.choices) == 1:
             return [self.logprobs]
@@ -247,8 +249,8 @@ class DecodedStep:
 
     Attributes:
         verified: the tree, the target's choices and the emitted tokens.
-        logprobs: per emitted token, the log-probabilities after its predecessor, (vocabulary,),
-            before filters and temperature; dispatched, and without the rejected rows'.
+        logprobs: per emitted token, the log-probabilities from which it was chosen,
+            (vocabulary,), before filters and temperature; dispatched, not waited for.
     """
 
     verified: VerifiedStep

@@ -1,4 +1,4 @@
-"""The capabilities of targets: what drafts a model can verify."""
+"""The target: forwards over the rows of a draft, and caches cut to exactly what was accepted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .tree_attention import OpenMask, RowPositions, TreeRows
 
 
 class Capability(enum.Enum):
-    """What a target can verify, the richest first."""
+    """What drafts a target can verify, the most capable first."""
 
     TREE = "tree"
     """Branching drafts: KV caches, and positions that come from RoPE modules alone."""
@@ -54,12 +54,12 @@ class Capability(enum.Enum):
 Progress = Callable[[int, int], None]
 """Called with the number of prompt tokens processed so far and the number in all."""
 
-_AFTER_MARK = 16  # tokens of a prompt; a chat template's opening of an answer is shorter
-_MOST_PENDING = 15  # accepted tokens that run again; with the current one a step of 16 rows
+_AFTER_MARK = 16  # tokens of a prompt; what opens an answer in chat templates is shorter
+_MOST_PENDING = 15  # accepted tokens to run again; with the current token a step of 16 rows
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """The number of token ids that a model knows, tokens that pad its output layer included."""
+    """The number of token ids that a model knows, those that pad its output layer included."""
     # The graph is built for its shape and never evaluated.
     return model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
 
@@ -68,8 +68,8 @@ class Checkpoint(NamedTuple):
     """A state that a target can return to.
 
     Attributes:
-        length, pending: the target's.
-        state: what its caches held that cannot be cut back.
+        length, pending: of the target at that time.
+        state: of the caches that cannot be cut back.
     """
 
     length: int
@@ -78,28 +78,28 @@ class Checkpoint(NamedTuple):
 
 
 class Target:
-    """Runs forwards over rows and keeps the cache at exactly what was accepted.
+    """Runs forwards over rows and keeps exactly what was accepted in the caches.
 
-    With REPLAY state cannot be cut back. After a partial rejection it is restored to what it
-    was before the step, and the accepted tokens become **pending**: they stand in front of the
-    next step's rows. So a rejection costs width, not a forward. A step that keeps all its rows
+    With REPLAY some state cannot be cut back. After a partial rejection it is restored to what it
+    was before the step, and the accepted tokens become **pending**: they run again in front of the
+    next step's rows. So a rejection costs rows, not a forward. A step that keeps all its rows
     leaves nothing pending.
 
     Args:
         model: an mlx-lm model.
         capability: what drafts the model can verify, from :mod:`mlxspec.engine.capability`.
         vocab_size: from :func:`vocabulary_size`.
-        options: the memory of the cache.
+        options: the memory of the caches.
         cache: mlx-lm's caches to continue, with what they hold; by default new ones. They are
             used as they are until the end of the prefill.
         undoable: how many of the last forwards :meth:`truncate` can undo with REPLAY.
         marks: how many of the last prefills :meth:`rewind` can return to, where the caches cannot
-            be cut to any length. The mark stands 16 tokens before a prefill's end, since the next
-            turn of a conversation may open its answer otherwise.
+            be cut to any length. The mark is 16 tokens before a prefill's end, since the next
+            turn of a conversation may differ in the tokens that open the answer.
 
     Attributes:
         length: positions of the context that the target has seen, pending ones included.
-        pending: accepted tokens that the cache does not hold (REPLAY).
+        pending: accepted tokens that the caches do not hold (REPLAY).
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Target:
         self._mask = OpenMask()
         self._unfinished = False
         """Capability REPLAY: whether the state is not that of ``length`` and ``pending``."""
-        # A plain step is dispatched ahead of another: a generation undoes two at most.
+        # One plain step may be dispatched ahead, so a generation undoes two forwards at most.
         self._checkpoints: deque[Checkpoint] = deque(maxlen=undoable)
         self._marks: deque[Checkpoint] = deque(maxlen=marks)
 
@@ -149,9 +149,9 @@ class Target:
         return max(0, depth)
 
     def prefill(self, tokens: Sequence[int], on_progress: Progress | None = None) -> None:
-        """Put prompt tokens into the cache, ``prefill_step_size`` of the options at a time.
+        """Put prompt tokens into the caches, ``prefill_step_size`` of the options at a time.
 
-        The first prefill runs on mlx-lm's own caches, which become trimmable ones at the end.
+        The first prefill runs on mlx-lm's own caches; at its end trimmable ones replace them.
         """
         marks = self._marks.maxlen and not all(
             map(is_trimmable_anywhere, parts(map(for_steps, self.cache)))
@@ -176,7 +176,7 @@ class Target:
         mx.eval(self.arrays)
 
     def _mark(self) -> None:
-        """Keep the state as it is, if the caches cannot be cut back to it."""
+        """Keep the state of the caches that cannot be cut back to this length."""
         self._change_for_steps()
         untrimmable = [cache for cache in parts(self.cache) if not is_trimmable_anywhere(cache)]
         if self.length:
@@ -202,11 +202,11 @@ class Target:
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
         """Run the rows of a tree, without waiting for the result.
 
-        The cache then holds all rows until :meth:`commit` says which of them stay.
+        The caches then hold all rows until :meth:`commit` says which of them stay.
 
         Args:
             tokens: (rows,), the tree's tokens; an array, since a pipelined token is not yet known.
-            tree: says how the rows hang together.
+            tree: says which rows each row follows.
 
         Returns:
             lazy logits, (rows, vocabulary).
@@ -229,20 +229,20 @@ class Target:
                 pending = (*self.pending, *(self._tree.tokens[row] for row in rows))
             else:
                 keep_rows(self._trimmable, self.length, rows)
-        # All at once and last: whatever is interrupted before, the length tells what is committed.
+        # All at once and last: at any interrupt, the length tells what is committed.
         length = self.length + len(rows)
         self.pending, self.length, self._unfinished = pending, length, False
         if self._quantizes_later:
             self._quantize_if_due()
 
     def truncate(self, length: int) -> None:
-        """Return to the first ``length`` positions, from a forward that was not kept as well.
+        """Return to the first ``length`` positions, also from a forward that was not committed.
 
         With REPLAY ``undoable`` forwards can be undone, and the length may become shorter
         than asked for: a forward is undone with all its rows.
 
         Raises:
-            ValueError: the state from that time is gone.
+            ValueError: the state at that length has not been kept.
         """
         if self._replays:
             self._drop_pending(length)
@@ -260,9 +260,9 @@ class Target:
         """Return to the first ``length`` positions, or to a mark before them.
 
         Raises:
-            ValueError: no such state has been kept. The target is of no more use.
+            ValueError: no such state has been kept. The target cannot be used any more.
         """
-        self._change_for_steps()  # should an interrupt have kept the prefill from it
+        self._change_for_steps()  # an interrupt may have kept the prefill from doing it
         start = self.options.quantized_kv_start
         quantized = self.options.kv_bits is not None and not self._quantizes_later
         if quantized and length < min(start, self.length):
@@ -279,12 +279,12 @@ class Target:
             self._return_to(self._marks[-1])
 
     def _forget_marks_behind(self) -> None:
-        """Forget the marks in what was cut off: other tokens will stand there."""
+        """Forget the marks in what was cut off: other tokens will take its place."""
         while self._marks and self._marks[-1].length > self.length:
             self._marks.pop()
 
     def _drop_pending(self, length: int) -> None:
-        """Come as close to a length as giving up pending tokens does."""
+        """Drop pending tokens, as many as lie after a length."""
         if not self._unfinished and self.pending:
             dropped = min(max(0, self.length - length), len(self.pending))
             left, length = self.pending[: len(self.pending) - dropped], self.length - dropped
@@ -292,7 +292,7 @@ class Target:
 
     @contextmanager
     def undone_at_the_end(self) -> Iterator[None]:
-        """While entered, the target can be used; then it is what it was."""
+        """A context in which the target can be used; at its end the target is as it was before."""
         attributes = {
             **vars(self),
             "_checkpoints": self._checkpoints.copy(),
@@ -306,7 +306,7 @@ class Target:
             held.restore()
 
     def flush_pending(self) -> None:
-        """Run pending tokens, so that the cache holds all ``length`` positions."""
+        """Run pending tokens, so that the caches hold all ``length`` positions."""
         tokens = self.pending
         self.pending, self.length = (), self.length - len(tokens)
         self._checkpoints.clear()
@@ -367,7 +367,7 @@ def target_for(
     The arguments are those of :class:`Target`.
 
     Raises:
-        OptionError: caches are lent to a model that is split.
+        OptionError: ``cache`` is given for a model that is split.
     """
     leader = getattr(model, "leader", None)
     make = leader.target if leader else Target
@@ -380,7 +380,7 @@ def together(function: Callable[..., Result], model: nn.Module, *args: Any) -> R
     Args:
         function: one of :data:`mlxspec.distributed.group.TOGETHER`.
         model: its first argument.
-        args: its others, such as JSON holds.
+        args: its other arguments, which JSON can hold.
     """
     leader = getattr(model, "leader", None)
     return leader.run(function, model, *args) if leader else function(model, *args)

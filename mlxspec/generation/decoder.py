@@ -1,4 +1,4 @@
-"""The decoder: a model, a drafter, and the generations in which the one verifies the other."""
+"""The decoder: generations in which a model verifies what a drafter proposes."""
 
 from __future__ import annotations
 
@@ -33,35 +33,43 @@ from ..loading.model import load
 from ..terminal import TokenPrinter
 from .options import CheckedOptions, GenerationOptions, Prompt, check_options, prompt_ids
 from .response import GenerationResponse, GenerationResult, Transcript
-from .responses import CacheOwner, Detokenizer, NewCache, OutputText, StepTimes, responses
+from .responses import (
+    CacheOwner,
+    Detokenizer,
+    NewCache,
+    OutputText,
+    RecordTime,
+    StepTimes,
+    responses,
+)
 from .session import Session, SessionTurn
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 MakeDrafter = Callable[["Session | None"], Drafter]
-"""Gives the drafter of one generation, in a session if there is one."""
+"""Makes the drafter of one generation, given its session, if there is one."""
 
 
 class Decoder:
     """Decodes with any drafter. Each generation has a cache of its own.
 
-    A model's weights may change at any time; layers that are replaced, to quantise or adapt them,
-    need a new decoder, since other ones verify and cost otherwise.
+    A model's weights may change at any time. After replacing its layers, to quantise or adapt
+    them, make a new decoder: what the model verifies and what its steps cost may have changed.
 
     Args:
         model: a directory or Hub repository that :func:`mlxspec.load` takes, or a loaded
             mlx-lm model.
         tokenizer: the tokenizer of a loaded model.
         drafter: proposes what the model verifies: a :class:`mlxspec.Drafter`, which serves one
-            generation at a time, or a class or function that makes one for each. None decodes
-            plainly.
-        on_measuring: called with the share that is done while step times are first measured.
+            generation at a time, or a class or function that makes one for each generation.
+            None is plain decoding.
+        on_measuring: called with the share done, 0 to 1, while step times are first measured.
 
     Raises:
         LoadError: the model cannot be found or read.
         OptionError: a loaded model comes without its tokenizer.
-        DrafterError: ``drafter`` is none.
+        DrafterError: ``drafter`` is no drafter.
     """
 
     def __init__(
@@ -82,7 +90,7 @@ class Decoder:
         self.step_times = StepTimes()
         """Wall time of this decoder's steps by their number of rows."""
         self.wrap_drafter: Callable[[Drafter], Drafter] | None = None
-        """Put around the drafter of each generation, to watch what it does; None leaves it bare."""
+        """Wraps the drafter of each generation, to watch what it does; None wraps nothing."""
         self._costs: KeptCosts | None = None
         self._measuring = threading.Lock()
         self._on_measuring = on_measuring
@@ -94,15 +102,15 @@ class Decoder:
 
     @cached_property
     def chain_capability(self) -> Capability:
-        """What drafts in a row the model can verify, found out with fewer forwards."""
+        """What the model can verify of chains; found out with fewer forwards."""
         return chain_capability(self.model)
 
     @cached_property
     def draft_end(self) -> int | None:
-        """The position from which on there are no drafts, since the model verifies none there.
+        """The position from which on nothing is drafted, since the model verifies no draft there.
 
-        None for all models but those whose RoPE changes with a context's length (dynamic NTK).
-        Found out with a few forwards, once a context comes near where such a change might be.
+        None for all models but those whose RoPE changes with the context's length (dynamic NTK).
+        Found out with a few forwards, once a context comes near such a change.
         """
         return draft_end(self.model)
 
@@ -113,7 +121,7 @@ class Decoder:
 
     @property
     def costs(self) -> KeptCosts:
-        """What steps cost, from the cache or measured now, which takes a few seconds."""
+        """What steps cost: read from the cost file, or measured now in a few seconds."""
         with self._measuring:  # else threads would disturb each other's measurements
             if self._costs is None:
                 self._costs = costs_for(self.model, on_progress=self._on_measuring)
@@ -163,6 +171,7 @@ class Decoder:
         drafter: Drafter,
         *,
         max_tokens: int = 250,
+        record_time: RecordTime | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Generator[GenerationResponse, None, None]:
         """Generate with a drafter of your own, or with one of mlxspec's.
@@ -173,6 +182,8 @@ class Decoder:
                 is not used with logits processors or a sampler that are not known to be pure
                 (see :class:`mlxspec.SamplingParams`), nor for a model that verifies no drafts.
             max_tokens: how many tokens to generate at most, at least 1.
+            record_time: called after each step with its rows, its wall time in seconds, and whether
+                it was pipelined.
             options: any of these.
 
         Options:
@@ -180,13 +191,13 @@ class Decoder:
             stop: texts that end the output before them.
             stop_tokens: tokens that end the output, beside the tokenizer's own: ids, or texts
                 of one token.
-            on_progress: called with prompt tokens done and prompt tokens in all, of those that
-                are run before the first step.
+            on_progress: called during the prefill, with how many of its tokens are done and
+                how many there are.
             kv_bits, kv_group_size, quantized_kv_start, max_kv_size, prefill_step_size: the
                 memory of KV cache and prefill, as for mlx-lm; see
-                :class:`mlxspec.engine.caches.CacheOptions`.
+                :class:`mlxspec.engine.params.CacheOptions`.
             session: keeps the KV cache for the conversation's next turn. The prompt is the whole
-                conversation; what the session's cache holds of it is not run again.
+                conversation; what the session's cache holds of it does not run again.
             prompt_cache: mlx-lm's caches of what precedes the prompt, from its
                 ``make_prompt_cache``. As with mlx-lm they hold the prompt and the output taken
                 so far whenever they are used. A generation whose caches another one has
@@ -197,24 +208,27 @@ class Decoder:
 
         Returns:
             a generator of one response per token. Closing it ends the generation. With a
-            tokenizer from :func:`mlxspec.load` their texts join to what follows the prompt, its
-            first space included, which mlx-lm drops.
+            tokenizer from :func:`mlxspec.load` the output keeps its first space, which mlx-lm
+            drops.
 
         Raises:
             PromptError: the prompt is neither text nor token ids, is empty, longer than the
                 model's context, or holds an id that is no token of the model.
-            OptionError: ``max_tokens`` is below 1, a stop string is empty, a value or a
-                token of the sampling or the stop tokens makes no sense, the model's cache
-                cannot be quantised as asked, or ``prompt_cache`` has too few layers. With the
-                first response: the session is in the middle of another generation.
+            OptionError: ``max_tokens`` is below 1, a stop string is empty, a sampling parameter
+                is out of range, a token is not the model's, the model's cache cannot be
+                quantised as asked, or ``prompt_cache`` has too few layers. With the first
+                response: the session is in the middle of another generation.
             PromptCacheError: ``prompt_cache`` holds keys and values of another model, as far as
                 shapes tell. With the first response: the session's first cache does, or the
                 generation that has ``prompt_cache`` is running in another thread. With a later
                 one: ``prompt_cache`` has been continued or changed since the last.
-            DrafterError: ``drafter`` is none. With a response: what it proposed is no draft.
+            DrafterError: ``drafter`` is no drafter. With a response: what it proposed is no
+                draft.
             TypeError: there is no such option.
         """
-        return self._generate(prompt, max_tokens, options, lambda session: drafter)
+        return self._generate(
+            prompt, max_tokens, options, lambda session: drafter, record_time=record_time
+        )
 
     def written(
         self, responses: Iterable[GenerationResponse], color: bool = True
@@ -244,13 +258,15 @@ class Decoder:
         options: GenerationOptions,
         make_drafter: MakeDrafter,
         around: Callable[[CacheOwner, list[int]], CacheOwner] = lambda owner, tokens: owner,
+        record_time: RecordTime | None = None,
     ) -> Generator[GenerationResponse, None, None]:
         """As :meth:`decode`; the drafter is made once prompt and options are known to be good,
         since it may measure, and only where drafts can be verified.
 
         Args:
             make_drafter: given the session.
-            around: puts an owner of further caches around that of the model's.
+            around: wraps the owner of the model's caches in an owner of further caches.
+            record_time: as for :meth:`decode`.
         """
         tokens = self._prompt_tokens(prompt)
         checked = check_options(self.model, self.tokenizer, self.vocab_size, max_tokens, options)
@@ -274,17 +290,23 @@ class Decoder:
                 draft_end=lambda: self.draft_end,
             )
 
+        def record_both(rows: int, seconds: float, pipelined: bool) -> None:
+            assert record_time is not None
+            self.step_times.record(rows, seconds, pipelined)
+            record_time(rows, seconds, pipelined)
+
         owner = around(self._owner(tokens, drafter, checked), tokens)
-        return responses(owner, tokens, new_sequence, output, self.step_times, checked.on_progress)
+        record = record_both if record_time else self.step_times.record
+        return responses(owner, tokens, new_sequence, output, record, checked.on_progress)
 
     def drafts(self, options: CheckedOptions) -> bool:
-        """Whether a generation with these options can have drafts at all."""
+        """Whether anything can be drafted in a generation with these options."""
         allowed = options.sampling.allows_drafts
         return allowed and self.chain_capability is not Capability.PLAIN
 
     def _owner(self, tokens: list[int], drafter: Drafter, options: CheckedOptions) -> CacheOwner:
-        """Who owns the generation's caches."""
-        # What the model can verify of this drafter's drafts.
+        """The owner of the generation's caches."""
+        # What the model can verify of what this drafter proposes.
         capability = self.capability if drafter.branching else self.chain_capability
         new_target = partial(target_for, self.model)
         if options.session is not None:
@@ -312,7 +334,7 @@ class Decoder:
 
 
 class LentCaches:
-    """A caller's caches, which follow the responses that are taken; a :class:`CacheOwner`."""
+    """A caller's caches, which hold what the caller has taken; a :class:`CacheOwner`."""
 
     def __init__(
         self, loan: Loan, prompt_tokens: int, continued: Callable[[Sequence[Any]], Target]
@@ -337,11 +359,11 @@ class LentCaches:
 
 
 class DraftCaches:
-    """A draft model's caches beside the target's; they follow the responses too.
+    """A caller's caches for a draft model, which also hold what the caller has taken.
 
     Args:
         owner: of the target's caches.
-        drafter: has a loan of the others.
+        drafter: has the loan of the draft model's.
         prompt: token ids.
     """
 
@@ -376,16 +398,19 @@ class DraftCaches:
             self._loan.give_back(context, complete)
 
     def _begin_unless_begun(self) -> None:
-        """Where nothing can be drafted, its caches follow the output all the same."""
+        """Let the draft model's caches follow the output even where nothing was drafted."""
         if not self._drafter.begun:
             self._drafter.begin(self._prompt)
 
 
 def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Drafter]:
-    """What gives a generation its drafter: a maker as it is, a drafter again and again.
+    """A function that returns a generation's drafter.
+
+    Args:
+        drafter: a class or function that makes one, or a drafter, which is used each time.
 
     Raises:
-        DrafterError: it is neither.
+        DrafterError: ``drafter`` is neither.
     """
     if callable(drafter) and not isinstance(drafter, Drafter):
         return drafter

@@ -1,4 +1,4 @@
-"""The decoders that users know by name; what each drafts is all that tells them apart."""
+"""The decoders that users know by name. They differ only in what they draft from."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from .session import Session
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_AUTO_GUESSES = 16  # that are kept for one first token; how many are verified follows the costs
+_AUTO_GUESSES = 16  # kept for one first token; how many are verified depends on the costs
 
 
 class _PlannedDecoder(Decoder):
-    """A decoder whose drafts follow what steps cost here, and correct it."""
+    """A decoder that plans its drafts by what steps cost, and corrects the costs by each step."""
 
     @property
     def predicted_cost(self) -> float:
-        """What the steps of the last generation should have taken, in plain tokens' times."""
+        """How long the steps of the last generation should have taken, in plain steps."""
         return self._costs.predicted if self._costs else 0.0
 
     def _plan(
@@ -62,18 +62,18 @@ class _PlannedDecoder(Decoder):
 
 
 class AutoDecoder(_PlannedDecoder):
-    """Chooses each draft by what it costs and what it will probably earn; nothing to tune.
+    """Chooses each draft by what it costs and what it will probably gain; nothing to tune.
 
     What a step costs is measured at first use, kept in the user's cache directory and
-    corrected by every step. Outputs are remembered, and later ones are drafted from them too.
+    corrected by every step. Outputs are remembered, and later outputs are drafted from them too.
 
     Args:
         model, tokenizer, on_measuring: as for :class:`Decoder`.
         memory_tokens: how many tokens of earlier outputs are remembered, first in, first out.
         store: a file of ``mlxspec store build`` to draft from.
         extra_drafter: drafts as well, wherever that pays: a :class:`mlxspec.Drafter`, which
-            serves one generation at a time, or a class or function that makes one for each. How
-            likely its tokens are right is learned from the output.
+            serves one generation at a time, or a class or function that makes one for each
+            generation. How likely its tokens are right is learned from the output.
 
     Raises:
         LoadError, OptionError, DrafterError: as :class:`Decoder`.
@@ -112,7 +112,7 @@ class AutoDecoder(_PlannedDecoder):
     def _look_ups(
         self, session: Session | None, others: Sequence[Source] = (), costs: Costs | None = None
     ) -> Planner:
-        """A planner of look-ups in text that repeats, and of other sources."""
+        """A planner that looks up text that repeats, and asks other sources too."""
         suffixes = SuffixSource(
             memory=self.memory,
             store=self._store,
@@ -125,10 +125,9 @@ class AutoDecoder(_PlannedDecoder):
     def look_ups_beside(
         self, session: Session | None, drafter: DraftModelDrafter, others: Sequence[Source] = ()
     ) -> Drafter:
-        """Look-ups, and a draft model where they have nothing.
+        """Look-ups, and a draft model where they find nothing.
 
-        Its forwards take time before it is known what they gain, and are in the steps'
-        times: so these teach the costs nothing.
+        The draft model's forwards are part of the steps' times, so these correct no costs.
         """
         return CombinedDrafter(self._look_ups(session, others, self._fixed_costs()), drafter)
 
@@ -210,11 +209,11 @@ class PromptLookupDecoder(Decoder):
 
 
 class LookaheadDecoder(_PlannedDecoder):
-    """Speculates without any text to copy: on the model's own guesses of the tokens ahead.
+    """Speculates on the model's own guesses of the tokens ahead, so it needs no text to copy.
 
-    A window runs Jacobi iterations over the next positions in the rows of each step; the n-grams
+    In rows of each step, a window runs Jacobi iterations over the next positions. The n-grams
     that it passes through go into a pool, from which drafts are taken. (Fu et al., ICML 2024,
-    arXiv 2402.02057.) By the names of the paper and of its reference implementation:
+    arXiv 2402.02057.) Its parameters in the paper and in the reference implementation:
 
     ============ ================== ===================================================
     paper        reference          here
@@ -252,11 +251,11 @@ class LookaheadDecoder(_PlannedDecoder):
         Args:
             prompt: text, or token ids.
             max_tokens: how many tokens to generate at most.
-            window_size: W, the reference's WINDOW_SIZE; 0 is no window, "auto" what pays.
-            ngram_size: N, the reference's LEVEL; with "auto", the most.
-            guess_set_size: G, the reference's GUESS_SET_SIZE; -1, its "no limit", for 64, since
-                more would take longer than they save. By default as large as W, and 16 with
-                "auto".
+            window_size: W, the reference's WINDOW_SIZE; 0 runs no window, "auto" what pays.
+            ngram_size: N, the reference's LEVEL; with "auto", the largest N.
+            guess_set_size: G, the reference's GUESS_SET_SIZE. By default it is W, and 16 with
+                "auto"; -1, the reference's "no limit", is 64, since more would take longer
+                than they save.
             pool_from_prompt: the reference's POOL_FROM_PROMPT.
             options: how to sample and where to end, as in :meth:`Decoder.decode`: ``temp``,
                 ``top_p``, ``seed``, ``stop`` and so on.
@@ -365,7 +364,8 @@ def _lookahead(
     pool_from_prompt: bool,
     knowledge: LookaheadKnowledge,
 ) -> LookaheadDrafter | LookaheadSource:
-    """Lookahead with the parameters of :meth:`LookaheadDecoder.stream`: fixed, or to be planned.
+    """Lookahead by the parameters of :meth:`LookaheadDecoder.stream`: a drafter of these sizes,
+    or with "auto" a source for a planner.
 
     Raises:
         OptionError: a size is out of range.

@@ -1,4 +1,4 @@
-"""The token ids of a prompt, as users pass it."""
+"""The options of a generation as users pass them, checked: prompt, ends, sampling, memory."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def stop_token_ids(
 
     Args:
         tokenizer: the model's.
-        extra: token ids, or texts that are one token: as they stand in the vocabulary
-            (``</s>``, ``▁river``), or in plain.
+        extra: token ids, or texts that are one token: as spelled in the vocabulary
+            (``</s>``, ``▁river``), or as plain text.
         vocab_size: the number of token ids that the model knows.
 
     Raises:
@@ -94,7 +94,7 @@ def stop_token_ids(
 
 
 def _id_of(tokenizer: TokenizerWrapper, text: str) -> int | None:
-    """The id of the token that stands like this in the vocabulary, or that the text becomes."""
+    """The id of the token with this spelling in the vocabulary, or that the text becomes."""
     token_id = tokenizer.get_vocab().get(text)
     if token_id is not None:
         return token_id
@@ -133,7 +133,7 @@ class EndOptions(TypedDict, total=False):
 
 
 class MemoryOptions(TypedDict, total=False):
-    """The fields of :class:`mlxspec.engine.caches.CacheOptions`, one by one."""
+    """The fields of :class:`mlxspec.engine.params.CacheOptions`, one by one."""
 
     kv_bits: int | None
     kv_group_size: int
@@ -152,7 +152,7 @@ class GenerationOptions(SamplingOptions, EndOptions, MemoryOptions, total=False)
 
 
 class CheckedOptions(NamedTuple):
-    """What the options of a generation amount to.
+    """The options of a generation, checked, with their defaults.
 
     Attributes:
         sampling: how to pick a token.
@@ -160,7 +160,7 @@ class CheckedOptions(NamedTuple):
         stop_tokens: the tokens that end it, the tokenizer's own included.
         cache: the memory of the cache.
         session, on_progress: as given.
-        prompt_cache: the caches of it that the model takes; None without one.
+        prompt_cache: as many of the given caches as the model uses; None without any.
     """
 
     sampling: SamplingParams
@@ -183,7 +183,7 @@ def sampling_from(
     if fields.get("sampler") is greedy_sampler:  # what make_sampler gives at temperature 0
         fields = {**fields, "sampler": None}
     if params is None and fields.get("sampler") is not None:
-        # Who passes mlx-lm's sampler expects that repeated calls differ.
+        # With mlx-lm's sampler, users expect repeated calls to differ.
         params = SamplingParams(seed=None)
     params = replace(params or SamplingParams(), **fields)
     for name in ("logit_bias", "xtc_special_tokens"):
@@ -202,7 +202,7 @@ def check_options(
     max_tokens: int,
     options: GenerationOptions,
 ) -> CheckedOptions:
-    """What :meth:`mlxspec.Decoder.decode` makes of its options; nothing runs.
+    """Check the options of :meth:`mlxspec.Decoder.decode`; no forward runs.
 
     Raises:
         OptionError, PromptCacheError: as there.
@@ -238,7 +238,7 @@ def check_options(
 
 
 def _no_such_option(name: str) -> str:
-    """What to say of an option that there is not."""
+    """The message for an option that does not exist."""
     known = sorted(GenerationOptions.__annotations__)
     (similar, *_) = [*get_close_matches(name, known, 1), None]
     meant = f"did you mean {similar}" if similar else "see mlxspec.Decoder.decode for all"

@@ -187,7 +187,7 @@ class Transcript:
         self._last = response
 
     def result(self, step_times: list[StepTime]) -> GenerationResult:
-        """What has been generated so far; "interrupted" unless it was the whole."""
+        """What has been generated so far; "interrupted" unless that is all of it."""
         last = self._last
         return GenerationResult(
             text="".join(self._text),

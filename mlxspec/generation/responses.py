@@ -1,4 +1,4 @@
-"""A generation as users see it: one response per token, its text, and when it ends."""
+"""A generation as users see it: a response per token, its text, its end, its steps' times."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from ..engine.target import Progress, Target
 from ..process import await_at_exit
 from .response import GenerationResponse, SpeculationStats, StepTime
 
-_KEPT = 64  # recent steps per number of rows: enough for a median, and a hot chip is noticed
+_KEPT = 64  # recent steps per number of rows: enough for a median, few enough to show a hot chip
+
+RecordTime = Callable[[int, float, bool], None]
+"""Told a step's rows (pending ones included), its wall time in seconds, and whether it was
+pipelined."""
 
 
 class CacheOwner(Protocol):
-    """Whose caches a generation continues, and what they see of it."""
+    """Owns the caches in which a generation runs, and may show them to others in between."""
 
     def take(self, close: Callable[[], None]) -> tuple[Target, int]:
         """Begin: the target, and how many of the prompt's tokens its cache holds.
@@ -43,7 +47,7 @@ class CacheOwner(Protocol):
 
 
 class NewCache:
-    """Caches of the generation's own, which end with it."""
+    """The generation's own caches, which are dropped at its end; a :class:`CacheOwner`."""
 
     def __init__(self, new_target: Callable[[], Target]) -> None:
         self._new_target = new_target
@@ -52,13 +56,13 @@ class NewCache:
         return self._new_target(), 0
 
     def pause(self, context: Sequence[int]) -> None:
-        """Nobody else sees them."""
+        """Nothing to do: nobody else sees them."""
 
     def resume(self) -> None:
-        """Nobody else has used them."""
+        """Nothing to do: nobody else has used them."""
 
     def give_back(self, context: Sequence[int]) -> None:
-        """Nobody wants them."""
+        """Nothing to do: nobody else needs them."""
 
 
 def responses(
@@ -66,21 +70,22 @@ def responses(
     prompt: Sequence[int],
     new_sequence: Callable[[Target, int], engine.Sequence],
     output: OutputText,
-    step_times: StepTimes,
+    record_time: RecordTime,
     on_progress: Progress | None,
 ) -> Generator[GenerationResponse, None, None]:
     """Run a sequence and turn its steps into responses.
 
-    The last response comes when all is closed, so that the conversation's next turn may begin
-    with it at hand.
+    The last response comes after everything is closed, so that a consumer who has it may begin
+    the conversation's next turn.
 
     Args:
         owner: of the caches.
         prompt: token ids.
-        new_sequence: makes the sequence of a target that holds so many of the prompt's tokens.
-        output: where the tokens become text and the end is found.
-        step_times: told each step's.
-        on_progress: told how far the prompt is.
+        new_sequence: makes the sequence, given the target and how many of the prompt's tokens
+            its cache holds; its ``ends`` is ``output.add``.
+        output: turns tokens into text and finds the end.
+        record_time: called with the rows and the time of each step.
+        on_progress: called with prompt tokens done and prompt tokens in all.
     """
     context = list(prompt)
     sequence: engine.Sequence | None = None
@@ -99,14 +104,14 @@ def responses(
             stats = SpeculationStats()
             while not last:
                 (step,) = engine.step([sequence])
-                await_at_exit()
+                await_at_exit()  # the thread may be another one by now
                 verified = step.verified
-                step_times.record(verified.rows, verified.seconds, verified.pipelined)
+                record_time(verified.rows, verified.seconds, verified.pipelined)
                 stats = _updated(stats, verified)
                 for index, text in enumerate(output.take()):
                     generated = len(context) - len(prompt) + 1
                     response = _response(step, index, text, stats, clock, generated, output)
-                    # Last: the token of a response that an interrupt prevents is not taken.
+                    # Last, so that a token whose response an interrupt prevents is not counted.
                     context.append(response.token)
                     if response.finish_reason:
                         last = response
@@ -173,7 +178,7 @@ class _Clock:
 
     @property
     def prompt_tps(self) -> float:
-        """Prompt tokens per second that were run; the last one belongs to the first step."""
+        """Prompt tokens per second of the prefill; the last token belongs to the first step."""
         run = self.prompt_tokens - self.n_cached - 1
         return run / (self._prefill_ended - self._prefill_started)
 
@@ -220,7 +225,7 @@ class OutputText:
         self._segments: list[str] = []
 
     def add(self, token: int) -> bool:
-        """Append a token; whether the output ends with it."""
+        """Append a token; returns whether the output ends with it."""
         self._left -= 1
         if token in self._stop_tokens:
             self.finish_reason = "stop"

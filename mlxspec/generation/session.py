@@ -54,9 +54,9 @@ class Session:
     :meth:`save` keeps a conversation's cache in a file, :meth:`load` goes on with it, or with a
     document that ``mlxspec cache-prompt`` has cached.
 
-    A quantised cache is what the conversation's turns have made it, as with mlx-lm: in one
-    prefill it would be quantised at another place. In one that ``max_kv_size`` bounds, prompts
-    see the kept first positions, which mlx-lm's mask hides from a prompt's rows.
+    What a quantised cache holds depends on the conversation's turns, as with mlx-lm: in a single
+    prefill it would be quantised at another position. In a cache that ``max_kv_size`` bounds, a
+    prompt's rows see the first positions, which are kept; mlx-lm's mask hides these from them.
 
     Args:
         cache: mlx-lm's caches to begin with, from :func:`mlxspec.load_prompt_cache`; they
@@ -66,7 +66,7 @@ class Session:
 
     def __init__(self, cache: Sequence[Any] = (), tokens: Sequence[int] = ()) -> None:
         self.index = ContextIndex()
-        """The drafter's."""
+        """The drafter's index of the conversation."""
         self._first_cache: Sequence[Any] = copy.deepcopy(cache)  # MLX copies when it writes
         self._tokens = list(tokens)
         self._target: Target | None = None
@@ -97,11 +97,11 @@ class Session:
 
         Raises:
             OptionError: the session holds nothing yet, or is in the middle of a generation.
-            PromptCacheError: the file cannot be written; what was there before is as it was.
+            PromptCacheError: the file cannot be written; an older one stays as it was.
         """
         with self._used(), mx.stream(generation_stream):
             if self._target is None:
-                raise OptionError("session has no cache to save: finish a generation before")
+                raise OptionError("session has no cache to save: finish a generation first")
             try:
                 self._target.flush_pending()
             finally:  # an interrupted one leaves a shorter context
@@ -111,7 +111,7 @@ class Session:
 
     @contextmanager
     def _used(self) -> Iterator[None]:
-        """Keep out whatever else would use the session, in this thread or another."""
+        """Keep every other use of the session out, in this thread or another."""
         if not self._in_use.acquire(blocking=False):
             raise OptionError("session is generating: close that generation before the next one")
         try:
@@ -132,10 +132,10 @@ class Session:
         vocab_size: int,
         options: CacheOptions,
     ) -> Target:
-        """The target, with as much of the prompt in its cache as can be had.
+        """The target, with as much of the prompt in its cache as possible.
 
-        Until it is put back the session has none: if anything goes wrong, the next turn begins
-        anew.
+        Until it is put back the session has no target: if anything goes wrong, the next turn
+        begins anew.
         """
         if self._first_cache:
             check_fits(self._first_cache, model, "the session's cache")

@@ -35,7 +35,7 @@ def find_directory(path_or_repo: str | Path, revision: str | None, *, weights: b
     """The directory with a model's files, downloaded if need be.
 
     Args:
-        path_or_repo: as for :func:`load`.
+        path_or_repo: as for :func:`mlxspec.load`.
         revision: of a repository.
         weights: False leaves the weights out of a download.
 

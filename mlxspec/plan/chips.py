@@ -1,4 +1,4 @@
-"""Verify-cost curves of real chips, as published; ``chips.json`` names each one's source."""
+"""Cost curves of chips, published or estimated; ``chips.json`` names each one's source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verify cost T(M)/T(1): what a step over M rows costs, in steps over one row."""
+"""The verify cost T(M)/T(1): what a step over M rows costs, in plain steps."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class CostCurve:
         points: pairs of rows and cost, rows ascending; the first is (1, 1).
 
     Attributes:
-        widest: the most rows at which the cost is known; planning goes no further.
+        widest: the most rows at which the cost is known; no draft is planned beyond.
         table: ``table[rows]`` is the cost for 1 <= rows <= widest; ``table[0]`` is 0.
-        cheapest_rows: ``cheapest_rows[w]`` is what each row beyond 1 + w costs at least, however
-            many are added; infinite at the end.
+        cheapest_rows: ``cheapest_rows[n]`` is the least that each row beyond 1 + n costs,
+            however many are added; infinite at the end.
 
     Raises:
-        OptionError: the points are no such curve.
+        OptionError: the points make no such curve.
     """
 
     def __init__(self, points: Iterable[tuple[int, float]]) -> None:
@@ -52,7 +52,7 @@ class CostCurve:
 
 
 def _least_slopes(costs: Sequence[float]) -> list[float]:
-    """Per point the least slope of a line to a later one; infinite for the last.
+    """Per point the least slope of a line to a later point; infinite for the last.
 
     That line leads to the next corner of the lower convex hull (Andrew's monotone chain).
     """
@@ -71,11 +71,12 @@ def _least_slopes(costs: Sequence[float]) -> list[float]:
 
 
 USUAL_SYNC_OVERHEAD = 0.02
-"""The sync overhead until some plain steps have waited for a token."""
+"""The sync overhead until some plain steps have waited for a token (docs/planner-notes.md,
+"The wait for a token")."""
 
 
 class Costs(Protocol):
-    """What steps cost, as a planner asks for it and tells it."""
+    """What steps cost; a planner reads it, and records every step there."""
 
     @property
     def curve(self) -> CostCurve:
@@ -83,15 +84,15 @@ class Costs(Protocol):
 
     @property
     def sync_overhead(self) -> float:
-        """What a plain step costs more whose forward is dispatched only after the last token was
-        read, as a share of a pipelined one."""
+        """What a plain step costs more if its forward is dispatched only after the last token
+        was read, as a share of a pipelined one."""
 
     @property
     def wants_plain_steps(self) -> bool:
         """Whether plain steps should run between drafted ones, to be measured."""
 
     def move_to(self, context: int) -> None:
-        """Say how many positions the context has by now."""
+        """Tell how many positions the context has now."""
 
     def record(self, rows: int, seconds: float, pipelined: bool) -> None:
         """Learn from a step; see :class:`mlxspec.draft.drafter.VerifiedStep`."""
@@ -109,10 +110,10 @@ class FixedCosts:
     wants_plain_steps: bool = False
 
     def move_to(self, context: int) -> None:
-        """Nothing: they hold for all contexts."""
+        """Nothing to do: they hold for all contexts."""
 
     def record(self, rows: int, seconds: float, pipelined: bool) -> None:
-        """Nothing."""
+        """Nothing to do: they stay as they are."""
 
     def end(self) -> None:
-        """Nothing."""
+        """Nothing to do."""

@@ -26,11 +26,11 @@ _FORMAT = "mlxspec step times"
 _VERSION = 1
 _MAX_BYTES = 1 << 20
 _UNUSABLE = (OSError, ValueError, RecursionError)
-_SECONDS = (1e-6, 1e4)  # of a step: what is beyond was not measured
+_SECONDS = (1e-6, 1e4)  # of a step: no measurement is outside
 _MAX_UNCERTAINTY = 10.0
-_MOST = 1e18  # of whatever is counted of a machine or model
-_SOURCES = ("steps", "quick", "careful")  # the better the later
-_COST_PER_ROW = (0.2, 20.0)  # T(M) is no less than the first times T(1), nor more than M·20·T(1)
+_MOST = 1e18  # of whatever is counted in a machine or model
+_SOURCES = ("steps", "quick", "careful")  # the best one last
+_COST_PER_ROW = (0.2, 20.0)  # T(M) lies between 0.2·T(1) and 20·M·T(1)
 
 Identity = dict[str, str | int | float | None]
 
@@ -81,17 +81,17 @@ Ranges = dict[int, KnownRange]
 class CostCache:
     """Keeps what is known of step times from run to run.
 
-    A file appears whole or not at all, readable by the user alone. Of several processes that
-    write at a time, the last one's corrections of a range stay. A file that is damaged, of
-    another program or of a later version is ignored with a warning, and so is a directory that
-    cannot be written: the times are then measured again.
+    A file is written whole or not at all, readable by the user alone. Where several processes
+    write at the same time, the last one's corrections of a range stay. A file that is damaged,
+    another program's or another version's is ignored with a warning, and its times are measured
+    again. A directory that cannot be written gives a warning too.
 
     Args:
         directory: where the files are; by default ``step_times`` in the directory that
             ``MLXSPEC_CACHE_DIR`` names, or else in the user's cache directory.
 
     Raises:
-        OptionError: ``MLXSPEC_CACHE_DIR`` begins with the name of a user who is not known.
+        OptionError: ``MLXSPEC_CACHE_DIR`` begins with ``~`` and a user name that is not known.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -106,7 +106,7 @@ class CostCache:
         return found[0] if found else {}
 
     def entries(self) -> list[tuple[CostKey, Ranges]]:
-        """All that is kept, for whatever machine and model."""
+        """All that is kept, for all machines and models."""
         entries = []
         for path in sorted(self.directory.glob("*.json")):
             with _unusable_ignored(path):
@@ -114,11 +114,11 @@ class CostCache:
         return entries
 
     def update(self, key: CostKey, ranges: Mapping[int, KnownRange]) -> None:
-        """Replace these ranges, where they are plausible, and leave the others as they are.
+        """Replace these ranges where they are plausible, and leave the others as they are.
 
-        A range that is known better stays, too: a careful measurement gives way to a quick one
-        only if it was of plain steps alone, and among equals the one of more numbers of rows
-        stays. What MLX, the model or the machine has changed since has another key.
+        A range that is better known stays, too. A careful measurement is better than a quick one,
+        unless it has plain steps alone; of two of a kind, the one with more numbers of rows is
+        better. A change of MLX, the model or the machine gives another key.
         """
         path = self.directory / key.file_name
         kept: Ranges = {}
@@ -151,7 +151,7 @@ class CostCache:
 
 
 def _rank(known: KnownRange) -> tuple[bool, int, int]:
-    """How good it is, to be compared."""
+    """How well a range is known, for comparison."""
     return len(known.times) > 1, _SOURCES.index(known.source), len(known.times)
 
 
@@ -170,7 +170,7 @@ def _cache_directory() -> Path:
 
 @contextmanager
 def _unusable_ignored(path: Path) -> Iterator[None]:
-    """Pass over a file that is not what it should be, with a warning if it is there."""
+    """Ignore a file that cannot be used, with a warning if it exists."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
@@ -194,7 +194,7 @@ def _read(path: Path, key: CostKey) -> Ranges:
 
 
 def _parse(path: Path) -> tuple[CostKey, Ranges]:
-    """The content of a file, all that decoding relies on checked; raises as :func:`_read` does."""
+    """The content of a file, with all checked that decoding relies on; raises as :func:`_read`."""
     if path.stat().st_size > _MAX_BYTES or not path.is_file():
         raise ValueError("no file of step times")
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -219,7 +219,7 @@ def _identity(value: Any) -> Identity:
         if is_number and not 0 <= field <= _MOST:  # false for a NaN, too
             raise ValueError(f"an implausible number of {name!r}")
     if isinstance(value.get("parameters"), str):
-        raise ValueError("a number of parameters that is none")
+        raise ValueError("a number of parameters that is a text")
     return value
 
 
@@ -241,7 +241,7 @@ def _range(end: str, known: Any) -> tuple[int, KnownRange]:
 
 def _time(value: Any) -> KnownTime:
     if not isinstance(value, dict):
-        raise ValueError("a time that is none")
+        raise ValueError("a time that is no object")
     rows: Any = value.get("rows")
     seconds: Any = value.get("seconds")
     uncertainty: Any = value.get("uncertainty")
@@ -251,10 +251,10 @@ def _time(value: Any) -> KnownTime:
 
 
 def _check(times: tuple[KnownTime, ...]) -> None:
-    """Raise ValueError unless these may have been measured. No comparison holds for a NaN."""
+    """Raise ValueError unless these are plausible. (All comparisons with NaN are false.)"""
     rows = [time.rows for time in times]
     if rows[:1] != [1] or rows != sorted(set(rows)) or rows[-1] > WIDEST:
-        raise ValueError("times that are not in the order of their rows from 1 on")
+        raise ValueError("times that are not sorted by their rows, from 1 on")
     low, high = _COST_PER_ROW
     for time in times:
         if not (

@@ -1,4 +1,4 @@
-"""The drafts of any other drafter as a planner's candidates."""
+"""The drafts of any drafter as a planner's candidates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ..draft.custom import checked_drafter, not_a_draft
 from ..draft.drafter import Drafter, DraftTree, VerifiedStep
 from .planner import Candidates, Source, best_first
 
-_RANKS, _DEPTHS = 4, 8  # siblings and depths that are told apart
+# Where these come from: docs/planner-notes.md, "Constants".
+_RANKS, _DEPTHS = 4, 8  # ranks among siblings, and depths, each with a probability of its own
 _FIRST_P_ACCEPT = 0.5
 _RATE = 0.1
 _LEAST, _MOST = 0.01, 0.99  # nothing is certain, however often it was right or wrong
@@ -19,11 +20,11 @@ class DrafterSource(Source):
     """The drafts of any drafter as candidates.
 
     How likely its tokens are right is learned from what followed, by depth and by rank among
-    siblings, whether they were verified or not: so a drafter that is wrong costs nothing for
-    long.
+    siblings, whether they were verified or not. So a drafter that is often wrong soon costs
+    nothing.
 
     Args:
-        drafter: whose drafts; it serves one generation.
+        drafter: proposes the drafts; it serves one generation at a time.
     """
 
     def __init__(self, drafter: Drafter) -> None:

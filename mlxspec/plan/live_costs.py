@@ -12,20 +12,22 @@ from typing import TypeVar
 from .cost_curve import USUAL_SYNC_OVERHEAD, CostCurve
 from .live_curve import KnownTime, LiveCurve
 
+# Where these come from: docs/planner-notes.md, "Constants".
 _MOST = 0.5
-_FIRST_VARIANCE = 0.1**2  # variances: of the usual cost at first,
-_CHANGE = 0.005**2  # and of its change from one run of plain steps to the next
-_STEPS_NOISE = 6  # a run's surplus over 2 T(1): a step of 2 T(1), a short one, and T(1) itself
+_FIRST_VARIANCE = 0.1**2  # of the usual sync overhead, before anything was learned
+_CHANGE = 0.005**2  # variance of its change from one run of plain steps to the next
+_STEPS_NOISE = 6  # of a run's surplus: a step of about 2 T(1), a short one, and twice T(1) itself
 _CLIP = 3.0  # standard deviations
 
 
 class SyncOverhead:
-    """The cost of waiting, as a share of a pipelined plain step, learned from runs of such steps.
+    """What it costs to wait for a token, as a share of a pipelined plain step.
 
-    The first step of a run waits for its token and for a part of the second's forward, and the
-    last one finds its own forward nearly done. What both take beyond 2 T(1) is a small difference
-    of large times: where other programs disturb the steps, one run says next to nothing. So each
-    run counts as much as its noise allows (a Kalman filter of one number).
+    It is learned from runs of plain steps. The first step of a run waits for its token and for a
+    part of the second's forward; the last one finds its own forward nearly done. What the two
+    take beyond 2 T(1) is a small difference of large times: where other programs disturb the
+    steps, a single run says next to nothing. So each run counts as much as its noise allows (a
+    Kalman filter of one number).
     """
 
     def __init__(self) -> None:
@@ -40,7 +42,8 @@ class SyncOverhead:
         """Learn from a run of plain steps.
 
         Args:
-            surplus: by how many T(1) its first and last step took longer than pipelined ones.
+            surplus: by how many T(1) its first and last step together took longer than two
+                pipelined ones.
             noise: relative standard deviation of a step's time.
         """
         variance = self._variance + _CHANGE
@@ -55,17 +58,17 @@ _Costs = TypeVar("_Costs", bound="LiveCosts")
 
 _SHORTEST_RANGE = 1024
 _RANGE_FACTOR = 4
-_PLAIN_STEPS_PER_LESSON = 8  # in a row; to learn from each would slow them down
-_MOST_STDDEV = 0.05  # of all costs of drafted steps together, before plain steps are sought
+_PLAIN_STEPS_PER_LESSON = 8  # in a row; learning from each would slow them down
+_MOST_STDDEV = 0.05  # that drafted steps' costs have in common, before plain steps are wanted
 _OTHER_CONTEXT = 0.15  # relative uncertainty of a cost that was measured in another range
 
 
 def context_range(context: int) -> int:
     """The end of the range that a context length falls in: 1024, 4096, 16384, and so on.
 
-    Reading the KV cache adds to a step what the weights do not depend on. Within a factor of
-    four that changes the curve by less than the steps correct at once, so each range has its
-    own curve.
+    The longer the context, the more time a step takes to read the KV cache. Within a factor of
+    four that changes the curve by less than the steps correct at once, so one curve serves each
+    range.
     """
     end = _SHORTEST_RANGE
     while context >= end:
@@ -74,11 +77,11 @@ def context_range(context: int) -> int:
 
 
 class LiveCosts:
-    """T(rows) at the context length at hand, corrected by every step.
+    """T(rows) at the current context length, corrected by every step.
 
-    A range of context lengths that nobody has measured starts with what is known of the
-    nearest one. Where generations run beside each other, each has its own :meth:`for_generation`,
-    and all learn together.
+    A range of context lengths that nobody has measured starts with what is known of the nearest
+    one. Generations that run at the same time have each their own :meth:`for_generation`, and
+    learn together.
 
     Args:
         known: per range, by its end as :func:`context_range` has it, the measured times; at
@@ -97,16 +100,16 @@ class LiveCosts:
         self._begin_run()
 
     def for_generation(self: _Costs) -> _Costs:
-        """The same costs at the context length and in the steps of one generation."""
+        """The same costs, for one generation: with its context length and its runs of steps."""
         own = copy.copy(self)
         own._begin_run()
         return own
 
     def end(self) -> None:
-        """The generation has ended; there is nothing to do."""
+        """The generation has ended: nothing to do."""
 
     def _begin_run(self) -> None:
-        """Forget the latest steps, which are each generation's own."""
+        """Forget the latest steps: each generation has runs of its own."""
         self.predicted = 0.0
         self._plain_steps = 0  # in a row
         # Seconds of the last run of plain steps: the one that waited, and the last pipelined one.
@@ -120,7 +123,7 @@ class LiveCosts:
             return sum(self._unsaved.values())
 
     def move_to(self, context: int) -> None:
-        """Say how long the context is by now; cheap enough for every step."""
+        """Tell how many positions the context has now; cheap enough for every step."""
         if not self._start <= context < self._end:
             self._enter(context_range(context))
 
@@ -142,22 +145,22 @@ class LiveCosts:
 
     @property
     def sync_overhead(self) -> float:
-        """What plain steps cost more if the first of them waits, as a share of a pipelined one."""
+        """What it costs if a plain step waits for its token, as a share of a pipelined one."""
         return self._sync_overhead.value
 
     @property
     def wants_plain_steps(self) -> bool:
         """Whether plain steps should run between drafted ones, to tell what drafts cost.
 
-        Nothing else tells costs apart from the machine's speed: where hardly any run, a T(1)
-        that was measured on a busy machine would stay, and make all drafts look cheap.
+        Nothing else tells costs apart from the machine's speed. Where hardly any plain step runs,
+        a T(1) that was measured on a busy machine would stay, and make all drafts look cheap.
         """
         return self._live.stddev > _MOST_STDDEV
 
     def record(self, rows: int, seconds: float, pipelined: bool) -> None:
         """Learn from a step.
 
-        Plain steps teach T(1) only in the middle of a pipeline. The first and the last one tell
+        Plain steps tell T(1) only in the middle of a pipeline. The first and the last one tell
         the sync overhead; see :class:`SyncOverhead`.
 
         Args:
@@ -179,7 +182,7 @@ class LiveCosts:
         if rows == 1:
             if not pipelined or before is None:
                 return
-            seconds = before  # which was not the last one, as is known only now
+            seconds = before  # the step before: only now it is known not to be the last
             self._plain_steps += 1
             surplus = self._plain_steps - _PLAIN_STEPS_PER_LESSON
             if surplus > 0 and surplus % _PLAIN_STEPS_PER_LESSON:
@@ -190,7 +193,7 @@ class LiveCosts:
         self._unsaved[self._end] += 1
 
     def changes(self) -> dict[int, list[KnownTime]]:
-        """What is known by now of the ranges in which steps ran since the last call."""
+        """What is now known of the ranges in which steps ran since the last call."""
         with self._lock:
             changed = {end: self._curves[end].known() for end in sorted(self._unsaved)}
             self._unsaved.clear()

@@ -1,4 +1,4 @@
-"""The verify cost as the steps that run correct it."""
+"""The verify cost at about one context length, corrected by every step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import numpy as np
 from .cost_curve import CostCurve
 
 WIDEST = 64
-"""Rows up to which costs are predicted; on no chip whose costs are known do wider steps pay."""
+"""Rows up to which costs are predicted; wider steps pay on no chip whose costs are known."""
 
+# Where these come from: docs/planner-notes.md, "Constants".
 # Variances, all of natural logarithms of seconds. Of a part at first:
-_MACHINE_VARIANCE = 0.3**2  # what a machine may have become while nobody measured
-_DRAFTED_VARIANCE = 0.08**2  # real drafts also take a proposal, and their tokens are other ones
+_MACHINE_VARIANCE = 0.3**2  # a machine's speed may change while nobody measures
+_DRAFTED_VARIANCE = 0.08**2  # real drafts have to be proposed, and have other tokens than measured
 _UNSEEN_VARIANCE = 0.1**2  # of a number of rows between two that were measured
 # Of a part's change from step to step:
 _MACHINE_CHANGE = 0.025**2
@@ -29,15 +30,15 @@ _LEAST_NOISE, _FIRST_NOISE, _MOST_NOISE = 0.02**2, 0.07**2, 0.4**2
 _NOISE_RATE = 0.05
 _NOISE_CLIP = 4.0  # variances
 _OUTLIER = 4.0  # standard deviations
-# Steps of each number of rows, among which outliers are told from changes; so many that the
-# change is no burst of another program's work.
+# Recent steps of each number of rows, by which outliers are told from a lasting change; so many
+# that a burst of another program's work does not count as one.
 _RECENT = 15
 _NOTICEABLE = 0.02  # relative change of a cost that is worth a new curve
 
 
 @dataclass(frozen=True)
 class KnownTime:
-    """T(rows) as far as it is known.
+    """T(rows) and how well it is known.
 
     Attributes:
         rows: rows of a step; 1 is a pipelined plain step.
@@ -50,22 +51,22 @@ class KnownTime:
     uncertainty: float
 
 
-# The first parts of the logarithm of a step's time; behind them stands what rows add.
+# The first parts of the logarithm of a step's time; what each number of rows adds comes after.
 _MACHINE, _DRAFTED = 0, 1
 
 
 class LiveCurve:
     """T(rows) at about one context length, corrected by every step.
 
-    The logarithm of a step's time is taken as a sum: the machine's speed now (the time of a
-    plain step), what drafted steps have in common, and what this number of rows adds. A Kalman
-    filter (Kalman 1960) corrects all parts by each step's time, in proportion to how uncertain
-    they are. It keeps their covariances, so where a drafted step takes longer than predicted,
-    the next plain steps tell whether the machine was to blame or the costs. So a hot or busy
-    machine changes the first part and leaves the costs, which are ratios, alone, and a number
-    of rows that was never measured is believed at once.
+    The logarithm of a step's time is modelled as a sum of parts: the machine's speed now (the time
+    of a plain step), what drafted steps have in common, and what this number of rows adds. A
+    Kalman filter (Kalman 1960) corrects all parts by each step's time, the uncertain ones most.
+    It keeps their covariances: where a drafted step takes longer than predicted, the next plain
+    steps tell whether the machine or the costs have changed. So a hot or busy machine changes the
+    first part and not the costs, which are ratios, and the first step with a number of rows that
+    was never measured settles most of its cost.
 
-    A step that is far off is ignored, until most of the recent steps of as many rows are.
+    A step that is far off is ignored, until most of the recent steps with as many rows are.
 
     Args:
         known: measured times, one of them of a plain step.
@@ -78,17 +79,17 @@ class LiveCurve:
         # Few numbers of rows ever run, and a small matrix stays in the processor's cache.
         self._parts = self._in_curve = np.array([math.log(plain.seconds), 0.0])
         self._covariance = np.diag([_MACHINE_VARIANCE, shared_variance])
-        # Kept, and filled by a product (multiplying by broadcasting takes memory too): a kilobyte
-        # asked of the C library between two steps can make it tidy up what the forward has freed,
-        # which takes longer than the whole lesson.
+        # Allocated once, and filled in place: allocating a kilobyte between two steps can make
+        # the C library tidy up what the forward has freed, which takes longer than the lesson.
+        # (Multiplying by broadcasting would allocate, too.)
         self._correction = np.empty_like(self._covariance)
         self._part_of_rows: dict[int, int] = {}
         for rows, time in sorted(times.items()):
             self._add_part(rows, math.log(time.seconds / plain.seconds), time.uncertainty**2)
         self._noise = _FIRST_NOISE
         self._step = 0
-        # Per number of rows: errors of the recent steps, the last step that took the time
-        # predicted, and since which step they have not.
+        # Per number of rows: the errors of recent steps, the last step that took the predicted
+        # time, and the first of those that have not since then.
         self._recent: dict[int, deque[float]] = {}
         self._fitted: dict[int, int] = {}
         self._off_since: dict[int, int] = {}
@@ -110,7 +111,7 @@ class LiveCurve:
     def stddev(self) -> float:
         """Relative standard error that the costs of all drafted steps have in common.
 
-        It grows small only where plain and drafted steps run in turn.
+        It becomes small only where both plain and drafted steps run.
         """
         return math.sqrt(max(self._covariance[_DRAFTED, _DRAFTED], 0.0))
 
@@ -152,14 +153,14 @@ class LiveCurve:
         self._correct(error, shared, variance)
 
     def reopen(self) -> None:
-        """Expect the machine's speed to have changed, since time has passed unmeasured."""
+        """Expect the machine's speed to have changed: no step was measured for some time."""
         self._widen(_MACHINE, _MACHINE_VARIANCE - self._covariance[_MACHINE, _MACHINE])
 
     def known(self, stddev: float = 0.0) -> list[KnownTime]:
-        """What is known by now, in times of the machine's usual speed.
+        """What is now known, as times at the machine's usual speed.
 
         Args:
-            stddev: further relative uncertainty, for use at another context length.
+            stddev: relative uncertainty to add, for use at another context length.
         """
         times = [KnownTime(1, self._usual.seconds, math.hypot(self.stddev, stddev))]
         for rows, part in sorted(self._part_of_rows.items()):
@@ -172,13 +173,13 @@ class LiveCurve:
         """Make the curve of the parts as they are now."""
         points = [(1, 1.0)]
         for rows, part in sorted(self._part_of_rows.items()):
-            # A costlier narrow step could be padded to a cheaper wide one, so costs never fall.
+            # A narrow step that costs more could be padded to a wide one, so costs never fall.
             cost = math.exp(self._parts[_DRAFTED] + self._parts[part])
             points.append((rows, max(points[-1][1], cost)))
         rows, cost = points[-1]
         if rows < WIDEST:
-            # As if each further block of rows cost what the measured ones do: too much where
-            # the curve is flat, and on average right where it has stairs.
+            # In proportion to the rows, as if each further block cost what the first one does:
+            # too much where the curve is flat, and right on average where it has stairs.
             points.append((WIDEST, cost * WIDEST / rows))
         self._curve = CostCurve(points)
         self._in_curve = self._parts.copy()
@@ -198,7 +199,7 @@ class LiveCurve:
         self._covariance[part, part] += max(variance, 0.0)
 
     def _parts_of(self, rows: int) -> list[int]:
-        """What the logarithm of a step's time is the sum of, by index."""
+        """The parts whose sum is the logarithm of a step's time, by index."""
         if rows not in self._recent:
             self._recent[rows] = deque(maxlen=_RECENT)
         if rows == 1:
@@ -210,21 +211,22 @@ class LiveCurve:
         return [_MACHINE, _DRAFTED, self._part_of_rows[rows]]
 
     def _learn_noise(self, difference: float) -> None:
-        """Learn from the difference between two steps of as many rows, however misjudged both."""
+        """Learn from the difference between two steps of as many rows; their cost cancels out."""
         squared = min(difference * difference / 2, _NOISE_CLIP * self._noise)
         noise = self._noise + _NOISE_RATE * (squared - self._noise)
         self._noise = min(max(noise, _LEAST_NOISE), _MOST_NOISE)
 
     def _blame(self, rows: int, parts: list[int]) -> int:
-        """Make the part uncertain that is to blame for a time that has changed; which it is.
+        """Find the part to blame for times that have changed, make it uncertain, and return it.
 
-        Where steps of other rows still take the time predicted, it is not the machine.
+        Where steps with other numbers of rows still take the predicted time, it is not the
+        machine.
         """
         if any(step > self._off_since[rows] for step in self._fitted.values()):
             self._recent[rows].clear()
             blamed = parts[-1]
         else:
-            self._recent.clear()  # these were errors against the former speed
+            self._recent.clear()  # these errors were relative to the former speed
             self._off_since.clear()
             blamed = _MACHINE
         self._widen(blamed, _MACHINE_VARIANCE)
@@ -246,5 +248,5 @@ class LiveCurve:
 
 
 def _change(part: int) -> float:
-    """The variance of what a part changes by from step to step."""
+    """The variance of a part's change from step to step."""
     return {_MACHINE: _MACHINE_CHANGE, _DRAFTED: _DRAFTED_CHANGE}.get(part, _ROWS_CHANGE)

@@ -1,4 +1,4 @@
-"""Lookahead's guesses with their probabilities, and the window that is worth its rows."""
+"""Lookahead as a source: guesses with their probabilities, and a window where it pays."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from ..draft.lookahead import JacobiWindow, NgramPool, add_window
 from .planner import Candidates, Source, best_first
 from .policy import Policy, price_of_time
 
+# Where these come from: docs/planner-notes.md, "Constants".
 _RANKS = 4  # siblings that are considered
 _CLASSES = 8  # of agreement with the text, in tokens
 
-# How often the guess at a rank was right, by its agreement from 1 to 8 tokens, with N = 5 on the
-# Spec-Bench answers of Vicuna-7B. Rarer cells are smoothed.
+# How often the guess of a rank was right, by its agreement from 1 to 8 tokens, with N = 5 on the
+# Spec-Bench answers of Vicuna-7B; cells with few guesses are smoothed.
 _PRIOR = (
     (0.27, 0.51, 0.63, 0.66, 0.67, 0.74, 0.81, 0.85),
     (0.08, 0.13, 0.16, 0.20, 0.20, 0.20, 0.25, 0.30),
@@ -32,8 +33,8 @@ Guess = tuple[tuple[int, ...], int]
 class GuessOdds:
     """How likely a guess is right, by its agreement with the text and its rank.
 
-    Logits are learned by stochastic gradient from every emitted token: one per cell of the
-    table, and one that all have in common, which follows the kind of text at hand.
+    Logits are learned by stochastic gradient descent from every emitted token: one per cell of
+    the table, and one that all cells share, which follows the kind of text.
     """
 
     def __init__(self) -> None:
@@ -41,16 +42,16 @@ class GuessOdds:
         self._common = 0.0
 
     def begin(self) -> None:
-        """Start a text; what was learned of the cells stays."""
+        """Start a text; the cells keep what they have learned."""
         self._common = 0.0
 
     def probability(self, agreement: int, rank: int) -> float:
-        """That a token follows, given the tokens before it."""
+        """The p_accept of a guess."""
         logit = self._cells[rank][min(agreement, _CLASSES) - 1] + self._common
         return 1 / (1 + math.exp(-logit))
 
     def learn(self, agreement: int, rank: int, right: bool) -> None:
-        """Learn what came of a guess, whether it was verified or not."""
+        """Learn whether a guess was right, verified or not."""
         error = right - self.probability(agreement, rank)
         self._cells[rank][min(agreement, _CLASSES) - 1] += _CELL_RATE * error
         if rank == 0:
@@ -59,13 +60,13 @@ class GuessOdds:
 
 
 class LiveGuesses:
-    """The guesses for the current token, and those of the tokens before that still hold.
+    """The guesses after the current token, and those of earlier tokens that were right so far.
 
-    An n-gram that was recalled one token ago and named the current token agrees with two tokens
-    of the text, and so on: that tells likely guesses from mere successors of one token.
+    An n-gram that was recalled one token ago and foretold the current token agrees with two
+    tokens of the text, and so on. That tells likely guesses from mere successors of one token.
 
     Args:
-        pool: where guesses are recalled from.
+        pool: holds the guesses.
         ngram_size: N; an n-gram agrees with N - 1 tokens at most before its last.
     """
 
@@ -86,7 +87,7 @@ class LiveGuesses:
         ]
 
     def advance(self, tokens: Iterable[int]) -> None:
-        """The text goes on by these tokens; :meth:`at` was asked about the one before them."""
+        """Continue the text; :meth:`at` has been called for the token before these."""
         for token in tokens:
             guesses = self._guesses
             whole = bool(guesses) and guesses[0][1] == self._longest
@@ -99,19 +100,19 @@ class LiveGuesses:
             self.at(token)
 
     def forget(self) -> None:
-        """The text goes on unobserved."""
+        """Drop all guesses: the text continues without :meth:`advance`."""
         self._live, self._guesses, self._streak = [], [], 0
 
 
 class GuessTree:
-    """Guesses merged into one tree, as candidates; it remembers what each node was judged by.
+    """Guesses merged into a tree of candidates; it knows the agreement and rank of each node.
 
     Args:
         current: the token before the guesses.
         guesses: best first.
         odds: gives their probabilities.
-        max_depth: of a node.
-        least_p: less likely nodes are left out.
+        max_depth: of the deepest node.
+        least_p: less likely nodes below the first level are left out.
         branching: whether nodes may have siblings.
 
     Attributes:
@@ -175,14 +176,14 @@ _NOTICEABLE = 0.05  # tokens per step
 
 
 class WindowSize(NamedTuple):
-    """A window's number of columns W and its n-gram size N."""
+    """A window's columns W and its n-gram size N."""
 
     columns: int
     ngram_size: int
 
     @property
     def rows(self) -> int:
-        """Rows that it adds to a step; that of column 0, level 0 is there in any case."""
+        """Rows that it adds to a step; that of column 0, level 0 is the root's."""
         return (self.ngram_size - 1) * self.columns - 1
 
 
@@ -199,8 +200,8 @@ _USUAL_GAINS = {
 class WindowGain:
     """How many tokens per step a window adds, learned while one is on.
 
-    What is learned is one factor on the gains that windows of each size have on average. While
-    there is no window it slowly returns to 1, so that one is tried again.
+    It learns one factor on the average gain of each size. While there is no window the factor
+    slowly returns to 1, so that a window is tried again.
     """
 
     def __init__(self) -> None:
@@ -211,12 +212,12 @@ class WindowGain:
         return self._factor * _USUAL_GAINS[size]
 
     def learn(self, size: WindowSize, tokens: int) -> None:
-        """A step has emitted so many tokens that it would not have without the window."""
+        """Learn from a step that emitted ``tokens`` more thanks to the window."""
         factor = self._factor + _RATE * (tokens / _USUAL_GAINS[size] - self._factor)
         self._factor = min(factor, _MOST)
 
     def relax(self) -> None:
-        """A step ran without a window."""
+        """Forget a little, after a step without a window."""
         self._factor += _RELAXATION * (1 - self._factor)
 
 
@@ -229,42 +230,42 @@ def best_window(
     bank: float,
     now: WindowSize | None,
 ) -> WindowSize | None:
-    """The window that is worth most beside the guesses at hand; None where none is.
+    """The window that gains most beside these guesses; None where no window does.
 
     Args:
         gain: what windows earn.
-        expected: E(w), the tokens that a step without a window emits with w guess nodes.
+        expected: E(n), the tokens that a step without a window emits with n guess nodes.
         costs: ``costs[rows]`` is T(rows) / T(1).
-        price: of a plain token's time, in tokens.
-        max_ngram_size: the longest n-grams.
-        bank: the time, in plain tokens, that the first steps with a window may cost.
-        now: the window at hand, which stays while it pays, unless another is worth noticeably
-            more: a new one takes N - 2 steps until it earns.
+        price: of a plain step's time, in tokens.
+        max_ngram_size: the largest N.
+        bank: the time, in plain steps, that the first steps with a window may cost.
+        now: the current window, which stays while it pays, unless another one gains noticeably
+            more: a new window takes N - 2 steps until it earns anything.
     """
-    worths: dict[WindowSize | None, float] = {None: _worth(expected, costs, price, 0)}
+    gains: dict[WindowSize | None, float] = {None: _best_gain(expected, costs, price, 0)}
     for size in _USUAL_GAINS:
         if size.ngram_size > max_ngram_size or size.rows + 1 >= len(costs):
             continue
         if size == now or _TRIAL_STEPS * (costs[1 + size.rows] - costs[1]) <= bank:
-            worths[size] = gain.of(size) + _worth(expected, costs, price, size.rows)
-    best = max(worths, key=worths.__getitem__)
-    pays = now is None or (now in worths and worths[now] > worths[None])
-    return now if pays and worths[best] < worths[now] + _NOTICEABLE else best
+            gains[size] = gain.of(size) + _best_gain(expected, costs, price, size.rows)
+    best = max(gains, key=gains.__getitem__)
+    pays = now is None or (now in gains and gains[now] > gains[None])
+    return now if pays and gains[best] < gains[now] + _NOTICEABLE else best
 
 
-def _worth(expected: Sequence[float], costs: Sequence[float], price: float, rows: int) -> float:
-    """Tokens less the price of the time at the best number of guesses beside further rows."""
+def _best_gain(expected: Sequence[float], costs: Sequence[float], price: float, rows: int) -> float:
+    """Tokens less the price of their time, with the best number of guesses beside ``rows``."""
     return max(
         tokens - price * cost for tokens, cost in zip(expected, costs[1 + rows :], strict=False)
     )
 
 
 _STEPS_BETWEEN_SIZES = 8
-_SUREST = 0.98  # no guess is surer; where a row costs more, nothing need be looked up
+_SUREST = 0.98  # no guess is likelier right; where a row costs more, there is nothing to look up
 
 
 class LookaheadKnowledge:
-    """What outlasts a generation: how likely guesses are right and what a window earns."""
+    """What is kept between generations: how likely guesses are right, what a window earns."""
 
     def __init__(self) -> None:
         self.odds = GuessOdds()
@@ -272,15 +273,15 @@ class LookaheadKnowledge:
 
 
 class LookaheadSource(Source):
-    """Lookahead decoding whose sizes follow what rows cost: often no window, or nothing.
+    """Lookahead decoding whose sizes follow what rows cost; often there is no window.
 
     The candidates are the pool's guesses. A window is verified beside them where the tokens that
-    windows have lately earned are worth its rows. So W, N and G change from step to step; where
-    each row costs as much as a plain step, all of them are zero.
+    windows have lately earned pay for its rows. So W, N and G change from step to step; where
+    each row costs as much as a plain step, nothing is drafted.
 
     Args:
-        ngram_size: the longest n-grams.
-        guess_set_size: how many are kept for one first token; -1 for 64.
+        ngram_size: the largest N.
+        guess_set_size: how many n-grams are kept for one first token; -1 keeps 64.
         pool_from_prompt: whether the pool starts with the prompt's n-grams.
         knowledge: what was learned from earlier generations of the same target.
     """
@@ -374,7 +375,7 @@ class LookaheadSource(Source):
         del self._text, self._pool, self._live, self._window
 
     def _resize(self, expected: Sequence[float], costs: Sequence[float], policy: Policy) -> None:
-        """Begin, end or exchange the window, where another size is worth more."""
+        """Start, end or replace the window, where another size gains more."""
         price = price_of_time(expected[: len(costs) - 1], costs, policy.rate)
         size = best_window(
             self._knowledge.gain,
@@ -401,7 +402,7 @@ class LookaheadSource(Source):
             self._pool.add(ngram)
 
     def _earned(self, step: VerifiedStep) -> int:
-        """How many tokens of a step no guess from the text would have given."""
+        """How many accepted tokens no guess from the text alone would have drafted."""
         accepted = step.tokens[: len(step.accepted)]
         guessed = (
             common_length(guess, accepted) for guess in self._pool.text_guesses(step.tree.tokens[0])

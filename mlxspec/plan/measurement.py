@@ -1,4 +1,4 @@
-"""Measuring T(rows): which steps to run, within a budget of time, and what they tell."""
+"""Measuring T(rows): which steps to run within a time limit, and what they tell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol
 from .live_curve import KnownTime
 
 ShareDone = Callable[[float], None]
-"""Called with the share of a measurement that is done, 0 to 1."""
+"""Called with the share of a measurement that is done, from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,15 @@ class MeasurementPlan:
     """How thoroughly to measure.
 
     Attributes:
-        rows: the numbers of rows, the most telling first: where the time runs out, the last
-            ones are left out.
+        rows: the numbers of rows, the most telling first: where time runs out, the last ones are
+            left out.
         rounds: how often each is measured at most.
-        steady_rounds: how often if the times are steady.
-        plain_tokens: plain tokens in a row per round.
-        seconds: the budget, prefill included. A step that would not end within it is not begun.
+        steady_rounds: how often where the times are steady.
+        plain_tokens: plain steps in a row per round.
+        seconds: the time limit, prefill included. A step that would not end within it does not
+            start.
         context: tokens before the first step, unless the user asks for another number.
-        least_uncertainty: relative; what repetition does not reveal.
+        least_uncertainty: relative; errors that repetition does not reveal.
     """
 
     rows: tuple[int, ...]
@@ -39,18 +40,18 @@ class MeasurementPlan:
 
     @property
     def tokens(self) -> int:
-        """About how many tokens the steps emit, by which the context grows."""
+        """About how many tokens the steps emit; the context grows by them."""
         return self.rounds * (self.plain_tokens + len(self.rows) + 2) + len(self.rows)
 
     @property
     def room(self) -> int:
-        """Positions behind the context that the steps take, the widest one at the end."""
+        """Positions after the context that the steps need, with the widest one at the end."""
         return self.tokens + max(self.rows, default=1)
 
     def within(self, room: int) -> MeasurementPlan:
-        """The same in fewer rounds, and if that is not enough without the widest steps.
+        """The same plan in fewer rounds and, if that is not enough, without the widest steps.
 
-        One round of plain steps is the least; it may take more than ``room``.
+        At least one round of plain steps is left, which may need more than ``room``.
         """
         fitted = self
         while fitted.room > room and fitted.rounds > 1:
@@ -61,8 +62,8 @@ class MeasurementPlan:
         return fitted
 
 
-# Costs bend where kernels change: published curves rise to 8, 12 or 16 rows and are flat from
-# there to 32 (see chips.json). So both sides of the bend come before what lies between.
+# Costs bend where kernels change: published curves rise up to 8, 12 or 16 rows and are flat from
+# there to 32 (see chips.json). So both sides of the bend are measured before what lies between.
 QUICK = MeasurementPlan(
     rows=(2, 4, 8, 16, 3, 6, 12, 32),
     rounds=24,
@@ -83,7 +84,8 @@ CAREFUL = MeasurementPlan(
 )
 
 
-_FEW = 3  # steps, whose spread says nothing
+# Where these come from: docs/planner-notes.md, "Constants".
+_FEW = 3  # steps: the spread of fewer says nothing
 _SPREAD_OF_FEW = 0.1
 _STEADY = 0.05  # relative standard error
 
@@ -94,8 +96,8 @@ class RowsTime:
 
     Attributes:
         rows: rows of a step; 1 is a pipelined plain step.
-        seconds: lower quartile of the wall times. Other programs only add to them: where they
-            double every other step, it is still the time of the steps between.
+        seconds: lower quartile of the wall times. Other programs only make steps longer: where
+            they double every other step, it is still the time of those between.
         spread: half the distance between the quartiles, relative to ``seconds``.
         steps: how many steps were measured.
     """
@@ -111,7 +113,7 @@ class RowsTime:
 
     @property
     def standard_error(self) -> float:
-        """Of ``seconds``, relative, as far as repetition reveals it."""
+        """Relative standard error of ``seconds``, as far as repetition reveals it."""
         spread = max(self.spread, _SPREAD_OF_FEW) if self.steps < _FEW else self.spread
         # A quartile's standard error is 1.36 σ / √n, and half the quartiles' distance 0.67 σ.
         return 1.36 * spread / 0.67 / math.sqrt(self.steps)
@@ -121,7 +123,7 @@ class Steps(Protocol):
     """Runs steps for their time."""
 
     def plain(self, tokens: int) -> list[float]:
-        """Seconds of each of so many pipelined plain steps."""
+        """Seconds of each of ``tokens`` pipelined plain steps."""
 
     def drafted(self, rows: int) -> float:
         """Seconds of one whole drafted step."""
@@ -137,14 +139,14 @@ def measure(
 ) -> list[RowsTime]:
     """Measure T(rows) in rounds over all numbers of rows, so that a slow moment hits all alike.
 
-    The first step of each width warms up and does not count. Plain steps are measured even if
-    the budget is spent. On a busy machine there are more rounds.
+    The first step of each number of rows warms up and does not count. Plain steps are measured
+    even if the time is up. On a busy machine there are more rounds.
 
     Args:
         steps: runs the steps.
         plan: what to run.
         max_rows: the most rows that a step may have.
-        started: the time at which the budget began to run.
+        started: the time from which the limit counts.
         clock: tells the time in seconds.
         on_progress: told the share that is done after every measurement.
 
@@ -157,7 +159,7 @@ def measure(
         round_number, index = divmod(done, len(widths))
         if index == 0 and round_number >= plan.steady_rounds and _steady(samples):
             break
-        # There and back again: what heats up or cools down meets wide and narrow in turn.
+        # There and back again, so that warming up or cooling down affects wide and narrow alike.
         rows = widths[index] if round_number % 2 == 0 else widths[-1 - index]
         left = started + plan.seconds - clock()
         if index == 0 and round_number and _predicted(samples, 1) * plan.plain_tokens <= left:
@@ -176,7 +178,7 @@ def measure(
 
 
 def _steady(samples: dict[int, list[float]]) -> bool:
-    """Whether more rounds would tell little that is new."""
+    """Whether more rounds would tell little more."""
     return all(_summary(rows, times).standard_error <= _STEADY for rows, times in samples.items())
 
 

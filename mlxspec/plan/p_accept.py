@@ -1,4 +1,4 @@
-"""What kind of text a token is: a few classes that tell how predictable it is."""
+"""How likely a continuation is right (p_accept): the classes of tokens, and a model that learns."""
 
 from __future__ import annotations
 
@@ -59,12 +59,13 @@ def _class_of(piece: str) -> TokenClass:
     return TokenClass.CONTINUATION if word[0].isalpha() else TokenClass.PUNCTUATION
 
 
+# Where these come from: docs/planner-notes.md, "Constants".
 _MAX_LENGTH = 512  # beyond, a match is as good as one of this length
 _LOWEST, _HIGHEST = 1e-4, 0.998
 
 _BIAS_RATE, _BIAS_LIMIT = 0.1, 2.0
-# The biases of match lengths 12–19 and 20–31 at first, which the fitted weights trust too much
-# where a copy may be about to begin (docs/planner-notes.md).
+# The fitted weights trust matches of 12–19 and 20–31 tokens too much where a copy may be about
+# to begin, so their biases start below 0 (docs/planner-notes.md, "First biases").
 _FIRST_LENGTH_BIASES = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -0.4, -0.4, 0.0)
 _RECENT_RATE = 0.1
 _AVERAGE_RATE = 0.03
@@ -77,8 +78,8 @@ class Estimate(NamedTuple):
     Attributes:
         p_accept: the probability that it is right, given that its path is and that the
             better-ranked continuations are not.
-        kind: which bias of its rank and origin was added.
-        length_class: which bias of its match length was added.
+        kind: the index of the bias of its rank and origin.
+        length_class: the index of the bias of its match length.
     """
 
     p_accept: float
@@ -90,9 +91,10 @@ class AcceptanceModel:
     """A logistic model of a continuation's p_accept, with biases that are learned online.
 
     Evidence: length of the match, number of occurrences that agree and disagree, distance,
-    the kind of token, rank among the continuations, and how well recent drafts did. One weight
-    vector holds for continuations without a competitor, one for the best of several and one
-    for the others. They were fitted on replayed outputs; ``p_accept_prior.json`` holds them.
+    the class of the token, rank among the continuations, and how often recent ones were right.
+    There are three weight vectors: for continuations without a competitor, for the best of
+    several, and for the others. They were fitted on replayed outputs and are in
+    ``p_accept_prior.json``.
 
     Args:
         classes: per token id its :class:`TokenClass`; tokens beyond its end are UNKNOWN.
@@ -107,14 +109,14 @@ class AcceptanceModel:
         self.begin(0)
 
     def begin(self, memory_end: int) -> None:
-        """Forget what was learned; the text before ``memory_end`` is an earlier output's."""
+        """Forget what was learned; the text before ``memory_end`` is earlier outputs."""
         self._memory_end = memory_end
         self._recent = self._average = _FIRST_AVERAGE
         self._kind_biases = [0.0] * 4
         self._length_biases = [*_FIRST_LENGTH_BIASES]
 
     def refresh(self) -> None:
-        """Take what was learned since into account; to be called once a step."""
+        """Take into account what was learned in the last step; call it once a step."""
         recent, average = _logit(self._recent), _logit(self._average)
         for weights in (self._unanimous, self._divided, self._lower_ranked):
             weights.standing = weights.logit_recent * recent + weights.logit_average * average
@@ -167,12 +169,12 @@ class AcceptanceModel:
         return estimates
 
     def learn(self, estimates: Sequence[Estimate], right: int | None, *, at_root: bool) -> None:
-        """Learn what came of a node's continuations.
+        """Learn which of a node's continuations was right.
 
         Args:
-            estimates: theirs, best first.
+            estimates: of the continuations, best first.
             right: the rank of the right one; None if none was.
-            at_root: whether the node was the root.
+            at_root: whether the node is the root.
         """
         tried = estimates if right is None else estimates[: right + 1]
         for rank, (p_accept, kind, length_class) in enumerate(tried):
@@ -191,7 +193,7 @@ class AcceptanceModel:
 class _Weights:
     """One weight vector, its non-linear terms tabulated.
 
-    ``standing`` is the part of the logit that holds for a whole step.
+    ``standing`` is the part of the logit that is the same throughout a step.
     """
 
     def __init__(self, prior: dict[str, Any]) -> None:
@@ -232,7 +234,7 @@ def _logit(average: float) -> float:
 
 
 def _length_class(length: int) -> int:
-    """0 to 5 as they are, then 6–7, 8–11, 12–19, 20–31, 32 and more."""
+    """Lengths 0 to 5 are classes of their own, then 6–7, 8–11, 12–19, 20–31, 32 and more."""
     return length if length < 6 else 6 + sum(length >= bound for bound in (8, 12, 20, 32))
 
 

@@ -1,4 +1,4 @@
-"""The planner: drafts what emits most per time, the empty draft included."""
+"""The planner: drafts what emits most tokens per time, which may be nothing."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from ..draft.drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
 from .cost_curve import USUAL_SYNC_OVERHEAD, Costs
 from .policy import Policy, expected_shortfall, expected_tokens, price_of_time, replayed_costs
 
-# Before the first draft, what one would gain whose tokens are each right with 60 %.
+# The running gain starts with that of a chain whose tokens each have a p_accept of 60 %
+# (docs/planner-notes.md, "Constants").
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
 
 
 class Candidates:
-    """Draft nodes below the current token, the likeliest first, a parent before its children.
+    """Draft nodes below the current token, the likeliest first, parents before their children.
 
     Args:
         root: the current token.
-        name: of the source that proposes them.
+        name: the source that proposes them.
 
     Attributes:
         tokens, parents: as in :class:`DraftTree`, the root first.
@@ -43,12 +44,12 @@ class Candidates:
         return len(self.tokens) - 1
 
     def cut(self, n_draft: int) -> None:
-        """Forget all but the first nodes."""
+        """Forget all but the first ``n_draft`` nodes."""
         del self.tokens[n_draft + 1 :], self.parents[n_draft + 1 :]
         del self.depths[n_draft:], self.p_reached[n_draft:]
 
     def origins(self, n_draft: int) -> list[str]:
-        """The source of each of the first nodes."""
+        """The source of each of the first ``n_draft`` nodes."""
         return [self.name] * n_draft
 
     def draft(self, n_draft: int) -> DraftTree:
@@ -56,7 +57,7 @@ class Candidates:
         return DraftTree(tuple(self.tokens[: n_draft + 1]), tuple(self.parents[: n_draft + 1]))
 
     def p_by_depth(self, n_draft: int) -> list[float]:
-        """The probability that 1, 2, … tokens at least are accepted of the first nodes."""
+        """The probabilities that at least 1, 2, … of the first ``n_draft`` nodes are accepted."""
         depths = self.depths[:n_draft]
         p_by_depth = [0.0] * max(depths, default=0)
         for depth, probability in zip(depths, self.p_reached, strict=False):
@@ -75,14 +76,15 @@ class Candidates:
 
 
 class Source:
-    """Where a planner's candidates come from: a base class whose methods do nothing.
+    """Where a planner's candidates come from: the base class of all sources.
 
-    The planner calls ``begin`` once with the prompt, then ``candidates`` and ``observe`` in turn
-    (``observe`` alone where it does not search), and ``end``.
+    A source needs :meth:`candidates`; all else has a default that does nothing. The planner calls
+    ``begin`` once with the prompt, then ``candidates`` and ``observe`` in turn (``observe`` alone
+    in steps that skip the search), and ``end``.
     """
 
     name = "draft"
-    """The origin of its draft tokens, for those who look on."""
+    """The origin of its draft tokens, for ``mlxspec explain``."""
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation whose context is ``prompt``."""
@@ -93,24 +95,27 @@ class Source:
         """What may follow the current token.
 
         Args:
-            max_nodes: how many to return at most.
-            max_depth: how deep.
+            max_nodes: how many nodes to return at most.
+            max_depth: how deep they may be.
             branching: whether a node may have several children.
-            least_p: per number of nodes, the probability below which no further one pays, as
-                :attr:`CostCurve.cheapest_rows`.
+            least_p: ``least_p[n]`` is the probability below which no node beyond the first n
+                pays; see :attr:`mlxspec.plan.cost_curve.CostCurve.cheapest_rows`.
         """
         raise NotImplementedError
 
     def rows_beside(
         self, expected: Sequence[float], costs: Sequence[float], policy: Policy, max_depth: int
     ) -> tuple[int, float]:
-        """Rows to verify beside the candidates, and the tokens per step that they earn.
+        """Rows to verify beside the candidates, such as a window's.
 
         Args:
             expected: E(n) of the candidates.
             costs: ``costs[rows]`` is T(rows) / T(1), as far as there is room.
             policy: the planner's.
-            max_depth: how deep these rows may stand.
+            max_depth: how deep these rows may be.
+
+        Returns:
+            how many rows, and the tokens per step that they earn.
         """
         return 0, 0.0
 
@@ -118,7 +123,7 @@ class Source:
         """Add these rows to the draft; called in steps that verify them."""
 
     def window_rows(self) -> dict[tuple[int, int], int]:
-        """Of lookahead's window in the last draft: the node of each row (level, column)."""
+        """Lookahead's window in the last draft: the node of each row (level, column)."""
         return {}
 
     def observe(self, step: VerifiedStep, searched: bool) -> None:
@@ -130,25 +135,25 @@ class Source:
         """
 
     def end(self) -> None:
-        """Let go of the generation's state."""
+        """Release the generation's state."""
 
 
 class Planner(Drafter):
-    """Drafts what maximises expected tokens per time.
+    """Drafts what gains most under the costs of rows.
 
-    Each step, the sources' candidates are put in the order of their probabilities, and the
-    number of them is chosen at which expected tokens less the price of the time are greatest,
-    within what the policy allows. Every step corrects the costs and the probabilities.
+    In each step the sources' candidates are sorted by their probabilities, and the number of them
+    is chosen at which expected tokens less the price of their time are greatest, within what the
+    policy allows. Every step corrects the costs and the probabilities.
 
     Args:
-        costs: what steps cost; the planner tells them each step.
-        sources: of candidates; with several, the first one's siblings count first.
+        costs: what steps cost; every step is recorded there.
+        sources: of candidates; where several propose siblings, the first source's count first.
         branching: whether drafts may be trees; otherwise they are chains.
         replays: whether accepted tokens of a partly rejected draft run again (REPLAY).
         guarded: whether a guard bounds what failed drafts may cost.
 
     Attributes:
-        policy: of the generation at hand.
+        policy: of the current generation.
     """
 
     def __init__(
@@ -193,10 +198,10 @@ class Planner(Drafter):
     def pipelined(self) -> bool:  # type: ignore[override]
         """Whether to dispatch the next forward before the next token is known.
 
-        Asked when nothing is drafted now. The token may open a passage worth drafting; to wait
-        for it pays where drafts have lately gained more than the waiting costs, or where they
-        would if the likeliest token came. Where waiting is expensive, the guard must allow what
-        is waited for.
+        Asked when nothing is drafted now. The next token may open a passage worth drafting. It
+        pays to wait for that token where drafts have lately gained more than the sync overhead,
+        or where one would if the likeliest token came. Where the sync overhead is high, the
+        guard must allow that draft, too.
         """
         candidates, sync_overhead = self._plan.candidates, self.costs.sync_overhead
         if self.costs.wants_plain_steps or candidates is None:
@@ -272,7 +277,7 @@ class Planner(Drafter):
         rows: int,
         earned: float,
     ) -> _Plan:
-        """Choose how many candidates to verify beside rows that earn so many tokens per step."""
+        """Choose how many candidates to verify beside ``rows`` that earn ``earned`` tokens."""
         costs = [0.0, *table[1 + rows :]]
         expected = [tokens + earned for tokens in expected[: len(costs) - 1]]
         price = price_of_time(expected, costs, self.policy.rate)
@@ -293,13 +298,13 @@ class Planner(Drafter):
         return gain
 
     def _costs_of(self, expected: Sequence[float]) -> Sequence[float]:
-        """``costs[rows]`` is T(rows) / T(1) of a step with so many rows of its own."""
+        """``costs[rows]``: T(rows) / T(1) of a step with ``rows`` rows besides pending ones."""
         table = self.costs.curve.table
         return replayed_costs(expected, table, self._pending) if self._replays else table
 
 
 class _Plan(NamedTuple):
-    """What was found for the current token, how much of it to verify, and the gain of that."""
+    """The candidates for the current token, how many of them to verify, and their gain."""
 
     candidates: Candidates | None
     n_draft: int
@@ -322,11 +327,11 @@ class _Union(Candidates):
 
 
 def merged(sources: Sequence[Candidates], max_nodes: int) -> Candidates:
-    """The candidates of several sources for one token as one list, the best ``max_nodes``.
+    """The best ``max_nodes`` candidates of several sources for one token.
 
-    A node that several propose keeps its highest probability, as far as its siblings leave room
-    for that. A node that only a later source proposes counts for as much as the earlier sources'
-    siblings leave to it.
+    A node that several sources propose keeps its highest probability, as far as its siblings
+    leave room for that. The p_accept of a node that only a later source proposes is scaled by the
+    probability that none of the earlier sources' siblings is right.
     """
     if len(sources) == 1:
         return sources[0]
@@ -370,7 +375,7 @@ def merged(sources: Sequence[Candidates], max_nodes: int) -> Candidates:
 def best_first(candidates: Candidates, into: Candidates) -> list[int]:
     """Add the nodes to ``into``, the likeliest first; returns their former numbers.
 
-    Equal ones keep their order, so that parents stand before children.
+    Equal ones keep their order, so that parents come before children.
     """
     order = sorted(range(1, len(candidates.tokens)), key=lambda n: -candidates.p_reached[n - 1])
     number = {0: 0}

@@ -1,7 +1,7 @@
 """When to draft, and how much: the gain of a draft, and what keeps drafts from costing too much.
 
-All times are in plain tokens, the time of a pipelined plain step. Where the numbers come from:
-docs/planner-notes.md, "Constants".
+All times are in plain steps, the time of a pipelined step over one row. Where the constants come
+from: docs/planner-notes.md, "Constants".
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from collections.abc import Callable, Sequence
 from ..draft.drafter import VerifiedStep
 from .cost_curve import CostCurve
 
-_SHARE_OF_NOW = 0.8  # of this step's best rate in the price of time; the rest is the past's
+_SHARE_OF_NOW = 0.8  # of this step's best rate in the price of time; the rest is the average's
 _FIRST_RATE = 1.2
 _CHANGE = 0.1  # weight of the newest step in the running averages
 
 _FIRST_BANK = 0.35
-_INCOME = 1.02  # per emitted token, so that the bank stands still at 98 % of plain decoding's speed
+_INCOME = 1.02  # per emitted token, so that the bank keeps its level at 98 % of plain speed
 _RISKED_SHARE = 0.15
 
-_STEEP = 0.6  # of a plain step, that each row costs; published curves of Macs stay below 0.3
-_PATIENCE = 8
+_STEEP = 0.6  # plain steps that each further row costs; published curves of Macs stay below 0.3
+_PATIENCE = 8  # steps without a draft
 _STEPS_PER_SEARCH = 4
 
-_PROBE_ROUND = 30
+_PROBE_ROUND = 30  # steps
 _PROBE = range(12, 18)  # in a row, since the first and the last pipelined step tell nothing
 
 _ROWS_OF_A_TREE = 16
-_FLAT = 2.0
+_FLAT = 2.0  # plain steps that so many rows cost
 
 
 class Policy:
@@ -36,24 +36,25 @@ class Policy:
     A draft's **gain** is what it emits beyond a plain step, less the price of its time, in
     tokens. Four things temper it:
 
-    - The *guard* is a bank of time out of which the generation pays for drafts that fail. Each
-      step earns a little more than it emits and pays its cost. A draft is allowed while its
-      expected shortfall, the time by which the step costs more than it emits, is at most 15 % of
-      the bank. So sure drafts pass where bold ones must wait until something was gained.
-    - A draft behind a plain step interrupts the pipeline, which costs the *restart*.
-    - The *back-off*: where rows are expensive, drafts seldom pay, and a search for one in each
-      step is felt. There, after eight steps without a draft, only every fourth step searches.
-    - The *probe*: all costs relate to the time of a plain step. Where every step has a draft,
-      nothing tells it apart from the machine's speed, so while plain steps are wanted, six in a
-      row of every 30 go without a draft.
+    - The *guard* is a bank of time that pays for drafts that fail. Each step adds a little more
+      than it emits and takes out its cost. A draft is allowed while its expected shortfall, the
+      time by which the step costs more than it emits, is at most 15 % of the bank. So safe drafts
+      pass at once, and bold ones only after something was gained.
+    - A draft after a plain step interrupts the pipeline, which costs the *restart*.
+    - The *back-off*: where rows are expensive, drafts seldom pay, and searching for one in each
+      step takes noticeable time. There, after eight steps without a draft, only every fourth
+      step searches.
+    - The *probe*: all costs are relative to the time of a plain step. Where every step has a
+      draft, a change of the costs looks like a change of the machine's speed. So while plain
+      steps are wanted, six in a row of every 30 steps go without a draft.
 
     Args:
         guarded: whether there is a guard.
 
     Attributes:
-        rate: running average of tokens per plain token's time.
-        gain: running average of the chosen drafts' gains; that of none is 0.
-        bank: what the guard has left.
+        rate: running average of tokens per plain step's time.
+        gain: running average of the chosen drafts' gains; a step without a draft counts 0.
+        bank: what the guard has left, in plain steps.
     """
 
     def __init__(self, guarded: bool = True) -> None:
@@ -66,7 +67,7 @@ class Policy:
         self._probe_step = 0
 
     def skips_search(self, curve: CostCurve) -> bool:
-        """Whether the next step shall search for no draft."""
+        """Whether the next step shall not search for a draft."""
         return (
             self._steps_without_draft >= _PATIENCE
             and self._steps_without_draft % _STEPS_PER_SEARCH != 0
@@ -75,11 +76,11 @@ class Policy:
 
     @property
     def probes(self) -> bool:
-        """Whether the next step shall be a plain one, to measure it."""
+        """Whether the next step shall be a plain one, which is measured."""
         return self._probe_step % _PROBE_ROUND in _PROBE
 
     def restart_cost(self, sync_overhead: float) -> float:
-        """What any draft costs now besides its rows: after a plain step, the pipeline."""
+        """What any draft costs besides its rows: after a plain step, the sync overhead."""
         return 0.0 if self._drafted_last else sync_overhead
 
     def best(
@@ -94,15 +95,16 @@ class Policy:
     ) -> tuple[float, int]:
         """The greatest gain that the guard allows, and the number of nodes that has it.
 
-        All numbers are compared, since cost curves have stairs.
+        All numbers of nodes are compared, since cost curves have stairs.
 
         Args:
             expected: E(n), the tokens that a step emits on average with the first ``n`` nodes.
             costs: ``costs[rows]`` is T(rows) / T(1).
-            p_by_depth: of so many first nodes, the probability that 1, 2, … are accepted.
-            restart_cost: what any draft costs besides.
+            p_by_depth: given a number of first nodes, the probabilities that at least 1, 2, …
+                of them are accepted.
+            restart_cost: what any draft costs besides its rows.
             earned: tokens in ``expected`` that do not depend on the nodes.
-            guarded: False asks no guard.
+            guarded: whether to ask the guard.
 
         Returns:
             0.0 and 0 where no draft gains anything.
@@ -131,7 +133,7 @@ class Policy:
         """Account for a step that ran.
 
         Args:
-            step: what was verified, which is nothing where a plain step was under way.
+            step: what was verified; nothing where a plain step had been dispatched already.
             cost: T(rows) / T(1) of the step.
             chosen: whether a draft was chosen, verified or not.
             gain: its gain, 0 for none.
@@ -162,15 +164,15 @@ def expected_tokens(p_reached: Sequence[float]) -> list[float]:
 
 
 def price_of_time(expected: Sequence[float], costs: Sequence[float], rate: float) -> float:
-    """What a plain token's time is worth, in tokens.
+    """The price of a plain step's time, in tokens.
 
-    Time that this step does not use is spent at the rate of the steps to come. That rate is
-    predicted from the best rate possible now, since easy passages last, and from the average.
+    Time that this step does not use goes to later steps, at their rate. That rate is predicted
+    from the best rate possible now, since easy passages last, and from the average.
 
     Args:
         expected: E(n) as from :func:`expected_tokens`.
         costs: ``costs[rows]`` is T(rows) / T(1).
-        rate: recent tokens per plain token's time.
+        rate: recent tokens per plain step's time.
     """
     best = max(tokens / costs[rows] for rows, tokens in enumerate(expected, start=1))
     return float(best**_SHARE_OF_NOW * rate ** (1 - _SHARE_OF_NOW))
@@ -181,7 +183,7 @@ def expected_shortfall(cost: float, p_by_depth: Sequence[float]) -> float:
 
     Args:
         cost: T(rows) / T(1) of the step.
-        p_by_depth: per depth from 1, the probability that at least so many are accepted.
+        p_by_depth: the probabilities that at least 1, 2, … draft tokens are accepted.
     """
     shortfall = cost - 1
     for depth, probability in enumerate(p_by_depth, start=1):
@@ -194,8 +196,8 @@ def expected_shortfall(cost: float, p_by_depth: Sequence[float]) -> float:
 def replayed_costs(expected: Sequence[float], table: Sequence[float], pending: int) -> list[float]:
     """What a step costs where state cannot be cut back, and accepted tokens run once more.
 
-    Pending rows stand in front of the step's own. A draft of which only a part is accepted
-    makes the next step wider by what is pending then.
+    Pending rows run in front of the step's own. A draft that is accepted in part makes the
+    next step wider by the tokens that are pending then.
 
     Args:
         expected: E(n) as from :func:`expected_tokens`.
@@ -221,8 +223,8 @@ def replayed_costs(expected: Sequence[float], table: Sequence[float], pending: i
 def trees_pay(curve: CostCurve) -> bool:
     """Whether rows are cheap enough for drafts that branch.
 
-    Only where sixteen rows cost less than two plain steps do branches pay for themselves;
-    elsewhere a chain is as fast and spares the work of growing a tree.
+    Branches pay only where sixteen rows cost less than two plain steps; elsewhere a chain is as
+    fast and saves the work of growing a tree.
     """
     rows = min(_ROWS_OF_A_TREE, curve.widest)
     return rows > 1 and curve(rows) < _FLAT

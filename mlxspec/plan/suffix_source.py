@@ -1,4 +1,4 @@
-"""Candidates from text that repeats: what followed wherever the text's end has stood before."""
+"""Candidates from text that repeats: what followed where the text's end occurred before."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from .planner import Candidates, Source
 # Negative p_reached, serial number, parent, rank among its siblings, occurrences, path.
 _Frontier = tuple[float, int, int, int, list[Occurrence], list[int]]
 
+# Where these come from: docs/planner-notes.md, "Constants".
 _CHILDREN = 6  # per node of a tree; more are never likely enough
-_STORED_OCCURRENCES = 8
-_LEAST_P_REACHED = 0.01  # nodes that are reached more rarely are worth nothing on any machine
+_STORED_OCCURRENCES = 8  # that a store is asked for
+_LEAST_P_REACHED = 0.01  # nodes that are reached more rarely gain nothing on any machine
 
 
 class SuffixSource(Source):
@@ -35,8 +36,8 @@ class SuffixSource(Source):
         memory: earlier outputs to draft from, to which each output is added at its end.
         store: other texts to draft from.
         token_classes: see :func:`mlxspec.plan.p_accept.token_classes`.
-        context: index of the conversation's last turn, to be extended; by default a new one for
-            each generation.
+        context: the index of the conversation so far, which is extended; by default each
+            generation has a new one.
     """
 
     name = "suffix"
@@ -55,7 +56,7 @@ class SuffixSource(Source):
         self._kept_context = context
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Start a generation; the index is built beside the prefill, in a thread."""
+        """Start a generation; a thread builds the index during the prefill."""
         self._context = self._kept_context or ContextIndex()
         self._context.begin(prompt, self._memory.text() if self._memory else [])
         self._index: SuffixIndex | None = None
@@ -156,7 +157,7 @@ class SuffixCandidates(Candidates):
         while frontier and len(self.p_reached) < max_nodes and max_depth > 0:
             negative_p, _, parent, rank, occurrences, path = heappop(frontier)
             p_reached = -negative_p
-            # What is worth drafting once the first token is known to be right grows as well.
+            # Nodes that would pay if the first token were known to be right are grown as well.
             first = self.p_reached[0] if self.p_reached else 1.0
             if p_reached < max(_LEAST_P_REACHED, first * least_p[len(self.p_reached)]):
                 break

@@ -50,6 +50,7 @@ def test_the_result_loads_in_mlx_lm_and_computes_what_the_original_does(
     )
 
 
+@pytest.mark.slow
 def test_the_demo_model_writes_what_the_original_does(tmp_path: Path, shared: Path):
     source = shared / "models" / "demo"
     result = convert(torch_path=source, mlx_path=tmp_path / "out")

@@ -1,14 +1,183 @@
-"""The lookahead drafter, with targets made up for the purpose."""
+"""Lookahead: the pool, the window, their tree, and the drafter, each against another truth."""
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mlxspec.draft.drafter import DraftTree, VerifiedStep, accept
-from mlxspec.draft.lookahead import LookaheadDrafter
+from mlxspec.draft.drafter import DraftTree, TreeBuilder, VerifiedStep, accept
+from mlxspec.draft.lookahead import JacobiWindow, LookaheadDrafter, NgramPool, add_window
 from mlxspec.errors import OptionError
+
+texts = st.lists(st.integers(0, 3), max_size=40)
+
+
+def newest_first(ngrams: list[tuple[int, ...]], first: int, size: int) -> list[tuple[int, ...]]:
+    """The last ``size`` different n-grams with this first token, by when they were last added."""
+    tails: list[tuple[int, ...]] = []
+    for ngram in reversed(ngrams):
+        if ngram[0] == first and ngram[1:] not in tails:
+            tails.append(ngram[1:])
+    return tails[: 64 if size == -1 else size]
+
+
+@given(texts, texts, st.integers(2, 4), st.sampled_from([1, 2, 3, -1]))
+def test_each_token_keeps_the_ngrams_added_last(
+    text: list[int], more: list[int], ngram_size: int, guess_set_size: int
+) -> None:
+    pool = NgramPool(ngram_size, guess_set_size)
+    pool.read(text)
+    foreign = [tuple(more[at : at + ngram_size]) for at in range(len(more) - ngram_size + 1)]
+    for ngram in foreign:
+        pool.add(ngram)
+    added = [tuple(text[at : at + ngram_size]) for at in range(len(text) - ngram_size + 1)]
+    for first in range(4):
+        expected = newest_first(added + foreign, first, guess_set_size)
+        assert pool.guesses(first) == expected
+        assert pool.guesses(first, 1) == expected[:1]
+
+
+def test_a_text_may_come_in_pieces() -> None:
+    pool = NgramPool(3, 4)
+    for piece in ([1], [2, 3], [], [4]):
+        pool.read(piece)
+    assert pool.guesses(1) == [(2, 3)]
+    assert pool.guesses(2) == [(3, 4)]
+    assert pool.guesses(3) == pool.guesses(9) == []
+
+
+def test_it_knows_which_guesses_a_text_held() -> None:
+    pool = NgramPool(3, 4)
+    pool.read([1, 2, 3])
+    pool.add((1, 5, 6))
+    pool.add((1, 2, 3))
+    assert pool.guesses(1) == [(2, 3), (5, 6)]
+    assert pool.text_guesses(1) == [(2, 3)]
+
+
+def target(tokens: list[int]) -> int:
+    """A made-up target: its token after these."""
+    return random.Random(str(tokens)).randrange(50)
+
+
+@pytest.mark.parametrize(
+    ("window_size", "ngram_size"), [(1, 2), (4, 2), (1, 5), (3, 3), (5, 4), (6, 5)]
+)
+def test_guesses_and_ngrams_are_those_of_jacobi_iterations(
+    window_size: int, ngram_size: int
+) -> None:
+    text = [3, 1, 4]
+    window = JacobiWindow(window_size, ngram_size, text)
+    made = {-1: {len(text) - 1 + i: token for i, token in enumerate(window.levels[0])}}
+    assert set(window.levels[0]) <= set(text)
+    for step in range(ngram_size + 6):
+        here = len(text) - 1
+        oldest = max(-1, step - ngram_size + 1)
+        made[oldest][here] = text[-1]
+        columns = window_size + max(0, ngram_size - 2 - step)
+        expected_levels, newest, ngrams = [], [], []
+        for at in range(oldest, step):
+            first = here + at - oldest
+            expected_levels.append([made[at][first + column] for column in range(columns)])
+        assert window.levels == expected_levels
+        for column in range(columns):
+            before = [made[oldest][here + i] for i in range(column)]
+            diagonal = [level[column] for level in expected_levels]
+            newest.append(target(text[:-1] + before + diagonal))
+            ngrams.append((*diagonal, newest[-1]))
+        made[step] = {here + step - oldest + i: token for i, token in enumerate(newest)}
+        text.append(target(text))
+        full = step >= ngram_size - 2
+        assert window.advance(newest, text[-1]) == (ngrams if full else [])
+
+
+def test_a_window_that_was_verified_in_part_keeps_its_width() -> None:
+    window = JacobiWindow(5, 3, [1, 2, 3])
+    window.advance([4] * 6, 9)
+    ngrams = window.advance([7, 8], 9)
+    assert [ngram[1:] for ngram in ngrams] == [(4, 7), (4, 8)]
+    assert [len(level) for level in window.levels] == [5, 5]
+    assert window.levels[1][:2] == [7, 8]
+    assert set(window.levels[1][2:]) <= {1, 2, 3}
+
+
+def test_a_step_without_the_window_changes_only_the_current_token() -> None:
+    window = JacobiWindow(3, 3, [1, 2, 3])
+    before = [list(level) for level in window.levels]
+    window.skip(8)
+    assert window.levels == [[8, *before[0][1:]]]
+
+
+Row = tuple[str, int, int]  # ("window", level, column) or ("guess", number, place)
+
+
+def visible(row: Row) -> list[Row]:
+    """What a row may attend to among the step's rows, as the paper has it."""
+    kind, first, second = row
+    if kind == "guess":
+        return [("window", 0, 0), *(("guess", first, place) for place in range(second + 1))]
+    trunk = [("window", 0, column) for column in range(second + 1)]
+    return trunk + [("window", level, second) for level in range(1, first + 1)]
+
+
+def position(row: Row) -> int:
+    """The row's position behind that of the current token."""
+    kind, first, second = row
+    return second + 1 if kind == "guess" else first + second
+
+
+@pytest.mark.parametrize("ngram_size", [2, 3, 4, 5])
+def test_masks_and_positions_are_the_papers(ngram_size: int) -> None:
+    source = random.Random(ngram_size)
+    for window_size, guess_count, alphabet in itertools.product(range(1, 7), range(5), (2, 5, 999)):
+        for height in range(1, ngram_size):  # fewer levels: the window is warming up
+            levels = [source.choices(range(alphabet), k=window_size) for _ in range(height)]
+            guesses = [
+                source.choices(range(alphabet), k=ngram_size - 1) for _ in range(guess_count)
+            ]
+            check(levels, guesses)
+
+
+def check(levels: list[list[int]], guesses: list[list[int]]) -> None:
+    tree = TreeBuilder.of(DraftTree.from_branches(levels[0][0], guesses))
+    rows = add_window(tree, levels)
+    draft = tree.tree()
+    tokens: dict[Row, int] = {}
+    nodes: dict[Row, int] = {}
+    for level, of_level in enumerate(rows):
+        for column, node in enumerate(of_level):
+            nodes["window", level, column] = node
+            tokens["window", level, column] = levels[level][column]
+    for number, guess in enumerate(guesses):
+        node = 0
+        for place, token in enumerate(guess):
+            child = draft.child(node, token)
+            assert child is not None
+            node = nodes["guess", number, place] = child
+            tokens["guess", number, place] = token
+    assert len(tokens) == sum(map(len, levels)) + sum(map(len, guesses))
+    mask = draft.ancestors()
+    for row, node in nodes.items():
+        assert draft.tokens[node] == tokens[row]
+        assert draft.depths[node] == position(row)
+        assert set(mask[node].nonzero()[0]) == {nodes[other] for other in visible(row)}
+    assert set(nodes.values()) | {0} == set(range(len(draft)))  # and there is no other row
+
+
+def test_equal_beginnings_are_verified_once() -> None:
+    tree = TreeBuilder.of(DraftTree.from_branches(7, [(1, 2, 3), (1, 2, 4)]))
+    assert add_window(tree, [[7, 1, 5], [1, 2, 6]]) == [[0, 1, 5], [1, 2, 6]]
+    assert tree.tree().tokens == (7, 1, 2, 3, 4, 5, 6)
+
+
+def test_the_first_guess_is_what_remains_of_it_for_a_target_without_trees() -> None:
+    tree = TreeBuilder.of(DraftTree.from_branches(7, [(1, 2, 3), (4, 5, 6)]))
+    add_window(tree, [[7, 8, 9], [1, 8, 9]])
+    assert tree.tree().first_chain().tokens == (7, 1, 2, 3)
 
 
 def verified(tree: DraftTree, successors: dict[int, int], argmax: int = 0) -> VerifiedStep:
@@ -62,7 +231,9 @@ def test_the_window_follows_the_argmax_where_choices_are_samples() -> None:
 
 @pytest.mark.parametrize("prompt", [[1], [1, 2], list(range(200))])
 @pytest.mark.parametrize("size", [(1, 2, 1), (8, 5, 3), (0, 3, -1), (30, 2, -1)])
-def test_trees_fit_into_any_budget(prompt: list[int], size: tuple[int, int, int]) -> None:
+def test_trees_are_never_deeper_than_max_depth(
+    prompt: list[int], size: tuple[int, int, int]
+) -> None:
     for max_depth in (0, 1, 2, 5, 100):
         drafter = LookaheadDrafter(*size)
         drafter.begin(prompt)

@@ -1,4 +1,4 @@
-"""The suffix index against a search of the whole text."""
+"""The suffix index against a search of the whole text, and what follows at the occurrences."""
 
 import random
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.draft.suffix_index import MAX_LENGTH, SEPARATOR, SuffixIndex
+from mlxspec.draft.suffix_index import MAX_LENGTH, SEPARATOR, Occurrence, SuffixIndex, continuations
 from tests.support.interrupts import interrupted_anywhere
 
 
@@ -83,3 +83,40 @@ def test_the_largest_token_ids_and_separators_are_kept() -> None:
 @pytest.mark.parametrize("text", [[], [7]])
 def test_without_an_earlier_token_nothing_is_found(text: list[int]) -> None:
     assert SuffixIndex([*text, 9]).occurrences() == []
+
+
+def tokens_after(text: list[int], path: list[int]) -> list[int]:
+    index = SuffixIndex(text)
+    found = continuations(index.tokens, index.occurrences(), [])
+    for depth, token in enumerate(path):
+        (group,) = (c.occurrences for c in found if c.token == token)
+        found = continuations(index.tokens, group, path[: depth + 1])
+    return [continuation.token for continuation in found]
+
+
+def test_the_longest_match_comes_first_then_the_most_frequent_then_the_newest() -> None:
+    assert tokens_after([1, 2, 7, 0, 2, 8, 0, 2, 8, 1, 2], []) == [7, 8]
+    assert tokens_after([2, 8, 0, 2, 8, 3, 2, 9, 1, 2], []) == [8, 9]
+    assert tokens_after([2, 8, 0, 2, 9, 1, 2], []) == [9, 8]
+
+
+def test_only_occurrences_that_hold_the_path_go_on() -> None:
+    text = [1, 2, 3, 4, 0, 1, 2, 5, 6, 0, 1]
+    assert tokens_after(text, [2]) == [5, 3]
+    assert tokens_after(text, [2, 5]) == [6]
+
+
+def test_a_loop_is_drafted_beyond_the_end_of_the_text() -> None:
+    text = [0, 4, 5, 4, 5]
+    assert tokens_after(text, [4, 5, 4, 5, 4]) == [5]
+
+
+def test_nothing_is_drafted_across_a_separator() -> None:
+    assert tokens_after([1, 2, SEPARATOR, 3, 1, 2], []) == []
+
+
+def test_negative_positions_are_a_stores() -> None:
+    stored = [7, 8, 9, SEPARATOR]
+    found = continuations([1, 8], [Occurrence(1, -2)], [], stored)
+    assert [c.token for c in found] == [9]
+    assert continuations([1, 8], [Occurrence(1, -2)], [9], stored) == []

@@ -188,6 +188,7 @@ def test_an_identity_says_what_it_is_and_survives_json():
 
 
 @needs_openblas
+@pytest.mark.slow
 def test_the_blas_in_use_is_told_apart():
     def blas(choice: str) -> str:
         environment = {**os.environ, "MLXSPEC_OPENBLAS": choice}

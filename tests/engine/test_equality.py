@@ -1,4 +1,4 @@
-"""Invariant 1: a drafter can never change the output, only the speed."""
+"""A drafter can never change the output, only the speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invariant 1 for lookahead decoding, and what it gains on the bundled demo model."""
+"""Lookahead decoding changes no output, and what it gains on the bundled demo model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invariants 3 to 5: the cache, the end of the output, interrupts."""
+"""The step: what the cache holds after it, where the output ends, and interrupts."""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ from mlxspec.errors import OptionError
 from mlxspec.eval.equality import NEAR_TIE_FLOAT32
 from tests.support.demo import demo_decoder
 
+pytestmark = pytest.mark.slow
+
 PROMPT = '[INST] Repeat the following phrase 3 times: "The red fox sees the river.". [/INST]'
 QUANTISED = {"kv_bits": 8, "kv_group_size": 64, "quantized_kv_start": 30}
 

@@ -16,6 +16,8 @@ from mlxspec.errors import DrafterError, OptionError
 from tests.support.demo import FLAT, demo_decoder, given_costs
 from tests.support.drafters import HostileDrafter
 
+pytestmark = pytest.mark.slow
+
 PROMPT = '[INST] Repeat the following phrase 4 times: "The red fox sees the river.". [/INST]'
 README = Path(mlxspec.__file__).parents[1] / "README.md"
 

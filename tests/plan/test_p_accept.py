@@ -1,9 +1,34 @@
-"""The hazard model: what it believes, and that it learns."""
+"""p_accept: the classes of tokens, what the model estimates, and that it learns."""
 
 import pytest
 
 from mlxspec.draft.suffix_index import Continuation, Occurrence
-from mlxspec.plan.p_accept import AcceptanceModel
+from mlxspec.plan.p_accept import AcceptanceModel, TokenClass, token_classes
+
+_EXPECTED = {
+    "▁the": TokenClass.WORD_START,
+    "Ġthe": TokenClass.WORD_START,
+    "▁": TokenClass.WORD_START,
+    "ing": TokenClass.CONTINUATION,
+    "7": TokenClass.DIGIT,
+    ").": TokenClass.PUNCTUATION,
+    "▁(": TokenClass.SPACED_PUNCTUATION,
+    "<0x0A>": TokenClass.BYTE_OR_NEWLINE,
+    "Ċ": TokenClass.BYTE_OR_NEWLINE,
+    "ĊĊ": TokenClass.BYTE_OR_NEWLINE,
+    "": TokenClass.WORD_START,
+}
+
+
+@pytest.mark.parametrize("piece", _EXPECTED)
+def test_pieces_are_classified_in_either_spelling(piece: str) -> None:
+    assert token_classes([piece], special=()) == bytes([_EXPECTED[piece]])
+
+
+def test_special_tokens_go_by_their_id() -> None:
+    assert token_classes(["</s>", "a"], special={0}) == bytes(
+        [TokenClass.SPECIAL, TokenClass.CONTINUATION]
+    )
 
 
 def continuation(length: int, position: int = 50, count: int = 1) -> Continuation:

@@ -63,7 +63,7 @@ def test_a_passage_worth_drafting_ends_the_pipeline() -> None:
     assert len(rows) < 200
 
 
-def test_the_budget_bounds_the_depth() -> None:
+def test_no_draft_is_deeper_than_max_depth() -> None:
     text = noise(60, seed=6)
     drafter = suffix_planner(FLAT, branching=True)
     drafter.begin([*text, *text[:20]])
@@ -127,7 +127,7 @@ def test_the_guard_bounds_what_misleading_text_costs() -> None:
     assert done.tokens / done.cost(curve) > 0.98
 
 
-def test_where_waiting_is_dear_only_a_draft_that_the_guard_allows_is_waited_for() -> None:
+def test_where_waiting_is_expensive_only_a_draft_that_the_guard_allows_is_waited_for() -> None:
     known, new = noise(30, seed=11), iter(range(40_000, 41_000))
     for sync_overhead, bank, pipelined in ((0.02, -9, False), (0.4, -9, True)):
         drafter = suffix_planner(FLAT, sync_overhead)

@@ -5,6 +5,8 @@ python -m tests.support.architecture_table > docs/architectures.md
 
 from __future__ import annotations
 
+import mlxspec  # isort: skip  # noqa: F401  (before mlx.core)
+
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING
 
@@ -17,7 +19,7 @@ _INTRODUCTION = """\
 # Architectures
 
 What drafts these models verify, found out by running small ones of each, whose output equals
-mlx-lm's token for token (`tests/models/test_architectures.py`). `mlxspec inspect MODEL` finds it
+mlx-lm's token for token (`tests/engine/test_architectures.py`). `mlxspec inspect MODEL` finds it
 out for any model. **tree**: branching drafts. **chain**: one continuation. **replay**: one
 continuation, and after a rejection the accepted tokens run once more with the next step.
 **plain**: no drafts, token by token.

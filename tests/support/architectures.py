@@ -42,7 +42,7 @@ from tests.support.rarer_architectures import RARER, nested
 class Architecture:
     """How to build a small model, and the capability that it should have.
 
-    ``published`` names models that people run; the README's table shows it.
+    ``published`` names models that people run; docs/architectures.md shows it.
     """
 
     capability: Capability

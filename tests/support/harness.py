@@ -106,7 +106,7 @@ def assert_same_output(
     actual: Sequence[int],
     params: SamplingParams | None = None,
 ) -> None:
-    """Invariant 1 in float32: equal, or the first difference stands at a near tie."""
+    """Outputs are equal in float32, or first differ at a near tie."""
     difference = first_difference(model, prompt, expected, actual, params or SamplingParams())
     if difference is not None:
         print(f"first difference at {difference.index}, margin {difference.margin:.2e}")

@@ -1,0 +1,40 @@
+"""Where the command lines start: before a command is there, since importing it takes a while.
+
+An interrupt in that time would end in a traceback of half an import.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from importlib import import_module
+
+from ..process import INTERRUPTED, occupy_standard_descriptors
+
+
+def main() -> None:
+    """The ``mlxspec`` command."""
+    run("mlxspec.cli.main", "main", "mlxspec")
+
+
+def run(module: str, command: str, name: str) -> None:
+    """Import a click command and run it; Ctrl-C ends the import with one line and status 130.
+
+    Args:
+        module: where the command is.
+        command: its name there.
+        name: what the user calls it.
+    """
+    occupy_standard_descriptors()
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is signal.default_int_handler:  # and not ignored, as behind nohup
+        signal.signal(signal.SIGINT, _quit)
+    start = getattr(import_module(module), command)
+    run_command = import_module("mlxspec.cli.outcome").run_command
+    signal.signal(signal.SIGINT, usual)
+    run_command(start, name)
+
+
+def _quit(*_: object) -> None:
+    os.write(2, b"\nInterrupted.\n")
+    os._exit(INTERRUPTED)
