@@ -57,19 +57,34 @@ def load_drafter(name: str) -> type[Drafter]:
         OptionError: there is no such class, it is not derived from :class:`Drafter`, or it
             cannot be made without arguments.
     """
-    module_name, colon, class_name = name.partition(":")
-    if not (module_name and colon and class_name):
+    module_name, _, class_name = name.partition(":")
+    parts = module_name.split(".")
+    if not (class_name and all(map(str.isidentifier, parts))) or parts[-1] == "py":
         raise OptionError(f"drafter is {name!r}: write it as module:Class, such as mine:MyDrafter")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, SyntaxError) as error:
         raise OptionError(f"drafter {name}: {error}") from error
+    except Exception as error:
+        raise OptionError(
+            f"drafter {name}: importing {module_name} failed: {type(error).__name__}: {error}"
+        ) from error
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, Drafter)):
         raise OptionError(
             f"drafter {name}: {module_name} has no class {class_name} derived from mlxspec.Drafter"
+        )
+    missing = [
+        method
+        for method in ("propose", "observe")
+        if getattr(found, method) is getattr(Drafter, method)
+    ]
+    if missing:
+        raise OptionError(
+            f"drafter {name}: it has no method {' and no method '.join(missing)}: every drafter "
+            "needs both propose and observe"
         )
     needed = [
         parameter.name
@@ -79,8 +94,8 @@ def load_drafter(name: str) -> type[Drafter]:
     ]
     if needed:
         raise OptionError(
-            f"drafter {name}: it needs {', '.join(needed)}, and is made without arguments: give "
-            "defaults, or a class of its own"
+            f"drafter {name}: it is made without arguments, but needs {', '.join(needed)}: give "
+            "these defaults"
         )
     return found
 

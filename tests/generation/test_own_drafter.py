@@ -176,10 +176,29 @@ def test_an_unknown_option_is_refused_with_the_one_that_was_meant() -> None:
         ("no_such_module:It", "No module named 'no_such_module'"),
         ("mlxspec:NoSuch", "mlxspec has no class NoSuch derived from mlxspec.Drafter"),
         ("mlxspec:Decoder", "no class Decoder derived"),
-        ("mlxspec:CombinedDrafter", "it needs first, second, and is made without arguments"),
+        ("mlxspec:CombinedDrafter", "made without arguments, but needs first, second"),
+        ("./mine:It", "write it as module:Class"),
+        ("mine.py:It", "write it as module:Class"),
+        ("mlxspec:Drafter", "no method propose and no method observe"),
     ],
 )
 def test_a_name_that_is_no_drafter_s_is_refused(name: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         load_drafter(name)
     assert load_drafter("mlxspec:PromptLookupDrafter") is mlxspec.PromptLookupDrafter
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("class It(:", r"invalid syntax \(unwell.py, line 1\)"),
+        ("1 / 0", "importing unwell failed: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_refused(
+    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unwell.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(OptionError, match=message):
+        load_drafter("unwell:It")
