@@ -20,11 +20,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..engine.draft_model import DraftModelDrafter, check_vocabularies
 from ..engine.target import Progress
 from ..errors import OptionError
-from ..generation.decoder import DraftCaches, Prompt
+from ..generation.decoder import Prompt
 from ..generation.decoders import AutoDecoder
+from ..generation.lent_caches import DraftCaches
 from ..generation.options import GenerationOptions
 from ..generation.response import GenerationResponse, SpeculationStats
-from ..generation.responses import Detokenizer
+from ..generation.responses import Detokenizer, RecordTime
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -130,13 +131,17 @@ def stream_generate(
     decoder = decoder_of(model, tokenizer)
     if max_tokens == -1:
         max_tokens = sys.maxsize
+    record_time = None
     if prompt_progress_callback is not None:
-        options["on_progress"] = _one_more(prompt_progress_callback)
+        progress = _PromptProgress(prompt_progress_callback)
+        options["on_progress"], record_time = progress.prefilled, progress.stepped
     if draft_model is None:
-        return decoder.stream(prompt, max_tokens, **options)
+        return decoder._generate(
+            prompt, max_tokens, options, decoder._new_drafter, record_time=record_time
+        )
     options.pop("max_kv_size", None)
     return stream_with_draft_model(
-        decoder, draft_model, prompt, max_tokens, num_draft_tokens, **options
+        decoder, draft_model, prompt, max_tokens, num_draft_tokens, record_time, **options
     )
 
 
@@ -146,6 +151,7 @@ def stream_with_draft_model(
     prompt: Prompt,
     max_tokens: int,
     num_draft_tokens: int = 2,
+    record_time: RecordTime | None = None,
     **options: Unpack[GenerationOptions],
 ) -> Generator[GenerationResponse, None, None]:
     """Draft from text that repeats where that pays, and with a small model elsewhere.
@@ -162,6 +168,7 @@ def stream_with_draft_model(
         options,
         lambda session: decoder.look_ups_beside(session, drafter),
         lambda owner, tokens: DraftCaches(owner, drafter, tokens) if drafter.loan else owner,
+        record_time,
     )
 
 
@@ -224,15 +231,25 @@ def plainly(*args: Any, **options: Any) -> Generator[GenerationResponse, None, N
         yield GenerationResponse(**vars(response), stats=stats)
 
 
-def _one_more(callback: Progress) -> Progress:
-    """Count the prompt's last token, as mlx-lm does; here it belongs to the first step."""
+class _PromptProgress:
+    """Tells a callback of mlx-lm's how far the prompt is.
 
-    def progress(done: int, total: int) -> None:
-        callback(done, total + 1)
-        if done == total:
-            callback(total + 1, total + 1)
+    mlx-lm counts the prompt's last token too, which belongs to the first step here.
+    """
 
-    return progress
+    def __init__(self, callback: Progress) -> None:
+        self._callback = callback
+        self._total = 0
+
+    def prefilled(self, done: int, total: int) -> None:
+        self._total = total + 1
+        self._callback(done, self._total)
+
+    def stepped(self, *_: object) -> None:
+        """A step has run: the whole prompt is done with the first one."""
+        if self._total:
+            self._callback(self._total, self._total)
+            self._total = 0
 
 
 def _figures(last: GenerationResponse) -> str:

@@ -288,8 +288,9 @@ class TreeBuilder:
     def of(cls, tree: DraftTree) -> TreeBuilder:
         """A builder that starts from a tree."""
         builder = cls(tree.tokens[0])
-        for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
-            builder.child(parent, token)
+        builder._tokens, builder._parents = list(tree.tokens), list(tree.parents)
+        for node in range(len(tree) - 1, 0, -1):  # so that the first of equal siblings counts
+            builder._children[tree.parents[node], tree.tokens[node]] = node
         return builder
 
     def __len__(self) -> int:

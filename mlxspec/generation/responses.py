@@ -25,16 +25,17 @@ RecordTime = Callable[[int, float, bool], None]
 pipelined."""
 
 
-class CacheOwner(Protocol):
-    """Owns the caches in which a generation runs, and may show them to others in between."""
+class CacheOwner:
+    """Owns the caches that a generation continues; by default nobody else uses them meanwhile."""
 
     def take(self, close: Callable[[], None]) -> tuple[Target, int]:
         """Begin: the target, and how many of the prompt's tokens its cache holds.
 
         Args:
-            close: ends the generation's use of the target. To be called before its caches go
-                to somebody else, at the end or before; again does no harm.
+            close: ends the generation's use of the target; for an owner who gives the caches to
+                somebody else before the generation has ended.
         """
+        raise NotImplementedError
 
     def pause(self, context: Sequence[int]) -> None:
         """The consumer gets a response; ``context`` is the prompt and the output so far."""
@@ -43,26 +44,17 @@ class CacheOwner(Protocol):
         """The consumer asks for the next response."""
 
     def give_back(self, context: Sequence[int]) -> None:
-        """The generation has ended, in whatever way; perhaps it never began."""
+        """The generation has ended, in whatever way."""
 
 
-class NewCache:
-    """The generation's own caches, which are dropped at its end; a :class:`CacheOwner`."""
+class NewCache(CacheOwner):
+    """Caches of the generation's own, which end with it."""
 
     def __init__(self, new_target: Callable[[], Target]) -> None:
         self._new_target = new_target
 
     def take(self, close: Callable[[], None]) -> tuple[Target, int]:
         return self._new_target(), 0
-
-    def pause(self, context: Sequence[int]) -> None:
-        """Nothing to do: nobody else sees them."""
-
-    def resume(self) -> None:
-        """Nothing to do: nobody else has used them."""
-
-    def give_back(self, context: Sequence[int]) -> None:
-        """Nothing to do: nobody else needs them."""
 
 
 def responses(

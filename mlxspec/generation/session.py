@@ -27,6 +27,7 @@ from ..engine.prompt_cache_file import (
 )
 from ..engine.target import Capability, Target
 from ..errors import OptionError, PromptCacheError
+from .responses import CacheOwner
 
 _MARKS = 2  # prefills to return to where a cache cannot be cut; each holds its state once more
 _TRIMMABLE = {Capability.TREE, Capability.CHAIN}
@@ -167,7 +168,7 @@ class Session:
             self._tokens = list(context[: target.length])
 
 
-class SessionTurn:
+class SessionTurn(CacheOwner):
     """A session's part in one generation, whose caches it owns.
 
     Args:
@@ -209,12 +210,6 @@ class SessionTurn:
             self._ending = ending.pop_all()
         self._close, self._target = close, target
         return target, target.length
-
-    def pause(self, context: Sequence[int]) -> None:
-        """Nothing: the session is in use until the generation has ended."""
-
-    def resume(self) -> None:
-        """Nothing."""
 
     def give_back(self, context: Sequence[int]) -> None:
         with self._ending:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Sequence
 
 from ..draft.combined import view
@@ -21,7 +23,7 @@ class DrafterSource(Source):
 
     How likely its tokens are right is learned from what followed, by depth and by rank among
     siblings, whether they were verified or not. So a drafter that is often wrong soon costs
-    nothing.
+    nothing but its own time, which is no part of what rows cost.
 
     Args:
         drafter: proposes the drafts; it serves one generation at a time.
@@ -39,9 +41,12 @@ class DrafterSource(Source):
     def candidates(
         self, max_nodes: int, max_depth: int, branching: bool, least_p: Sequence[float]
     ) -> Candidates:
+        started = time.perf_counter()
         tree: object = self._drafter.propose(max_depth)
+        self.spent += time.perf_counter() - started
         if not isinstance(tree, DraftTree) or tree.tokens[0] != self._last:
             raise not_a_draft(tree, self._drafter, self._last)
+        tree = tree.pruned(max_depth, sys.maxsize)
         self._tree = tree if branching else tree.first_chain()
         proposed = Candidates(self._last)
         ranks: dict[int, int] = {}
@@ -64,7 +69,9 @@ class DrafterSource(Source):
             self._learn(step.tokens)
             step = view(step, self._tree)
         self._last = step.tokens[-1]
+        started = time.perf_counter()
         self._drafter.observe(step)
+        self.spent = time.perf_counter() - started  # which counts for the next step
 
     def end(self) -> None:
         self._drafter.end()

@@ -86,6 +86,9 @@ class Source:
     name = "draft"
     """The origin of its draft tokens, for ``mlxspec explain``."""
 
+    spent = 0.0
+    """Seconds of the current step that say nothing about what rows cost."""
+
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation whose context is ``prompt``."""
 
@@ -226,10 +229,11 @@ class Planner(Drafter):
         )
         self._pending = step.pending
         self._last = step.tokens[-1]
+        seconds = step.seconds - sum(source.spent for source in self._sources)
         for source in self._sources:
             source.observe(step, searched=plan.candidates is not None)
         costs.move_to(step.context)  # first: a lent cache may have made it longer than the prompt
-        costs.record(step.rows, step.seconds, step.pipelined)
+        costs.record(step.rows, seconds, step.pipelined)
 
     def end(self) -> None:
         with ExitStack() as ending:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pytest
 
 from mlxspec.draft.drafter import Drafter, DraftTree, VerifiedStep
+from mlxspec.draft.prompt_lookup import PromptLookupDrafter
+from mlxspec.plan.cost_curve import CostCurve, FixedCosts
 from mlxspec.plan.drafter_source import DrafterSource
+from mlxspec.plan.planner import Planner
 
 
 class Always(Drafter):
@@ -32,3 +36,24 @@ def test_no_draft_becomes_certain_or_impossible(token: int, first: float) -> Non
         found = source.candidates(12, 100, True, [])
         source.observe(step, searched=True)
     assert found.p_reached[0] == pytest.approx(first)
+
+
+def test_the_time_that_a_drafter_takes_is_no_cost_of_rows() -> None:
+    class Slow(PromptLookupDrafter):
+        def propose(self, max_depth: int) -> DraftTree:
+            time.sleep(0.01)
+            return super().propose(max_depth)
+
+    class Recorded(FixedCosts):
+        def record(self, rows: int, seconds: float, pipelined: bool) -> None:
+            recorded.append(seconds)
+
+    recorded: list[float] = []
+    planner = Planner(Recorded(CostCurve([(1, 1.0), (32, 1.1)])), [DrafterSource(Slow())])
+    planner.begin([1, 2, 3])
+    for token in (4, 5, 6):
+        planner.propose(5)
+        step = VerifiedStep(DraftTree.chain(token - 1), (), (), (), (token,), seconds=0.05)
+        planner.observe(step)
+    planner.end()
+    assert all(0.02 < seconds < 0.0401 for seconds in recorded)

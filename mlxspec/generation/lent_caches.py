@@ -1,0 +1,81 @@
+"""Caches that a caller lends to a generation, the model's and a draft model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..engine.draft_model import DraftModelDrafter
+from ..engine.prompt_cache import Loan
+from ..engine.target import Target
+from .responses import CacheOwner
+
+
+class LentCaches(CacheOwner):
+    """A caller's caches, which hold what the caller has taken; a :class:`CacheOwner`."""
+
+    def __init__(
+        self, loan: Loan, prompt_tokens: int, continued: Callable[[Sequence[Any]], Target]
+    ) -> None:
+        self._loan = loan
+        self._prompt_tokens = prompt_tokens
+        self._continued = continued
+
+    def take(self, close: Callable[[], None]) -> tuple[Target, int]:
+        target = self._loan.take(self._continued)
+        self._loan.end = close
+        return target, 0
+
+    def pause(self, context: Sequence[int]) -> None:
+        self._loan.pause(context)
+
+    def resume(self) -> None:
+        self._loan.resume()
+
+    def give_back(self, context: Sequence[int]) -> None:
+        self._loan.give_back(context, complete=len(context) > self._prompt_tokens)
+
+
+class DraftCaches(CacheOwner):
+    """A caller's caches for a draft model, which also hold what the caller has taken.
+
+    Args:
+        owner: of the target's caches.
+        drafter: has the loan of the draft model's.
+        prompt: token ids.
+    """
+
+    def __init__(self, owner: CacheOwner, drafter: DraftModelDrafter, prompt: list[int]) -> None:
+        assert drafter.loan is not None
+        self._owner = owner
+        self._drafter = drafter
+        self._loan = drafter.loan
+        self._prompt = prompt
+
+    def take(self, close: Callable[[], None]) -> tuple[Target, int]:
+        taken = self._owner.take(close)
+        self._loan.end = close
+        return taken
+
+    def pause(self, context: Sequence[int]) -> None:
+        self._owner.pause(context)
+        self._begin_unless_begun()
+        self._loan.pause(context)
+
+    def resume(self) -> None:
+        self._owner.resume()
+        self._loan.resume()
+
+    def give_back(self, context: Sequence[int]) -> None:
+        complete = len(context) > len(self._prompt)
+        try:
+            self._owner.give_back(context)
+            if complete:
+                self._begin_unless_begun()
+        finally:
+            self._loan.give_back(context, complete)
+
+    def _begin_unless_begun(self) -> None:
+        """Let the draft model's caches follow the output even where nothing was drafted."""
+        if not self._drafter.begun:
+            self._drafter.begin(self._prompt)
