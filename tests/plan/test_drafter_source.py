@@ -53,7 +53,9 @@ def test_the_time_that_a_drafter_takes_is_no_cost_of_rows() -> None:
     planner.begin([1, 2, 3])
     for token in (4, 5, 6):
         planner.propose(5)
-        step = VerifiedStep(DraftTree.chain(token - 1), (), (), (), (token,), seconds=0.05)
+        step = VerifiedStep(
+            DraftTree.chain(token - 1), (token,), (token,), (), (token,), seconds=0.05
+        )
         planner.observe(step)
     planner.end()
     assert all(0.02 < seconds < 0.0401 for seconds in recorded)
