@@ -24,7 +24,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import mlxspec  # noqa: F401  (before mlx.core)
-from tests.support.examples import LONG
+from tests.support.examples import LONG, examples
 from tests.support.harness import NEAR_TIES
 from tests.support.shared import SHARED
 
@@ -35,7 +35,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # That a busy machine takes long over an example is no failure. Otherwise as Hypothesis has it,
 # which tries the same examples each time where it sees that it runs in CI.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "busy",
+    deadline=None,
+    max_examples=examples(50),
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("busy")
 
 LIMIT = 3600 if LONG else 180

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from mlxspec.cli.convert import convert_command
@@ -104,5 +104,6 @@ def test_convert(finite: Path, arguments: list[str]) -> None:
 @few
 @given(name=VALUES)
 def test_a_model_of_any_name(name: str) -> None:
+    assume(name != "demo")  # a model, which is examined and takes its time
     # What could be a repository is not asked for.
     ends_well(inspect_command, ["--", name.replace("/", "//")])

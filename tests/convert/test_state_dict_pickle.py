@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mlxspec.convert.state_dict_pickle import Storage, TensorLayout, read_state_dict
 from mlxspec.errors import ConversionError
+from tests.support.examples import examples
 from tests.support.hostile import harmless
 from tests.support.torch_file import Call, Global, Persistent, Raw, dumps, storage, tensor
 
@@ -260,7 +261,7 @@ def test_deep_nesting_is_refused_without_exhausting_the_stack():
         read({"a": Raw(b"]" * 200_000 + b"a" * 199_999)})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_a_damaged_pickle_gives_tensors_or_a_conversion_error(data: st.DataObject):
     content = bytearray(dumps({"a": VIEW, "b": VIEW}))

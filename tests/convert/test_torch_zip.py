@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mlxspec.convert.torch_zip import read_torch_zip
 from mlxspec.errors import ConversionError
 from tests.support import torch_file
+from tests.support.examples import examples
 from tests.support.torch_file import Call, Global, dumps, storage, tensor, write_archive
 
 VALUES = np.arange(12, dtype=np.float32)
@@ -149,7 +150,7 @@ def test_a_damaged_local_header_is_refused(tmp_path: Path):
         read_torch_zip(path)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(66), deadline=None)
 @given(st.data())
 def test_a_damaged_file_gives_tensors_or_a_conversion_error(data: st.DataObject):
     with tempfile.TemporaryDirectory() as directory:

@@ -21,6 +21,7 @@ from mlxspec import load_prompt_cache, save_prompt_cache
 from mlxspec.engine.prompt_cache_file import check_fits, check_lengths, tokens_in
 from mlxspec.errors import PromptCacheError
 from tests.support.architectures import ARCHITECTURES
+from tests.support.examples import examples
 from tests.support.hostile import harmless, json_values, mutated
 
 pytestmark = pytest.mark.slow
@@ -256,7 +257,7 @@ HOSTILE_ARRAYS = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_a_file_s_entries_it_is_refused_or_goes_on(kind: str) -> None:
-    @settings(max_examples=100)
+    @settings(max_examples=examples(33))
     @given(edits(kind))
     def check(changed: tuple[Arrays, Metadata]) -> None:
         path = written(*changed)
@@ -271,7 +272,7 @@ def test_whatever_a_file_s_bytes_it_is_refused_or_goes_on(kind: str) -> None:
     data = whole(kind)
     end = 8 + int.from_bytes(data[:8], "little")
 
-    @settings(max_examples=100)
+    @settings(max_examples=examples(33))
     @given(mutated(data[:end]))
     def check(header: bytes) -> None:
         path = directory() / "hostile.safetensors"

@@ -14,6 +14,7 @@ from mlxspec.engine.caches import cut, keep_rows
 from mlxspec.engine.tree_attention import TreeRows
 from mlxspec.engine.window_cache import WindowKVCache
 from tests.draft.test_drafter import path, trees
+from tests.support.examples import examples
 
 
 def rows_of(positions: list[int]) -> mx.array:
@@ -53,7 +54,7 @@ def test_what_a_row_should_see_is_what_mlx_lms_cache_holds(keep: int) -> None:
         assert set(np.array(keys[0, 0, :, 0]).astype(int)) == expected(position, 9, keep)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     data=st.data(),
     size=st.integers(5, 20),
