@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections import Counter, deque
@@ -15,7 +16,6 @@ from mlx_lm.generate import generation_stream, wired_limit
 from ..draft.drafter import VerifiedStep
 from ..engine import step as engine
 from ..engine.target import Progress, Target
-from ..process import await_at_exit
 from .response import GenerationResponse, SpeculationStats, StepTime
 
 _KEPT = 64  # recent steps per number of rows: enough for a median, few enough to show a hot chip
@@ -284,3 +284,21 @@ class StepTimes:
             StepTime(*kind, steps[kind], time, time / one_row if one_row else None)
             for kind, time in sorted(seconds.items())
         ]
+
+
+_THREADS_END = 0.05  # seconds; a millisecond does it on an idle machine
+
+_awaited = False
+
+
+def await_at_exit() -> None:
+    """Let the process, when it ends, wait until this thread has ended altogether.
+
+    MLX frees what a thread has compiled when Python takes the thread for ended already, and
+    needs the interpreter's lock for it. Up to Python 3.12 an interpreter that is ending refuses
+    the lock, and the process is aborted ("terminate called without an active exception").
+    """
+    global _awaited
+    if not _awaited and threading.current_thread() is not threading.main_thread():
+        _awaited = True
+        atexit.register(time.sleep, _THREADS_END)  # without the lock
