@@ -50,7 +50,7 @@ def main() -> None:
 
 def _drafting(context: int) -> float:
     text = _text(context + _STEPS)
-    drafter = Planner(FixedCosts(chip_curve("M4 Pro")), [SuffixSource()])
+    drafter = Planner(FixedCosts(chip_curve("M4 Pro")), [SuffixSource()], guarded=False)
     drafter.begin(text[:context])
     drafter.propose(1)  # waits for the index, which is built beside the prefill
     drafter.observe(VerifiedStep(DraftTree.chain(0), (), (), (), (text[context],)))
