@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import gc
 import os
 
 # Equality tests run on the BLAS of MLX's wheel, where a forward over several rows equals
@@ -20,10 +21,11 @@ from typing import Any
 # Nor do tests touch the step times that the user's machine has learned.
 os.environ["MLXSPEC_CACHE_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
 
+import mlxspec  # noqa: F401  # isort: skip  (before mlx.core)
+import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, settings
 
-import mlxspec  # noqa: F401  (before mlx.core)
 from tests.support.examples import LONG, examples
 from tests.support.harness import NEAR_TIES
 from tests.support.shared import SHARED
@@ -38,7 +40,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile(
     "busy",
     deadline=None,
-    max_examples=examples(50),
+    max_examples=examples(30),
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("busy")
@@ -55,6 +57,21 @@ def shared() -> Path:
     return SHARED
 
 
+@pytest.fixture(scope="module")
+def uncompiled() -> Generator[None, None, None]:
+    """For tests of many architectures and filters: ``mx.compile`` leaves functions as they are.
+
+    On a CPU it calls a C++ compiler: about a second for each function and shape that nobody has
+    used before on the machine. In the long form it does.
+    """
+    if LONG:
+        yield
+        return
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Let no test wait forever, for a process that never ends or a terminal that stays empty."""
@@ -68,6 +85,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     finally:
         signal.alarm(0)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what the libraries have made by now lives until the end: no need to search it
 
 
 def pytest_unconfigure() -> None:

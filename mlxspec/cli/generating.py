@@ -19,6 +19,7 @@ import mlxspec
 
 from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError
+from ..loading.model_files import DEMO
 from .options import DRAFTER, NAME, check_least, nested, option_field
 from .outcome import note
 from .output import ProgressBar
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 # What the options set that only some decoders take.
 LOOKUP, LOOKAHEAD, STORE, OWN = "prompt lookup", "lookahead", "store", "own drafter"
-DEMO = "demo"
 
 
 class _Choice(NamedTuple):

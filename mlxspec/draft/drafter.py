@@ -53,17 +53,10 @@ class DraftTree:
     @classmethod
     def from_branches(cls, root: int, branches: Iterable[Sequence[int]]) -> DraftTree:
         """Merge alternative continuations; branches with a common prefix share its nodes."""
-        tokens, parents = [root], [-1]
-        child: dict[tuple[int, int], int] = {}
+        builder = TreeBuilder(root)
         for branch in branches:
-            node = 0
-            for token in branch:
-                if (node, token) not in child:
-                    child[node, token] = len(tokens)
-                    tokens.append(token)
-                    parents.append(node)
-                node = child[node, token]
-        return cls(tuple(tokens), tuple(parents))
+            builder.add_branch(branch)
+        return builder.tree()
 
     def __len__(self) -> int:
         """The number of rows that a forward over this tree has, the root's included."""
@@ -310,6 +303,12 @@ class TreeBuilder:
             self._tokens.append(token)
             self._parents.append(parent)
         return node
+
+    def add_branch(self, tokens: Iterable[int]) -> None:
+        """Add a continuation of the root; it shares the nodes of a common prefix."""
+        node = 0
+        for token in tokens:
+            node = self.child(node, token)
 
     def tree(self) -> DraftTree:
         """The tree so far."""

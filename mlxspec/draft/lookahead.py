@@ -165,6 +165,15 @@ def add_window(
     return rows
 
 
+def by_place(rows: Sequence[Sequence[int]]) -> dict[tuple[int, int], int]:
+    """The nodes of a window's rows, as from :func:`add_window`, by (level, column)."""
+    return {
+        (level, column): node
+        for level, nodes in enumerate(rows)
+        for column, node in enumerate(nodes)
+    }
+
+
 _LONGEST_NGRAM = 64  # as for prompt lookup
 _LARGEST_WINDOW = 1024  # rows; far more than pay on any machine
 
@@ -249,10 +258,9 @@ class LookaheadDrafter(Drafter):
         """
         depth = min(max_depth, self.ngram_size - 1)
         limit = max(max_rows - rows, 0) // max(depth, 1)
-        guesses = self._pool.guesses(self._current, limit)
-        tree = TreeBuilder.of(
-            DraftTree.from_branches(self._current, [guess[:depth] for guess in guesses])
-        )
+        tree = TreeBuilder(self._current)
+        for guess in self._pool.guesses(self._current, limit):
+            tree.add_branch(guess[:depth])
         self._n_guessed = len(tree) - 1
         self._rows: list[list[int]] = []
         if self._window and self._window.depth <= max_depth:
@@ -278,11 +286,7 @@ class LookaheadDrafter(Drafter):
         return "root", *["guess"] * self._n_guessed, *["window"] * n_window
 
     def window_rows(self) -> dict[tuple[int, int], int]:
-        return {
-            (level, column): node
-            for level, nodes in enumerate(self._rows)
-            for column, node in enumerate(nodes)
-        }
+        return by_place(self._rows)
 
     def _advance(self, window: JacobiWindow, step: VerifiedStep) -> None:
         if not self._rows or step.tree != self._draft:  # another step ran, or the tree was cut

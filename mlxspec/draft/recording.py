@@ -7,10 +7,6 @@ from dataclasses import dataclass
 
 from .drafter import Drafter, DraftTree, VerifiedStep, origins_of, window_rows_of
 
-ROOT = "root"
-DRAFT = "draft"
-"""The origin of draft tokens whose drafter tells none."""
-
 WindowRows = Mapping[tuple[int, int], int]
 """Lookahead decoding's window: the node of each (level, column)."""
 

@@ -64,6 +64,21 @@ def vocabulary_size(model: nn.Module) -> int:
     return model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
 
 
+def evaluate_constants(model: nn.Module) -> None:
+    """Evaluate what a model has computed for itself when it was made, such as RoPE's frequencies.
+
+    These are no parameters, so loading leaves them lazy, and a lazy array can be read only in the
+    thread that made it.
+    """
+    constants = [
+        value
+        for module in model.modules()
+        for name, value in module.items()
+        if name.startswith("_") and isinstance(value, mx.array)
+    ]
+    mx.eval(constants)
+
+
 class Checkpoint(NamedTuple):
     """A state that a target can return to.
 

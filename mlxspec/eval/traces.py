@@ -10,8 +10,7 @@ from typing import Any
 
 from ..errors import LoadError, OptionError, PromptError
 from ..jsonl import Conversation, conversation_of
-from ..loading.tokenizer import load_tokenizer_of
-from ..plan.p_accept import token_classes
+from ..loading.tokenizer import load_tokenizer_of, vocabulary_classes
 from .prompts import MT_BENCH, limited, parse_json_lines, read_text
 
 
@@ -144,13 +143,12 @@ def load_trace_tokenizer(source: str | Path) -> TraceTokenizer:
     bos_id, eos_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     if eos_id is None:
         raise LoadError(f"{source}: the tokenizer has no EOS token, with which answers end")
-    pieces = (piece or "" for piece in tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
     return TraceTokenizer(
         encode=partial(tokenizer.encode, add_special_tokens=False),
         # Some models have no BOS; another token in front of everything else changes no draft.
         bos_id=eos_id if bos_id is None else bos_id,
         eos_id=eos_id,
-        classes=token_classes(pieces, set(tokenizer.all_special_ids)),
+        classes=vocabulary_classes(tokenizer),
     )
 
 

@@ -25,7 +25,13 @@ from ..engine.costs import KeptCosts, costs_for
 from ..engine.positions import context_length
 from ..engine.prompt_cache import Loan
 from ..engine.step import Sequence as EngineSequence
-from ..engine.target import Capability, Target, target_for, vocabulary_size
+from ..engine.target import (
+    Capability,
+    Target,
+    evaluate_constants,
+    target_for,
+    vocabulary_size,
+)
 from ..errors import OptionError
 from ..loading.detokenizer import detokenizer_of
 from ..loading.model import load
@@ -87,6 +93,7 @@ class Decoder:
             raise OptionError("tokenizer is None: pass the loaded model's tokenizer with it")
         self.model = model
         self.tokenizer = tokenizer
+        evaluate_constants(model)
         self.step_times = StepTimes()
         """Wall time of this decoder's steps by their number of rows."""
         self.wrap_drafter: Callable[[Drafter], Drafter] | None = None
@@ -290,14 +297,9 @@ class Decoder:
                 draft_end=lambda: self.draft_end,
             )
 
-        def record_both(rows: int, seconds: float, pipelined: bool) -> None:
-            assert record_time is not None
-            self.step_times.record(rows, seconds, pipelined)
-            record_time(rows, seconds, pipelined)
-
         owner = around(self._owner(tokens, drafter, checked), tokens)
-        record = record_both if record_time else self.step_times.record
-        return responses(owner, tokens, new_sequence, output, record, checked.on_progress)
+        record_times = [self.step_times.record, *([record_time] if record_time else [])]
+        return responses(owner, tokens, new_sequence, output, record_times, checked.on_progress)
 
     def drafts(self, options: CheckedOptions) -> bool:
         """Whether anything can be drafted in a generation with these options."""

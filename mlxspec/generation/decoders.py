@@ -20,10 +20,10 @@ from ..draft.lookahead import LookaheadDrafter, check_sizes
 from ..draft.prompt_lookup import lookup_drafter
 from ..engine.draft_model import DraftModelDrafter
 from ..engine.target import Capability
+from ..loading.tokenizer import vocabulary_classes
 from ..plan.cost_curve import Costs, FixedCosts
 from ..plan.drafter_source import DrafterSource
 from ..plan.lookahead_source import LookaheadKnowledge, LookaheadSource
-from ..plan.p_accept import token_classes
 from ..plan.planner import Planner, Source
 from ..plan.policy import trees_pay
 from ..plan.suffix_source import SuffixSource
@@ -97,8 +97,7 @@ class AutoDecoder(_PlannedDecoder):
 
     @cached_property
     def _token_classes(self) -> bytes:
-        pieces = self.tokenizer.convert_ids_to_tokens(list(range(len(self.tokenizer))))
-        return token_classes([piece or "" for piece in pieces], set(self.tokenizer.all_special_ids))
+        return vocabulary_classes(self.tokenizer)
 
     def _new_drafter(self, session: Session | None, others: Sequence[Source] = ()) -> Drafter:
         """Look-ups, the extra drafter and other sources."""

@@ -62,7 +62,7 @@ def responses(
     prompt: Sequence[int],
     new_sequence: Callable[[Target, int], engine.Sequence],
     output: OutputText,
-    record_time: RecordTime,
+    record_times: Sequence[RecordTime],
     on_progress: Progress | None,
 ) -> Generator[GenerationResponse, None, None]:
     """Run a sequence and turn its steps into responses.
@@ -76,7 +76,7 @@ def responses(
         new_sequence: makes the sequence, given the target and how many of the prompt's tokens
             its cache holds; its ``ends`` is ``output.add``.
         output: turns tokens into text and finds the end.
-        record_time: called with the rows and the time of each step.
+        record_times: each is called with the rows and the time of each step.
         on_progress: called with prompt tokens done and prompt tokens in all.
     """
     context = list(prompt)
@@ -98,7 +98,8 @@ def responses(
                 (step,) = engine.step([sequence])
                 await_at_exit()  # the thread may be another one by now
                 verified = step.verified
-                record_time(verified.rows, verified.seconds, verified.pipelined)
+                for record_time in record_times:
+                    record_time(verified.rows, verified.seconds, verified.pipelined)
                 stats = _updated(stats, verified)
                 for index, text in enumerate(output.take()):
                     generated = len(context) - len(prompt) + 1

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from ..errors import LoadError
+from ..plan.p_accept import token_classes
 from .detokenizer import with_own_detokenizer, wrap
 from .model_files import (
     DEMO,
@@ -181,3 +182,9 @@ def _add_tokens(tokenizer: Tokenizer, added: dict[str, Any], path: Path) -> None
         tokenizer.add_tokens(
             [AddedToken(token["content"], special=bool(token.get("special")), normalized=True)]
         )
+
+
+def vocabulary_classes(tokenizer: Any) -> bytes:
+    """The kind of each token of a tokenizer, for :class:`mlxspec.plan.p_accept.AcceptanceModel`."""
+    pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    return token_classes([piece or "" for piece in pieces], set(tokenizer.all_special_ids))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..draft.context_index import common_length
 from ..draft.drafter import TreeBuilder, VerifiedStep
-from ..draft.lookahead import JacobiWindow, NgramPool, add_window
+from ..draft.lookahead import JacobiWindow, NgramPool, add_window, by_place
 from .planner import Candidates, Source, best_first
 from .policy import Policy, price_of_time
 
@@ -349,11 +349,7 @@ class LookaheadSource(Source):
             self._tree_size = len(tree)
 
     def window_rows(self) -> dict[tuple[int, int], int]:
-        return {
-            (level, column): node
-            for level, nodes in enumerate(self._rows)
-            for column, node in enumerate(nodes)
-        }
+        return by_place(self._rows)
 
     def observe(self, step: VerifiedStep, searched: bool) -> None:
         tokens = step.tokens

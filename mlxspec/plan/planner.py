@@ -265,11 +265,11 @@ class Planner(Drafter):
             return _Plan(candidates, 0, 0.0)
         expected = expected_tokens(candidates.p_reached)
         table = self._costs_of(expected)
-        restart_cost = policy.restart_cost(costs.sync_overhead)
         for source in self._sources:
             rows, earned = source.rows_beside(expected, table, policy, max_depth)
             if rows:
                 return self._with_rows_beside(candidates, expected, table, rows, earned)
+        restart_cost = policy.restart_cost(costs.sync_overhead)
         gain, n_draft = policy.best(expected, table, candidates.p_by_depth, restart_cost)
         return _Plan(candidates, n_draft, gain)
 

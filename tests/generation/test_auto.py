@@ -31,7 +31,7 @@ def decoder_with(curve: dict[int, float], **options: object) -> AutoDecoder:
 
 
 def tokens(decoder: AutoDecoder, prompt: str = PROMPT, **options: object) -> list[int]:
-    return [response.token for response in decoder.stream(prompt, 60, **options)]
+    return [response.token for response in decoder.stream(prompt, 40, **options)]
 
 
 @pytest.mark.parametrize("curve", [FLAT, LINEAR], ids=["flat", "linear"])
@@ -40,7 +40,7 @@ def test_output_is_that_of_plain_decoding(curve: dict, temp: float) -> None:
     decoder = decoder_with(curve)
     sampling = mlxspec.SamplingParams(temp=temp, seed=5)
     plain = mlxspec.PromptLookupDecoder(decoder.model, decoder.tokenizer)
-    expected = [r.token for r in plain.stream(PROMPT, 60, n_draft=0, temp=temp, seed=5)]
+    expected = [r.token for r in plain.stream(PROMPT, 40, n_draft=0, temp=temp, seed=5)]
     for _ in range(2):  # the second time it remembers the first output
         actual = tokens(decoder, temp=temp, seed=5)
         difference = first_difference(
@@ -51,7 +51,7 @@ def test_output_is_that_of_plain_decoding(curve: dict, temp: float) -> None:
 
 def test_it_drafts_where_rows_are_cheap_and_hardly_where_they_are_not() -> None:
     def stats(curve: dict) -> mlxspec.SpeculationStats:
-        *_, last = decoder_with(curve).stream(PROMPT, 90)
+        *_, last = decoder_with(curve).stream(PROMPT, 60)
         return last.stats
 
     assert stats(FLAT).tokens_per_step > 3

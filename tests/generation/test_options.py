@@ -32,7 +32,7 @@ def decoder() -> PromptLookupDecoder:
 
 
 def tokens(decoder: Any, **options: object) -> list[int]:
-    return [r.token for r in decoder.stream(PROMPT, **{"max_tokens": 30, **options})]
+    return [r.token for r in decoder.stream(PROMPT, **{"max_tokens": 20, **options})]
 
 
 def test_the_options_are_the_fields_of_the_sampling_parameters() -> None:
@@ -55,7 +55,7 @@ def test_mlx_lms_processors_and_sampler_can_be_passed(decoder: PromptLookupDecod
         decoder.model,
         decoder.tokenizer,
         PROMPT,
-        max_tokens=30,
+        max_tokens=20,
         sampler=make_sampler(0.0),
         logits_processors=processors,
     )

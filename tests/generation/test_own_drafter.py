@@ -34,14 +34,14 @@ def readme_class() -> type[Drafter]:
 
 
 def tokens(decoder: Decoder, **options: object) -> list[int]:
-    return [r.token for r in decoder.stream(PROMPT, 60, **options)]
+    return [r.token for r in decoder.stream(PROMPT, 40, **options)]
 
 
 def test_the_readme_s_drafter_drafts() -> None:
     own = readme_class()
     plain = tokens(demo_decoder(Decoder))
     alone = demo_decoder(Decoder, drafter=own)
-    *_, last = alone.stream(PROMPT, 60)
+    *_, last = alone.stream(PROMPT, 40)
     assert tokens(alone) == plain
     assert last.stats.tokens_per_step > 2
 
@@ -62,12 +62,12 @@ def test_an_extra_drafter_drafts_beside_the_look_ups(kind: type[AutoDecoder], te
 )
 def test_what_an_extra_drafter_alone_knows_is_drafted(kind: type[AutoDecoder], sizes: dict) -> None:
     prompt = [5, 6, 7]
-    truth = [r.token for r in demo_decoder(Decoder).stream(prompt, 80)]
+    truth = [r.token for r in demo_decoder(Decoder).stream(prompt, 40)]
     steps = {}
     for extra in (None, Foresight(truth)):
         decoder = demo_decoder(kind, extra_drafter=extra, memory_tokens=0)
         decoder.costs = given_costs(FLAT)
-        *_, last = decoder.stream(prompt, 80, **sizes)
+        *_, last = decoder.stream(prompt, 40, **sizes)
         steps[extra is None] = last.stats.steps
     assert steps[False] < 0.6 * steps[True]
 

@@ -11,7 +11,8 @@ import mlxspec
 from mlxspec.engine.costs import KeptCosts
 from mlxspec.plan.cost_file import CostCache, CostKey, KnownRange
 from mlxspec.plan.live_curve import KnownTime
-from tests.support.demo import demo_decoder
+from tests.support.architectures import ARCHITECTURES
+from tests.support.demo import demo_decoder, endless_tokenizer
 from tests.support.drop_in import REPEAT
 from tests.support.threads import at_once
 
@@ -47,11 +48,21 @@ def test_threads_that_share_a_decoder_write_what_each_writes_alone(
     decoder = new_decoder(kind, tmp_path)
 
     def answers(prompt: str, times: int) -> list[list[int]]:
-        return [[r.token for r in decoder.stream(prompt, 24)] for _ in range(times)]
+        return [[r.token for r in decoder.stream(prompt, 16)] for _ in range(times)]
 
     alone = [answers(prompt, 1)[0] for prompt in PROMPTS]
     together = at_once(*(partial(answers, prompt, 2) for prompt in PROMPTS))
     assert together == [[answer] * 2 for answer in alone]
+
+
+def test_a_model_can_generate_first_in_another_thread_than_it_was_made_in() -> None:
+    # Llama 3 scales RoPE's frequencies: an array that is no parameter.
+    decoder = mlxspec.Decoder(ARCHITECTURES["llama3"].model(), endless_tokenizer())
+
+    def answer() -> list[int]:
+        return [response.token for response in decoder.stream([7, 3, 9], 4)]
+
+    assert len(at_once(answer)[0]) == 4
 
 
 def test_threads_that_come_first_measure_the_costs_once(

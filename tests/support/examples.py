@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 LONG = os.environ.get("MLXSPEC_LONG") == "1"
-_TIMES = 8
+_TIMES = 12
 
 
 def examples(usual: int, long: int | None = None) -> int:
-    """``usual``, or in the long form eight times as many or ``long``."""
+    """``usual``, or in the long form twelve times as many or ``long``."""
     return (long or usual * _TIMES) if LONG else usual
