@@ -31,6 +31,7 @@ def emitted(shown: str) -> list[int]:
     return list(map(int, re.findall(r"(\d+) emitted", shown)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("temp", [0, 0.7])
 def test_the_steps_of_every_decoder_are_those_of_generate(endless: Path, decoder: str, temp: float):

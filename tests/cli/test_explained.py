@@ -74,6 +74,7 @@ def steps(decoder: Decoder) -> list[tuple[list[int], RecordedStep]]:
     return result
 
 
+@pytest.mark.slow
 def test_the_level_now_is_what_the_model_says_after_each_column(
     decoder: Decoder, steps: list[tuple[list[int], RecordedStep]]
 ) -> None:

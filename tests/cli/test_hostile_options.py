@@ -21,6 +21,8 @@ from mlxspec.cli.replay import replay_command
 from tests.support.examples import examples
 from tests.support.hostile import harmless
 
+pytestmark = pytest.mark.slow
+
 _NUMBERS = ["0", "1", "-1", "2", "4", "8", "64", "99999999999", "1" + "0" * 25, "-" + "9" * 25]
 _FLOATS = ["nan", "inf", "-inf", "0.5", "1e-300", "1e400", "1e38", "٣", "²"]
 _TEXTS = [

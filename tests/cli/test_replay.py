@@ -44,6 +44,7 @@ def write_curve(path: Path, content: object) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_classic_prompt_lookup_has_the_published_tokens_per_step(shared: Path) -> None:
     # Spec-Bench has 1.73 and 1.75 for PLD with Vicuna-7B; the traces are half of its prompts.
     result = replay(

@@ -140,6 +140,7 @@ def test_adding_with_another_tokenizer_names_both(tmp_path: Path, texts: Path, f
     assert "the model's tokenizer is finite (8 tokens, " in result.stderr
 
 
+@pytest.mark.slow
 def test_a_bar_shows_on_a_terminal(tmp_path: Path, texts: Path):
     terminal, child = pty.openpty()
     code = "from mlxspec.cli.main import main; main()"

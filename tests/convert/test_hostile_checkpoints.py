@@ -19,6 +19,8 @@ from tests.support import original, torch_file
 from tests.support.examples import examples
 from tests.support.hostile import harmless, json_values, mutated
 
+pytestmark = pytest.mark.slow
+
 SHARD = "consolidated.00.pth"
 Write = Callable[[str, bytes], Path]
 

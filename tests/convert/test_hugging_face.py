@@ -73,6 +73,7 @@ def split_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     return split
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_every_architecture_converts_like_mlx_lm(

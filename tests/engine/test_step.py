@@ -37,6 +37,7 @@ def assert_holds_exactly(target: Target, context: list[int]) -> None:
             assert mx.max(mx.abs(ours - theirs)).item() < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_after_every_step_the_cache_holds_the_context_without_its_last_token(
     model: nn.Module, seed: int
@@ -64,6 +65,7 @@ def test_max_tokens_is_never_overshot(model: nn.Module, max_tokens: int) -> None
         assert_holds_exactly(outcome.target, PROMPT + outcome.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_at", [0, 1, 5, 19])
 @pytest.mark.parametrize("drafter_class", [Oracle, lambda truth: NoDraft()])
 def test_a_stop_token_inside_an_accepted_draft_ends_the_output_there(
@@ -84,6 +86,7 @@ def test_an_accepted_draft_of_n_tokens_gives_n_plus_one(model: nn.Module) -> Non
     assert outcome.accepted == 39
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [NoDraft(), PromptLookupDrafter()])
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_a_closed_generation_leaves_the_cache_usable(

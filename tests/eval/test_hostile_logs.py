@@ -16,6 +16,8 @@ from mlxspec.loading.model_files import DEMO_DIRECTORY
 from tests.support.examples import examples
 from tests.support.hostile import harmless, json_values, mutated
 
+pytestmark = pytest.mark.slow
+
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": [1]}}}
 RECORD = {
     "category": "a",

@@ -41,6 +41,7 @@ def unmeasured(
     return request.param(*loaded)
 
 
+@pytest.mark.slow
 def test_a_first_generation_measures(unmeasured: Decoder) -> None:
     with pytest.raises(Measured):
         unmeasured.stream("The river", 5, temp=0.5, stop=["x"], stop_tokens=7, kv_bits=8, top_k=3)

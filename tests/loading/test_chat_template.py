@@ -53,6 +53,7 @@ def test_the_result_is_that_of_the_tokenizer(tokenizer: Any, how: dict[str, bool
     assert apply_template(tokenizer, MESSAGES, **how) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "template",
     [
@@ -178,6 +179,7 @@ FRAGMENTS = [
 LOOP = "{% for x in messages %}{{ x.role }}{% endfor %}"
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     fragments=st.lists(

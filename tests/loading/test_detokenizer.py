@@ -56,6 +56,7 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
     return byte_level() if request.param == "byte level" else word_piece()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

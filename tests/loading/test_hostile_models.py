@@ -22,6 +22,8 @@ from tests.support.examples import examples
 from tests.support.hostile import harmless, json_values, mutated
 from tests.support.scripted_model import write_scripted_model
 
+pytestmark = pytest.mark.slow
+
 Write = Callable[[str, bytes], Path]
 SETTINGS = "tokenizer_config.json"
 

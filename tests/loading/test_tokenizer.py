@@ -80,6 +80,7 @@ def test_a_setting_against_bos_is_respected(directory: Path) -> None:
     assert load_tokenizer(directory, None).encode("a") == sentencepiece_ids("a")[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -209,6 +210,7 @@ def test_sentencepieces_model_may_have_any_name(tmp_path: Path) -> None:
     assert tokenizer.name_or_path == str(path)
 
 
+@pytest.mark.slow
 def test_of_a_repository_the_weights_are_not_fetched(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     repository.mkdir()

@@ -15,6 +15,8 @@ from tests.support.examples import examples
 from tests.support.hostile import harmless, mutated
 from tests.support.tokenizers import FIRST
 
+pytestmark = pytest.mark.slow
+
 TEXTS = [[1, 2, 3, 4, 5], [7, 2, 3, 9], [1, 2, 3, 4, 6]]
 IDENTITY = identify(FIRST)
 
