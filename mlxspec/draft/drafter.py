@@ -163,7 +163,8 @@ class VerifiedStep:
             ends before.
         pending: accepted tokens that the next step has to run again in front of its own rows,
             which makes it wider (models whose state cannot be cut back).
-        rows: of the step's forward, pending ones included.
+        rows: of the step's forward, those of other sequences and pending ones included.
+        sequences: how many sequences shared the forward.
         seconds: wall time of the step, from the proposal to the commit, and of the drafter's
             ``observe`` after the step before. 0 where nobody measures.
         pipelined: whether its forward had been dispatched during the step before.
@@ -177,6 +178,7 @@ class VerifiedStep:
     tokens: tuple[int, ...]
     pending: int = 0
     rows: int = 1
+    sequences: int = 1
     seconds: float = 0.0
     pipelined: bool = False
     context: int = 0

@@ -32,6 +32,7 @@ from mlx_lm.models.cache import (
 from ..draft.drafter import DraftTree
 from ..errors import OptionError
 from .caches import TREE_CACHES, for_steps, is_trimmable, parts
+from .joint import Joint, JointMode
 from .params import CacheOptions
 from .positions import crossings, named_positions, sparse_crossing
 from .target import Capability, Target, target_for, together, vocabulary_size
@@ -217,17 +218,20 @@ def _trial_caches(model: nn.Module) -> list[Any]:
     return [on_trial(cache) for cache in make_prompt_cache(model)]
 
 
-def _context(model: nn.Module, length: int, fill: bool) -> list[Any]:
+def _context(
+    model: nn.Module, length: int, fill: bool, prefix: tuple[int, ...] = _PREFIX
+) -> list[Any]:
     """Trial caches at the end of a context of so many positions.
 
     Args:
         model: the target.
         length: at least that of the prefix, which they hold.
         fill: let them hold random entries in front of it; otherwise they only claim to.
+        prefix: the context's last tokens.
     """
     caches = _trial_caches(model)
-    logits(model, _PREFIX, caches)
-    before = length - len(_PREFIX)
+    logits(model, prefix, caches)
+    before = length - len(prefix)
     for part in parts(caches):
         if isinstance(part, ChunkedKVCache) and not fill:
             part.offset += before
@@ -403,7 +407,7 @@ def tree_agrees(model: nn.Module, start: int, noise: float, fill: bool) -> bool:
     for part in parts(caches):
         part.rows = rows
     try:
-        with RowPositions(model).follow(rows):
+        with RowPositions(model).follow(rows.depths):
             found = logits(model, tree.tokens, caches)
     except (TypeError, ValueError):
         return False  # a RoPE that takes one integer offset only
@@ -412,6 +416,70 @@ def tree_agrees(model: nn.Module, start: int, noise: float, fill: bool) -> bool:
         expected = logits(model, (_ROOT, *branch), copy.deepcopy(before))
         spread = mx.max(expected) - mx.min(expected)
         error = mx.max(mx.abs(found[nodes] - expected))
+        if not (error <= 4 * noise + _LEAST_ROUNDING * spread).item():
+            return False
+    return True
+
+
+# --- several sequences in one forward ---
+
+_TRIALS = (
+    # the prefix of each sequence, and its rows
+    ((3, 1, 4), (1, 5, 2, 6)),
+    ((2, 7, 5), (7,)),
+    ((6, 2, 3), (2, 1)),
+)
+
+
+def joint_mode(model: nn.Module) -> JointMode:
+    """How several sequences share one forward of the model, found out with small forwards.
+
+    Sequences with unequal numbers of rows are tried, the first at the beginning of a context and
+    across all crossings, and compared with a forward for each.
+    """
+    caches = parts(map(for_steps, make_prompt_cache(model)))
+    if hasattr(model, "leader") or not all(isinstance(cache, TREE_CACHES) for cache in caches):
+        return JointMode.ALONE
+    noise = rounding_noise(model)
+    starts = (len(_PREFIX), *(position - 2 for position in crossings(model)))
+    for mode in (JointMode.SPLIT, JointMode.BLOCK):
+        if all(joint_agrees(model, mode, start, noise) for start in starts):
+            return mode
+    return JointMode.ALONE
+
+
+def joint_agrees(model: nn.Module, mode: JointMode, start: int, noise: float) -> bool:
+    """Whether a joint forward gives each sequence what a forward of its own gives.
+
+    Args:
+        model: the target.
+        mode: how to join them.
+        start: the position of the first sequence's first row; that of the others is lower.
+        noise: from :func:`rounding_noise`.
+    """
+    starts = start, len(_PREFIX), max(len(_PREFIX), start // 2)
+    contexts = [
+        _context(model, at, False, prefix) for at, (prefix, _) in zip(starts, _TRIALS, strict=True)
+    ]
+    rows = [tokens for _, tokens in _TRIALS]
+    alone = [
+        logits(model, tokens, copy.deepcopy(caches))
+        for tokens, caches in zip(rows, contexts, strict=True)
+    ]
+    if mode is JointMode.BLOCK:
+        for tokens, caches in zip(rows, contexts, strict=True):
+            for part in parts(caches):
+                part.rows = TreeRows(DraftTree.chain(tokens[0], tokens[1:]))
+    positions = [at + mx.arange(len(tokens)) for at, tokens in zip(starts, rows, strict=True)]
+    try:
+        found, spans = Joint(model, mode).logits([*map(mx.array, rows)], positions, contexts)
+        found = finite(found.astype(mx.float32))
+        mx.eval(found)
+    except (AttributeError, IndexError, TypeError, ValueError):
+        return False  # the model does more with keys, masks or positions than it is prepared for
+    for span, expected in zip(spans, alone, strict=True):
+        spread = mx.max(expected) - mx.min(expected)
+        error = mx.max(mx.abs(found[span] - expected))
         if not (error <= 4 * noise + _LEAST_ROUNDING * spread).item():
             return False
     return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import abc
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -15,6 +15,7 @@ from mlx_lm.generate import generation_stream
 from ..draft.custom import not_a_draft
 from ..draft.drafter import Drafter, DraftTree, VerifiedStep, accept
 from .chooser import Chooser
+from .joint import Joint, JointRows
 from .target import Capability, Progress, Target
 
 _STEPS_BETWEEN_CLEARING = 256  # as mlx-lm: buffers of outgrown caches go back to the system
@@ -47,6 +48,7 @@ class Sequence:
         length: positions of the context, the last token included.
         remaining: how many tokens may still be emitted.
         finished: whether the output has ended.
+        ahead: the next step's forward, if it was dispatched in the last step.
     """
 
     def __init__(
@@ -71,11 +73,11 @@ class Sequence:
         self.last = self.prompt[-1]
         self.remaining = max_tokens
         self.finished = False
+        self.ahead: PendingForward | None = None
         self.ends = ends
         self._n_cached = n_cached
         self._first_crossing = first_crossing
         self._draft_end = draft_end
-        self._ahead: PendingForward | None = None  # of the next step, dispatched in the last one
         self._steps = 0
         self._open = False
         self._uncounted = 0.0  # seconds that the drafter's last ``observe`` took
@@ -102,25 +104,26 @@ class Sequence:
             with mx.stream(generation_stream):
                 mx.eval(self.target.arrays)  # those of an interrupted step are lazy
 
-    def dispatch(self) -> PendingForward:
-        """Propose a draft and start the forward that verifies it, without waiting for it.
+    def propose(self) -> DraftTree:
+        """The rows to verify next; where the step's forward is dispatched already, its one row.
 
-        Where the last step has dispatched this one's forward already, the draft is not verified:
-        it has to wait for the next step. Where nothing is drafted, the next step's forward may be
-        dispatched right after this one.
+        A draft that is proposed then has to wait for the next step.
         """
-        started = time.perf_counter() - self._uncounted
+        self._started = time.perf_counter() - self._uncounted
         max_depth = min(self.remaining - 1, self.target.max_depth, self._room())
-        proposal = self._fitting(self.drafter.propose(max_depth), max_depth)
-        forward, self._ahead = self._ahead, None
-        if forward:
-            forward = replace(forward, tree=DraftTree.chain(self.last), pipelined=True)
-        else:
-            forward = self._forward(proposal)
-        more = self.remaining > 1 or self.chooser.looks_ahead
-        if len(proposal) == 1 and self.drafter.pipelined and more:
-            self._ahead = self._forward(_NEXT, forward.choices)
-        return replace(forward, started=started)
+        tree = self._fitting(self.drafter.propose(max_depth), max_depth)
+        self._drafts = len(tree) > 1
+        return DraftTree.chain(self.last) if self.ahead else tree
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether there may be a step after the proposed one."""
+        return self.remaining > 1 or self.chooser.looks_ahead
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether the next forward may be dispatched before the proposed step's token is known."""
+        return not self._drafts and self.drafter.pipelined
 
     def settle(self, forward: PendingForward) -> DecodedStep:
         """Wait for the target's choices, commit what they accept, and tell the drafter."""
@@ -154,7 +157,8 @@ class Sequence:
             tokens,
             pending=len(self.target.pending),
             rows=forward.rows,
-            seconds=ended - forward.started,
+            sequences=forward.sequences,
+            seconds=ended - self._started,
             pipelined=forward.pipelined,
             context=self.length,
         )
@@ -180,32 +184,24 @@ class Sequence:
             tree = tree.first_chain()
         return tree.pruned(max_depth, self.target.vocab_size)
 
-    def _forward(self, tree: DraftTree, unknown: mx.array | None = None) -> PendingForward:
-        """Start the forward over a tree's rows.
+    def choose(
+        self, logits: mx.array, tree: DraftTree, unknown: mx.array | None = None
+    ) -> PendingForward:
+        """The target's choices after the rows of a forward, lazily.
 
-        ``unknown``, (1,), stands in for the token of a single row where it is not known yet.
-
-        The only row of a plain step stays whatever is chosen after it. So it is committed at
-        once, and the next forward can be dispatched after it.
+        Args:
+            logits: (rows, vocabulary).
+            tree: its rows.
+            unknown: as for :func:`dispatch`.
         """
-        target, chooser = self.target, self.chooser
-        rows = len(target.pending) + len(tree)
-        tokens = mx.array(tree.tokens) if unknown is None else unknown
-        with mx.stream(generation_stream):
-            logits = target.forward(tokens, tree)
-            positions = [target.length + depth + 1 for depth in tree.depths]
-            contexts = self.history.contexts(tree, unknown) if self.history else None
-            choices, logprobs = chooser.choose(logits, positions, contexts)
-            argmaxes = choices if chooser.greedy else mx.argmax(logprobs, axis=-1)
-            if len(tree) == 1:
-                logprobs = logprobs.squeeze(0)
-        # Everything that outlives the step, since lazy arrays can be read in this thread only.
-        # (The choices need not depend on all of the caches: a recurrent layer's last state, or the
-        # keys of a sparse layer's index.)
-        mx.async_eval(choices, argmaxes, logprobs, target.arrays)
+        chooser = self.chooser
+        positions = [self.target.length + depth + 1 for depth in tree.depths]
+        contexts = self.history.contexts(tree, unknown) if self.history else None
+        choices, logprobs = chooser.choose(logits, positions, contexts)
+        argmaxes = choices if chooser.greedy else mx.argmax(logprobs, axis=-1)
         if len(tree) == 1:
-            target.commit((0,))
-        return PendingForward(tree, choices, argmaxes, logprobs, rows)
+            logprobs = logprobs.squeeze(0)
+        return PendingForward(tree, choices, argmaxes, logprobs)
 
 
 @dataclass(frozen=True)
@@ -216,18 +212,18 @@ class PendingForward:
         tree: its rows.
         choices, argmaxes: (rows,).
         logprobs: (rows, vocabulary), of one row (vocabulary,).
-        rows: how many rows it has, the target's pending tokens included.
+        rows: how many rows the forward has, those of other sequences and pending ones included.
+        sequences: how many sequences share it.
         pipelined: whether it was dispatched during the step before its own.
-        started: when its step began.
     """
 
     tree: DraftTree
     choices: mx.array
     argmaxes: mx.array
     logprobs: mx.array
-    rows: int
+    rows: int = 1
+    sequences: int = 1
     pipelined: bool = False
-    started: float = 0.0
 
     def logprobs_of(self, verified: VerifiedStep) -> list[mx.array]:
         """Per emitted token, the log-probabilities from which it was chosen, (vocabulary,).
@@ -257,10 +253,94 @@ class DecodedStep:
     logprobs: abc.Sequence[mx.array]
 
 
-def step(sequences: Iterable[Sequence]) -> list[DecodedStep]:
-    """Run one step of each sequence: all are dispatched before the first is waited for."""
-    forwards = [(sequence, sequence.dispatch()) for sequence in sequences]
-    return [sequence.settle(forward) for sequence, forward in forwards]
+def step(sequences: abc.Sequence[Sequence], joint: Joint | None = None) -> list[DecodedStep]:
+    """Run one step of each sequence: all are dispatched before the first is waited for.
+
+    Where an earlier step has dispatched a sequence's forward already, its draft is not verified:
+    it has to wait for the next step. Where nothing is drafted, the next step's forward may be
+    dispatched right after this one.
+
+    Args:
+        sequences: of one model, if ``joint`` is given; none is finished.
+        joint: runs the rows of all sequences in one forward; by default each has its own.
+    """
+    groups = [sequences] if joint else [[sequence] for sequence in sequences]
+    forwards = [forward for group in groups for forward in _dispatched(group, joint)]
+    return [sequence.settle(forward) for sequence, forward in zip(sequences, forwards, strict=True)]
+
+
+def _dispatched(group: abc.Sequence[Sequence], joint: Joint | None) -> list[PendingForward]:
+    """Propose for each sequence and start their forward, without waiting for it."""
+    trees = [sequence.propose() for sequence in group]
+    waiting = [
+        (sequence, tree) for sequence, tree in zip(group, trees, strict=True) if not sequence.ahead
+    ]
+    new = iter(dispatch(waiting, joint))
+    forwards = [
+        replace(sequence.ahead, tree=tree, pipelined=True) if sequence.ahead else next(new)
+        for sequence, tree in zip(group, trees, strict=True)
+    ]
+    # All go on together or none: two forwards of a few rows take longer than one.
+    going_on = [index for index, sequence in enumerate(group) if sequence.may_go_on]
+    pipelined = all(group[index].pipelined for index in going_on)
+    for sequence in group:
+        sequence.ahead = None
+    if pipelined:
+        ahead = dispatch(
+            [(group[index], _NEXT) for index in going_on],
+            joint,
+            [forwards[index].choices for index in going_on],
+        )
+        for index, forward in zip(going_on, ahead, strict=True):
+            group[index].ahead = forward
+    return forwards
+
+
+def dispatch(
+    members: abc.Sequence[tuple[Sequence, DraftTree]],
+    joint: Joint | None = None,
+    unknown: abc.Sequence[mx.array | None] | None = None,
+) -> list[PendingForward]:
+    """Start a forward over the trees of one or more sequences, without waiting for it.
+
+    The only row of a plain step stays whatever is chosen after it. So it is committed at once, and
+    the next forward can be dispatched after it.
+
+    Args:
+        members: per sequence, the rows to verify.
+        joint: runs the forward where there are several sequences.
+        unknown: per sequence, (1,), stands in for the token of a single row that is not known yet.
+    """
+    if not members:
+        return []
+    unknown = unknown or [None] * len(members)
+    with mx.stream(generation_stream):
+        rows = [
+            JointRows(sequence.target, mx.array(tree.tokens) if token is None else token, tree)
+            for (sequence, tree), token in zip(members, unknown, strict=True)
+        ]
+        n_rows = sum(len(target.pending) + len(tree) for target, _, tree in rows)
+        if len(members) == 1:
+            ((target, tokens, tree),) = rows
+            logits = [target.forward(tokens, tree)]
+        else:
+            assert joint is not None
+            logits = joint.forward(rows)
+        forwards = [
+            replace(sequence.choose(own, tree, token), rows=n_rows, sequences=len(members))
+            for (sequence, tree), own, token in zip(members, logits, unknown, strict=True)
+        ]
+    # Everything that outlives the step, since lazy arrays can be read in this thread only.
+    # (The choices need not depend on all of the caches: a recurrent layer's last state, or the
+    # keys of a sparse layer's index.)
+    mx.async_eval(
+        [(forward.choices, forward.argmaxes, forward.logprobs) for forward in forwards],
+        [sequence.target.arrays for sequence, _ in members],
+    )
+    for sequence, tree in members:
+        if len(tree) == 1:
+            sequence.target.commit((0,))
+    return forwards
 
 
 def decode(

@@ -140,7 +140,7 @@ class Target:
         self.length = cached_length(self.cache)
         self._tree: DraftTree
         """The rows of the last forward."""
-        self._mask = OpenMask()
+        self.mask = OpenMask()
         self._unfinished = False
         """Capability REPLAY: whether the state is not that of ``length`` and ``pending``."""
         # One plain step may be dispatched ahead, so a generation undoes two forwards at most.
@@ -226,14 +226,26 @@ class Target:
         Returns:
             lazy logits, (rows, vocabulary).
         """
-        if self._replays:
-            return self._forward_replayed(tokens, tree)
-        self._tree = tree
+        rows = self.begin_forward(tokens, tree)
         if tree.is_chain:
-            return self.model(tokens[None], cache=self.cache)[0]
-        rows = TreeRows(tree, self._mask)
-        with masked_for(rows, self._trimmable), self._positions.follow(rows):
-            return self.model(tokens[None], cache=self.cache)[0]
+            return self.model(rows[None], cache=self.cache)[0, len(self.pending) :]
+        masked = TreeRows(tree, self.mask)
+        with masked_for(masked, self.trimmable), self._positions.follow(masked.depths):
+            return self.model(rows[None], cache=self.cache)[0]
+
+    def begin_forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
+        """Note what a forward will do; returns all its tokens, pending ones first, (rows,).
+
+        The arguments are those of :meth:`forward`.
+        """
+        self._tree = tree
+        if not self._replays:
+            return tokens
+        self._checkpoints.append(Checkpoint(self.length, self.pending, Snapshot(self._untrimmable)))
+        self._unfinished = True
+        if not self.pending:
+            return tokens
+        return mx.concatenate([mx.array(self.pending, tokens.dtype), tokens])
 
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these rows of the last forward, by node index, and forget the others."""
@@ -243,7 +255,7 @@ class Target:
                 self._undo_forward()
                 pending = (*self.pending, *(self._tree.tokens[row] for row in rows))
             else:
-                keep_rows(self._trimmable, self.length, rows)
+                keep_rows(self.trimmable, self.length, rows)
         # All at once and last: at any interrupt, the length tells what is committed.
         length = self.length + len(rows)
         self.pending, self.length, self._unfinished = pending, length, False
@@ -268,7 +280,7 @@ class Target:
                 self._drop_pending(length)
         else:
             self.length = length
-        cut(self._trimmable, self.length - len(self.pending))
+        cut(self.trimmable, self.length - len(self.pending))
         self._forget_marks_behind()
 
     def rewind(self, length: int) -> None:
@@ -283,7 +295,7 @@ class Target:
         if quantized and length < min(start, self.length):
             raise ValueError(f"the cache was quantised, and is not at {length} positions")
         try:
-            check_cut(self._trimmable, length)
+            check_cut(self.trimmable, length)
             self.truncate(length)
         except ValueError:
             self.length = length
@@ -328,14 +340,6 @@ class Target:
         if tokens:
             self._prefill_chunk(tokens)
 
-    def _forward_replayed(self, tokens: mx.array, tree: DraftTree) -> mx.array:
-        self._checkpoints.append(Checkpoint(self.length, self.pending, Snapshot(self._untrimmable)))
-        self._tree, self._unfinished = tree, True
-        if not self.pending:
-            return self.model(tokens[None], cache=self.cache)[0]
-        rows = mx.concatenate([mx.array(self.pending, tokens.dtype), tokens])
-        return self.model(rows[None], cache=self.cache)[0, len(self.pending) :]
-
     def _undo_forward(self) -> None:
         """Capability REPLAY: return to the state before the last forward."""
         self._return_to(self._checkpoints[-1])
@@ -344,7 +348,7 @@ class Target:
     def _return_to(self, checkpoint: Checkpoint) -> None:
         self._unfinished = True
         checkpoint.state.restore()
-        cut(self._trimmable, checkpoint.length - len(checkpoint.pending))
+        cut(self.trimmable, checkpoint.length - len(checkpoint.pending))
         self.length, self.pending, self._unfinished = checkpoint.length, checkpoint.pending, False
 
     def _quantize_if_due(self) -> None:
@@ -364,7 +368,7 @@ class Target:
         """Run on these caches from now on, sorted by whether they can be cut back."""
         trimmable = [cache for cache in parts(caches) if is_trimmable(cache)]
         untrimmable = [cache for cache in parts(caches) if not is_trimmable(cache)]
-        self.cache, self._trimmable, self._untrimmable = caches, trimmable, untrimmable
+        self.cache, self.trimmable, self._untrimmable = caches, trimmable, untrimmable
 
 
 Result = TypeVar("Result")

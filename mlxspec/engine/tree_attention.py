@@ -132,14 +132,14 @@ class RowPositions:
             ]
 
     @contextmanager
-    def follow(self, rows: TreeRows) -> Iterator[None]:
-        """While entered, the model's RoPE modules position each row by its depth.
+    def follow(self, depths: mx.array) -> Iterator[None]:
+        """While entered, the model's RoPE modules position each row by its depth, (rows,).
 
         The model computes as before afterwards, whatever happens in between.
         """
         with self._exchange:
             try:
-                self._step = threading.get_ident(), rows.depths
+                self._step = threading.get_ident(), depths
                 for parent, name, rope in self._ropes:
                     setattr(parent, name, _RowRoPE(rope, self))
                 yield

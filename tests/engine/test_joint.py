@@ -1,0 +1,159 @@
+"""Several sequences in one forward write what each writes alone."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxspec.draft.drafter import DraftTree, NoDraft
+from mlxspec.draft.lookahead import LookaheadDrafter
+from mlxspec.draft.prompt_lookup import PromptLookupDrafter
+from mlxspec.engine.capability import finite, joint_mode
+from mlxspec.engine.chooser import Chooser
+from mlxspec.engine.joint import Joint, JointMode
+from mlxspec.engine.params import CacheOptions
+from mlxspec.engine.sampling import SamplingParams
+from mlxspec.engine.step import Sequence, step
+from mlxspec.engine.target import Target
+from tests.support.architectures import ARCHITECTURES
+from tests.support.drafters import HostileDrafter
+from tests.support.examples import examples
+from tests.support.harness import Run, new_target, run
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
+
+VOCABULARY = 64
+MODES = {
+    "llama3": JointMode.SPLIT,
+    "gemma3": JointMode.SPLIT,
+    "gpt_oss": JointMode.SPLIT,
+    "deepseek_v3": JointMode.BLOCK,
+    "gemma2": JointMode.BLOCK,
+}
+DRAFTERS = {
+    "plain": lambda truth: NoDraft(),
+    "hostile": lambda truth: HostileDrafter(truth, VOCABULARY, 5, seed=len(truth)),
+    "lookup": lambda truth: PromptLookupDrafter(ngram_max=1),
+    "lookahead": lambda truth: LookaheadDrafter(2, 3, 2),
+}
+
+
+@cache
+def joint_model(name: str) -> tuple[nn.Module, Joint]:
+    model = ARCHITECTURES[name].model()
+    mode = joint_mode(model)
+    assert mode is MODES[name]
+    return model, Joint(model, mode)
+
+
+class Plan(NamedTuple):
+    """A sequence of a schedule: it joins before one step, and is closed after some of its own."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    drafter: str
+    temp: float
+    bounded: bool
+    joins: int
+    leaves: int
+
+
+PLANS = st.builds(
+    Plan,
+    st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=24).map(tuple),
+    st.integers(1, 24),
+    st.sampled_from(sorted(DRAFTERS)),
+    st.sampled_from([0.0, 0.0, 0.8]),
+    st.booleans(),
+    st.integers(0, 12),
+    st.integers(1, 40),
+)
+
+
+@dataclass
+class Member:
+    """A sequence that takes part, and what it writes alone."""
+
+    plan: Plan
+    sequence: Sequence
+    alone: Run
+    tokens: list[int]
+    logprobs: list[mx.array]
+
+
+def member_of(model: nn.Module, plan: Plan) -> Member:
+    params = SamplingParams(temp=plan.temp, seed=3)
+    options = CacheOptions(max_kv_size=12 if plan.bounded else None)
+    alone = run(
+        model, plan.prompt, NoDraft(), max_tokens=plan.max_tokens, params=params, cache=options
+    )
+    sequence = Sequence(
+        new_target(model, cache=options),
+        plan.prompt,
+        DRAFTERS[plan.drafter](alone.tokens),
+        Chooser(params),
+        max_tokens=plan.max_tokens,
+        ends=lambda _: False,
+    )
+    return Member(plan, sequence, alone, [], [])
+
+
+def next_logits(target: Target, token: int) -> mx.array:
+    return target.forward(mx.array([token]), DraftTree.chain(token))[-1]
+
+
+def assert_wrote_what_it_writes_alone(member: Member) -> None:
+    written = len(member.tokens)
+    assert member.tokens == member.alone.tokens[:written]
+    difference = finite(mx.stack(member.logprobs)) - finite(member.alone.logprobs[:written])
+    assert mx.max(mx.abs(difference)).item() < 1e-4
+    target, last = member.sequence.target, member.tokens[-1]
+    assert target.length == len(member.plan.prompt) + written - 1
+    if written == len(member.alone.tokens):
+        difference = next_logits(target, last) - next_logits(member.alone.target, last)
+        assert mx.max(mx.abs(difference)).item() < 1e-3
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_whoever_joins_and_leaves_each_sequence_writes_what_it_writes_alone(name: str) -> None:
+    model, joint = joint_model(name)
+
+    @settings(max_examples=examples(5, long=200), deadline=None)
+    @given(st.lists(PLANS, min_size=2, max_size=8))
+    def check(plans: list[Plan]) -> None:
+        members = [member_of(model, plan) for plan in plans]
+        for number in itertools.count():
+            for member in members:
+                if member.plan.joins == number:
+                    member.sequence.begin()
+            active = [
+                member
+                for member in members
+                if member.plan.joins <= number
+                and not member.sequence.finished
+                and number < member.plan.joins + member.plan.leaves
+            ]
+            if not active and all(member.plan.joins < number for member in members):
+                break
+            done = step([member.sequence for member in active], joint)
+            for member, own in zip(active, done, strict=True):
+                member.tokens += own.verified.tokens
+                member.logprobs += own.logprobs
+                if not any(other.verified.pipelined for other in done):
+                    assert own.verified.sequences == len(active)
+            for member in members:
+                leaving = number + 1 == member.plan.joins + member.plan.leaves
+                if leaving or member.sequence.finished:
+                    member.sequence.close()
+        for member in members:
+            assert_wrote_what_it_writes_alone(member)
+
+    check()
