@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import abc
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -253,7 +254,17 @@ class DecodedStep:
     logprobs: abc.Sequence[mx.array]
 
 
-def step(sequences: abc.Sequence[Sequence], joint: Joint | None = None) -> list[DecodedStep]:
+def step(sequence: Sequence) -> DecodedStep:
+    """Run one step of one sequence."""
+    (outcome,) = joint_step([sequence])
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def joint_step(
+    sequences: abc.Sequence[Sequence], joint: Joint | None = None
+) -> list[DecodedStep | Exception]:
     """Run one step of each sequence: all are dispatched before the first is waited for.
 
     Where an earlier step has dispatched a sequence's forward already, its draft is not verified:
@@ -261,84 +272,96 @@ def step(sequences: abc.Sequence[Sequence], joint: Joint | None = None) -> list[
     dispatched right after this one.
 
     Args:
-        sequences: of one model, if ``joint`` is given; none is finished.
-        joint: runs the rows of all sequences in one forward; by default each has its own.
+        sequences: of one model; none is finished.
+        joint: runs the rows of all sequences in one forward; needed where there are several.
+
+    Returns:
+        per sequence its step, or what its drafter, a processor or the like has raised. That
+        sequence has to be closed; the others go on.
     """
-    groups = [sequences] if joint else [[sequence] for sequence in sequences]
-    forwards = [forward for group in groups for forward in _dispatched(group, joint)]
-    return [sequence.settle(forward) for sequence, forward in zip(sequences, forwards, strict=True)]
-
-
-def _dispatched(group: abc.Sequence[Sequence], joint: Joint | None) -> list[PendingForward]:
-    """Propose for each sequence and start their forward, without waiting for it."""
-    trees = [sequence.propose() for sequence in group]
-    waiting = [
-        (sequence, tree) for sequence, tree in zip(group, trees, strict=True) if not sequence.ahead
-    ]
-    new = iter(dispatch(waiting, joint))
-    forwards = [
-        replace(sequence.ahead, tree=tree, pipelined=True) if sequence.ahead else next(new)
-        for sequence, tree in zip(group, trees, strict=True)
-    ]
-    # All go on together or none: two forwards of a few rows take longer than one.
-    going_on = [index for index, sequence in enumerate(group) if sequence.may_go_on]
-    pipelined = all(group[index].pipelined for index in going_on)
-    for sequence in group:
+    faults = Faults()
+    trees: dict[Sequence, DraftTree] = {}
+    for sequence in sequences:
+        with faults.of(sequence):
+            trees[sequence] = sequence.propose()
+    forwards = {s: replace(s.ahead, tree=trees[s], pipelined=True) for s in trees if s.ahead}
+    forwards |= dispatch({s: (trees[s], None) for s in trees if not s.ahead}, joint, faults)
+    for sequence in forwards:
         sequence.ahead = None
+    # All go on together or none: two forwards of a few rows take longer than one.
+    going_on = [sequence for sequence in forwards if sequence.may_go_on]
+    pipelined = True
+    for sequence in going_on:
+        with faults.of(sequence):
+            pipelined &= sequence.pipelined
     if pipelined:
-        ahead = dispatch(
-            [(group[index], _NEXT) for index in going_on],
-            joint,
-            [forwards[index].choices for index in going_on],
-        )
-        for index, forward in zip(going_on, ahead, strict=True):
-            group[index].ahead = forward
-    return forwards
+        next_rows = {s: (_NEXT, forwards[s].choices) for s in going_on if s not in faults}
+        for sequence, forward in dispatch(next_rows, joint, faults).items():
+            sequence.ahead = forward
+    steps: dict[Sequence, DecodedStep] = {}
+    for sequence, forward in forwards.items():
+        if sequence not in faults:
+            with faults.of(sequence):
+                steps[sequence] = sequence.settle(forward)
+    return [faults.get(sequence) or steps[sequence] for sequence in sequences]
+
+
+class Faults(dict[Sequence, Exception]):
+    """What sequences have raised in a step; the others go on without them."""
+
+    @contextmanager
+    def of(self, sequence: Sequence) -> Iterator[None]:
+        """Note what is raised while entered."""
+        try:
+            yield
+        except Exception as error:
+            self[sequence] = error
 
 
 def dispatch(
-    members: abc.Sequence[tuple[Sequence, DraftTree]],
-    joint: Joint | None = None,
-    unknown: abc.Sequence[mx.array | None] | None = None,
-) -> list[PendingForward]:
+    members: abc.Mapping[Sequence, tuple[DraftTree, mx.array | None]],
+    joint: Joint | None,
+    faults: Faults,
+) -> dict[Sequence, PendingForward]:
     """Start a forward over the trees of one or more sequences, without waiting for it.
 
     The only row of a plain step stays whatever is chosen after it. So it is committed at once, and
     the next forward can be dispatched after it.
 
     Args:
-        members: per sequence, the rows to verify.
+        members: per sequence, the rows to verify, and (1,), what stands in for the token of a
+            single row that is not known yet.
         joint: runs the forward where there are several sequences.
-        unknown: per sequence, (1,), stands in for the token of a single row that is not known yet.
+        faults: gets what a sequence's processor or sampler raises.
     """
     if not members:
-        return []
-    unknown = unknown or [None] * len(members)
+        return {}
+    rows = [
+        JointRows(sequence.target, mx.array(tree.tokens) if unknown is None else unknown, tree)
+        for sequence, (tree, unknown) in members.items()
+    ]
+    n_rows = sum(len(target.pending) + len(tree) for target, _, tree in rows)
+    forwards: dict[Sequence, PendingForward] = {}
     with mx.stream(generation_stream):
-        rows = [
-            JointRows(sequence.target, mx.array(tree.tokens) if token is None else token, tree)
-            for (sequence, tree), token in zip(members, unknown, strict=True)
-        ]
-        n_rows = sum(len(target.pending) + len(tree) for target, _, tree in rows)
-        if len(members) == 1:
+        if len(rows) == 1:
             ((target, tokens, tree),) = rows
             logits = [target.forward(tokens, tree)]
         else:
             assert joint is not None
             logits = joint.forward(rows)
-        forwards = [
-            replace(sequence.choose(own, tree, token), rows=n_rows, sequences=len(members))
-            for (sequence, tree), own, token in zip(members, logits, unknown, strict=True)
-        ]
+        for own, (sequence, (tree, unknown)) in zip(logits, members.items(), strict=True):
+            with faults.of(sequence):
+                forward = sequence.choose(own, tree, unknown)
+                forwards[sequence] = replace(forward, rows=n_rows, sequences=len(rows))
     # Everything that outlives the step, since lazy arrays can be read in this thread only.
     # (The choices need not depend on all of the caches: a recurrent layer's last state, or the
     # keys of a sparse layer's index.)
     mx.async_eval(
-        [(forward.choices, forward.argmaxes, forward.logprobs) for forward in forwards],
-        [sequence.target.arrays for sequence, _ in members],
+        [(forward.choices, forward.argmaxes, forward.logprobs) for forward in forwards.values()],
+        [sequence.target.arrays for sequence in members],
     )
-    for sequence, tree in members:
-        if len(tree) == 1:
+    for sequence, forward in forwards.items():
+        if len(forward.tree) == 1:
             sequence.target.commit((0,))
     return forwards
 
@@ -350,6 +373,6 @@ def decode(
     try:
         sequence.begin(on_progress)
         while not sequence.finished:
-            yield from step([sequence])
+            yield step(sequence)
     finally:
         sequence.close()

@@ -95,7 +95,7 @@ def responses(
             sequence.begin(clock.on_progress)
             stats = SpeculationStats()
             while not last:
-                (step,) = engine.step([sequence])
+                step = engine.step(sequence)
                 await_at_exit()  # the thread may be another one by now
                 verified = step.verified
                 for record_time in record_times:

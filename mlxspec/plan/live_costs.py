@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from .cost_curve import USUAL_SYNC_OVERHEAD, CostCurve
-from .live_curve import KnownTime, LiveCurve
+from .live_curve import WIDEST, KnownTime, LiveCurve
 
 # Where these come from: docs/planner-notes.md, "Constants".
 _MOST = 0.5
@@ -60,6 +60,7 @@ _SHORTEST_RANGE = 1024
 _RANGE_FACTOR = 4
 _PLAIN_STEPS_PER_LESSON = 8  # in a row; learning from each would slow them down
 _MOST_STDDEV = 0.05  # that drafted steps' costs have in common, before plain steps are wanted
+_OTHER_SEQUENCES = 0.15  # of a cost that was measured with another number of sequences
 _OTHER_CONTEXT = 0.15  # relative uncertainty of a cost that was measured in another range
 
 
@@ -96,6 +97,7 @@ class LiveCosts:
         self._curves = {end: LiveCurve(times) for end, times in known.items()}
         self._sync_overhead = SyncOverhead()
         self._unsaved: Counter[int] = Counter()  # steps by range
+        self._joint: dict[int, LiveCosts] = {}
         self._enter(min(self._curves))
         self._begin_run()
 
@@ -104,6 +106,21 @@ class LiveCosts:
         own = copy.copy(self)
         own._begin_run()
         return own
+
+    def for_sequences(self, count: int) -> LiveCosts:
+        """What joint steps of so many sequences cost, learned from them alone.
+
+        One row there is a plain step of all sequences, each further row one of a draft. Until
+        such steps have run, they are taken to cost what as many rows of one sequence do.
+        """
+        with self._lock:
+            if count not in self._joint:
+                known = {
+                    end: _beside(curve.known(stddev=_OTHER_SEQUENCES), count)
+                    for end, curve in self._curves.items()
+                }
+                self._joint[count] = LiveCosts(known)
+            return self._joint[count].for_generation()
 
     def end(self) -> None:
         """The generation has ended: nothing to do."""
@@ -214,3 +231,14 @@ class LiveCosts:
         self._plain_steps = 0
         self._end = end
         self._start = end // _RANGE_FACTOR if end > _SHORTEST_RANGE else 0
+
+
+def _beside(times: Iterable[KnownTime], count: int) -> list[KnownTime]:
+    """Times of one sequence as those of ``count``, whose plain step has so many rows."""
+    times = list(times)
+    curve = CostCurve([(time.rows, time.seconds / times[0].seconds) for time in times])
+    seconds, uncertainty = times[0].seconds, max(time.uncertainty for time in times)
+    rows = [count, *(time.rows for time in times if time.rows > count), count + WIDEST - 1]
+    return [
+        KnownTime(own - count + 1, seconds * curve(own), uncertainty) for own in sorted(set(rows))
+    ]

@@ -157,6 +157,7 @@ class Planner(Drafter):
 
     Attributes:
         policy: of the current generation.
+        pending: accepted tokens that the next step runs again (REPLAY).
     """
 
     def __init__(
@@ -176,7 +177,8 @@ class Planner(Drafter):
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
-        self._pending = 0
+        self.pending = 0
+        self._given: Plan | None = None
         self.costs.move_to(len(prompt))
         self.policy = Policy(self._guarded)
         first = _FIRST_DRAFT[: self.costs.curve.widest - 1]
@@ -184,8 +186,33 @@ class Planner(Drafter):
         for source in self._sources:
             source.begin(prompt)
 
+    def search(
+        self, max_nodes: int, max_depth: int, costs: Costs, sequences: int = 1
+    ) -> Candidates | None:
+        """What may follow the current token; None where the policy skips the search.
+
+        Args:
+            max_nodes: how many candidates to return at most.
+            max_depth: how deep they may be.
+            costs: of rows.
+            sequences: how many sequences share the step: a row takes time from them all.
+        """
+        if self.policy.skips_search(costs.curve):
+            return None
+        least_p = [sequences * cost for cost in costs.curve.cheapest_rows]
+        found = [
+            source.candidates(max_nodes, max_depth, self.branching, least_p)
+            for source in self._sources
+        ]
+        return merged(found, max_nodes)
+
+    def plan_is(self, plan: Plan) -> None:
+        """Take a plan for the next proposal that was made for several sequences together."""
+        self._given = plan
+
     def propose(self, max_depth: int) -> DraftTree:
-        self._plan = plan = self._choose(max_depth)
+        given, self._given = self._given, None
+        self._plan = plan = given or self._choose(max_depth)
         if plan.candidates is None:
             self._draft = DraftTree.chain(self._last)
         elif not plan.rows_beside:
@@ -206,8 +233,9 @@ class Planner(Drafter):
         or where one would if the likeliest token came. Where the sync overhead is high, the
         guard must allow that draft, too.
         """
-        candidates, sync_overhead = self._plan.candidates, self.costs.sync_overhead
-        if self.costs.wants_plain_steps or candidates is None:
+        candidates, costs = self._plan.candidates, self._plan.costs or self.costs
+        sync_overhead = costs.sync_overhead
+        if costs.wants_plain_steps or candidates is None:
             return True
         if self.policy.gain > sync_overhead:
             return False
@@ -219,21 +247,28 @@ class Planner(Drafter):
         return branch[0] * self._gain_of_chain(then, guarded) <= sync_overhead
 
     def observe(self, step: VerifiedStep) -> None:
-        plan, costs = self._plan, self.costs
+        plan, costs = self._plan, self._plan.costs or self.costs
+        shared = costs is not self.costs
+        if shared:
+            cost = plan.cost or 1.0 if step.drafted else 1.0
+        else:
+            cost = costs.curve(self.pending + len(step.tree))
         self.policy.settle(
             step,
-            cost=costs.curve(self._pending + len(step.tree)),
+            cost=cost,
             chosen=plan.n_draft > 0 or plan.rows_beside > 0,
             gain=plan.gain,
             probing=costs.wants_plain_steps,
         )
-        self._pending = step.pending
+        self.pending = step.pending
         self._last = step.tokens[-1]
         seconds = step.seconds - sum(source.spent for source in self._sources)
         for source in self._sources:
             source.observe(step, searched=plan.candidates is not None)
-        costs.move_to(step.context)  # first: a lent cache may have made it longer than the prompt
-        costs.record(step.rows, seconds, step.pipelined)
+        # First: a lent cache may have made it longer than the prompt.
+        self.costs.move_to(step.context)
+        if not shared:
+            costs.record(step.rows, seconds, step.pipelined)
 
     def end(self) -> None:
         with ExitStack() as ending:
@@ -250,19 +285,15 @@ class Planner(Drafter):
     def window_rows(self) -> dict[tuple[int, int], int]:
         return {row: node for source in self._sources for row, node in source.window_rows().items()}
 
-    def _choose(self, max_depth: int) -> _Plan:
+    def _choose(self, max_depth: int) -> Plan:
         """Gather the candidates after the current token and choose how many to verify."""
-        costs, policy, curve = self.costs, self.policy, self.costs.curve
-        if policy.skips_search(curve):
+        costs, policy = self.costs, self.policy
+        max_nodes = max(0, costs.curve.widest - 1 - self.pending)
+        candidates = self.search(max_nodes, max_depth, costs)
+        if candidates is None:
             return _NO_PLAN
-        max_nodes = max(0, curve.widest - 1 - self._pending)
-        found = [
-            source.candidates(max_nodes, max_depth, self.branching, curve.cheapest_rows)
-            for source in self._sources
-        ]
-        candidates = merged(found, max_nodes)
         if policy.probes:
-            return _Plan(candidates, 0, 0.0)
+            return Plan(candidates, 0, 0.0)
         expected = expected_tokens(candidates.p_reached)
         table = self._costs_of(expected)
         for source in self._sources:
@@ -271,7 +302,7 @@ class Planner(Drafter):
                 return self._with_rows_beside(candidates, expected, table, rows, earned)
         restart_cost = policy.restart_cost(costs.sync_overhead)
         gain, n_draft = policy.best(expected, table, candidates.p_by_depth, restart_cost)
-        return _Plan(candidates, n_draft, gain)
+        return Plan(candidates, n_draft, gain)
 
     def _with_rows_beside(
         self,
@@ -280,7 +311,7 @@ class Planner(Drafter):
         table: Sequence[float],
         rows: int,
         earned: float,
-    ) -> _Plan:
+    ) -> Plan:
         """Choose how many candidates to verify beside ``rows`` that earn ``earned`` tokens."""
         costs = [0.0, *table[1 + rows :]]
         expected = [tokens + earned for tokens in expected[: len(costs) - 1]]
@@ -290,9 +321,9 @@ class Planner(Drafter):
             expected, costs, candidates.p_by_depth, restart_cost, earned=earned
         )
         if not n_draft and not self.policy.allows(expected_shortfall(costs[1], ()) - earned):
-            return _Plan(candidates, 0, 0.0)
+            return Plan(candidates, 0, 0.0)
         gain += earned - price * (costs[1] - table[1])
-        return _Plan(candidates, n_draft, max(gain, 0.0), rows)
+        return Plan(candidates, n_draft, max(gain, 0.0), rows)
 
     def _gain_of_chain(self, p_reached: Sequence[float], guarded: bool) -> float:
         """The gain of a chain whose first 1, 2, … tokens are accepted with these probabilities."""
@@ -304,19 +335,30 @@ class Planner(Drafter):
     def _costs_of(self, expected: Sequence[float]) -> Sequence[float]:
         """``costs[rows]``: T(rows) / T(1) of a step with ``rows`` rows besides pending ones."""
         table = self.costs.curve.table
-        return replayed_costs(expected, table, self._pending) if self._replays else table
+        return replayed_costs(expected, table, self.pending) if self._replays else table
 
 
-class _Plan(NamedTuple):
-    """The candidates for the current token, how many of them to verify, and their gain."""
+class Plan(NamedTuple):
+    """What to verify in one step.
+
+    Attributes:
+        candidates: for the current token; None where none were searched for.
+        n_draft: how many of them to verify.
+        gain: what these gain, in tokens.
+        rows_beside: rows that are verified beside them.
+        costs: what the step's rows cost; None for the planner's own.
+        cost: the sequence's share of a joint step's time, in plain joint steps.
+    """
 
     candidates: Candidates | None
     n_draft: int
     gain: float
     rows_beside: int = 0
+    costs: Costs | None = None
+    cost: float | None = None
 
 
-_NO_PLAN = _Plan(None, 0, 0.0)
+_NO_PLAN = Plan(None, 0, 0.0)
 
 
 class _Union(Candidates):

@@ -21,7 +21,7 @@ from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.joint import Joint, JointMode
 from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.sampling import SamplingParams
-from mlxspec.engine.step import Sequence, step
+from mlxspec.engine.step import DecodedStep, Sequence, joint_step
 from mlxspec.engine.target import Target
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import HostileDrafter
@@ -143,7 +143,8 @@ def test_whoever_joins_and_leaves_each_sequence_writes_what_it_writes_alone(name
             ]
             if not active and all(member.plan.joins < number for member in members):
                 break
-            done = step([member.sequence for member in active], joint)
+            outcomes = joint_step([member.sequence for member in active], joint)
+            done = [outcome for outcome in outcomes if isinstance(outcome, DecodedStep)]
             for member, own in zip(active, done, strict=True):
                 member.tokens += own.verified.tokens
                 member.logprobs += own.logprobs
