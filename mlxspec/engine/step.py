@@ -111,10 +111,15 @@ class Sequence:
         A draft that is proposed then has to wait for the next step.
         """
         self._started = time.perf_counter() - self._uncounted
-        max_depth = min(self.remaining - 1, self.target.max_depth, self._room())
+        max_depth = self.max_depth
         tree = self._fitting(self.drafter.propose(max_depth), max_depth)
         self._drafts = len(tree) > 1
         return DraftTree.chain(self.last) if self.ahead else tree
+
+    @property
+    def max_depth(self) -> int:
+        """How deep the next draft may be."""
+        return min(self.remaining - 1, self.target.max_depth, self._room())
 
     @property
     def may_go_on(self) -> bool:

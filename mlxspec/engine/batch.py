@@ -1,0 +1,67 @@
+"""Steps of several sequences of one model: shared rows, one forward, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+
+import mlx.nn as nn
+
+from ..plan.live_costs import LiveCosts
+from ..plan.planner import Planner
+from ..plan.sharing import share_rows
+from .joint import Joint, JointMode
+from .step import DecodedStep, Sequence, joint_step
+
+
+class Batch:
+    """Runs the steps of several sequences of one model, which may join and leave between steps.
+
+    Args:
+        model: an mlx-lm model.
+        mode: the model's, from :func:`mlxspec.engine.capability.joint_mode`. With ``ALONE`` the
+            sequences take turns: each has a forward of its own in every step.
+        costs: what rows cost, to share them where drafts are planned; None where none are.
+    """
+
+    def __init__(self, model: nn.Module, mode: JointMode, costs: LiveCosts | None = None) -> None:
+        self._joint = None if mode is JointMode.ALONE else Joint(model, mode)
+        self._costs = costs
+        self._costs_of: dict[int, LiveCosts] = {}
+
+    def step(self, sequences: Several[Sequence]) -> list[DecodedStep | Exception]:
+        """Run one step of each sequence, as :func:`mlxspec.engine.step.joint_step`."""
+        if self._joint is None or len(sequences) == 1:
+            return [outcome for sequence in sequences for outcome in joint_step([sequence])]
+        costs = self._share(sequences) if self._costs else None
+        outcomes = joint_step(sequences, self._joint)
+        steps = [outcome.verified for outcome in outcomes if isinstance(outcome, DecodedStep)]
+        together = [step for step in steps if step.sequences == len(sequences)]
+        if costs and len(together) == len(sequences):
+            # The last one to settle has waited for all.
+            seconds = max(step.seconds for step in together)
+            rows = 1 + together[0].rows - len(sequences)
+            costs.record(rows, seconds, together[0].pipelined)
+        return outcomes
+
+    def _share(self, sequences: Several[Sequence]) -> LiveCosts:
+        """Plan the drafts of all sequences together."""
+        assert self._costs
+        count = len(sequences)
+        if count not in self._costs_of:
+            self._costs_of[count] = self._costs.for_sequences(count)
+        costs = self._costs_of[count]
+        costs.move_to(max(sequence.length for sequence in sequences))
+        planned = {
+            sequence: sequence.drafter
+            for sequence in sequences
+            if isinstance(sequence.drafter, Planner)
+        }
+        if planned:
+            share_rows(
+                list(planned.values()),
+                [sequence.max_depth for sequence in planned],
+                costs,
+                sequences=count,
+                rows_taken=sum(len(sequence.target.pending) for sequence in sequences),
+            )
+        return costs
