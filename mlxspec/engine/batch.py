@@ -28,6 +28,16 @@ class Batch:
         self._costs = costs
         self._costs_of: dict[int, LiveCosts] = {}
 
+    def join(self, sequence: Sequence) -> None:
+        """A sequence that has begun takes part from now on."""
+        if self._joint:
+            self._joint.join(sequence.target)
+
+    def leave(self, sequence: Sequence) -> None:
+        """A sequence takes no more part; it is to be closed after this."""
+        if self._joint:
+            self._joint.leave(sequence.target)
+
     def step(self, sequences: Several[Sequence]) -> list[DecodedStep | Exception]:
         """Run one step of each sequence, as :func:`mlxspec.engine.step.joint_step`."""
         if self._joint is None or len(sequences) == 1:

@@ -22,6 +22,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from .slots import SlotKVCache
 from .tree_attention import TreeRows
 from .window_cache import WindowKVCache
 
@@ -57,7 +58,7 @@ class TreeQuantizedKVCache(_TreeSteps, QuantizedKVCache):
     """The same for mlx-lm's quantised cache, whose keys and values are three arrays each."""
 
 
-TREE_CACHES = (TreeKVCache, TreeQuantizedKVCache, WindowKVCache)
+TREE_CACHES = (TreeKVCache, TreeQuantizedKVCache, WindowKVCache, SlotKVCache)
 """Caches that verify trees and can be cut back at any time."""
 
 
@@ -95,6 +96,9 @@ def held_arrays(caches: Iterable[Any]) -> list[mx.array]:
     """The arrays in caches; pass :func:`parts` of them if there may be lists of caches."""
     found = []
     for cache in caches:
+        if isinstance(cache, SlotKVCache):
+            found += [cache.keys, cache.values]
+            continue
         for value in vars(cache).values():  # at each step: tree_flatten takes many times as long
             if isinstance(value, mx.array):
                 found.append(value)
@@ -137,12 +141,14 @@ def keep_rows(caches: Sequence[Any], start: int, rows: Sequence[int]) -> None:
         for cache in caches:
             first = cache.index(start)
             taken = mx.array([first + row for row in rows])
-            moved += [(array, first, array[..., taken, :]) for array in held_arrays([cache])]
+            place = cache.place if isinstance(cache, SlotKVCache) else slice(None)
+            for array in held_arrays([cache]):
+                moved.append((array, place, first, array[place, ..., taken, :]))
         # MLX writes into an array in place once nothing is left to read it. Without this, each
         # of these small writes would copy the cache of the whole context.
         mx.eval([new for *_, new in moved])
-        for array, first, new in moved:
-            array[..., first : first + len(rows), :] = new
+        for array, place, first, new in moved:
+            array[place, ..., first : first + len(rows), :] = new
         # Otherwise they would be lazy until the next step, and could not be read in its thread.
         mx.async_eval(held_arrays(caches))
     cut(caches, start + len(rows))

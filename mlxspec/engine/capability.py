@@ -470,7 +470,9 @@ def joint_agrees(model: nn.Module, mode: JointMode, start: int, noise: float) ->
         for tokens, caches in zip(rows, contexts, strict=True):
             for part in parts(caches):
                 part.rows = TreeRows(DraftTree.chain(tokens[0], tokens[1:]))
-    positions = [at + mx.arange(len(tokens)) for at, tokens in zip(starts, rows, strict=True)]
+    positions = [
+        at + row for at, tokens in zip(starts, rows, strict=True) for row in range(len(tokens))
+    ]
     try:
         found, spans = Joint(model, mode).logits([*map(mx.array, rows)], positions, contexts)
         found = finite(found.astype(mx.float32))

@@ -10,20 +10,27 @@ which model modules import by name, is made to look for these.
 from __future__ import annotations
 
 import enum
+import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models import base
 from mlx_lm.models.cache import CacheList
 
 from ..draft.drafter import DraftTree
-from .caches import masked_for
+from .caches import TreeKVCache, masked_for
+from .slots import SlotKVCache, Slots
 from .target import Target
 from .tree_attention import RowPositions, TreeRows
+
+# Contexts in slots are padded to the longest. Of what attention reads then, at most so many times
+# what is needed may be read, and so many positions more.
+_MOST_PADDING, _SHORT = 2, 4096
 
 
 class JointMode(enum.Enum):
@@ -66,8 +73,53 @@ class Joint:
         self.model = model
         self.mode = mode
         self._positions = RowPositions(model)
+        self._slots: list[Slots] = []
+        self._seated: list[Target] = []
+        """The targets whose caches stand in slots, in the order of these."""
         if mode is JointMode.SPLIT:
             _dispatch_attention(model)
+
+    def join(self, target: Target) -> None:
+        """Let a target's caches stand in slots beside the others', where that saves time.
+
+        It may take part in :meth:`forward` in any case.
+        """
+        layers = [cache for cache in target.cache if type(cache) is TreeKVCache]
+        lengths = [target.length, *(other.length for other in self._seated)]
+        if (
+            self.mode is not JointMode.SPLIT
+            or target.options.kv_bits is not None
+            or any(cache.keys is None for cache in layers)
+            or len(lengths) * max(lengths) > _MOST_PADDING * sum(lengths) + _SHORT
+        ):
+            return
+        slots = self._slots or [Slots() for _ in layers]
+        numbers = itertools.count()
+
+        def seated(cache: Any) -> Any:
+            if type(cache) is not TreeKVCache:
+                return cache
+            of_layer = slots[next(numbers)]
+            of_layer.put(len(self._seated), cache)
+            return SlotKVCache(of_layer, len(self._seated), cache.offset)
+
+        target.use([seated(cache) for cache in target.cache])
+        self._slots = slots
+        self._seated.append(target)
+
+    def leave(self, target: Target) -> None:
+        """Give a target caches of its own again."""
+        if not any(other is target for other in self._seated):
+            return
+        target.use([_unseated(cache) for cache in target.cache])
+        mx.eval(target.arrays)  # before somebody else has its slot
+        last = self._seated.pop()
+        if last is not target:
+            slot = next(slot for slot, other in enumerate(self._seated) if other is target)
+            self._seated[slot] = last
+            for cache in last.cache:
+                if isinstance(cache, SlotKVCache):
+                    cache.move(slot)
 
     def forward(self, members: Sequence[JointRows]) -> list[mx.array]:
         """Run the rows of several sequences, without waiting for the result.
@@ -75,53 +127,163 @@ class Joint:
         Returns:
             per member, lazy logits, (rows, vocabulary), as of :meth:`Target.forward`.
         """
-        starts = [target.length - len(target.pending) for target, *_ in members]
-        rows = [target.begin_forward(tokens, tree) for target, tokens, tree in members]
-        trees = [
-            TreeRows(tree, target.mask)
-            if self.mode is JointMode.BLOCK or not tree.is_chain
-            else None
-            for target, _, tree in members
-        ]
-        positions = [
-            start + (mx.arange(len(tokens)) if tree is None else tree.depths)
-            for start, tokens, tree in zip(starts, rows, trees, strict=True)
-        ]
+        order = self._order(members)
+        ordered = [members[index] for index in order]
+        n_seated = len(self._seated) if len(order) >= len(self._seated) else 0
+        padded = None
+        if n_seated and all(
+            member.target is target
+            for member, target in zip(ordered[:n_seated], self._seated, strict=True)
+        ):
+            padded = PaddedRows([(target.length, tree) for target, _, tree in ordered[:n_seated]])
+        rows = [target.begin_forward(tokens, tree) for target, tokens, tree in ordered]
+        positions: list[int] = []
         with ExitStack() as masked:
-            for (target, *_), tree in zip(members, trees, strict=True):
-                if tree is not None:
-                    masked.enter_context(masked_for(tree, target.trimmable))
-            logits, spans = self.logits(rows, positions, [target.cache for target, *_ in members])
-        return [
-            logits[span][len(target.pending) :]
-            for (target, *_), span in zip(members, spans, strict=True)
-        ]
+            for target, _, tree in ordered:
+                positions += range(target.length - len(target.pending), target.length)
+                positions += [target.length + depth for depth in tree.depths]
+                if self.mode is JointMode.BLOCK or not tree.is_chain:
+                    mask = TreeRows(tree, target.mask)
+                    masked.enter_context(masked_for(mask, target.trimmable))
+            logits, spans = self.logits(rows, positions, [t.cache for t, *_ in ordered], padded)
+        outputs: list[Any] = [None] * len(members)
+        for index, span in zip(order, spans, strict=True):
+            outputs[index] = logits[span][len(members[index].target.pending) :]
+        return outputs
 
     def logits(
         self,
         tokens: Sequence[mx.array],
-        positions: Sequence[mx.array],
+        positions: Sequence[int],
         caches: Sequence[Sequence[Any]],
+        padded: PaddedRows | None = None,
     ) -> tuple[mx.array, list[slice]]:
-        """One forward, per sequence over tokens, their positions and the caches, one a layer.
+        """One forward.
+
+        Args:
+            tokens: per sequence, (rows,).
+            positions: of all rows.
+            caches: per sequence its caches, one a layer.
+            padded: the rows of the first sequences, if their caches stand in slots in this order.
 
         Returns:
             lazy logits, (rows of all, vocabulary), and per sequence its rows.
         """
-        spans, start = [], 0
-        for own in tokens:
-            spans.append(slice(start, start + len(own)))
-            start += len(own)
-        layers = [_joint(members, spans, self.mode) for members in zip(*caches, strict=True)]
-        with self._positions.follow(mx.concatenate(list(positions))):
+        ends = list(itertools.accumulate(map(len, tokens)))
+        spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        layers = [_joint(each, spans, self.mode, padded) for each in zip(*caches, strict=True)]
+        with self._positions.follow(mx.array(list(positions), dtype=mx.int32)):
             return self.model(mx.concatenate(list(tokens))[None], cache=layers)[0], spans
 
+    def _order(self, members: Sequence[JointRows]) -> list[int]:
+        """The members by index, those in slots first, in the order of these."""
+        slots = {id(target): slot for slot, target in enumerate(self._seated)}
+        last = len(slots)
+        return sorted(range(len(members)), key=lambda i: slots.get(id(members[i].target), last))
 
-def _joint(members: Sequence[Any], spans: Sequence[slice], mode: JointMode) -> Any:
+
+def _unseated(cache: Any) -> Any:
+    """A cache of its own with the same content."""
+    if not isinstance(cache, SlotKVCache):
+        return cache
+    own = TreeKVCache()
+    own.update_and_fetch(*cache.keys_and_values())
+    return own
+
+
+class PaddedRows:
+    """The rows of sequences whose caches stand in slots, padded to the same number.
+
+    Args:
+        members: per slot, how many positions its cache holds, and the tree of its rows. These
+            are the first rows of the forward.
+
+    Attributes:
+        n_slots: how many sequences these are.
+        longest: how many positions the longest context has with its rows.
+    """
+
+    def __init__(self, members: Sequence[tuple[int, DraftTree]]) -> None:
+        self._members = members
+        sizes = [len(tree) for _, tree in members]
+        self.n_slots = len(members)
+        self.longest = max(length + len(tree) for length, tree in members)
+        self._rows, self._most = sum(sizes), max(sizes)
+        self._equal = min(sizes) == self._most
+        if not self._equal:
+            starts = [0, *itertools.accumulate(sizes)]
+            # Any row will do as padding: what comes of it is dropped.
+            padded = [
+                starts[slot] + min(row, size - 1)
+                for slot, size in enumerate(sizes)
+                for row in range(self._most)
+            ]
+            kept = [
+                slot * self._most + row for slot, size in enumerate(sizes) for row in range(size)
+            ]
+            self._padded, self._kept = mx.array(padded), mx.array(kept)
+        self._masks: dict[int | None, mx.array] = {}
+
+    def spread(self, rows: mx.array) -> mx.array:
+        """Rows of all, (1, heads, rows, dim), as (slots, heads, most rows, dim)."""
+        each = rows[0, :, : self._rows].swapaxes(0, 1)
+        if not self._equal:
+            each = each[self._padded]
+        return each.reshape(self.n_slots, self._most, *each.shape[1:]).swapaxes(1, 2)
+
+    def gathered(self, spread: mx.array) -> mx.array:
+        """The inverse of :meth:`spread`, without rows of sequences that are in no slot."""
+        each = spread.swapaxes(1, 2).reshape(-1, spread.shape[1], spread.shape[3])
+        if not self._equal:
+            each = each[self._kept]
+        return each.swapaxes(0, 1)[None]
+
+    def mask(self, window_size: int | None) -> mx.array:
+        """What rows attend to, (slots, 1, most rows, longest); made once for all layers.
+
+        Args:
+            window_size: how many positions a row sees, its own included; None for all.
+        """
+        if window_size not in self._masks:
+            self._masks[window_size] = self._mask(window_size)
+        return self._masks[window_size]
+
+    def _mask(self, window_size: int | None) -> mx.array:
+        entries = mx.arange(self.longest)
+        lengths = mx.array([length for length, _ in self._members])[:, None]
+        behind = entries - lengths  # (slots, longest): the row that an entry belongs to
+        if self._most == 1:
+            seen = (behind <= 0)[:, None]
+            if window_size is not None:
+                seen &= (entries > lengths - window_size)[:, None]
+            return seen[:, None]
+        shape = self.n_slots, self._most
+        related, depths = np.zeros((*shape, self._most), bool), np.zeros(shape, np.int32)
+        for slot, (_, tree) in enumerate(self._members):
+            related[slot, : len(tree), : len(tree)] = tree.ancestors()
+            depths[slot, : len(tree)] = tree.depths
+        row = mx.clip(behind, 0, self._most - 1)
+        across = mx.broadcast_to(row[:, None], (*shape, self.longest))
+        own = mx.take_along_axis(mx.array(related), across, axis=2)
+        seen = (behind < 0)[:, None] | (own & (behind < self._most)[:, None])
+        if window_size is not None:
+            # A window counts positions, which siblings share.
+            depth = mx.array(depths)
+            position = mx.where(
+                behind < 0, entries, lengths + mx.take_along_axis(depth, row, axis=1)
+            )
+            seen &= position[:, None] > (lengths + depth)[:, :, None] - window_size
+        return seen[:, None]
+
+
+def _joint(
+    members: Sequence[Any], spans: Sequence[slice], mode: JointMode, padded: PaddedRows | None
+) -> Any:
     if isinstance(members[0], CacheList):
         lists = zip(*(member.caches for member in members), strict=True)
-        return CacheList(*(_joint(each, spans, mode) for each in lists))
-    return _JointCache(members, spans, mode)
+        return CacheList(*(_joint(each, spans, mode, padded) for each in lists))
+    in_slots = isinstance(members[0], SlotKVCache)
+    return _JointCache(members, spans, mode, padded if in_slots else None)
 
 
 class _JointCache:
@@ -131,25 +293,38 @@ class _JointCache:
         members: per sequence its cache.
         spans: per sequence its rows.
         mode: the model's.
+        padded: the rows of the first sequences, if their caches stand in slots.
     """
 
     offset = 0
     """Rows have absolute positions."""
 
-    def __init__(self, members: Sequence[Any], spans: Sequence[slice], mode: JointMode) -> None:
+    def __init__(
+        self,
+        members: Sequence[Any],
+        spans: Sequence[slice],
+        mode: JointMode,
+        padded: PaddedRows | None = None,
+    ) -> None:
         self._members = members
         self._spans = spans
         self._mode = mode
+        self._padded = padded
+        self._alone = padded.n_slots if padded else 0
+        """The first sequence whose cache stands in no slot."""
         self._entries: list[tuple[Any, Any]] = []
         if mode is JointMode.BLOCK and hasattr(members[0], "bits"):
             self.bits, self.group_size = members[0].bits, members[0].group_size
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append each sequence's rows to its cache; the keys and values that rows may see."""
-        self._entries = [
-            member.update_and_fetch(keys[:, :, span], values[:, :, span])
-            for member, span in zip(self._members, self._spans, strict=True)
-        ]
+        self._entries = []
+        for index, (member, span) in enumerate(zip(self._members, self._spans, strict=True)):
+            new = keys[:, :, span], values[:, :, span]
+            if index < self._alone:
+                member.append(*new)
+            else:
+                self._entries.append(member.update_and_fetch(*new))
         return self.state
 
     @property
@@ -158,38 +333,55 @@ class _JointCache:
         if self._mode is JointMode.BLOCK:
             keys, values = zip(*self._entries, strict=True)
             return _concatenated(keys), _concatenated(values)
-        entries = JointEntries(self._members, self._spans, self._entries)
+        alone = slice(self._alone, None)
+        entries = JointEntries(
+            self._spans[alone],
+            self._entries,
+            self._members[alone],
+            self._padded,
+            self._members[0].slots if self._padded else None,
+        )
         return entries, entries
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The masks of all sequences, or one that hides each from the others."""
+        alone = slice(self._alone, None)
         masks = [
             member.make_mask(span.stop - span.start, return_array, window_size)
-            for member, span in zip(self._members, self._spans, strict=True)
+            for member, span in zip(self._members[alone], self._spans[alone], strict=True)
         ]
-        return _block(masks) if self._mode is JointMode.BLOCK else JointMask(masks)
+        if self._mode is JointMode.BLOCK:
+            return _block(masks)
+        return JointMask(masks, self._padded.mask(window_size) if self._padded else None)
 
 
 class JointMask(NamedTuple):
-    """Per sequence the mask of its rows, as its cache makes it."""
+    """What rows of a joint forward see.
+
+    Attributes:
+        masks: per sequence that stands in no slot, as its cache makes it.
+        padded: of the others, from :class:`PaddedRows`.
+    """
 
     masks: list[Any]
+    padded: mx.array | None
 
 
 class JointEntries(NamedTuple):
-    """In place of one layer's keys, and of its values: those of each sequence."""
+    """In place of one layer's keys, and of its values: those of each sequence.
 
-    caches: Sequence[Any]
+    Attributes:
+        spans, entries, caches: per sequence that stands in no slot its rows, its keys and
+            values, and its cache.
+        padded: the rows of the others, which come first.
+        slots: their keys and values.
+    """
+
     spans: Sequence[slice]
-    entries: list[tuple[Any, Any]]
-
-    def parts(self, mask: Any) -> Iterator[tuple[slice, Any, Any, Any, Any]]:
-        """Per sequence its rows, keys, values, cache and mask."""
-        masks = mask.masks if isinstance(mask, JointMask) else [mask] * len(self.spans)
-        for span, (keys, values), cache, own in zip(
-            self.spans, self.entries, self.caches, masks, strict=True
-        ):
-            yield span, keys, values, cache, own
+    entries: Sequence[tuple[Any, Any]]
+    caches: Sequence[Any]
+    padded: PaddedRows | None
+    slots: Slots | None
 
 
 def _concatenated(parts: Sequence[Any]) -> Any:
@@ -221,10 +413,24 @@ def _attention_of_each(
         return _attention(queries, keys, values, *args, **kwargs)
     # cache, scale, mask and sinks, by position or by name
     named = dict(zip(("cache", "scale", "mask", "sinks"), args, strict=False)) | kwargs
+    mask = named["mask"]
+    if not isinstance(mask, JointMask):
+        mask = JointMask([mask] * len(keys.spans), mask)
     outputs = []
-    for span, own_keys, own_values, cache, mask in keys.parts(named.get("mask")):
-        own = named | {"cache": cache, "mask": mask}
-        outputs.append(_attention(queries[:, :, span], own_keys, own_values, **own))
+    if keys.padded and keys.slots:
+        held = slice(keys.padded.n_slots), slice(None), slice(keys.padded.longest)
+        rows = _attention(
+            keys.padded.spread(queries),
+            keys.slots.keys[held],
+            keys.slots.values[held],
+            **named | {"cache": None, "mask": mask.padded},
+        )
+        outputs.append(keys.padded.gathered(rows))
+    for span, own, cache, own_mask in zip(
+        keys.spans, keys.entries, keys.caches, mask.masks, strict=True
+    ):
+        own_named = named | {"cache": cache, "mask": own_mask}
+        outputs.append(_attention(queries[:, :, span], *own, **own_named))
     return mx.concatenate(outputs, axis=2)
 
 

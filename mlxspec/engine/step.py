@@ -6,7 +6,7 @@ import sys
 import time
 from collections import abc
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -85,10 +85,32 @@ class Sequence:
 
     def begin(self, on_progress: Progress | None = None) -> None:
         """Run the prompt, all but its last token."""
-        self.drafter.begin(list(self.prompt))
-        self._open = True
+        self._open_drafter()
         with mx.stream(generation_stream):
             self.target.prefill(self.prompt[self._n_cached : -1], on_progress)
+
+    def begin_in_chunks(self, chunk: Callable[[], int]) -> Iterator[tuple[int, int]]:
+        """As :meth:`begin`, but run a chunk each time the next progress is asked for.
+
+        Args:
+            chunk: returns how many tokens to run next.
+
+        Yields:
+            the number of prompt tokens processed so far and the number in all.
+        """
+        self._open_drafter()
+        tokens = self.prompt[self._n_cached : -1]
+        with closing(self.target.prefill_in_chunks(tokens, chunk)) as progress:
+            while True:
+                with mx.stream(generation_stream):
+                    done = next(progress, None)
+                if done is None:
+                    return
+                yield done, len(tokens)
+
+    def _open_drafter(self) -> None:
+        self.drafter.begin(list(self.prompt))
+        self._open = True
 
     def close(self) -> None:
         """Cut the cache to the context, and end the drafter.

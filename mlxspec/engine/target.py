@@ -5,10 +5,9 @@ from __future__ import annotations
 import enum
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
@@ -136,7 +135,7 @@ class Target:
         self._replays = capability in (Capability.REPLAY, Capability.PLAIN)
         if cache is None:
             cache = make_prompt_cache(model, self.options.max_kv_size)
-        self._use(list(cache))
+        self.use(list(cache))
         self.length = cached_length(self.cache)
         self._tree: DraftTree
         """The rows of the last forward."""
@@ -164,30 +163,49 @@ class Target:
         return max(0, depth)
 
     def prefill(self, tokens: Sequence[int], on_progress: Progress | None = None) -> None:
-        """Put prompt tokens into the caches, ``prefill_step_size`` of the options at a time.
+        """Put prompt tokens into the caches, ``prefill_step_size`` of the options at a time."""
+        for done in self.prefill_in_chunks(tokens):
+            if on_progress:
+                on_progress(done, len(tokens))
 
-        The first prefill runs on mlx-lm's own caches; at its end trimmable ones replace them.
+    def prefill_in_chunks(
+        self, tokens: Sequence[int], chunk: Callable[[], int] | None = None
+    ) -> Generator[int, None, None]:
+        """Put prompt tokens into the caches, a chunk each time the next number is asked for.
+
+        The first prefill runs on mlx-lm's own caches; at its end, or when it is closed, trimmable
+        ones replace them.
+
+        Args:
+            tokens: of the prompt.
+            chunk: returns the size of the next chunk; by default, and where the cache is to be
+                quantised between two chunks, ``prefill_step_size`` of the options.
+
+        Yields:
+            how many tokens are done: before each chunk, and at the end.
         """
         marks = self._marks.maxlen and not all(
             map(is_trimmable_anywhere, parts(map(for_steps, self.cache)))
         )
         early = max(0, len(tokens) - _AFTER_MARK) if marks else 0
-        chunk = self.options.prefill_step_size
-        starts = [*range(0, early, chunk), *range(early, len(tokens), chunk)]
+        start = 0
         try:
-            for start, end in pairwise((*starts, len(tokens))):
-                if on_progress:
-                    on_progress(start, len(tokens))
+            while start < len(tokens):
+                yield start
                 if marks and start == early:
                     self._mark()
+                size = self.options.prefill_step_size
+                if chunk and not self._quantizes_later:
+                    size = chunk()
+                end = min(start + size, early if start < early else len(tokens))
                 self._prefill_chunk(tokens[start:end])
+                start = end
         finally:
             self._change_for_steps()
-        if on_progress:
-            on_progress(len(tokens), len(tokens))
+        yield start
 
     def _change_for_steps(self) -> None:
-        self._use([for_steps(cache) for cache in self.cache])
+        self.use([for_steps(cache) for cache in self.cache])
         mx.eval(self.arrays)
 
     def _mark(self) -> None:
@@ -357,14 +375,14 @@ class Target:
         if self._quantizes_later and self.length >= options.quantized_kv_start:
             quantized = self.cache.copy()
             maybe_quantize_kv_cache(quantized, 0, options.kv_group_size, options.kv_bits)
-            self._use(quantized)
+            self.use(quantized)
             self._quantizes_later = False
 
     @cached_property
     def _positions(self) -> RowPositions:
         return RowPositions(self.model)
 
-    def _use(self, caches: list[Any]) -> None:
+    def use(self, caches: list[Any]) -> None:
         """Run on these caches from now on, sorted by whether they can be cut back."""
         trimmable = [cache for cache in parts(caches) if is_trimmable(cache)]
         untrimmable = [cache for cache in parts(caches) if not is_trimmable(cache)]

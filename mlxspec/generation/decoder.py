@@ -19,9 +19,11 @@ from ..engine.capability import (
     draft_end,
     find_capability,
     first_crossing,
+    joint_mode,
 )
 from ..engine.chooser import Chooser
 from ..engine.costs import KeptCosts, costs_for
+from ..engine.joint import JointMode
 from ..engine.positions import context_length
 from ..engine.prompt_cache import Loan
 from ..engine.step import Sequence as EngineSequence
@@ -42,6 +44,7 @@ from .response import GenerationResponse, GenerationResult, Transcript
 from .responses import (
     CacheOwner,
     Detokenizer,
+    Generation,
     NewCache,
     OutputText,
     RecordTime,
@@ -111,6 +114,11 @@ class Decoder:
     def chain_capability(self) -> Capability:
         """What the model can verify of chains; found out with fewer forwards."""
         return chain_capability(self.model)
+
+    @cached_property
+    def joint_mode(self) -> JointMode:
+        """How several sequences share one forward; found out with small forwards."""
+        return joint_mode(self.model)
 
     @cached_property
     def draft_end(self) -> int | None:
@@ -267,10 +275,28 @@ class Decoder:
         around: Callable[[CacheOwner, list[int]], CacheOwner] = lambda owner, tokens: owner,
         record_time: RecordTime | None = None,
     ) -> Generator[GenerationResponse, None, None]:
-        """As :meth:`decode`; the drafter is made once prompt and options are known to be good,
-        since it may measure, and only where drafts can be verified.
+        """As :meth:`decode`; the arguments are those of :meth:`new_generation`."""
+        generation = self.new_generation(
+            prompt, max_tokens, options, make_drafter, around, record_time
+        )
+        return responses(generation)
+
+    def new_generation(
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        options: GenerationOptions,
+        make_drafter: MakeDrafter,
+        around: Callable[[CacheOwner, list[int]], CacheOwner] = lambda owner, tokens: owner,
+        record_time: RecordTime | None = None,
+    ) -> Generation:
+        """A generation that has not begun.
+
+        The drafter is made once prompt and options are known to be good, since it may measure, and
+        only where drafts can be verified.
 
         Args:
+            prompt, max_tokens, options: as for :meth:`decode`.
             make_drafter: given the session.
             around: wraps the owner of the model's caches in an owner of further caches.
             record_time: as for :meth:`decode`.
@@ -299,7 +325,7 @@ class Decoder:
 
         owner = around(self._owner(tokens, drafter, checked), tokens)
         record_times = [self.step_times.record, *([record_time] if record_time else [])]
-        return responses(owner, tokens, new_sequence, output, record_times, checked.on_progress)
+        return Generation(owner, tokens, new_sequence, output, record_times, checked.on_progress)
 
     def drafts(self, options: CheckedOptions) -> bool:
         """Whether anything can be drafted in a generation with these options."""

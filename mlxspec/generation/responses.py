@@ -6,7 +6,7 @@ import atexit
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from statistics import median
 from typing import Protocol
 
@@ -57,18 +57,8 @@ class NewCache(CacheOwner):
         return self._new_target(), 0
 
 
-def responses(
-    owner: CacheOwner,
-    prompt: Sequence[int],
-    new_sequence: Callable[[Target, int], engine.Sequence],
-    output: OutputText,
-    record_times: Sequence[RecordTime],
-    on_progress: Progress | None,
-) -> Generator[GenerationResponse, None, None]:
-    """Run a sequence and turn its steps into responses.
-
-    The last response comes after everything is closed, so that a consumer who has it may begin
-    the conversation's next turn.
+class Generation:
+    """One generation: who owns its caches, its sequence, and the responses its steps become.
 
     Args:
         owner: of the caches.
@@ -78,34 +68,86 @@ def responses(
         output: turns tokens into text and finds the end.
         record_times: each is called with the rows and the time of each step.
         on_progress: called with prompt tokens done and prompt tokens in all.
+
+    Attributes:
+        context: the prompt and the tokens of the responses so far.
     """
-    context = list(prompt)
-    sequence: engine.Sequence | None = None
+
+    def __init__(
+        self,
+        owner: CacheOwner,
+        prompt: Sequence[int],
+        new_sequence: Callable[[Target, int], engine.Sequence],
+        output: OutputText,
+        record_times: Sequence[RecordTime],
+        on_progress: Progress | None,
+    ) -> None:
+        self.owner = owner
+        self.context = list(prompt)
+        self._n_prompt = len(prompt)
+        self._new_sequence = new_sequence
+        self._output = output
+        self._record_times = record_times
+        self._on_progress = on_progress
+        self._sequence: engine.Sequence | None = None
+        self._stats = SpeculationStats()
+
+    def take(self) -> engine.Sequence:
+        """Take the caches; returns the sequence, which has not begun."""
+        target, n_cached = self.owner.take(self._close_sequence)
+        self._sequence = self._new_sequence(target, n_cached)
+        self._clock = _Clock(self._n_prompt, n_cached, self._on_progress)
+        return self._sequence
+
+    def on_progress(self, done: int, total: int) -> None:
+        """The prefill has come so far."""
+        self._clock.on_progress(done, total)
+
+    def responses_of(self, step: engine.DecodedStep) -> Iterator[GenerationResponse]:
+        """One response per token of a step, up to the last one of the output."""
+        verified = step.verified
+        for record_time in self._record_times:
+            record_time(verified.rows, verified.seconds, verified.pipelined)
+        self._stats = _updated(self._stats, verified)
+        for index, text in enumerate(self._output.take()):
+            generated = len(self.context) - self._n_prompt + 1
+            response = _response(
+                step, index, text, self._stats, self._clock, generated, self._output
+            )
+            # Last, so that a token whose response an interrupt prevents is not counted.
+            self.context.append(response.token)
+            yield response
+            if response.finish_reason:
+                return
+
+    def close(self) -> None:
+        """Give the caches back, and end the sequence; may be called more than once."""
+        try:
+            self.owner.give_back(self.context)
+        finally:
+            self._close_sequence()
+
+    def _close_sequence(self) -> None:
+        if self._sequence:
+            self._sequence.close()
+
+
+def responses(generation: Generation) -> Generator[GenerationResponse, None, None]:
+    """Run a generation alone.
+
+    The last response comes after everything is closed, so that a consumer who has it may begin
+    the conversation's next turn.
+    """
     last: GenerationResponse | None = None
-
-    def close() -> None:
-        if sequence:
-            sequence.close()
-
+    owner, context = generation.owner, generation.context
     try:
-        target, n_cached = owner.take(close)
-        sequence = new_sequence(target, n_cached)
-        with wired_limit(target.model, [generation_stream]):
-            clock = _Clock(len(prompt), n_cached, on_progress)
-            sequence.begin(clock.on_progress)
-            stats = SpeculationStats()
+        sequence = generation.take()
+        with wired_limit(sequence.target.model, [generation_stream]):
+            sequence.begin(generation.on_progress)
             while not last:
                 step = engine.step(sequence)
                 await_at_exit()  # the thread may be another one by now
-                verified = step.verified
-                for record_time in record_times:
-                    record_time(verified.rows, verified.seconds, verified.pipelined)
-                stats = _updated(stats, verified)
-                for index, text in enumerate(output.take()):
-                    generated = len(context) - len(prompt) + 1
-                    response = _response(step, index, text, stats, clock, generated, output)
-                    # Last, so that a token whose response an interrupt prevents is not counted.
-                    context.append(response.token)
+                for response in generation.responses_of(step):
                     if response.finish_reason:
                         last = response
                         break
@@ -113,10 +155,7 @@ def responses(
                     yield response
                     owner.resume()
     finally:
-        try:
-            owner.give_back(context)
-        finally:
-            close()
+        generation.close()
     yield last
 
 

@@ -134,6 +134,7 @@ def test_whoever_joins_and_leaves_each_sequence_writes_what_it_writes_alone(name
             for member in members:
                 if member.plan.joins == number:
                     member.sequence.begin()
+                    joint.join(member.sequence.target)
             active = [
                 member
                 for member in members
@@ -153,6 +154,7 @@ def test_whoever_joins_and_leaves_each_sequence_writes_what_it_writes_alone(name
             for member in members:
                 leaving = number + 1 == member.plan.joins + member.plan.leaves
                 if leaving or member.sequence.finished:
+                    joint.leave(member.sequence.target)
                     member.sequence.close()
         for member in members:
             assert_wrote_what_it_writes_alone(member)
