@@ -121,11 +121,12 @@ class Joint:
                 if isinstance(cache, SlotKVCache):
                     cache.move(slot)
 
-    def forward(self, members: Sequence[JointRows]) -> list[mx.array]:
+    def forward(self, members: Sequence[JointRows]) -> tuple[mx.array, list[slice]]:
         """Run the rows of several sequences, without waiting for the result.
 
         Returns:
-            per member, lazy logits, (rows, vocabulary), as of :meth:`Target.forward`.
+            lazy logits, (rows of all, vocabulary), and per member its rows, without those of
+            pending tokens.
         """
         order = self._order(members)
         ordered = [members[index] for index in order]
@@ -146,10 +147,10 @@ class Joint:
                     mask = TreeRows(tree, target.mask)
                     masked.enter_context(masked_for(mask, target.trimmable))
             logits, spans = self.logits(rows, positions, [t.cache for t, *_ in ordered], padded)
-        outputs: list[Any] = [None] * len(members)
+        own = [slice(0)] * len(members)
         for index, span in zip(order, spans, strict=True):
-            outputs[index] = logits[span][len(members[index].target.pending) :]
-        return outputs
+            own[index] = slice(span.start + len(members[index].target.pending), span.stop)
+        return logits, own
 
     def logits(
         self,
@@ -319,13 +320,18 @@ class _JointCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append each sequence's rows to its cache; the keys and values that rows may see."""
         self._entries = []
-        for index, (member, span) in enumerate(zip(self._members, self._spans, strict=True)):
-            new = keys[:, :, span], values[:, :, span]
+        for index, (member, *new) in enumerate(
+            zip(self._members, self._each(keys), self._each(values), strict=True)
+        ):
             if index < self._alone:
                 member.append(*new)
             else:
                 self._entries.append(member.update_and_fetch(*new))
         return self.state
+
+    def _each(self, rows: mx.array) -> list[mx.array]:
+        """Per sequence its rows, (1, heads, rows, dim)."""
+        return list(mx.split(rows, [span.stop for span in self._spans[:-1]], axis=2))
 
     @property
     def state(self) -> tuple[Any, Any]:

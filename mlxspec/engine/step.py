@@ -17,6 +17,7 @@ from ..draft.custom import not_a_draft
 from ..draft.drafter import Drafter, DraftTree, VerifiedStep, accept
 from .chooser import Chooser
 from .joint import Joint, JointRows
+from .params import SamplingParams
 from .target import Capability, Progress, Target
 
 _STEPS_BETWEEN_CLEARING = 256  # as mlx-lm: buffers of outgrown caches go back to the system
@@ -214,22 +215,23 @@ class Sequence:
 
     def choose(
         self, logits: mx.array, tree: DraftTree, unknown: mx.array | None = None
-    ) -> PendingForward:
+    ) -> tuple[mx.array, mx.array, mx.array]:
         """The target's choices after the rows of a forward, lazily.
 
         Args:
             logits: (rows, vocabulary).
             tree: its rows.
             unknown: as for :func:`dispatch`.
+
+        Returns:
+            as in :class:`PendingForward`: choices, argmaxes and log-probabilities.
         """
         chooser = self.chooser
         positions = [self.target.length + depth + 1 for depth in tree.depths]
         contexts = self.history.contexts(tree, unknown) if self.history else None
         choices, logprobs = chooser.choose(logits, positions, contexts)
         argmaxes = choices if chooser.greedy else mx.argmax(logprobs, axis=-1)
-        if len(tree) == 1:
-            logprobs = logprobs.squeeze(0)
-        return PendingForward(tree, choices, argmaxes, logprobs)
+        return choices, argmaxes, logprobs.squeeze(0) if len(tree) == 1 else logprobs
 
 
 @dataclass(frozen=True)
@@ -249,8 +251,8 @@ class PendingForward:
     choices: mx.array
     argmaxes: mx.array
     logprobs: mx.array
-    rows: int = 1
-    sequences: int = 1
+    rows: int
+    sequences: int
     pipelined: bool = False
 
     def logprobs_of(self, verified: VerifiedStep) -> list[mx.array]:
@@ -372,14 +374,23 @@ def dispatch(
     with mx.stream(generation_stream):
         if len(rows) == 1:
             ((target, tokens, tree),) = rows
-            logits = [target.forward(tokens, tree)]
+            logits, spans = target.forward(tokens, tree), [slice(len(tree))]
         else:
             assert joint is not None
-            logits = joint.forward(rows)
-        for own, (sequence, (tree, unknown)) in zip(logits, members.items(), strict=True):
+            logits, spans = joint.forward(rows)
+        alike = len(rows) > 1 and all(s.chooser.greedy and not s.history for s in members)
+        together = Chooser(SamplingParams()).choose(logits, ()) if alike else None
+        for span, (sequence, (tree, unknown)) in zip(spans, members.items(), strict=True):
             with faults.of(sequence):
-                forward = sequence.choose(own, tree, unknown)
-                forwards[sequence] = replace(forward, rows=n_rows, sequences=len(rows))
+                if together:
+                    choices, logprobs = together
+                    own = choices[span], logprobs[span.start if len(tree) == 1 else span]
+                    chosen = own[0], *own
+                else:
+                    chosen = sequence.choose(
+                        logits[span] if len(rows) > 1 else logits, tree, unknown
+                    )
+                forwards[sequence] = PendingForward(tree, *chosen, n_rows, len(rows))
     # Everything that outlives the step, since lazy arrays can be read in this thread only.
     # (The choices need not depend on all of the caches: a recurrent layer's last state, or the
     # keys of a sparse layer's index.)

@@ -181,6 +181,7 @@ class Planner(Drafter):
         self._given: Plan | None = None
         self.costs.move_to(len(prompt))
         self.policy = Policy(self._guarded)
+        self._plan = _NO_PLAN
         first = _FIRST_DRAFT[: self.costs.curve.widest - 1]
         self.policy.gain = self._gain_of_chain(first, guarded=False)
         for source in self._sources:
@@ -211,8 +212,10 @@ class Planner(Drafter):
         self._given = plan
 
     def propose(self, max_depth: int) -> DraftTree:
-        given, self._given = self._given, None
-        self._plan = plan = given or self._choose(max_depth)
+        self._plan, self._given = self._given or _NO_PLAN, None
+        if self._plan is _NO_PLAN:
+            self._plan = self._choose(max_depth)
+        plan = self._plan
         if plan.candidates is None:
             self._draft = DraftTree.chain(self._last)
         elif not plan.rows_beside:
@@ -233,8 +236,10 @@ class Planner(Drafter):
         or where one would if the likeliest token came. Where the sync overhead is high, the
         guard must allow that draft, too.
         """
-        candidates, costs = self._plan.candidates, self._plan.costs or self.costs
-        sync_overhead = costs.sync_overhead
+        plan = self._plan
+        candidates, costs = plan.candidates, plan.costs or self.costs
+        # All sequences of a joint step wait.
+        sync_overhead = plan.sequences * costs.sync_overhead
         if costs.wants_plain_steps or candidates is None:
             return True
         if self.policy.gain > sync_overhead:
@@ -243,14 +248,14 @@ class Planner(Drafter):
         if len(branch) < 2:
             return True
         then = [probability / branch[0] for probability in branch[1:]]
-        guarded = sync_overhead > USUAL_SYNC_OVERHEAD
+        guarded = costs.sync_overhead > USUAL_SYNC_OVERHEAD
         return branch[0] * self._gain_of_chain(then, guarded) <= sync_overhead
 
     def observe(self, step: VerifiedStep) -> None:
         plan, costs = self._plan, self._plan.costs or self.costs
         shared = costs is not self.costs
         if shared:
-            cost = plan.cost or 1.0 if step.drafted else 1.0
+            cost = plan.cost if step.drafted else 1.0
         else:
             cost = costs.curve(self.pending + len(step.tree))
         self.policy.settle(
@@ -334,6 +339,10 @@ class Planner(Drafter):
 
     def _costs_of(self, expected: Sequence[float]) -> Sequence[float]:
         """``costs[rows]``: T(rows) / T(1) of a step with ``rows`` rows besides pending ones."""
+        plan = self._plan
+        if plan.costs:
+            # The sequence pays for what its rows take from all.
+            return [0.0, *(1 + plan.sequences * (cost - 1) for cost in plan.costs.curve.table[1:])]
         table = self.costs.curve.table
         return replayed_costs(expected, table, self.pending) if self._replays else table
 
@@ -346,8 +355,9 @@ class Plan(NamedTuple):
         n_draft: how many of them to verify.
         gain: what these gain, in tokens.
         rows_beside: rows that are verified beside them.
-        costs: what the step's rows cost; None for the planner's own.
+        costs: of a joint step's rows; None for a step of the sequence alone.
         cost: the sequence's share of a joint step's time, in plain joint steps.
+        sequences: how many sequences share the step.
     """
 
     candidates: Candidates | None
@@ -355,7 +365,8 @@ class Plan(NamedTuple):
     gain: float
     rows_beside: int = 0
     costs: Costs | None = None
-    cost: float | None = None
+    cost: float = 1.0
+    sequences: int = 1
 
 
 _NO_PLAN = Plan(None, 0, 0.0)

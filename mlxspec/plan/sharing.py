@@ -90,4 +90,5 @@ def share_rows(
     for index, (planner, candidates) in enumerate(zip(planners, found, strict=True)):
         n_draft = shares[index]
         own_gain = gain * n_draft / total if n_draft else 0.0
-        planner.plan_is(Plan(candidates, n_draft, own_gain, 0, costs, 1 + extra * n_draft))
+        plan = Plan(candidates, n_draft, own_gain, 0, costs, 1 + extra * n_draft, sequences)
+        planner.plan_is(plan)

@@ -49,7 +49,8 @@ def test_threads_may_add_and_read_at_once() -> None:
 
     at_once(*(lambda mark=mark: add(mark) for mark in range(1, 5)), read, read)
     tokens = [token for token in memory.text() if token != SEPARATOR]
-    assert 1000 - 5 < len(tokens) <= 1000
+    # Threads that add at once may each make room for what is too much.
+    assert 1000 - 4 * 5 < len(tokens) <= 1000
 
 
 def test_the_memory_forgets_the_oldest_output_first() -> None:
