@@ -55,7 +55,7 @@ def test_hostile_and_real_drafters_leave_the_output_as_it_is(model: nn.Module, t
         mx.random.seed(seed)
         prompt = [BOS, *mx.random.randint(3, vocab_size, (5 * seed,)).tolist()]
         params = SamplingParams(temp=temp, seed=seed)
-        options = {"max_tokens": 60, "params": params, "stop_tokens": {BOS}}
+        options = {"max_tokens": 40, "params": params, "stop_tokens": {BOS}}
         expected = plain(model, prompt, **options)
         for kind, drafter in {
             "tree": HostileDrafter(expected, vocab_size, BOS, seed),
@@ -75,7 +75,7 @@ def test_the_demo_model_writes_the_same_with_every_drafter(temp: float) -> None:
     prompt = tokenizer.encode(RENAME)
     params = SamplingParams(temp=temp, top_p=0.9, seed=7)
     stop_tokens = tokenizer.eos_token_ids
-    options = {"max_tokens": 60, "params": params, "stop_tokens": stop_tokens}
+    options = {"max_tokens": 40, "params": params, "stop_tokens": stop_tokens}
     expected = plain(model, prompt, **options)
     (stop_token,) = stop_tokens
     for drafter in (

@@ -23,7 +23,7 @@ REPEAT = (
     "Don't say anything else. [/INST]"
 )
 CODE = "import os\nimport sys\n\nclass Queue:\n    def __init__(self, size):\n"
-PROMPTS = 15  # every size with and without the prompt in its pool
+PROMPTS = 10  # every size with and without the prompt in its pool
 SIZES = [(2, 2, 2), (3, 3, 2), (5, 4, -1), (3, 5, 3), (10, 5, 8)]
 
 

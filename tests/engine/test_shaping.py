@@ -98,7 +98,7 @@ def test_speculated_tokens_equal_plain_ones_whatever_shapes_and_filters(
     model: nn.Module, name: str, temp: float
 ) -> None:
     params = SamplingParams(temp=temp, seed=4, **SHAPES[name], **FILTERS[temp])
-    options = {"max_tokens": 40, "params": params, "stop_tokens": {BOS}}
+    options = {"max_tokens": 24, "params": params, "stop_tokens": {BOS}}
     vocab_size = model.args.vocab_size
     expected = plain(model, PROMPT, **options)
     accepted = 0
@@ -124,7 +124,7 @@ def test_the_demo_model_writes_the_same_with_every_drafter() -> None:
         frequency_penalty=0.1,
         logits_processors=[by_parity_of_the_length],
     )
-    options = {"max_tokens": 50, "params": params, "stop_tokens": tokenizer.eos_token_ids}
+    options = {"max_tokens": 30, "params": params, "stop_tokens": tokenizer.eos_token_ids}
     expected = plain(model, prompt, **options)
     (stop_token,) = tokenizer.eos_token_ids
     for drafter in (
