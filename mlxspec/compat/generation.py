@@ -137,7 +137,7 @@ def stream_generate(
         options["on_progress"], record_time = progress.prefilled, progress.stepped
     if draft_model is None:
         return decoder._generate(
-            prompt, max_tokens, options, decoder._new_drafter, record_time=record_time
+            prompt, max_tokens, options, decoder.new_drafter, record_time=record_time
         )
     options.pop("max_kv_size", None)
     return stream_with_draft_model(

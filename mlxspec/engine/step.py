@@ -90,7 +90,7 @@ class Sequence:
         with mx.stream(generation_stream):
             self.target.prefill(self.prompt[self._n_cached : -1], on_progress)
 
-    def begin_in_chunks(self, chunk: Callable[[], int]) -> Iterator[tuple[int, int]]:
+    def begin_in_chunks(self, chunk: Callable[[], int]) -> Generator[tuple[int, int], None, None]:
         """As :meth:`begin`, but run a chunk each time the next progress is asked for.
 
         Args:

@@ -105,6 +105,9 @@ class Decoder:
         self._measuring = threading.Lock()
         self._on_measuring = on_measuring
 
+    plans = False
+    """Whether drafts are planned by what steps cost."""
+
     @cached_property
     def capability(self) -> Capability:
         """What drafts the model can verify; found out on first use, with a few forwards."""
@@ -163,7 +166,7 @@ class Decoder:
         Raises:
             PromptError, OptionError: as :meth:`decode`.
         """
-        return self._generate(prompt, max_tokens, options, self._new_drafter)
+        return self._generate(prompt, max_tokens, options, self.new_drafter)
 
     def generate(
         self, prompt: Prompt, max_tokens: int = 250, color: bool = True, **options: Any
@@ -262,7 +265,7 @@ class Decoder:
         printer.finish()
         return transcript.result(self.step_times.table())
 
-    def _new_drafter(self, session: Session | None) -> Drafter:
+    def new_drafter(self, session: Session | None) -> Drafter:
         """The drafter of a generation with :meth:`stream`."""
         return self._make_drafter()
 

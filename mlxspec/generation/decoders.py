@@ -42,6 +42,8 @@ _AUTO_GUESSES = 16  # kept for one first token; how many are verified depends on
 class _PlannedDecoder(Decoder):
     """A decoder that plans its drafts by what steps cost, and corrects the costs by each step."""
 
+    plans = True
+
     @property
     def predicted_cost(self) -> float:
         """How long the steps of the last generation should have taken, in plain steps."""
@@ -99,7 +101,7 @@ class AutoDecoder(_PlannedDecoder):
     def _token_classes(self) -> bytes:
         return vocabulary_classes(self.tokenizer)
 
-    def _new_drafter(self, session: Session | None, others: Sequence[Source] = ()) -> Drafter:
+    def new_drafter(self, session: Session | None, others: Sequence[Source] = ()) -> Drafter:
         """Look-ups, the extra drafter and other sources."""
         extra = self._extra() if self._extra else None
         if isinstance(extra, DraftModelDrafter):
@@ -343,10 +345,10 @@ class CombinedDecoder(AutoDecoder):
 
         def new_drafter(session: Session | None) -> Drafter:
             if isinstance(looks_ahead, Drafter):
-                first = self._new_drafter(session) if drafter is None else checked_drafter(drafter)
+                first = self.new_drafter(session) if drafter is None else checked_drafter(drafter)
                 return CombinedDrafter(first, looks_ahead)
             if drafter is None:
-                return self._new_drafter(session, [looks_ahead])
+                return self.new_drafter(session, [looks_ahead])
             sources = [DrafterSource(drafter), looks_ahead]
             # A draft model's forwards are in the steps' times.
             costs = self._fixed_costs() if isinstance(drafter, DraftModelDrafter) else None

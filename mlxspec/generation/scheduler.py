@@ -1,0 +1,222 @@
+"""Several generations at once: they join and leave between any two steps."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from mlx_lm.generate import generation_stream, wired_limit
+
+from ..engine.batch import Batch
+from ..engine.step import DecodedStep, Sequence
+from ..errors import OptionError
+from .decoder import Decoder
+from .options import GenerationOptions, Prompt
+from .response import GenerationResponse
+from .responses import Generation, await_at_exit
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+# Prompt tokens; fewer would hardly shorten a stall, and more are not faster.
+_LEAST_CHUNK, _MOST_CHUNK = 16, 2048
+_CHANGE = 0.3  # weight of the newest chunk in the running average of the prefill's speed
+
+
+class Job:
+    """A generation in a :class:`Scheduler`.
+
+    Attributes:
+        error: what has ended it, if that was a fault.
+        finished: whether it has ended, in whatever way.
+    """
+
+    def __init__(
+        self, generation: Generation, on_response: Callable[[GenerationResponse], object]
+    ) -> None:
+        self.error: Exception | None = None
+        self.finished = False
+        self.generation = generation
+        self.on_response = on_response
+        self.sequence: Sequence | None = None
+        self.prefill: Generator[tuple[int, int], None, None] | None = None
+        self.prefilled = 0
+
+
+class Scheduler:
+    """Runs several generations of a decoder, whose rows share one forward where the model allows.
+
+    Every turn runs one chunk of one prompt at most, and then a step of every generation whose
+    prompt is done. New generations wait in the order in which they came; prompts that are being
+    run take turns. So each one goes on, whatever the others do. What a generation's drafter,
+    processor or consumer raises ends that one alone.
+
+    Args:
+        decoder: its model, tokenizer and drafter are used.
+        max_active: how many generations run at once at most; the others wait.
+        stall: seconds for which running generations may wait for a chunk of another's prompt.
+            Chunks are made so long by the speed of those before.
+
+    Raises:
+        OptionError: ``max_active`` is below 1, or ``stall`` is no positive number.
+    """
+
+    def __init__(self, decoder: Decoder, *, max_active: int = 32, stall: float = 0.15) -> None:
+        if max_active < 1:
+            raise OptionError(f"max_active is {max_active}: let 1 generation or more run at once")
+        if not stall > 0:
+            raise OptionError(f"stall is {stall}: give a number of seconds above 0")
+        self._decoder = decoder
+        self._max_active = max_active
+        self._stall = stall
+        self._prefill_speed = 0.0  # tokens per second
+        self._batch: Batch | None = None
+        self._waiting: deque[Job] = deque()
+        self._prefilling: deque[Job] = deque()
+        self._active: list[Job] = []
+
+    def submit(
+        self,
+        prompt: Prompt,
+        on_response: Callable[[GenerationResponse], object],
+        max_tokens: int = 250,
+        **options: Unpack[GenerationOptions],
+    ) -> Job:
+        """Add a generation.
+
+        Args:
+            prompt, max_tokens, options: as for :meth:`Decoder.stream`.
+            on_response: called with each response.
+
+        Raises:
+            PromptError, OptionError: as :meth:`Decoder.stream`.
+        """
+        generation = self._decoder.new_generation(
+            prompt, max_tokens, options, self._decoder.new_drafter
+        )
+        job = Job(generation, on_response)
+        self._waiting.append(job)
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """End a generation before its next step; nothing happens if it has ended."""
+        if not job.finished:
+            self._end(job)
+
+    def run(self) -> None:
+        """Take turns until all generations have ended."""
+        with ExitStack() as during:
+            during.enter_context(wired_limit(self._decoder.model, [generation_stream]))
+            during.callback(self.close)
+            while self.turn():
+                pass
+
+    def turn(self) -> bool:
+        """Run one chunk of a prompt at most, and one step of each active generation.
+
+        Returns:
+            whether there is anything left to do.
+        """
+        self._admit()
+        if self._prefilling:
+            self._prefilling.rotate(-1)
+            self._run_chunk(self._prefilling[-1])
+        if self._active:
+            self._step()
+        await_at_exit()
+        return bool(self._waiting or self._prefilling or self._active)
+
+    def close(self) -> None:
+        """End all generations."""
+        for job in [*self._waiting, *self._prefilling, *self._active]:
+            self._end(job)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._prefilling) + len(self._active) < self._max_active:
+            job = self._waiting.popleft()
+            try:
+                job.sequence = job.generation.take()
+            except Exception as error:
+                self._end(job, error)
+                continue
+            job.prefill = job.sequence.begin_in_chunks(self._chunk)
+            self._prefilling.append(job)
+
+    def _chunk(self) -> int:
+        """How many tokens of a prompt to run in this turn."""
+        if not self._active:
+            return _MOST_CHUNK
+        return min(_MOST_CHUNK, max(_LEAST_CHUNK, int(self._prefill_speed * self._stall)))
+
+    def _run_chunk(self, job: Job) -> None:
+        """Run the next chunk of a prompt; with the last one the generation becomes active."""
+        assert job.sequence is not None
+        assert job.prefill is not None
+        started, before, done = time.perf_counter(), job.prefilled, 0
+        try:
+            for done, total in job.prefill:
+                job.generation.on_progress(done, total)
+                if before < done < total:
+                    break
+            else:
+                self._prefilling.remove(job)
+                self._batch_of().join(job.sequence)
+                self._active.append(job)
+        except Exception as error:
+            self._end(job, error)
+            return
+        job.prefilled = done
+        if done > before:
+            speed = (done - before) / (time.perf_counter() - started)
+            known = self._prefill_speed or speed
+            self._prefill_speed = known + _CHANGE * (speed - known)
+
+    def _step(self) -> None:
+        jobs = self._active.copy()
+        sequences = [job.sequence for job in jobs if job.sequence]
+        try:
+            outcomes = self._batch_of().step(sequences)
+        except Exception as error:  # of the forward itself: nobody's fault, and nobody can go on
+            for job in jobs:
+                self._end(job, error)
+            return
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            if isinstance(outcome, DecodedStep):
+                self._respond(job, outcome)
+            else:
+                self._end(job, outcome)
+
+    def _respond(self, job: Job, step: DecodedStep) -> None:
+        try:
+            for response in job.generation.responses_of(step):
+                if response.finish_reason:
+                    self._end(job)
+                job.on_response(response)
+                if job.finished:
+                    return
+        except Exception as error:
+            self._end(job, error)
+
+    def _end(self, job: Job, error: Exception | None = None) -> None:
+        """Close a generation wherever it is."""
+        job.finished, job.error = True, job.error or error
+        for jobs in (self._waiting, self._prefilling, self._active):
+            if job in jobs:
+                jobs.remove(job)
+        try:
+            if job.sequence:
+                self._batch_of().leave(job.sequence)
+            if job.prefill:
+                job.prefill.close()
+            job.generation.close()
+        except Exception as failure:
+            job.error = job.error or failure
+
+    def _batch_of(self) -> Batch:
+        if self._batch is None:
+            costs = self._decoder.costs if self._decoder.plans else None
+            self._batch = Batch(self._decoder.model, self._decoder.joint_mode, costs)
+        return self._batch

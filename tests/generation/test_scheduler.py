@@ -1,0 +1,201 @@
+"""Generations that run at once write what each writes alone, whatever happens to the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import mlxspec
+from mlxspec.draft.drafter import Drafter, DraftTree, VerifiedStep
+from mlxspec.engine.joint import JointMode
+from mlxspec.errors import OptionError, PromptError
+from mlxspec.generation.scheduler import Job, Scheduler
+from tests.support.architectures import ARCHITECTURES
+from tests.support.demo import FLAT, demo_decoder, endless_tokenizer, given_costs
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [
+    '[INST] Repeat the following phrase 4 times: "The red fox sees the river.". [/INST]',
+    "The history of the",
+    "one two three four one two three four one two",
+    "[INST] Count from one to ten, twice. [/INST]",
+]
+# A hybrid's sequences take turns, those of the others share their forwards.
+KINDS = {"llama3": JointMode.SPLIT, "deepseek_v3": JointMode.BLOCK, "mamba2": JointMode.ALONE}
+
+
+def new_decoder() -> mlxspec.AutoDecoder:
+    decoder = demo_decoder(mlxspec.AutoDecoder, memory_tokens=0)
+    decoder.costs = given_costs(FLAT)
+    return decoder
+
+
+def alone(decoder: mlxspec.Decoder, prompt: Any, n: int, **options: Any) -> list[int]:
+    return [response.token for response in decoder.stream(prompt, n, **options)]
+
+
+def small_decoder(kind: str = "llama3") -> mlxspec.Decoder:
+    return mlxspec.Decoder(ARCHITECTURES[kind].model(), endless_tokenizer())
+
+
+class Collected:
+    """The tokens of a generation."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.reason: str | None = None
+
+    def add(self, response: mlxspec.GenerationResponse) -> None:
+        self.tokens.append(response.token)
+        self.reason = response.finish_reason
+
+
+def test_each_generation_writes_what_it_writes_alone() -> None:
+    decoder = new_decoder()
+    options: list[dict[str, Any]] = [{}, {"temp": 0.8, "seed": 4}, {"stop": ["four"]}, {}]
+    expected = [alone(decoder, p, 24, **own) for p, own in zip(PROMPTS, options, strict=True)]
+    scheduler = Scheduler(new_decoder(), max_active=3)
+    found = [Collected() for _ in PROMPTS]
+    jobs = [
+        scheduler.submit(prompt, collected.add, 24, **own)
+        for prompt, collected, own in zip(PROMPTS, found, options, strict=True)
+    ]
+    scheduler.run()
+    assert [collected.tokens for collected in found] == expected
+    assert all(job.finished and job.error is None for job in jobs)
+    assert all(collected.reason for collected in found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_of_every_mode_can_be_scheduled(kind: str) -> None:
+    decoder = small_decoder(kind)
+    assert decoder.joint_mode is KINDS[kind]
+    prompts = [[7, 3, 9, 3], [5], [(7 * i) % 64 for i in range(40)]]
+    expected = [alone(decoder, prompt, 12) for prompt in prompts]
+    scheduler = Scheduler(decoder)
+    found = [Collected() for _ in prompts]
+    for prompt, collected in zip(prompts, found, strict=True):
+        scheduler.submit(prompt, collected.add, 12)
+    scheduler.run()
+    assert [collected.tokens for collected in found] == expected
+
+
+class Failing(Drafter):
+    """Fails in its third step."""
+
+    def begin(self, prompt: Any) -> None:
+        self._last, self._steps = prompt[-1], 0
+
+    def propose(self, max_depth: int) -> DraftTree:
+        self._steps += 1
+        if self._steps == 3:
+            raise RuntimeError("a drafter's fault")
+        return DraftTree.chain(self._last)
+
+    def observe(self, step: VerifiedStep) -> None:
+        self._last = step.tokens[-1]
+
+
+@mlxspec.pure
+def failing_processor(tokens: mx.array, logits: mx.array) -> mx.array:
+    if len(tokens) > 6:
+        raise RuntimeError("a processor's fault")
+    return logits
+
+
+@pytest.mark.parametrize("fault", ["drafter", "processor", "consumer"])
+def test_a_fault_ends_the_generation_that_has_it_and_no_other(fault: str) -> None:
+    decoder = small_decoder()
+    prompts = [[7, 3, 9, 3], [5, 8, 1], [2, 2, 4, 6]]
+    expected = [alone(decoder, prompt, 12) for prompt in prompts]
+    drafters = iter([mlxspec.PromptLookupDrafter(), Failing(), mlxspec.PromptLookupDrafter()])
+    if fault == "drafter":
+        decoder = mlxspec.Decoder(decoder.model, decoder.tokenizer, lambda: next(drafters))
+
+    class Consumer(Collected):
+        def add(self, response: mlxspec.GenerationResponse) -> None:
+            super().add(response)
+            if fault == "consumer" and len(self.tokens) == 3:
+                raise RuntimeError("a consumer's fault")
+
+    scheduler = Scheduler(decoder)
+    found = [Collected(), Consumer(), Collected()]
+    jobs: list[Job] = []
+    for index, (prompt, collected) in enumerate(zip(prompts, found, strict=True)):
+        own = (
+            {"logits_processors": [failing_processor]}
+            if fault == "processor" and index == 1
+            else {}
+        )
+        jobs.append(scheduler.submit(prompt, collected.add, 12, **own))
+    scheduler.run()
+    assert [job.error and str(job.error) for job in jobs] == [None, f"a {fault}'s fault", None]
+    assert [found[0].tokens, found[2].tokens] == [expected[0], expected[2]]
+    assert found[1].tokens == expected[1][: len(found[1].tokens)]
+    assert len(found[1].tokens) < 12
+
+
+def test_a_cancelled_generation_writes_nothing_more() -> None:
+    decoder = small_decoder()
+    expected = alone(decoder, [5, 8, 1], 20)
+    scheduler = Scheduler(decoder, max_active=2)
+    first, second, never = Collected(), Collected(), Collected()
+    jobs = [
+        scheduler.submit([7, 3, 9], first.add, 20),
+        scheduler.submit([5, 8, 1], second.add, 20),
+        scheduler.submit([4, 4], never.add, 20),
+    ]
+    while len(first.tokens) < 5:
+        scheduler.turn()
+    written = len(first.tokens)
+    scheduler.cancel(jobs[0])
+    scheduler.cancel(jobs[2])
+    scheduler.cancel(jobs[2])
+    scheduler.run()
+    assert len(first.tokens) == written
+    assert (second.tokens, never.tokens) == (expected, [])
+    assert all(job.finished for job in jobs)
+
+
+def test_running_generations_go_on_while_a_long_prompt_is_run() -> None:
+    decoder = small_decoder()
+    scheduler = Scheduler(decoder, stall=1e-6)  # chunks of 16 tokens
+    running, late = Collected(), Collected()
+    scheduler.submit([7, 3, 9], running.add, 60)
+    while not running.tokens:
+        scheduler.turn()
+    before = len(running.tokens)
+    scheduler.submit([(7 * i) % 64 for i in range(200)], late.add, 4)
+    while not late.tokens:
+        scheduler.turn()
+    assert len(running.tokens) - before >= 200 // 16 - 1
+    scheduler.run()
+    assert len(running.tokens) == 60
+
+
+def test_those_that_wait_come_in_order_and_all_come() -> None:
+    decoder = small_decoder()
+    scheduler = Scheduler(decoder, max_active=2)
+    ended: list[int] = []
+    for number in range(6):
+        scheduler.submit(
+            [number + 1],
+            lambda response, number=number: response.finish_reason and ended.append(number),
+            5,
+        )
+    scheduler.run()
+    assert sorted(ended) == list(range(6))
+    assert ended.index(0) < ended.index(3)
+
+
+def test_options_out_of_range_are_named() -> None:
+    decoder = small_decoder()
+    with pytest.raises(OptionError, match="max_active is 0"):
+        Scheduler(decoder, max_active=0)
+    with pytest.raises(OptionError, match="stall is 0"):
+        Scheduler(decoder, stall=0)
+    with pytest.raises(PromptError):
+        Scheduler(decoder).submit([], print)
