@@ -40,7 +40,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile(
     "busy",
     deadline=None,
-    max_examples=examples(30),
+    max_examples=examples(24),
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("busy")

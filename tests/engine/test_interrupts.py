@@ -18,6 +18,7 @@ from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.target import Capability, Target
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import PartlyRightDrafter
+from tests.support.examples import LONG
 from tests.support.harness import decode, new_target, plain
 from tests.support.interrupts import functions_of, interrupted_anywhere
 from tests.support.random_models import random_model
@@ -59,7 +60,7 @@ class Generation:
             self.context += step.verified.tokens
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, 2] if LONG else [1])
 @pytest.mark.parametrize(
     ("name", "capability"),
     [
