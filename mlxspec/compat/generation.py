@@ -25,7 +25,7 @@ from ..generation.decoders import AutoDecoder
 from ..generation.lent_caches import DraftCaches
 from ..generation.options import GenerationOptions
 from ..generation.response import GenerationResponse, SpeculationStats
-from ..generation.responses import Detokenizer, RecordTime
+from ..generation.responses import Detokenizer, RecordTime, responses
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -136,9 +136,10 @@ def stream_generate(
         progress = _PromptProgress(prompt_progress_callback)
         options["on_progress"], record_time = progress.prefilled, progress.stepped
     if draft_model is None:
-        return decoder._generate(
+        generation = decoder.new_generation(
             prompt, max_tokens, options, decoder.new_drafter, record_time=record_time
         )
+        return responses(generation)
     options.pop("max_kv_size", None)
     return stream_with_draft_model(
         decoder, draft_model, prompt, max_tokens, num_draft_tokens, record_time, **options
@@ -162,7 +163,7 @@ def stream_with_draft_model(
     both = options.get("prompt_cache") or []
     drafts_cache = both[len(make_prompt_cache(decoder.model)) :] or None
     drafter = DraftModelDrafter(draft_model, num_draft_tokens, drafts_cache)
-    return decoder._generate(
+    generation = decoder.new_generation(
         prompt,
         max_tokens,
         options,
@@ -170,6 +171,7 @@ def stream_with_draft_model(
         lambda owner, tokens: DraftCaches(owner, drafter, tokens) if drafter.loan else owner,
         record_time,
     )
+    return responses(generation)
 
 
 class _KeptDecoder(AutoDecoder):

@@ -23,30 +23,11 @@ from mlx_lm.models.cache import (
 )
 
 from .slots import SlotKVCache
-from .tree_attention import TreeRows
+from .tree_attention import TreeRows, TreeSteps
 from .window_cache import WindowKVCache
 
 
-class _TreeSteps:
-    """What a tree step asks of a cache whose entries stand in the order of their positions."""
-
-    offset: int
-    rows: TreeRows | None = None
-    """The rows of the tree step that is being run."""
-
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | str | None:
-        if self.rows is None:
-            return super().make_mask(N, return_array=return_array, window_size=window_size)  # type: ignore[misc]
-        return self.rows.mask(self.offset, window_size)
-
-    def index(self, position: int) -> int:
-        """Where in the arrays the entry of a position stands."""
-        return position
-
-
-class TreeKVCache(_TreeSteps, KVCache):
+class TreeKVCache(TreeSteps, KVCache):
     """mlx-lm's plain cache, which during a tree step answers with the tree's mask."""
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> TreeQuantizedKVCache:
@@ -54,7 +35,7 @@ class TreeKVCache(_TreeSteps, KVCache):
         return TreeQuantizedKVCache.from_state(quantized.state)
 
 
-class TreeQuantizedKVCache(_TreeSteps, QuantizedKVCache):
+class TreeQuantizedKVCache(TreeSteps, QuantizedKVCache):
     """The same for mlx-lm's quantised cache, whose keys and values are three arrays each."""
 
 
@@ -141,9 +122,8 @@ def keep_rows(caches: Sequence[Any], start: int, rows: Sequence[int]) -> None:
         for cache in caches:
             first = cache.index(start)
             taken = mx.array([first + row for row in rows])
-            place = cache.place if isinstance(cache, SlotKVCache) else slice(None)
             for array in held_arrays([cache]):
-                moved.append((array, place, first, array[place, ..., taken, :]))
+                moved.append((array, cache.place, first, array[cache.place, ..., taken, :]))
         # MLX writes into an array in place once nothing is left to read it. Without this, each
         # of these small writes would copy the cache of the whole context.
         mx.eval([new for *_, new in moved])

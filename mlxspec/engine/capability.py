@@ -414,11 +414,16 @@ def tree_agrees(model: nn.Module, start: int, noise: float, fill: bool) -> bool:
     for index, branch in enumerate(_BRANCHES):
         nodes = mx.array([0, *range(1 + index * _DEPTH, 1 + (index + 1) * _DEPTH)])
         expected = logits(model, (_ROOT, *branch), copy.deepcopy(before))
-        spread = mx.max(expected) - mx.min(expected)
-        error = mx.max(mx.abs(found[nodes] - expected))
-        if not (error <= 4 * noise + _LEAST_ROUNDING * spread).item():
+        if not _agrees(found[nodes], expected, noise):
             return False
     return True
+
+
+def _agrees(found: mx.array, expected: mx.array, noise: float) -> bool:
+    """Whether logits differ by no more than rounding; (rows, vocabulary) both."""
+    spread = mx.max(expected) - mx.min(expected)
+    error = mx.max(mx.abs(found - expected))
+    return cast(bool, (error <= 4 * noise + _LEAST_ROUNDING * spread).item())
 
 
 # --- several sequences in one forward ---
@@ -479,9 +484,6 @@ def joint_agrees(model: nn.Module, mode: JointMode, start: int, noise: float) ->
         mx.eval(found)
     except (AttributeError, IndexError, TypeError, ValueError):
         return False  # the model does more with keys, masks or positions than it is prepared for
-    for span, expected in zip(spans, alone, strict=True):
-        spread = mx.max(expected) - mx.min(expected)
-        error = mx.max(mx.abs(found[span] - expected))
-        if not (error <= 4 * noise + _LEAST_ROUNDING * spread).item():
-            return False
-    return True
+    return all(
+        _agrees(found[span], expected, noise) for span, expected in zip(spans, alone, strict=True)
+    )

@@ -109,13 +109,12 @@ class Joint:
 
     def leave(self, target: Target) -> None:
         """Give a target caches of its own again."""
-        if not any(other is target for other in self._seated):
+        if target not in self._seated:
             return
         target.use([_unseated(cache) for cache in target.cache])
         mx.eval(target.arrays)  # before somebody else has its slot
-        last = self._seated.pop()
+        slot, last = self._seated.index(target), self._seated.pop()
         if last is not target:
-            slot = next(slot for slot, other in enumerate(self._seated) if other is target)
             self._seated[slot] = last
             for cache in last.cache:
                 if isinstance(cache, SlotKVCache):
@@ -128,15 +127,14 @@ class Joint:
             lazy logits, (rows of all, vocabulary), and per member its rows, without those of
             pending tokens.
         """
-        order = self._order(members)
+        slots = {target: slot for slot, target in enumerate(self._seated)}
+        order = sorted(
+            range(len(members)), key=lambda index: slots.get(members[index].target, len(slots))
+        )
         ordered = [members[index] for index in order]
-        n_seated = len(self._seated) if len(order) >= len(self._seated) else 0
-        padded = None
-        if n_seated and all(
-            member.target is target
-            for member, target in zip(ordered[:n_seated], self._seated, strict=True)
-        ):
-            padded = PaddedRows([(target.length, tree) for target, _, tree in ordered[:n_seated]])
+        seated = [(target.length, tree) for target, _, tree in ordered if target in slots]
+        # Where not all of them take part, each is served by itself.
+        padded = PaddedRows(seated) if seated and len(seated) == len(slots) else None
         rows = [target.begin_forward(tokens, tree) for target, tokens, tree in ordered]
         positions: list[int] = []
         with ExitStack() as masked:
@@ -175,12 +173,6 @@ class Joint:
         layers = [_joint(each, spans, self.mode, padded) for each in zip(*caches, strict=True)]
         with self._positions.follow(mx.array(list(positions), dtype=mx.int32)):
             return self.model(mx.concatenate(list(tokens))[None], cache=layers)[0], spans
-
-    def _order(self, members: Sequence[JointRows]) -> list[int]:
-        """The members by index, those in slots first, in the order of these."""
-        slots = {id(target): slot for slot, target in enumerate(self._seated)}
-        last = len(slots)
-        return sorted(range(len(members)), key=lambda i: slots.get(id(members[i].target), last))
 
 
 def _unseated(cache: Any) -> Any:

@@ -6,10 +6,10 @@ each sequence. A sequence's cache stays a cache of its own: it can be read, writ
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, create_attention_mask
+from mlx_lm.models.cache import KVCache
+
+from .tree_attention import TreeSteps
 
 _STEP = 256  # positions that the arrays grow by, as mlx-lm's caches do
 
@@ -53,26 +53,22 @@ class Slots:
         self._shape = slots, positions
 
 
-class SlotKVCache:
+class SlotKVCache(TreeSteps):
     """The cache of one sequence, kept in a slot.
 
     Args:
         slots: of the layer.
         slot: the sequence's.
         offset: how many positions it holds.
-
-    Attributes:
-        rows: the rows of the tree step that is being run.
     """
 
     def __init__(self, slots: Slots, slot: int, offset: int) -> None:
         self.slots = slots
         self.slot = slot
         self.offset = offset
-        self.rows: Any = None
 
     @property
-    def place(self) -> slice:
+    def place(self) -> slice:  # type: ignore[override]
         """Where along the first axis of the layer's arrays the sequence stands."""
         return slice(self.slot, self.slot + 1)
 
@@ -107,17 +103,6 @@ class SlotKVCache:
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         place, held = self.place, slice(self.offset)
         return self.slots.keys[place, :, held], self.slots.values[place, :, held]
-
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | str | None:
-        if self.rows is not None:
-            return self.rows.mask(self.offset, window_size)
-        return create_attention_mask(N, self.offset, return_array, window_size)
-
-    def index(self, position: int) -> int:
-        """Where in the arrays the entry of a position stands."""
-        return position
 
     def is_trimmable(self) -> bool:
         return True

@@ -17,7 +17,6 @@ from ..draft.custom import not_a_draft
 from ..draft.drafter import Drafter, DraftTree, VerifiedStep, accept
 from .chooser import Chooser
 from .joint import Joint, JointRows
-from .params import SamplingParams
 from .target import Capability, Progress, Target
 
 _STEPS_BETWEEN_CLEARING = 256  # as mlx-lm: buffers of outgrown caches go back to the system
@@ -379,7 +378,7 @@ def dispatch(
             assert joint is not None
             logits, spans = joint.forward(rows)
         alike = len(rows) > 1 and all(s.chooser.greedy and not s.history for s in members)
-        together = Chooser(SamplingParams()).choose(logits, ()) if alike else None
+        together = next(iter(members)).chooser.choose(logits, ()) if alike else None
         for span, (sequence, (tree, unknown)) in zip(spans, members.items(), strict=True):
             with faults.of(sequence):
                 if together:

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import create_attention_mask
 
 from ..draft.drafter import DraftTree
 
@@ -86,6 +87,28 @@ class OpenMask:
         self._written = slice(0, rows), slice(cached, end)
         self._kept[self._written] = ancestors
         return self._kept[:rows, :end]
+
+
+class TreeSteps:
+    """What a tree step asks of a cache whose entries stand in the order of their positions."""
+
+    offset: int
+    rows: TreeRows | None = None
+    """The rows of the tree step that is being run."""
+
+    place = slice(None)
+    """Where along the first axis of the arrays the sequence stands."""
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        if self.rows is None:
+            return create_attention_mask(N, self.offset, return_array, window_size)
+        return self.rows.mask(self.offset, window_size)
+
+    def index(self, position: int) -> int:
+        """Where in the arrays the entry of a position stands."""
+        return position
 
 
 class _RowRoPE(nn.Module):

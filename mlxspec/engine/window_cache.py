@@ -36,6 +36,9 @@ class WindowKVCache:
     rows: TreeRows | None = None
     """The rows of the tree step that is being run."""
 
+    place = slice(None)
+    """Where along the first axis of the buffers the sequence stands."""
+
     def __init__(self, max_size: int, keep: int = 0) -> None:
         self.max_size = max_size
         self.keep = keep

@@ -166,7 +166,7 @@ class Decoder:
         Raises:
             PromptError, OptionError: as :meth:`decode`.
         """
-        return self._generate(prompt, max_tokens, options, self.new_drafter)
+        return responses(self.new_generation(prompt, max_tokens, options, self.new_drafter))
 
     def generate(
         self, prompt: Prompt, max_tokens: int = 250, color: bool = True, **options: Any
@@ -244,9 +244,10 @@ class Decoder:
                 draft.
             TypeError: there is no such option.
         """
-        return self._generate(
+        generation = self.new_generation(
             prompt, max_tokens, options, lambda session: drafter, record_time=record_time
         )
+        return responses(generation)
 
     def written(
         self, responses: Iterable[GenerationResponse], color: bool = True
@@ -268,21 +269,6 @@ class Decoder:
     def new_drafter(self, session: Session | None) -> Drafter:
         """The drafter of a generation with :meth:`stream`."""
         return self._make_drafter()
-
-    def _generate(
-        self,
-        prompt: Prompt,
-        max_tokens: int,
-        options: GenerationOptions,
-        make_drafter: MakeDrafter,
-        around: Callable[[CacheOwner, list[int]], CacheOwner] = lambda owner, tokens: owner,
-        record_time: RecordTime | None = None,
-    ) -> Generator[GenerationResponse, None, None]:
-        """As :meth:`decode`; the arguments are those of :meth:`new_generation`."""
-        generation = self.new_generation(
-            prompt, max_tokens, options, make_drafter, around, record_time
-        )
-        return responses(generation)
 
     def new_generation(
         self,

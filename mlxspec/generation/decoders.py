@@ -31,6 +31,7 @@ from ..store.store import open_store
 from .decoder import Decoder, drafter_maker
 from .options import GenerationOptions, Prompt
 from .response import GenerationResponse, GenerationResult
+from .responses import responses
 from .session import Session
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ class PromptLookupDecoder(Decoder):
         drafter, note = lookup_drafter(n_draft, ngram_max, ngram_min, prompt_lookup_config)
         if note:
             warnings.warn(note, stacklevel=2)
-        return self._generate(prompt, max_tokens, options, lambda session: drafter)
+        return responses(self.new_generation(prompt, max_tokens, options, lambda session: drafter))
 
     def prompt_lookup(
         self,
@@ -203,10 +204,10 @@ class PromptLookupDecoder(Decoder):
         Raises:
             PromptError, OptionError: as :meth:`Decoder.decode`.
         """
-        responses = self.stream(
+        stream = self.stream(
             prompt, max_tokens, n_draft, ngram_max, ngram_min, temp=temp, seed=seed, **options
         )
-        return self.written(responses, color)
+        return self.written(stream, color)
 
 
 class LookaheadDecoder(_PlannedDecoder):
@@ -272,7 +273,7 @@ class LookaheadDecoder(_PlannedDecoder):
                 return looks_ahead
             return self._plan([looks_ahead], branching=self.capability is Capability.TREE)
 
-        return self._generate(prompt, max_tokens, options, new_drafter)
+        return responses(self.new_generation(prompt, max_tokens, options, new_drafter))
 
     def lookahead(
         self,
@@ -299,8 +300,8 @@ class LookaheadDecoder(_PlannedDecoder):
             PromptError, OptionError: as :meth:`Decoder.decode`.
         """
         sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
-        responses = self.stream(prompt, max_tokens, *sizes, temp=temp, seed=seed, **options)
-        return self.written(responses, color)
+        stream = self.stream(prompt, max_tokens, *sizes, temp=temp, seed=seed, **options)
+        return self.written(stream, color)
 
 
 class CombinedDecoder(AutoDecoder):
@@ -355,7 +356,7 @@ class CombinedDecoder(AutoDecoder):
             branching = self.capability is Capability.TREE
             return self._plan(sources, branching=branching, costs=costs)
 
-        return self._generate(prompt, max_tokens, options, new_drafter)
+        return responses(self.new_generation(prompt, max_tokens, options, new_drafter))
 
 
 def _lookahead(

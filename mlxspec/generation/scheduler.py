@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mlx_lm.generate import generation_stream, wired_limit
@@ -73,7 +74,6 @@ class Scheduler:
         self._max_active = max_active
         self._stall = stall
         self._prefill_speed = 0.0  # tokens per second
-        self._batch: Batch | None = None
         self._waiting: deque[Job] = deque()
         self._prefilling: deque[Job] = deque()
         self._active: list[Job] = []
@@ -163,7 +163,7 @@ class Scheduler:
                     break
             else:
                 self._prefilling.remove(job)
-                self._batch_of().join(job.sequence)
+                self._batch.join(job.sequence)
                 self._active.append(job)
         except Exception as error:
             self._end(job, error)
@@ -178,7 +178,7 @@ class Scheduler:
         jobs = self._active.copy()
         sequences = [job.sequence for job in jobs if job.sequence]
         try:
-            outcomes = self._batch_of().step(sequences)
+            outcomes = self._batch.step(sequences)
         except Exception as error:  # of the forward itself: nobody's fault, and nobody can go on
             for job in jobs:
                 self._end(job, error)
@@ -208,15 +208,14 @@ class Scheduler:
                 jobs.remove(job)
         try:
             if job.sequence:
-                self._batch_of().leave(job.sequence)
+                self._batch.leave(job.sequence)
             if job.prefill:
                 job.prefill.close()
             job.generation.close()
         except Exception as failure:
             job.error = job.error or failure
 
-    def _batch_of(self) -> Batch:
-        if self._batch is None:
-            costs = self._decoder.costs if self._decoder.plans else None
-            self._batch = Batch(self._decoder.model, self._decoder.joint_mode, costs)
-        return self._batch
+    @cached_property
+    def _batch(self) -> Batch:
+        costs = self._decoder.costs if self._decoder.plans else None
+        return Batch(self._decoder.model, self._decoder.joint_mode, costs)

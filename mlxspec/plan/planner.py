@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from ..draft.drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
-from .cost_curve import USUAL_SYNC_OVERHEAD, Costs
+from .cost_curve import USUAL_SYNC_OVERHEAD, CostCurve, Costs
 from .policy import Policy, expected_shortfall, expected_tokens, price_of_time, replayed_costs
 
 # The running gain starts with that of a chain whose tokens each have a p_accept of 60 %
@@ -157,7 +157,6 @@ class Planner(Drafter):
 
     Attributes:
         policy: of the current generation.
-        pending: accepted tokens that the next step runs again (REPLAY).
     """
 
     def __init__(
@@ -177,7 +176,7 @@ class Planner(Drafter):
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
-        self.pending = 0
+        self._pending = 0
         self._given: Plan | None = None
         self.costs.move_to(len(prompt))
         self.policy = Policy(self._guarded)
@@ -188,19 +187,18 @@ class Planner(Drafter):
             source.begin(prompt)
 
     def search(
-        self, max_nodes: int, max_depth: int, costs: Costs, sequences: int = 1
+        self, max_nodes: int, max_depth: int, curve: CostCurve, least_p: Sequence[float]
     ) -> Candidates | None:
         """What may follow the current token; None where the policy skips the search.
 
         Args:
             max_nodes: how many candidates to return at most.
             max_depth: how deep they may be.
-            costs: of rows.
-            sequences: how many sequences share the step: a row takes time from them all.
+            curve: of rows.
+            least_p: as for :meth:`Source.candidates`.
         """
-        if self.policy.skips_search(costs.curve):
+        if self.policy.skips_search(curve):
             return None
-        least_p = [sequences * cost for cost in costs.curve.cheapest_rows]
         found = [
             source.candidates(max_nodes, max_depth, self.branching, least_p)
             for source in self._sources
@@ -212,10 +210,8 @@ class Planner(Drafter):
         self._given = plan
 
     def propose(self, max_depth: int) -> DraftTree:
-        self._plan, self._given = self._given or _NO_PLAN, None
-        if self._plan is _NO_PLAN:
-            self._plan = self._choose(max_depth)
-        plan = self._plan
+        self._plan = plan = self._given or self._choose(max_depth)
+        self._given = None
         if plan.candidates is None:
             self._draft = DraftTree.chain(self._last)
         elif not plan.rows_beside:
@@ -257,7 +253,7 @@ class Planner(Drafter):
         if shared:
             cost = plan.cost if step.drafted else 1.0
         else:
-            cost = costs.curve(self.pending + len(step.tree))
+            cost = costs.curve(self._pending + len(step.tree))
         self.policy.settle(
             step,
             cost=cost,
@@ -265,7 +261,7 @@ class Planner(Drafter):
             gain=plan.gain,
             probing=costs.wants_plain_steps,
         )
-        self.pending = step.pending
+        self._pending = step.pending
         self._last = step.tokens[-1]
         seconds = step.seconds - sum(source.spent for source in self._sources)
         for source in self._sources:
@@ -292,9 +288,9 @@ class Planner(Drafter):
 
     def _choose(self, max_depth: int) -> Plan:
         """Gather the candidates after the current token and choose how many to verify."""
-        costs, policy = self.costs, self.policy
-        max_nodes = max(0, costs.curve.widest - 1 - self.pending)
-        candidates = self.search(max_nodes, max_depth, costs)
+        costs, policy, curve = self.costs, self.policy, self.costs.curve
+        max_nodes = max(0, curve.widest - 1 - self._pending)
+        candidates = self.search(max_nodes, max_depth, curve, curve.cheapest_rows)
         if candidates is None:
             return _NO_PLAN
         if policy.probes:
@@ -332,19 +328,20 @@ class Planner(Drafter):
 
     def _gain_of_chain(self, p_reached: Sequence[float], guarded: bool) -> float:
         """The gain of a chain whose first 1, 2, … tokens are accepted with these probabilities."""
-        expected = expected_tokens(p_reached)
-        costs = self._costs_of(expected)
+        expected, plan = expected_tokens(p_reached), self._plan
+        if plan.costs:
+            # The sequence pays for what its rows take from all.
+            table = plan.costs.curve.table[1:]
+            costs: Sequence[float] = [0.0, *(1 + plan.sequences * (cost - 1) for cost in table)]
+        else:
+            costs = self._costs_of(expected)
         gain, _ = self.policy.best(expected, costs, lambda n: p_reached[:n], guarded=guarded)
         return gain
 
     def _costs_of(self, expected: Sequence[float]) -> Sequence[float]:
         """``costs[rows]``: T(rows) / T(1) of a step with ``rows`` rows besides pending ones."""
-        plan = self._plan
-        if plan.costs:
-            # The sequence pays for what its rows take from all.
-            return [0.0, *(1 + plan.sequences * (cost - 1) for cost in plan.costs.curve.table[1:])]
         table = self.costs.curve.table
-        return replayed_costs(expected, table, self.pending) if self._replays else table
+        return replayed_costs(expected, table, self._pending) if self._replays else table
 
 
 class Plan(NamedTuple):

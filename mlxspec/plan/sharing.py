@@ -7,10 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from .cost_curve import Costs
-from .planner import Candidates, Plan, Planner
+from .planner import Plan, Planner
 from .policy import expected_shortfall, expected_tokens, price_of_time
-
-_NO_CANDIDATES = Candidates(0)
 
 
 def share_rows(
@@ -39,12 +37,14 @@ def share_rows(
     """
     widest = costs.curve.widest
     max_nodes = max(0, widest - 1 - rows_taken)
+    # A row takes time from all sequences.
+    least_p = [sequences * cost for cost in costs.curve.cheapest_rows]
     found = [
-        planner.search(max_nodes, max_depth, costs, sequences)
+        planner.search(max_nodes, max_depth, costs.curve, least_p)
         for planner, max_depth in zip(planners, max_depths, strict=True)
     ]
     drafting = {
-        index
+        index: candidates
         for index, (planner, candidates) in enumerate(zip(planners, found, strict=True))
         if candidates is not None and not planner.policy.probes
     }
@@ -56,10 +56,7 @@ def share_rows(
     while drafting:
         # In the order in which they are chosen; a node's parent is before it.
         best_first = heapq.merge(
-            *(
-                [(-p, index) for p in (found[index] or _NO_CANDIDATES).p_reached]
-                for index in sorted(drafting)
-            )
+            *([(-p, index) for p in candidates.p_reached] for index, candidates in drafting.items())
         )
         order = [(index, -p) for p, index in best_first][:max_nodes]
         expected = [sequences - 1 + tokens for tokens in expected_tokens([p for _, p in order])]
@@ -79,12 +76,13 @@ def share_rows(
             index
             for index, n in shares.items()
             if not planners[index].policy.allows(
-                expected_shortfall(1 + extra * n, (found[index] or _NO_CANDIDATES).p_by_depth(n))
+                expected_shortfall(1 + extra * n, drafting[index].p_by_depth(n))
             )
         }
         if not refused:
             break
-        drafting -= refused
+        for index in refused:
+            del drafting[index]
         shares.clear()
     total = sum(shares.values())
     for index, (planner, candidates) in enumerate(zip(planners, found, strict=True)):

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from mlxspec.draft.drafter import DraftTree, NoDraft
 from mlxspec.engine.params import CacheOptions
-from mlxspec.engine.target import Capability, Target
+from mlxspec.engine.target import Capability
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import TruthDrafter
 from tests.support.examples import examples
-from tests.support.harness import run
+from tests.support.harness import next_logits, run
 
 pytestmark = pytest.mark.slow
 
@@ -86,10 +86,6 @@ class DrawnTrees(TruthDrafter):
 
     def end(self) -> None:
         pass
-
-
-def next_logits(target: Target, token: int) -> mx.array:
-    return target.forward(mx.array([token]), DraftTree.chain(token))[-1]
 
 
 @pytest.mark.parametrize("name", KINDS)

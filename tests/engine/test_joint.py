@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.draft.drafter import DraftTree, NoDraft
+from mlxspec.draft.drafter import NoDraft
 from mlxspec.draft.lookahead import LookaheadDrafter
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine.capability import finite, joint_mode
@@ -22,11 +22,10 @@ from mlxspec.engine.joint import Joint, JointMode
 from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.step import DecodedStep, Sequence, joint_step
-from mlxspec.engine.target import Target
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import HostileDrafter
 from tests.support.examples import examples
-from tests.support.harness import Run, new_target, run
+from tests.support.harness import Run, new_target, next_logits, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
 
@@ -104,10 +103,6 @@ def member_of(model: nn.Module, plan: Plan) -> Member:
         ends=lambda _: False,
     )
     return Member(plan, sequence, alone, [], [])
-
-
-def next_logits(target: Target, token: int) -> mx.array:
-    return target.forward(mx.array([token]), DraftTree.chain(token))[-1]
 
 
 def assert_wrote_what_it_writes_alone(member: Member) -> None:

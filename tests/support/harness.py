@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxspec.draft.drafter import Drafter, NoDraft
+from mlxspec.draft.drafter import Drafter, DraftTree, NoDraft
 from mlxspec.engine import step as engine
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.chooser import Chooser
@@ -43,6 +43,11 @@ def new_target(
 ) -> Target:
     """The model with an empty cache."""
     return target_for(model, capability, vocabulary_size(model), cache)
+
+
+def next_logits(target: Target, token: int) -> mx.array:
+    """The logits after one more row, (vocabulary,)."""
+    return target.forward(mx.array([token]), DraftTree.chain(token))[-1]
 
 
 def decode(
