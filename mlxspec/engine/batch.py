@@ -33,10 +33,14 @@ class Batch:
         if self._joint:
             self._joint.join(sequence.target)
 
-    def leave(self, sequence: Sequence) -> None:
-        """A sequence takes no more part; it is to be closed after this."""
+    def leave(self, sequence: Sequence, keep: bool = True) -> None:
+        """A sequence takes no more part; it is to be closed after this.
+
+        Args:
+            keep: whether somebody needs what its target's caches hold.
+        """
         if self._joint:
-            self._joint.leave(sequence.target)
+            self._joint.leave(sequence.target, keep)
 
     def step(self, sequences: Several[Sequence]) -> list[DecodedStep | Exception]:
         """Run one step of each sequence, as :func:`mlxspec.engine.step.joint_step`."""

@@ -32,6 +32,10 @@ from .tree_attention import RowPositions, TreeRows
 # what is needed may be read, and so many positions more.
 _MOST_PADDING, _SHORT = 2, 4096
 
+# What one more call of attention takes beside its work, as rows times positions of a usual layer
+# (32 heads of 128): some ten operations on a CPU, a launch on a GPU.
+_CALL = 1024
+
 
 class JointMode(enum.Enum):
     """How several sequences share one forward of a model, the cheapest first."""
@@ -107,11 +111,15 @@ class Joint:
         self._slots = slots
         self._seated.append(target)
 
-    def leave(self, target: Target) -> None:
-        """Give a target caches of its own again."""
+    def leave(self, target: Target, keep: bool = True) -> None:
+        """Let a target take no more part.
+
+        Args:
+            keep: whether it gets caches of its own again; otherwise it cannot be used any more.
+        """
         if target not in self._seated:
             return
-        target.use([_unseated(cache) for cache in target.cache])
+        target.use([_unseated(cache) for cache in target.cache] if keep else [])
         mx.eval(target.arrays)  # before somebody else has its slot
         slot, last = self._seated.index(target), self._seated.pop()
         if last is not target:
@@ -119,6 +127,8 @@ class Joint:
             for cache in last.cache:
                 if isinstance(cache, SlotKVCache):
                     cache.move(slot)
+        if not self._seated:
+            self._slots = []
 
     def forward(self, members: Sequence[JointRows]) -> tuple[mx.array, list[slice]]:
         """Run the rows of several sequences, without waiting for the result.
@@ -127,14 +137,13 @@ class Joint:
             lazy logits, (rows of all, vocabulary), and per member its rows, without those of
             pending tokens.
         """
-        slots = {target: slot for slot, target in enumerate(self._seated)}
+        trees = {target: tree for target, _, tree in members}
+        padded = PaddedRows.of([(target.length, trees.get(target)) for target in self._seated])
+        seats = {self._seated[slot]: slot for slot in padded.slots} if padded else {}
         order = sorted(
-            range(len(members)), key=lambda index: slots.get(members[index].target, len(slots))
+            range(len(members)), key=lambda index: seats.get(members[index].target, len(trees))
         )
         ordered = [members[index] for index in order]
-        seated = [(target.length, tree) for target, _, tree in ordered if target in slots]
-        # Where not all of them take part, each is served by itself.
-        padded = PaddedRows(seated) if seated and len(seated) == len(slots) else None
         rows = [target.begin_forward(tokens, tree) for target, tokens, tree in ordered]
         positions: list[int] = []
         with ExitStack() as masked:
@@ -163,7 +172,7 @@ class Joint:
             tokens: per sequence, (rows,).
             positions: of all rows.
             caches: per sequence its caches, one a layer.
-            padded: the rows of the first sequences, if their caches stand in slots in this order.
+            padded: the rows of the first sequences, whose caches stand in slots in this order.
 
         Returns:
             lazy logits, (rows of all, vocabulary), and per sequence its rows.
@@ -185,51 +194,96 @@ def _unseated(cache: Any) -> Any:
 
 
 class PaddedRows:
-    """The rows of sequences whose caches stand in slots, padded to the same number.
+    """The rows of sequences whose caches stand in slots, padded to the same number in each slot.
 
     Args:
-        members: per slot, how many positions its cache holds, and the tree of its rows. These
-            are the first rows of the forward.
+        lengths: per slot, how many positions its cache holds.
+        trees: per slot the tree of its rows, or None where the sequence is served by itself or
+            takes no part. These are the first rows of the forward, in this order.
 
     Attributes:
-        n_slots: how many sequences these are.
+        slots: those that have rows here.
+        n_slots: how many slots there are in all.
         longest: how many positions the longest context has with its rows.
     """
 
-    def __init__(self, members: Sequence[tuple[int, DraftTree]]) -> None:
-        self._members = members
-        sizes = [len(tree) for _, tree in members]
-        self.n_slots = len(members)
-        self.longest = max(length + len(tree) for length, tree in members)
+    def __init__(self, lengths: Sequence[int], trees: Sequence[DraftTree | None]) -> None:
+        self._lengths, self._trees = lengths, trees
+        sizes = [len(tree) if tree else 0 for tree in trees]
+        self.slots = [slot for slot, size in enumerate(sizes) if size]
+        self.n_slots = len(trees)
         self._rows, self._most = sum(sizes), max(sizes)
+        self.longest = max(lengths) + self._most
         self._equal = min(sizes) == self._most
         if not self._equal:
-            starts = [0, *itertools.accumulate(sizes)]
+            ends = list(itertools.accumulate(sizes))
             # Any row will do as padding: what comes of it is dropped.
             padded = [
-                starts[slot] + min(row, size - 1)
-                for slot, size in enumerate(sizes)
+                max(0, end - size + min(row, size - 1))
+                for size, end in zip(sizes, ends, strict=True)
                 for row in range(self._most)
             ]
             kept = [
                 slot * self._most + row for slot, size in enumerate(sizes) for row in range(size)
             ]
             self._padded, self._kept = mx.array(padded), mx.array(kept)
+        starts = mx.array(list(lengths))[:, None]
+        self._places = (starts + mx.arange(self._most))[:, None, :, None]
         self._masks: dict[int | None, mx.array] = {}
+
+    @classmethod
+    def of(cls, seated: Sequence[tuple[int, DraftTree | None]]) -> PaddedRows | None:
+        """The rows that are served together in the least time; None where each is by itself.
+
+        Args:
+            seated: per slot how many positions its cache holds, and the tree of its rows, or None
+                if it takes no part.
+        """
+        lengths = [length for length, _ in seated]
+        sizes = [len(tree) if tree else 0 for _, tree in seated]
+
+        def time_of(most: int) -> int:
+            """Of attention, where sequences of more rows are served by themselves."""
+            alone = [
+                size * (length + size) + _CALL
+                for length, size in zip(lengths, sizes, strict=True)
+                if size > most
+            ]
+            together = len(seated) * most * (max(lengths) + most) + _CALL if most else 0
+            return sum(alone) + together
+
+        most = min({0, *sizes}, key=time_of)
+        if not most:
+            return None
+        return cls(lengths, [tree if tree and len(tree) <= most else None for _, tree in seated])
+
+    def write(self, slots: Slots, keys: mx.array, values: mx.array) -> None:
+        """Append rows of all, (1, heads, rows, dim), to what stands in a layer's slots.
+
+        Behind them stands what came of the padding, where nobody looks, and where a sequence that
+        is served by itself writes its own rows.
+        """
+        slots.write(self._places, self.longest, self.spread(keys), self.spread(values))
 
     def spread(self, rows: mx.array) -> mx.array:
         """Rows of all, (1, heads, rows, dim), as (slots, heads, most rows, dim)."""
-        each = rows[0, :, : self._rows].swapaxes(0, 1)
+        each = rows.transpose(2, 1, 0, 3)  # (rows, heads, 1, dim)
         if not self._equal:
             each = each[self._padded]
-        return each.reshape(self.n_slots, self._most, *each.shape[1:]).swapaxes(1, 2)
+        elif len(each) > self._rows:
+            each = each[: self._rows]
+        if self._most == 1:
+            return each
+        return each.reshape(self.n_slots, self._most, *rows.shape[1::2]).swapaxes(1, 2)
 
     def gathered(self, spread: mx.array) -> mx.array:
-        """The inverse of :meth:`spread`, without rows of sequences that are in no slot."""
-        each = spread.swapaxes(1, 2).reshape(-1, spread.shape[1], spread.shape[3])
+        """The inverse of :meth:`spread`, without the rows that are not padded."""
+        each = spread
+        if self._most > 1:
+            each = each.swapaxes(1, 2).reshape(-1, each.shape[1], 1, each.shape[3])
         if not self._equal:
             each = each[self._kept]
-        return each.swapaxes(0, 1)[None]
+        return each.transpose(2, 1, 0, 3)
 
     def mask(self, window_size: int | None) -> mx.array:
         """What rows attend to, (slots, 1, most rows, longest); made once for all layers.
@@ -243,7 +297,7 @@ class PaddedRows:
 
     def _mask(self, window_size: int | None) -> mx.array:
         entries = mx.arange(self.longest)
-        lengths = mx.array([length for length, _ in self._members])[:, None]
+        lengths = mx.array(list(self._lengths))[:, None]
         behind = entries - lengths  # (slots, longest): the row that an entry belongs to
         if self._most == 1:
             seen = (behind <= 0)[:, None]
@@ -252,9 +306,10 @@ class PaddedRows:
             return seen[:, None]
         shape = self.n_slots, self._most
         related, depths = np.zeros((*shape, self._most), bool), np.zeros(shape, np.int32)
-        for slot, (_, tree) in enumerate(self._members):
-            related[slot, : len(tree), : len(tree)] = tree.ancestors()
-            depths[slot, : len(tree)] = tree.depths
+        for slot, tree in enumerate(self._trees):
+            if tree:
+                related[slot, : len(tree), : len(tree)] = tree.ancestors()
+                depths[slot, : len(tree)] = tree.depths
         row = mx.clip(behind, 0, self._most - 1)
         across = mx.broadcast_to(row[:, None], (*shape, self.longest))
         own = mx.take_along_axis(mx.array(related), across, axis=2)
@@ -286,7 +341,7 @@ class _JointCache:
         members: per sequence its cache.
         spans: per sequence its rows.
         mode: the model's.
-        padded: the rows of the first sequences, if their caches stand in slots.
+        padded: the rows of the first sequences, whose caches stand in slots.
     """
 
     offset = 0
@@ -303,27 +358,24 @@ class _JointCache:
         self._spans = spans
         self._mode = mode
         self._padded = padded
-        self._alone = padded.n_slots if padded else 0
-        """The first sequence whose cache stands in no slot."""
+        self._alone = len(padded.slots) if padded else 0
+        """The first sequence that is served by itself."""
         self._entries: list[tuple[Any, Any]] = []
         if mode is JointMode.BLOCK and hasattr(members[0], "bits"):
             self.bits, self.group_size = members[0].bits, members[0].group_size
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append each sequence's rows to its cache; the keys and values that rows may see."""
-        self._entries = []
-        for index, (member, *new) in enumerate(
-            zip(self._members, self._each(keys), self._each(values), strict=True)
-        ):
-            if index < self._alone:
-                member.append(*new)
-            else:
-                self._entries.append(member.update_and_fetch(*new))
+        if self._padded:
+            self._padded.write(self._members[0].slots, keys, values)
+            for member, span in zip(self._members[: self._alone], self._spans, strict=False):
+                member.offset += span.stop - span.start
+        alone = slice(self._alone, None)
+        self._entries = [
+            member.update_and_fetch(keys[:, :, span], values[:, :, span])
+            for member, span in zip(self._members[alone], self._spans[alone], strict=True)
+        ]
         return self.state
-
-    def _each(self, rows: mx.array) -> list[mx.array]:
-        """Per sequence its rows, (1, heads, rows, dim)."""
-        return list(mx.split(rows, [span.stop for span in self._spans[:-1]], axis=2))
 
     @property
     def state(self) -> tuple[Any, Any]:
@@ -357,7 +409,7 @@ class JointMask(NamedTuple):
     """What rows of a joint forward see.
 
     Attributes:
-        masks: per sequence that stands in no slot, as its cache makes it.
+        masks: per sequence that is served by itself, as its cache makes it.
         padded: of the others, from :class:`PaddedRows`.
     """
 
@@ -369,7 +421,7 @@ class JointEntries(NamedTuple):
     """In place of one layer's keys, and of its values: those of each sequence.
 
     Attributes:
-        spans, entries, caches: per sequence that stands in no slot its rows, its keys and
+        spans, entries, caches: per sequence that is served by itself its rows, its keys and
             values, and its cache.
         padded: the rows of the others, which come first.
         slots: their keys and values.
@@ -429,7 +481,7 @@ def _attention_of_each(
     ):
         own_named = named | {"cache": cache, "mask": own_mask}
         outputs.append(_attention(queries[:, :, span], *own, **own_named))
-    return mx.concatenate(outputs, axis=2)
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
 def _dispatch_attention(model: nn.Module) -> None:

@@ -42,7 +42,7 @@ class Slots:
         before = self._shape
         if slots <= before[0] and positions <= before[1]:
             return
-        slots = before[0] if slots <= before[0] else max(slots, 2 * before[0])
+        slots = max(slots, before[0])
         positions = before[1] if positions <= before[1] else -(-positions // _STEP) * _STEP
 
         def grown(array: mx.array) -> mx.array:
@@ -51,6 +51,23 @@ class Slots:
 
         self.keys, self.values = grown(self.keys), grown(self.values)
         self._shape = slots, positions
+
+    def write(self, places: mx.array, end: int, keys: mx.array, values: mx.array) -> None:
+        """Write a step's rows into the first slots.
+
+        Args:
+            places: where along the positions, (slots, 1, rows, 1).
+            end: behind the last of them.
+            keys, values: (slots, heads, rows, head_dim).
+        """
+        self.make_room(0, end)
+        unused = self._shape[0] - len(places)
+        if unused:
+            rows = [(0, unused), (0, 0), (0, 0), (0, 0)]
+            places, keys, values = (mx.pad(array, rows) for array in (places, keys, values))
+        # In one operation each: writing slot by slot takes two for each sequence and layer.
+        self.keys = mx.put_along_axis(self.keys, places, keys, axis=2)
+        self.values = mx.put_along_axis(self.values, places, values, axis=2)
 
 
 class SlotKVCache(TreeSteps):
@@ -87,17 +104,12 @@ class SlotKVCache(TreeSteps):
     def values(self) -> mx.array:
         return self.slots.values
 
-    def append(self, keys: mx.array, values: mx.array) -> None:
-        """Append a step's rows, (1, heads, rows, head_dim)."""
-        start, end = self.offset, self.offset + keys.shape[2]
-        self.slots.make_room(0, end)
-        self.slots.keys[self.place, :, start:end] = keys
-        self.slots.values[self.place, :, start:end] = values
-        self.offset = end
-
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append a step's rows; returns all keys and values."""
-        self.append(keys, values)
+        start, self.offset = self.offset, self.offset + keys.shape[2]
+        self.slots.make_room(0, self.offset)
+        self.slots.keys[self.place, :, start : self.offset] = keys
+        self.slots.values[self.place, :, start : self.offset] = values
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:

@@ -178,8 +178,9 @@ class Target:
 
         Args:
             tokens: of the prompt.
-            chunk: returns the size of the next chunk; by default, and where the cache is to be
-                quantised between two chunks, ``prefill_step_size`` of the options.
+            chunk: returns the size of the next chunk, if that is to be smaller than
+                ``prefill_step_size`` of the options; not asked where the cache is to be quantised
+                between two chunks.
 
         Yields:
             how many tokens are done: before each chunk, and at the end.
@@ -196,7 +197,7 @@ class Target:
                     self._mark()
                 size = self.options.prefill_step_size
                 if chunk and not self._quantizes_later:
-                    size = chunk()
+                    size = min(size, chunk())
                 end = min(start + size, early if start < early else len(tokens))
                 self._prefill_chunk(tokens[start:end])
                 start = end

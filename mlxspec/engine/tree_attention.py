@@ -128,8 +128,9 @@ class _RowRoPE(nn.Module):
         depths = self._positions.depths_here()
         if depths is None:
             return self._rope(x, offset=offset, **kwargs)
+        positions = depths if isinstance(offset, int) and offset == 0 else offset + depths
         # x: (1, heads, rows, head_dim) -> (rows, heads, 1, head_dim) and back
-        rotated = self._rope(x.transpose(2, 1, 0, 3), offset=offset + depths, **kwargs)
+        rotated = self._rope(x.transpose(2, 1, 0, 3), offset=positions, **kwargs)
         return rotated.transpose(2, 1, 0, 3)
 
 

@@ -28,6 +28,9 @@ pipelined."""
 class CacheOwner:
     """Owns the caches that a generation continues; by default nobody else uses them meanwhile."""
 
+    keeps = True
+    """Whether somebody needs the caches after the generation's end."""
+
     def take(self, close: Callable[[], None]) -> tuple[Target, int]:
         """Begin: the target, and how many of the prompt's tokens its cache holds.
 
@@ -49,6 +52,8 @@ class CacheOwner:
 
 class NewCache(CacheOwner):
     """Caches of the generation's own, which end with it."""
+
+    keeps = False
 
     def __init__(self, new_target: Callable[[], Target]) -> None:
         self._new_target = new_target

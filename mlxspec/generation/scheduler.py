@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator
@@ -50,16 +51,17 @@ class Job:
 class Scheduler:
     """Runs several generations of a decoder, whose rows share one forward where the model allows.
 
-    Every turn runs one chunk of one prompt at most, and then a step of every generation whose
-    prompt is done. New generations wait in the order in which they came; prompts that are being
-    run take turns. So each one goes on, whatever the others do. What a generation's drafter,
-    processor or consumer raises ends that one alone.
+    Every turn runs chunks of prompts for as long as running generations may wait, and then a step
+    of every generation whose prompt is done. New generations wait in the order in which they came;
+    prompts that are being run take turns. So each one goes on, whatever the others do. What a
+    generation's drafter, processor or consumer raises ends that one alone.
 
     Args:
         decoder: its model, tokenizer and drafter are used.
         max_active: how many generations run at once at most; the others wait.
-        stall: seconds for which running generations may wait for a chunk of another's prompt.
-            Chunks are made so long by the speed of those before.
+        stall: seconds for which running generations may wait for others' prompts between two
+            steps. Chunks are made so long by the speed of those before. With ``math.inf`` all
+            prompts run first, which takes the least time in all.
 
     Raises:
         OptionError: ``max_active`` is below 1, or ``stall`` is no positive number.
@@ -115,15 +117,13 @@ class Scheduler:
                 pass
 
     def turn(self) -> bool:
-        """Run one chunk of a prompt at most, and one step of each active generation.
+        """Run prompts for a while, and one step of each active generation.
 
         Returns:
             whether there is anything left to do.
         """
         self._admit()
-        if self._prefilling:
-            self._prefilling.rotate(-1)
-            self._run_chunk(self._prefilling[-1])
+        self._prefill()
         if self._active:
             self._step()
         await_at_exit()
@@ -145,11 +145,23 @@ class Scheduler:
             job.prefill = job.sequence.begin_in_chunks(self._chunk)
             self._prefilling.append(job)
 
+    def _prefill(self) -> None:
+        """Run a chunk of a prompt, and others while running generations may wait."""
+        self._deadline = math.inf
+        while self._prefilling:
+            if self._active and self._deadline == math.inf:
+                self._deadline = time.perf_counter() + self._stall
+            self._prefilling.rotate(-1)
+            self._run_chunk(self._prefilling[-1])
+            if self._active and time.perf_counter() >= self._deadline:
+                return
+
     def _chunk(self) -> int:
-        """How many tokens of a prompt to run in this turn."""
-        if not self._active:
+        """How many tokens of a prompt to run next."""
+        if self._deadline == math.inf:
             return _MOST_CHUNK
-        return min(_MOST_CHUNK, max(_LEAST_CHUNK, int(self._prefill_speed * self._stall)))
+        seconds = self._deadline - time.perf_counter()
+        return max(_LEAST_CHUNK, int(min(_MOST_CHUNK, self._prefill_speed * seconds)))
 
     def _run_chunk(self, job: Job) -> None:
         """Run the next chunk of a prompt; with the last one the generation becomes active."""
@@ -208,7 +220,7 @@ class Scheduler:
                 jobs.remove(job)
         try:
             if job.sequence:
-                self._batch.leave(job.sequence)
+                self._batch.leave(job.sequence, keep=job.generation.owner.keeps)
             if job.prefill:
                 job.prefill.close()
             job.generation.close()

@@ -232,34 +232,50 @@ class Planner(Drafter):
         or where one would if the likeliest token came. Where the sync overhead is high, the
         guard must allow that draft, too.
         """
-        plan = self._plan
-        candidates, costs = plan.candidates, plan.costs or self.costs
-        # All sequences of a joint step wait.
-        sync_overhead = plan.sequences * costs.sync_overhead
-        if costs.wants_plain_steps or candidates is None:
+        plan, costs = self._plan, self.costs
+        if plan.joint:
+            return plan.joint.pipelined
+        if costs.wants_plain_steps or plan.candidates is None:
             return True
-        if self.policy.gain > sync_overhead:
-            return False
-        branch = candidates.first_branch()
+        overhead = costs.sync_overhead
+        return (
+            self.policy.gain <= overhead
+            and self.gain_of_waiting(plan.candidates, None, overhead) <= overhead
+        )
+
+    def gain_of_waiting(
+        self, candidates: Candidates | None, costs: Sequence[float] | None, sync_overhead: float
+    ) -> float:
+        """What a draft after the next token gains on average, if the step waits for that token.
+
+        Args:
+            candidates: after the current token; None where none were searched for.
+            costs: ``costs[rows]`` is what a step with so many rows costs; by default one of this
+                sequence alone.
+            sync_overhead: of such a step.
+        """
+        branch = candidates.first_branch() if candidates else []
         if len(branch) < 2:
-            return True
+            return self.policy.gain
         then = [probability / branch[0] for probability in branch[1:]]
-        guarded = costs.sync_overhead > USUAL_SYNC_OVERHEAD
-        return branch[0] * self._gain_of_chain(then, guarded) <= sync_overhead
+        guarded = sync_overhead > USUAL_SYNC_OVERHEAD
+        return max(self.policy.gain, branch[0] * self._gain_of_chain(then, guarded, costs))
 
     def observe(self, step: VerifiedStep) -> None:
-        plan, costs = self._plan, self._plan.costs or self.costs
-        shared = costs is not self.costs
-        if shared:
-            cost = plan.cost if step.drafted else 1.0
+        plan, charge = self._plan, None
+        if plan.joint:
+            drafted = step.rows - step.sequences
+            cost = plan.joint.costs.curve(1 + drafted)
+            charge = plan.joint.charge if drafted else 1.0
         else:
-            cost = costs.curve(self._pending + len(step.tree))
+            cost = self.costs.curve(self._pending + len(step.tree))
         self.policy.settle(
             step,
-            cost=cost,
+            cost,
             chosen=plan.n_draft > 0 or plan.rows_beside > 0,
             gain=plan.gain,
-            probing=costs.wants_plain_steps,
+            probing=(plan.joint.costs if plan.joint else self.costs).wants_plain_steps,
+            charge=charge,
         )
         self._pending = step.pending
         self._last = step.tokens[-1]
@@ -268,8 +284,8 @@ class Planner(Drafter):
             source.observe(step, searched=plan.candidates is not None)
         # First: a lent cache may have made it longer than the prompt.
         self.costs.move_to(step.context)
-        if not shared:
-            costs.record(step.rows, seconds, step.pipelined)
+        if not plan.joint:
+            self.costs.record(step.rows, seconds, step.pipelined)
 
     def end(self) -> None:
         with ExitStack() as ending:
@@ -326,15 +342,13 @@ class Planner(Drafter):
         gain += earned - price * (costs[1] - table[1])
         return Plan(candidates, n_draft, max(gain, 0.0), rows)
 
-    def _gain_of_chain(self, p_reached: Sequence[float], guarded: bool) -> float:
+    def _gain_of_chain(
+        self, p_reached: Sequence[float], guarded: bool, costs: Sequence[float] | None = None
+    ) -> float:
         """The gain of a chain whose first 1, 2, … tokens are accepted with these probabilities."""
-        expected, plan = expected_tokens(p_reached), self._plan
-        if plan.costs:
-            # The sequence pays for what its rows take from all.
-            table = plan.costs.curve.table[1:]
-            costs: Sequence[float] = [0.0, *(1 + plan.sequences * (cost - 1) for cost in table)]
-        else:
-            costs = self._costs_of(expected)
+        expected = expected_tokens(p_reached)
+        costs = costs or self._costs_of(expected)
+        expected = expected[: len(costs) - 1]
         gain, _ = self.policy.best(expected, costs, lambda n: p_reached[:n], guarded=guarded)
         return gain
 
@@ -342,6 +356,20 @@ class Planner(Drafter):
         """``costs[rows]``: T(rows) / T(1) of a step with ``rows`` rows besides pending ones."""
         table = self.costs.curve.table
         return replayed_costs(expected, table, self._pending) if self._replays else table
+
+
+class JointStep(NamedTuple):
+    """What a sequence has to know of a step that it shares with others.
+
+    Attributes:
+        costs: of such steps; one row is a plain step of all sequences.
+        charge: the part of the step's time that the sequence's guard pays, in plain steps.
+        pipelined: whether the next step may be dispatched before this one's tokens are known.
+    """
+
+    costs: Costs
+    charge: float
+    pipelined: bool
 
 
 class Plan(NamedTuple):
@@ -352,18 +380,14 @@ class Plan(NamedTuple):
         n_draft: how many of them to verify.
         gain: what these gain, in tokens.
         rows_beside: rows that are verified beside them.
-        costs: of a joint step's rows; None for a step of the sequence alone.
-        cost: the sequence's share of a joint step's time, in plain joint steps.
-        sequences: how many sequences share the step.
+        joint: how the step is shared; None for a step of the sequence alone.
     """
 
     candidates: Candidates | None
     n_draft: int
     gain: float
     rows_beside: int = 0
-    costs: Costs | None = None
-    cost: float = 1.0
-    sequences: int = 1
+    joint: JointStep | None = None
 
 
 _NO_PLAN = Plan(None, 0, 0.0)

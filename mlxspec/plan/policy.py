@@ -6,6 +6,7 @@ from: docs/planner-notes.md, "Constants".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from ..draft.drafter import VerifiedStep
@@ -125,10 +126,22 @@ class Policy:
 
     def allows(self, shortfall: float) -> bool:
         """Whether the guard lets a draft of this expected shortfall be verified."""
-        return not self._guarded or shortfall <= _RISKED_SHARE * self.bank
+        return shortfall <= self.allowed_shortfall
+
+    @property
+    def allowed_shortfall(self) -> float:
+        """The expected shortfall up to which the guard lets a draft be verified."""
+        return _RISKED_SHARE * self.bank if self._guarded else math.inf
 
     def settle(
-        self, step: VerifiedStep, cost: float, *, chosen: bool, gain: float, probing: bool
+        self,
+        step: VerifiedStep,
+        cost: float,
+        *,
+        chosen: bool,
+        gain: float,
+        probing: bool,
+        charge: float | None = None,
     ) -> None:
         """Account for a step that ran.
 
@@ -138,6 +151,8 @@ class Policy:
             chosen: whether a draft was chosen, verified or not.
             gain: its gain, 0 for none.
             probing: whether plain steps are wanted.
+            charge: what the guard takes for the step, where that is not its cost: several
+                sequences share it.
         """
         emitted = len(step.tokens)
         self._drafted_last = step.drafted > 0
@@ -145,7 +160,7 @@ class Policy:
         self._probe_step = self._probe_step + 1 if probing else 0
         self.gain += _CHANGE * (gain - self.gain)
         self.rate += _CHANGE * (emitted / cost - self.rate)
-        self.bank += _INCOME * emitted - cost
+        self.bank += _INCOME * emitted - (cost if charge is None else charge)
 
 
 def expected_tokens(p_reached: Sequence[float]) -> list[float]:

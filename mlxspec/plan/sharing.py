@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from .cost_curve import Costs
-from .planner import Plan, Planner
-from .policy import expected_shortfall, expected_tokens, price_of_time
+from .planner import Candidates, JointStep, Plan, Planner
+from .policy import expected_tokens, price_of_time
 
 
 def share_rows(
@@ -22,10 +24,11 @@ def share_rows(
     """Plan the next step of several sequences together.
 
     The candidates of all of them are sorted by their probabilities, and the number is chosen at
-    which the tokens expected of all sequences less the price of the step's time are greatest: for
-    one sequence that is what :class:`Planner` does. What the drafts cost beyond a plain step of
-    all is charged to the sequences that draft, in proportion to their rows, and each one's guard
-    has to allow its part.
+    which the tokens expected of all sequences less the price of the step's time are greatest, as
+    far as the guard allows: for one sequence that is what :class:`Planner` does. Everybody waits
+    for a draft, so the sequences guard their time together: what their banks hold in all pays for
+    a step that fails, and what a step costs beyond a plain one is charged to those who draft, in
+    proportion to their rows.
 
     Args:
         planners: of the sequences that plan their drafts, in the middle of a generation.
@@ -35,58 +38,108 @@ def share_rows(
         sequences: how many sequences share the step, those without a planner included.
         rows_taken: draft rows and pending rows that the step has in any case.
     """
-    widest = costs.curve.widest
-    max_nodes = max(0, widest - 1 - rows_taken)
+    max_nodes = max(0, costs.curve.widest - 1 - rows_taken)
     # A row takes time from all sequences.
     least_p = [sequences * cost for cost in costs.curve.cheapest_rows]
     found = [
         planner.search(max_nodes, max_depth, costs.curve, least_p)
         for planner, max_depth in zip(planners, max_depths, strict=True)
     ]
+    table = [0.0, *costs.curve.table[1 + rows_taken :]]
     drafting = {
         index: candidates
         for index, (planner, candidates) in enumerate(zip(planners, found, strict=True))
         if candidates is not None and not planner.policy.probes
     }
-    table = [0.0, *costs.curve.table[1 + rows_taken :]]
-    rate = sum(planner.policy.rate for planner in planners) + sequences - len(planners)
-    restart_cost = min(planner.policy.restart_cost(costs.sync_overhead) for planner in planners)
-    shares: Counter[int] = Counter()
-    gain = extra = 0.0
-    while drafting:
-        # In the order in which they are chosen; a node's parent is before it.
-        best_first = heapq.merge(
-            *([(-p, index) for p in candidates.p_reached] for index, candidates in drafting.items())
-        )
-        order = [(index, -p) for p, index in best_first][:max_nodes]
-        expected = [sequences - 1 + tokens for tokens in expected_tokens([p for _, p in order])]
-        price = price_of_time(expected, table, rate)
-        gain, n_draft = max(
-            (
-                tokens
-                - expected[0]
-                - price * (table[n + 1] - table[1] + (restart_cost if n else 0)),
-                n,
-            )
-            for n, tokens in enumerate(expected)
-        )
-        shares = Counter(index for index, _ in order[:n_draft])
-        extra = sequences * (table[n_draft + 1] / table[1] - 1) / max(n_draft, 1)
-        refused = {
-            index
-            for index, n in shares.items()
-            if not planners[index].policy.allows(
-                expected_shortfall(1 + extra * n, drafting[index].p_by_depth(n))
-            )
-        }
-        if not refused:
-            break
-        for index in refused:
-            del drafting[index]
-        shares.clear()
-    total = sum(shares.values())
+    # In the order in which they are chosen; a node's parent is before it.
+    best_first = heapq.merge(
+        *([(-p, index) for p in candidates.p_reached] for index, candidates in drafting.items())
+    )
+    order = [(index, -p) for p, index in best_first][:max_nodes]
+    gain, shares = _best(order, drafting, table, planners, sequences, costs.sync_overhead)
+    n_draft = sum(shares.values())
+    further = sequences * (table[n_draft + 1] / table[1] - 1)
+    pipelined = not n_draft and (
+        costs.wants_plain_steps
+        or _gain_of_waiting(planners, found, table, sequences, costs.sync_overhead)
+        <= sequences * costs.sync_overhead
+    )
     for index, (planner, candidates) in enumerate(zip(planners, found, strict=True)):
-        n_draft = shares[index]
-        own_gain = gain * n_draft / total if n_draft else 0.0
-        plan = Plan(candidates, n_draft, own_gain, 0, costs, 1 + extra * n_draft, sequences)
-        planner.plan_is(plan)
+        part = shares[index] / n_draft if n_draft else 0.0
+        joint = JointStep(costs, 1 + part * further, pipelined)
+        planner.plan_is(Plan(candidates, shares[index], part * gain, joint=joint))
+
+
+def _gain_of_waiting(
+    planners: Sequence[Planner],
+    found: Sequence[Candidates | None],
+    table: Sequence[float],
+    sequences: int,
+    sync_overhead: float,
+) -> float:
+    """What drafts after the next tokens gain, if the step waits for these."""
+    gain = sum(planner.policy.gain for planner in planners)
+    if gain > sequences * sync_overhead:
+        return gain
+    # Whoever drafts pays for what its rows take from all.
+    costs = [0.0, *(1 + sequences * (cost / table[1] - 1) for cost in table[1:])]
+    return sum(
+        planner.gain_of_waiting(candidates, costs, sync_overhead)
+        for planner, candidates in zip(planners, found, strict=True)
+    )
+
+
+def _best(
+    order: Sequence[tuple[int, float]],
+    drafting: Mapping[int, Candidates],
+    table: Sequence[float],
+    planners: Sequence[Planner],
+    sequences: int,
+    sync_overhead: float,
+) -> tuple[float, Counter[int]]:
+    """The greatest gain that the guard allows, and each planner's part of the nodes that have it.
+
+    Args:
+        order: of the nodes, the likeliest first: whose each is, and its probability.
+        drafting: the candidates of those who may draft.
+        table: ``table[1 + n]`` is what a step with ``n`` nodes costs, in plain joint steps.
+    """
+    policies = [planner.policy for planner in planners]
+    expected = [sequences - 1 + tokens for tokens in expected_tokens([p for _, p in order])]
+    rate = sum(policy.rate for policy in policies) + sequences - len(policies)
+    price = price_of_time(expected, table, rate)
+    restart = min((policy.restart_cost(sync_overhead) for policy in policies), default=0.0)
+    plain = expected[0] - price * table[1]
+    gains = [
+        (gain, n)
+        for n, tokens in enumerate(expected)
+        if n and (gain := tokens - price * (table[n + 1] + restart) - plain) > 0
+    ]
+    allowed = sum(policy.allowed_shortfall for policy in policies)
+    while gains:
+        gain, n = max(gains)
+        shares = Counter(index for index, _ in order[:n])
+        shortfall = _joint_shortfall(
+            sequences * (table[n + 1] / table[1] - 1),
+            [drafting[index].p_by_depth(own) for index, own in shares.items()],
+        )
+        if shortfall <= allowed:
+            return gain, shares
+        # Few tries, since each takes a while: a little less would hardly be safer.
+        gains = [(fewer_gain, fewer) for fewer_gain, fewer in gains if fewer <= n // 2]
+    return 0.0, Counter()
+
+
+def _joint_shortfall(cost: float, drafts: Sequence[Sequence[float]]) -> float:
+    """The expected part of a time that accepted drafts do not earn: E[max(0, cost - accepted)].
+
+    Args:
+        cost: the time that a step of all takes beyond a plain one, in tokens.
+        drafts: per sequence, the probabilities that at least 1, 2, … of its tokens are accepted.
+    """
+    accepted = np.ones(1)  # the probabilities that 0, 1, … are accepted in all
+    for p_by_depth in drafts:
+        at_least = np.minimum.accumulate(np.array([1.0, *p_by_depth, 0.0]))
+        accepted = np.convolve(accepted, at_least[:-1] - at_least[1:])
+    missing = cost - np.arange(len(accepted))
+    return float(accepted @ np.maximum(missing, 0.0))
