@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,12 +17,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..engine.caches import parts
+from ..engine.joint import JointMode
 from ..engine.params import LogitsProcessor, Sampler
 from ..engine.positions import context_length
-from ..engine.target import Capability
 from ..errors import OptionError
 from ..generation.decoders import AutoDecoder
 from ..generation.options import GenerationOptions, check_options, prompt_ids
+from ..generation.response import GenerationResponse
+from ..generation.scheduler import Scheduler
 from .generation import decoder_of
 
 if TYPE_CHECKING:
@@ -29,9 +32,7 @@ if TYPE_CHECKING:
 
 
 _LABEL = "[batch_generate]"
-_WORTH_BATCHING = 2.0  # rows for the price of one
 _DECODING = ("sampler", "logits_processors", "prefill_step_size", "max_kv_size")
-_BATCHING = ("completion_batch_size", "prefill_batch_size", "stream")
 
 
 def batch_generate(
@@ -53,15 +54,12 @@ def batch_generate(
     max_kv_size: int | None = None,
     stream: Any = None,
 ) -> BatchResponse:
-    """Answer several prompts: in mlx-lm's batches, or one by one with speculation.
+    """Answer several prompts at once, with speculation.
 
-    Both give the model more rows at a time. A batch fills them with tokens that are all kept, so
-    it is better for many prompts where rows are cheap. With few prompts, or where rows are
-    expensive, a batch gains little, and speculation still helps on text that repeats. So prompts
-    go into a batch if the rows of its steps, one for each prompt, cost half of single rows or
-    less, by what steps were measured to cost. In measurements (``benchmarks/batch_ways.py``) that
-    was the faster way, or as fast, in all cases but one: free text where rows are expensive, on
-    which nothing is to be looked up.
+    All prompts share each forward, and the rows of drafts go to whichever text is likeliest to
+    repeat, as far as that gains more than it takes from the others (:mod:`mlxspec.plan.sharing`).
+    A model whose forwards cannot be shared that way answers in mlx-lm's own batches, without
+    drafts, or one prompt in turn with the others where those do not take it.
 
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
@@ -74,10 +72,11 @@ def batch_generate(
         return_logprobs: return the log-probability of each of these tokens.
         sampler, logits_processors: as for :func:`mlxspec.stream_generate`. Those that are not
             known to be pure may count their calls, so the prompts go into mlx-lm's batches.
-        completion_batch_size, prefill_batch_size: of mlx-lm's batches.
+        completion_batch_size: how many prompts are answered at once at most.
+        prefill_batch_size: of mlx-lm's batches.
         prefill_step_size, max_kv_size: the memory of prefill and cache. Where the model heeds
-            ``max_kv_size`` the prompts go into mlx-lm's batches, whatever steps cost: batches
-            drop the first positions, too, which a prompt alone keeps.
+            ``max_kv_size`` the prompts go into mlx-lm's batches: these drop the first positions,
+            too, which a prompt alone keeps.
         stream: where mlx-lm's batches run.
 
     Raises:
@@ -113,20 +112,18 @@ def prepared(
         stateful = not found.sampling.allows_drafts
     own = make_prompt_cache(model, options.get("max_kv_size"))
     held = [own if cache is None else cache for cache in caches]
-    size = min(len(prompts), options.get("completion_batch_size", 32))
-    batched = _can_be_batched(model, held) and (
-        stateful or _keeps_start(held) or _batch_pays(decoder, size)
-    )
+    in_turn = len(prompts) > 1 and decoder.joint_mode is JointMode.ALONE
+    batched = _can_be_batched(model, held) and (stateful or _keeps_start(held) or in_turn)
     # A RoPE that depends on a context's length takes no batch.
     if batched and decoder.draft_end is None:
         args = model, decoder.tokenizer, tokens, prompt_caches, budgets
         return partial(generate_in_batch, *args, **options)
-    for name in _BATCHING:
+    for name in ("prefill_batch_size", "stream"):
         options.pop(name, None)
-    return partial(_one_by_one, decoder, tokens, caches, budgets, **options)
+    return partial(_at_once, decoder, tokens, caches, budgets, **options)
 
 
-def _one_by_one(
+def _at_once(
     decoder: AutoDecoder,
     prompts: Sequence[list[int]],
     prompt_caches: Sequence[list[Any] | None],
@@ -135,46 +132,47 @@ def _one_by_one(
     return_prompt_caches: bool = False,
     return_token_ids: bool = False,
     return_logprobs: bool = False,
+    completion_batch_size: int = 32,
     **options: Any,
 ) -> BatchResponse:
     """Answer the prompts with speculation; ``options`` are those of ``decoder.stream``."""
-    caches: list[list[Any]] = []
-    tokens: list[list[int]] = [[] for _ in prompts]
-    logprobs: list[list[float]] = [[] for _ in prompts]
-    stats, drafted, accepted = BatchStats(), 0, 0
+    scheduler = Scheduler(decoder, max_active=completion_batch_size, stall=math.inf)
     ends = decoder.tokenizer.eos_token_ids
-    started = time.perf_counter()
-    for index, (prompt, lent, budget) in enumerate(
-        zip(prompts, prompt_caches, budgets, strict=True)
-    ):
-        _show_progress(index, len(prompts), verbose)
+    answers = [_Answer(ends, return_logprobs) for _ in prompts]
+    jobs = []
+    for prompt, lent, budget, answer in zip(prompts, prompt_caches, budgets, answers, strict=True):
         cache = copy.deepcopy(lent)
         if cache is None and return_prompt_caches:
             cache = make_prompt_cache(decoder.model, options.get("max_kv_size"))
-        if cache is not None:
-            caches.append(cache)
-        responses = decoder.stream(prompt, budget, prompt_cache=cache, **options)
-        prefill = time.perf_counter()
-        for response in responses:
-            if response.generation_tokens == 1:
-                first = time.perf_counter()
-            if response.token not in ends:
-                tokens[index].append(response.token)
-                if return_logprobs:
-                    logprobs[index].append(response.token_logprobs().logprob)
-        stats += BatchStats(
-            prompt_tokens=response.prompt_tokens,
-            prompt_time=first - prefill,
-            generation_tokens=response.generation_tokens,
-            generation_steps=response.stats.steps,
-            decode_time=time.perf_counter() - first,
-            peak_memory=response.peak_memory,
-        )
-        drafted += response.stats.drafted
-        accepted += response.stats.accepted
-    stats.wall_time = time.perf_counter() - started
+        answer.cache = cache
+        jobs.append(scheduler.submit(prompt, answer.add, budget, prompt_cache=cache, **options))
+    started = time.perf_counter()
+    with scheduler.running():
+        finished = -1
+        while scheduler.turn():
+            for job in jobs:
+                if job.error:
+                    raise job.error
+            if verbose and sum(job.finished for job in jobs) != finished:
+                finished = sum(job.finished for job in jobs)
+                _show_progress(finished, len(jobs))
+    for job in jobs:
+        if job.error:
+            raise job.error
+    ended = [answer.last for answer in answers if answer.last]
+    stats = BatchStats(
+        prompt_tokens=sum(response.prompt_tokens for response in ended),
+        prompt_time=scheduler.prefill_seconds,
+        generation_tokens=sum(response.generation_tokens for response in ended),
+        generation_steps=scheduler.steps,
+        wall_time=time.perf_counter() - started,
+        peak_memory=max((response.peak_memory for response in ended), default=0.0),
+    )
+    stats.decode_time = stats.generation_time
     if verbose:
-        _show_progress(len(prompts), len(prompts), verbose)
+        _show_progress(len(jobs), len(jobs))
+        drafted = sum(response.stats.drafted for response in ended)
+        accepted = sum(response.stats.accepted for response in ended)
         print(
             f"\n{_LABEL} Prompt: {stats.prompt_tokens} tokens, "
             f"{stats.prompt_tps:.3f} tokens-per-sec\n"
@@ -184,17 +182,40 @@ def _one_by_one(
             f"{_LABEL} Peak memory: {stats.peak_memory:.3f} GB"
         )
     return BatchResponse(
-        texts=[decoder.tokenizer.decode(answer) for answer in tokens],
+        texts=[decoder.tokenizer.decode(answer.tokens) for answer in answers],
         stats=stats,
-        caches=caches if return_prompt_caches else None,
-        token_ids=tokens if return_token_ids else None,
-        logprobs=logprobs if return_logprobs else None,
+        caches=[answer.cache for answer in answers] if return_prompt_caches else None,
+        token_ids=[answer.tokens for answer in answers] if return_token_ids else None,
+        logprobs=[answer.logprobs for answer in answers] if return_logprobs else None,
     )
 
 
-def _show_progress(done: int, count: int, verbose: bool) -> None:
-    if verbose:
-        print(f"{_LABEL} Finished processing {done}/{count} ...", end="\r", flush=True)
+class _Answer:
+    """What mlx-lm returns of one prompt's answer.
+
+    Args:
+        ends: tokens that end an answer and are no part of it.
+        keeps_logprobs: whether to keep the log-probability of each token.
+    """
+
+    def __init__(self, ends: Collection[int], keeps_logprobs: bool) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.cache: list[Any] | None = None
+        self.last: GenerationResponse | None = None
+        self._ends = ends
+        self._keeps_logprobs = keeps_logprobs
+
+    def add(self, response: GenerationResponse) -> None:
+        self.last = response
+        if response.token not in self._ends:
+            self.tokens.append(response.token)
+            if self._keeps_logprobs:
+                self.logprobs.append(response.token_logprobs().logprob)
+
+
+def _show_progress(done: int, count: int) -> None:
+    print(f"{_LABEL} Finished processing {done}/{count} ...", end="\r", flush=True)
 
 
 def _can_be_batched(model: nn.Module, caches: Sequence[list[Any]]) -> bool:
@@ -209,14 +230,3 @@ def _keeps_start(caches: Sequence[list[Any]]) -> bool:
     In a batch mlx-lm drops these as well, and so gives other answers than one by one.
     """
     return any(getattr(part, "keep", 0) for cache in caches for part in parts(cache))
-
-
-def _batch_pays(decoder: AutoDecoder, size: int) -> bool:
-    """Whether a batch of this size is the better way to give the model rows."""
-    if size < 2:
-        return False
-    if decoder.chain_capability is Capability.PLAIN:
-        return True
-    curve = decoder.costs.curve
-    rows = min(size, curve.widest)
-    return rows / curve(rows) >= _WORTH_BATCHING

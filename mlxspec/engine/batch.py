@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Several
 
 import mlx.nn as nn
@@ -46,15 +47,14 @@ class Batch:
         """Run one step of each sequence, as :func:`mlxspec.engine.step.joint_step`."""
         if self._joint is None or len(sequences) == 1:
             return [outcome for sequence in sequences for outcome in joint_step([sequence])]
+        started = time.perf_counter()
         costs = self._share(sequences) if self._costs else None
         outcomes = joint_step(sequences, self._joint)
         steps = [outcome.verified for outcome in outcomes if isinstance(outcome, DecodedStep)]
         together = [step for step in steps if step.sequences == len(sequences)]
         if costs and len(together) == len(sequences):
-            # The last one to settle has waited for all.
-            seconds = max(step.seconds for step in together)
             rows = 1 + together[0].rows - len(sequences)
-            costs.record(rows, seconds, together[0].pipelined)
+            costs.record(rows, time.perf_counter() - started, together[0].pipelined)
         return outcomes
 
     def _share(self, sequences: Several[Sequence]) -> LiveCosts:

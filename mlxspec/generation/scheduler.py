@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -65,6 +65,10 @@ class Scheduler:
 
     Raises:
         OptionError: ``max_active`` is below 1, or ``stall`` is no positive number.
+
+    Attributes:
+        prefill_seconds: the time that prompts have taken so far.
+        steps: how many steps have run so far, those of several generations counted once.
     """
 
     def __init__(self, decoder: Decoder, *, max_active: int = 32, stall: float = 0.15) -> None:
@@ -75,6 +79,8 @@ class Scheduler:
         self._decoder = decoder
         self._max_active = max_active
         self._stall = stall
+        self.prefill_seconds = 0.0
+        self.steps = 0
         self._prefill_speed = 0.0  # tokens per second
         self._waiting: deque[Job] = deque()
         self._prefilling: deque[Job] = deque()
@@ -110,11 +116,17 @@ class Scheduler:
 
     def run(self) -> None:
         """Take turns until all generations have ended."""
+        with self.running():
+            while self.turn():
+                pass
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """To be entered around turns; at its end all generations are ended."""
         with ExitStack() as during:
             during.enter_context(wired_limit(self._decoder.model, [generation_stream]))
             during.callback(self.close)
-            while self.turn():
-                pass
+            yield
 
     def turn(self) -> bool:
         """Run prompts for a while, and one step of each active generation.
@@ -180,15 +192,18 @@ class Scheduler:
         except Exception as error:
             self._end(job, error)
             return
+        seconds = time.perf_counter() - started
+        self.prefill_seconds += seconds
         job.prefilled = done
         if done > before:
-            speed = (done - before) / (time.perf_counter() - started)
+            speed = (done - before) / seconds
             known = self._prefill_speed or speed
             self._prefill_speed = known + _CHANGE * (speed - known)
 
     def _step(self) -> None:
         jobs = self._active.copy()
         sequences = [job.sequence for job in jobs if job.sequence]
+        self.steps += 1
         try:
             outcomes = self._batch.step(sequences)
         except Exception as error:  # of the forward itself: nobody's fault, and nobody can go on
