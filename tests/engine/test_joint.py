@@ -27,7 +27,7 @@ from tests.support.drafters import HostileDrafter
 from tests.support.examples import examples
 from tests.support.harness import Run, new_target, next_logits, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
+pytestmark = pytest.mark.slow
 
 VOCABULARY = 64
 MODES = {

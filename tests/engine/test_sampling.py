@@ -20,7 +20,7 @@ from tests.support.drafters import HostileDrafter
 from tests.support.examples import examples
 from tests.support.harness import plain, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
+pytestmark = pytest.mark.slow
 
 FILTERS = [
     {},

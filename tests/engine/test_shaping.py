@@ -22,7 +22,7 @@ from tests.support.demo import demo
 from tests.support.drafters import HostileDrafter
 from tests.support.harness import assert_same_output, decode, new_target, plain, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
+pytestmark = pytest.mark.slow
 
 BOS = 1
 PROMPT = [BOS, 403, 407, 261, 370, 403, 407]

@@ -36,7 +36,7 @@ from tests.support.demo import endless_tokenizer
 from tests.support.drafters import PartlyRightDrafter
 from tests.support.examples import examples
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
+pytestmark = pytest.mark.slow
 
 THREADS, CACHES, SESSIONS, VOCABULARY = 4, 2, 1, 64
 DRAFTERS: tuple[Callable[[list[int], int], Any], ...] = (
