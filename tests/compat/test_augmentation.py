@@ -14,7 +14,7 @@ import pytest
 
 import mlxspec
 from mlxspec.compat import augmentation
-from tests.support.drop_in import FREE, REPEAT, demo_with_costs, fields, give_costs
+from tests.support.drop_in import FREE, REPEAT, fields, give_costs, stand_in_with_costs
 
 MLX_LM = import_module("mlx_lm.generate")
 ORIGINALS = {
@@ -24,7 +24,7 @@ ORIGINALS = {
 
 @pytest.fixture(scope="module")
 def demo() -> tuple:
-    return demo_with_costs()
+    return stand_in_with_costs()
 
 
 @pytest.fixture(autouse=True)

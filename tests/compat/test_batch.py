@@ -21,6 +21,7 @@ from tests.support.drop_in import (
     batch_generate,
     demo_with_costs,
     give_costs,
+    stand_in_with_costs,
     stream_generate,
 )
 from tests.support.random_models import random_model, scaled_rope
@@ -32,19 +33,23 @@ LIMITS = [12, 6, 14]
 
 @pytest.fixture(scope="module")
 def demo() -> tuple:
-    return demo_with_costs(LINEAR)
+    return stand_in_with_costs(LINEAR)
 
 
 @pytest.fixture(scope="module")
 def prompts(demo: tuple) -> list[list[int]]:
-    short = '[INST] Repeat the following phrase 2 times: "A day.". [/INST]'  # ends by itself
+    # The bundled model's answer to this ends by itself.
+    short = '[INST] Repeat the following phrase 2 times: "A day.". [/INST]'
     return [demo[1].encode(text) for text in (REPEAT, FREE, short)]
 
 
-@pytest.fixture(params=["one by one", "in a batch"])
+# Rows that cost as much as steps leave nothing for a batch to gain.
+CURVES = {"one by one": LINEAR, "in a batch": FLAT}
+
+
+@pytest.fixture(params=CURVES)
 def way(request: pytest.FixtureRequest, demo: tuple) -> str:
-    """Rows that cost as much as steps leave nothing for a batch to gain."""
-    give_costs(*demo, LINEAR if request.param == "one by one" else FLAT)
+    give_costs(*demo, CURVES[request.param])
     return request.param
 
 
@@ -54,7 +59,8 @@ def alone(demo: tuple, prompt: list[int], limit: int) -> list[int]:
     return [r.token for r in responses if r.token not in demo[1].eos_token_ids]
 
 
-def test_answers_are_those_to_single_prompts(demo: tuple, prompts: list, way: str) -> None:
+def test_answers_are_those_to_single_prompts(prompts: list, way: str) -> None:
+    demo = demo_with_costs(CURVES[way])
     expected = [alone(demo, prompt, n) for prompt, n in zip(prompts, LIMITS, strict=True)]
     response = mlxspec.batch_generate(*demo, prompts, max_tokens=LIMITS, return_token_ids=True)
     assert isinstance(response, BatchResponse)

@@ -28,6 +28,7 @@ from tests.support.drop_in import (
     demo_with_costs,
     fields,
     give_costs,
+    stand_in_with_costs,
     stream_generate,
     write_float32_demo,
 )
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def demo() -> tuple:
-    return demo_with_costs()
+    return stand_in_with_costs()
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,8 @@ def test_what_mlx_lm_refuses_is_refused_with_the_same_exception(
     assert issubclass(refused(mlxspec.stream_generate), expected)
 
 
-def test_no_limit_means_until_a_stop_token(demo: tuple) -> None:
+def test_no_limit_means_until_a_stop_token() -> None:
+    demo = demo_with_costs()
     prompt = demo[1].apply_chat_template(
         [{"role": "user", "content": 'Repeat the following phrase 2 times: "A day.".'}],
         add_generation_prompt=True,

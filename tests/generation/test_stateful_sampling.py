@@ -22,8 +22,8 @@ from tests.support.demo import FLAT
 from tests.support.drop_in import (
     REPEAT,
     batch_generate,
-    demo_with_costs,
     give_costs,
+    stand_in_with_costs,
     stream_generate,
 )
 
@@ -35,7 +35,7 @@ Call = tuple[str, list[int], str, tuple[int, ...]]
 
 @pytest.fixture(scope="module")
 def demo() -> tuple:
-    return demo_with_costs(FLAT)
+    return stand_in_with_costs(FLAT)
 
 
 class Recorded:
@@ -107,7 +107,7 @@ def what_mlx_lm_does(max_tokens: int) -> tuple[list[int], list[Call]]:
     """Its output on the bundled model, and its calls."""
     processors, log = recorded()
     generate = by_function(stream_generate)
-    model, tokenizer = demo_with_costs(FLAT)
+    model, tokenizer = stand_in_with_costs(FLAT)
     options = {"max_tokens": max_tokens, "logits_processors": processors}
     return generate(model, tokenizer, REPEAT, **options), log
 
