@@ -17,7 +17,7 @@ from mlxspec.compat.generation import decoder_of
 from mlxspec.draft.drafter import DraftTree, NoDraft, VerifiedStep
 from mlxspec.errors import OptionError
 from tests.support.architectures import ARCHITECTURES
-from tests.support.drop_in import FREE, REPEAT, demo_with_costs, fields, stream_generate
+from tests.support.drop_in import FREE, REPEAT, fields, stand_in_with_costs, stream_generate
 from tests.support.harness import assert_same_output
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,7 @@ def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def demo() -> tuple:
-    return demo_with_costs()
+    return stand_in_with_costs()
 
 
 @pytest.fixture(scope="module")

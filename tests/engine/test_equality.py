@@ -22,7 +22,7 @@ from tests.support.llamas import LLAMAS
 pytestmark = pytest.mark.slow
 
 BOS = 1
-TEMPERATURES = [0.0, 0.7, 1.0]
+TEMPERATURES = [0.0, 0.7, 1.0] if LONG else [0.0, 0.7]
 RENAME = """[INST] Rename `total` to `river` in this code:
 ```python
 def total(a):
@@ -71,7 +71,7 @@ def test_hostile_and_real_drafters_leave_the_output_as_it_is(model: nn.Module, t
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("temp", TEMPERATURES if LONG else [0.0, 0.7])
+@pytest.mark.parametrize("temp", TEMPERATURES)
 def test_the_demo_model_writes_the_same_with_every_drafter(temp: float) -> None:
     model, tokenizer = demo().model, demo().tokenizer
     prompt = tokenizer.encode(RENAME)
