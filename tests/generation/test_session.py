@@ -147,7 +147,7 @@ def test_where_a_window_has_moved_on_the_last_prompt_is_returned_to() -> None:
     decoder, session = decoder_of("sliding and full"), Session()
     prompt = [token % 60 + 3 for token in range(100)]
     endless = {"logit_bias": {tokenizer().eos_token_id: -100.0}}
-    assert len(said(decoder, prompt, 60, session=session, **endless)) == 60
+    assert len(said(decoder, prompt, 300, session=session, **endless)) == 300
     [again] = said(decoder, prompt, 1, session=session)
     assert again.reused_tokens == len(prompt) - 17
     assert again.token == fresh_output(decoder.model, prompt, 1)[0]
