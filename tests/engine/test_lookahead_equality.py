@@ -47,22 +47,24 @@ def test_output_is_plain_decodings(model: nn.Module, temp: float) -> None:
     assert accepted > 0
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.7])
-def test_the_demo_model_writes_the_same(temp: float) -> None:
+@pytest.mark.parametrize(
+    ("temp", "text"),
+    [(0.0, REPEAT), (0.7, CODE), *([(0.0, CODE), (0.7, REPEAT)] if LONG else [])],
+)
+def test_the_demo_model_writes_the_same(temp: float, text: str) -> None:
     model, tokenizer = demo().model, demo().tokenizer
     params = SamplingParams(temp=temp, seed=3)
     options = {"max_tokens": 20, "params": params, "stop_tokens": tokenizer.eos_token_ids}
-    for text in (REPEAT, CODE):
-        prompt = tokenizer.encode(text)
-        expected = plain(model, prompt, **options)
-        for drafter in (
-            LookaheadDrafter(3, 4, 3),
-            CombinedDrafter(PromptLookupDrafter(), LookaheadDrafter(3, 3, 3), max_rows=10),
-            CombinedDrafter(LookaheadDrafter(3, 3, 3), PromptLookupDrafter(4)),
-        ):
-            outcome = run(model, prompt, drafter, **options)
-            assert outcome.accepted > 0
-            assert_same_output(model, prompt, expected, outcome.tokens, params)
+    prompt = tokenizer.encode(text)
+    expected = plain(model, prompt, **options)
+    for drafter in (
+        LookaheadDrafter(3, 4, 3),
+        CombinedDrafter(PromptLookupDrafter(), LookaheadDrafter(3, 3, 3), max_rows=10),
+        CombinedDrafter(LookaheadDrafter(3, 3, 3), PromptLookupDrafter(4)),
+    ):
+        outcome = run(model, prompt, drafter, **options)
+        assert outcome.accepted > 0
+        assert_same_output(model, prompt, expected, outcome.tokens, params)
 
 
 def test_a_model_without_trees_gets_the_newest_guess(model: nn.Module) -> None:
