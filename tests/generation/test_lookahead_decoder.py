@@ -1,4 +1,4 @@
-"""The lookahead and the combined decoder on the bundled demo model, with given costs."""
+"""The lookahead and the combined decoder, with given costs."""
 
 from __future__ import annotations
 

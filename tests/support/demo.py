@@ -25,7 +25,7 @@ CHAINS = {1: 1.0, 16: 2.5, 64: 8.0}
 
 @cache
 def demo() -> Decoder:
-    """A decoder of it; the model and its tokenizer are the same for all tests."""
+    """A decoder of the bundled model, which is the same for all tests, as is its tokenizer."""
     return Decoder("demo")
 
 
