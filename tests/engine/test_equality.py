@@ -52,7 +52,7 @@ def test_stories260k_writes_its_published_text(shared: Path) -> None:
 def test_hostile_and_real_drafters_leave_the_output_as_it_is(model: nn.Module, temp: float) -> None:
     vocab_size = model.args.vocab_size
     accepted = {"tree": 0, "chain": 0, "lookup": 0}
-    for seed in range(3):
+    for seed in range(3 if LONG else 2):
         mx.random.seed(seed)
         prompt = [BOS, *mx.random.randint(3, vocab_size, (5 * seed,)).tolist()]
         params = SamplingParams(temp=temp, seed=seed)
