@@ -57,19 +57,17 @@ def shared() -> Path:
     return SHARED
 
 
-@pytest.fixture(scope="module")
-def uncompiled() -> Generator[None, None, None]:
-    """For tests of many architectures and filters: ``mx.compile`` leaves functions as they are.
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let ``mx.compile`` leave functions as they are, but in tests that are marked ``compiled``.
 
-    On a CPU it calls a C++ compiler: about a second for each function and shape that nobody has
-    used before on the machine. In the long form it does.
+    On a CPU it calls a C++ compiler: two seconds for each function and shape that nobody has used
+    before on the machine. In the long form it does so in all tests. Fixtures are made after this.
     """
-    if LONG:
-        yield
-        return
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+    if LONG or item.get_closest_marker("compiled"):
+        mx.enable_compile()
+    else:
+        mx.disable_compile()
 
 
 @pytest.hookimpl(wrapper=True)

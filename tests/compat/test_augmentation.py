@@ -14,7 +14,7 @@ import pytest
 
 import mlxspec
 from mlxspec.compat import augmentation
-from tests.support.drop_in import FREE, REPEAT, demo_with_costs, fields, give_costs
+from tests.support.drop_in import FREE, REPEAT, fields, give_costs, stand_in_with_costs
 
 MLX_LM = import_module("mlx_lm.generate")
 ORIGINALS = {
@@ -23,8 +23,8 @@ ORIGINALS = {
 
 
 @pytest.fixture(scope="module")
-def demo() -> tuple:
-    return demo_with_costs()
+def loaded() -> tuple:
+    return stand_in_with_costs()
 
 
 @pytest.fixture(autouse=True)
@@ -42,13 +42,13 @@ def program() -> Iterator[ModuleType]:
     del sys.modules["a_program"]
 
 
-def test_a_program_speculates_until_it_is_undone(demo: tuple, program: ModuleType) -> None:
-    expected = fields(program.stream_generate(*demo, REPEAT, max_tokens=24))
-    text = program.answer(*demo, REPEAT, max_tokens=24)
+def test_a_program_speculates_until_it_is_undone(loaded: tuple, program: ModuleType) -> None:
+    expected = fields(program.stream_generate(*loaded, REPEAT, max_tokens=24))
+    text = program.answer(*loaded, REPEAT, max_tokens=24)
     with mlxspec.augment():
-        responses = list(program.stream_generate(*demo, REPEAT, max_tokens=24))
-        assert program.answer(*demo, REPEAT, max_tokens=24) == text
-        answers = program.batch_generate(*demo, [demo[1].encode(REPEAT)], max_tokens=8)
+        responses = list(program.stream_generate(*loaded, REPEAT, max_tokens=24))
+        assert program.answer(*loaded, REPEAT, max_tokens=24) == text
+        answers = program.batch_generate(*loaded, [loaded[1].encode(REPEAT)], max_tokens=8)
         assert answers.stats.generation_steps < 8
     assert fields(responses) == expected
     assert responses[-1].stats.steps < 16
@@ -84,34 +84,34 @@ def test_augmenting_twice_is_augmenting_once(program: ModuleType) -> None:
 
 
 def test_what_cannot_be_served_goes_to_mlx_lm_with_one_warning(
-    demo: tuple, monkeypatch: pytest.MonkeyPatch
+    loaded: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo[0].args, "max_position_embeddings", 8)
+    monkeypatch.setattr(loaded[0].args, "max_position_embeddings", 8)
     prompt = [5] * 9
     options = {"max_tokens": 3}
-    expected = fields(mlx_lm.stream_generate(*demo, prompt, **options))
+    expected = fields(mlx_lm.stream_generate(*loaded, prompt, **options))
     with mlxspec.augment():
         with pytest.warns(UserWarning, match="without speculation: the prompt has 9 tokens"):
-            assert fields(mlx_lm.stream_generate(*demo, prompt, **options)) == expected
+            assert fields(mlx_lm.stream_generate(*loaded, prompt, **options)) == expected
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert fields(mlx_lm.stream_generate(*demo, prompt, **options)) == expected
+            assert fields(mlx_lm.stream_generate(*loaded, prompt, **options)) == expected
 
 
 def test_the_same_reason_with_other_numbers_is_told_once(
-    demo: tuple, monkeypatch: pytest.MonkeyPatch
+    loaded: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo[0].args, "max_position_embeddings", 8)
+    monkeypatch.setattr(loaded[0].args, "max_position_embeddings", 8)
     with mlxspec.augment(), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for length in (9, 10, 11):
-            list(mlx_lm.stream_generate(*demo, [5] * length, max_tokens=1))
+            list(mlx_lm.stream_generate(*loaded, [5] * length, max_tokens=1))
     assert len(told) == 1
 
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_what_a_program_s_own_processor_raises_comes_through_at_once(
-    demo: tuple, batched: bool
+    loaded: tuple, batched: bool
 ) -> None:
     calls = 0
 
@@ -127,22 +127,22 @@ def test_what_a_program_s_own_processor_raises_comes_through_at_once(
         generate = mlx_lm.batch_generate if batched else mlx_lm.generate
         given = [[5, 6, 7]] if batched else [5, 6, 7]
         with pytest.raises(ZeroDivisionError):
-            generate(*demo, given, max_tokens=8, logits_processors=[fails_later])
+            generate(*loaded, given, max_tokens=8, logits_processors=[fails_later])
     assert calls == 3
 
 
 def test_a_batch_that_cannot_be_served_goes_to_mlx_lm(
-    demo: tuple, monkeypatch: pytest.MonkeyPatch
+    loaded: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo[0].args, "max_position_embeddings", 8)
+    monkeypatch.setattr(loaded[0].args, "max_position_embeddings", 8)
     prompts, options = [[5, 6, 7], [5] * 9], {"max_tokens": 3}
-    expected = mlx_lm.batch_generate(*demo, prompts, **options).texts
+    expected = mlx_lm.batch_generate(*loaded, prompts, **options).texts
     with mlxspec.augment(), pytest.warns(UserWarning, match="the prompt has 9 tokens"):
-        assert mlx_lm.batch_generate(*demo, prompts, **options).texts == expected
+        assert mlx_lm.batch_generate(*loaded, prompts, **options).texts == expected
 
 
-def test_a_model_that_cannot_be_examined_goes_to_mlx_lm(demo: tuple) -> None:
-    class Wrapped(type(demo[0])):  # type: ignore[misc]
+def test_a_model_that_cannot_be_examined_goes_to_mlx_lm(loaded: tuple) -> None:
+    class Wrapped(type(loaded[0])):  # type: ignore[misc]
         """Takes several rows in the prefill only."""
 
         def __call__(self, inputs: mx.array, cache: list | None = None) -> mx.array:
@@ -150,22 +150,22 @@ def test_a_model_that_cannot_be_examined_goes_to_mlx_lm(demo: tuple) -> None:
                 raise NotImplementedError("such steps")
             return super().__call__(inputs, cache=cache)
 
-    model = Wrapped(demo[0].args)
-    model.update(demo[0].parameters())
+    model = Wrapped(loaded[0].args)
+    model.update(loaded[0].parameters())
     prompt = [7, 8, 9]
-    expected = fields(mlx_lm.stream_generate(model, demo[1], prompt, max_tokens=3))
-    give_costs(model, demo[1])
+    expected = fields(mlx_lm.stream_generate(model, loaded[1], prompt, max_tokens=3))
+    give_costs(model, loaded[1])
     with mlxspec.augment(), pytest.warns(UserWarning, match="without speculation: such steps"):
-        actual = list(mlx_lm.stream_generate(model, demo[1], prompt, max_tokens=3))
+        actual = list(mlx_lm.stream_generate(model, loaded[1], prompt, max_tokens=3))
     assert fields(actual) == expected
 
 
 @pytest.mark.parametrize("options", [{"temp": 0.5}, {"max_tokens": 0}, {"foo": 1}])
-def test_errors_are_mlx_lm_s_own(demo: tuple, options: dict) -> None:
+def test_errors_are_mlx_lm_s_own(loaded: tuple, options: dict) -> None:
     with pytest.raises((TypeError, ValueError)) as expected:
-        mlx_lm.generate(*demo, FREE, **options)
+        mlx_lm.generate(*loaded, FREE, **options)
     with mlxspec.augment(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(expected.type) as actual:
-            mlx_lm.generate(*demo, FREE, **options)
+            mlx_lm.generate(*loaded, FREE, **options)
     assert str(actual.value) == str(expected.value)

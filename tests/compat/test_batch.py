@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from tests.support.drop_in import (
     batch_generate,
     demo_with_costs,
     give_costs,
+    stand_in_with_costs,
     stream_generate,
 )
 from tests.support.random_models import random_model, scaled_rope
@@ -33,53 +33,58 @@ LIMITS = [12, 6, 14]
 
 
 @pytest.fixture(scope="module")
-def demo() -> tuple:
-    return demo_with_costs(LINEAR)
+def loaded() -> tuple:
+    return stand_in_with_costs(LINEAR)
 
 
 @pytest.fixture(scope="module")
-def prompts(demo: tuple) -> list[list[int]]:
-    short = '[INST] Repeat the following phrase 2 times: "A day.". [/INST]'  # ends by itself
-    return [demo[1].encode(text) for text in (REPEAT, FREE, short)]
+def prompts(loaded: tuple) -> list[list[int]]:
+    # The bundled model's answer to this ends by itself.
+    short = '[INST] Repeat the following phrase 2 times: "A day.". [/INST]'
+    return [loaded[1].encode(text) for text in (REPEAT, FREE, short)]
 
 
 @pytest.fixture(params=[JointMode.SPLIT, JointMode.ALONE], ids=["joint", "mlx-lm's batches"])
-def way(request: pytest.FixtureRequest, demo: tuple) -> Generator[JointMode, None, None]:
+def way(
+    request: pytest.FixtureRequest, loaded: tuple, monkeypatch: pytest.MonkeyPatch
+) -> JointMode:
     """Whether prompts share joint steps, or go into mlx-lm's batches, as if they could not."""
-    decoder = decoder_of(*demo)
-    found = decoder.joint_mode
-    assert found is JointMode.SPLIT
-    decoder.joint_mode = request.param
-    give_costs(*demo, FLAT)
-    yield request.param
-    decoder.joint_mode = found
+    decoder = decoder_of(*loaded)
+    assert decoder.joint_mode is JointMode.SPLIT
+    monkeypatch.setattr(decoder, "joint_mode", request.param)
+    give_costs(*loaded, FLAT)
+    return request.param
 
 
-def alone(demo: tuple, prompt: list[int], limit: int) -> list[int]:
+def alone(loaded: tuple, prompt: list[int], limit: int) -> list[int]:
     """What mlx-lm answers to one prompt."""
-    responses = stream_generate(*demo, prompt, max_tokens=limit)
-    return [r.token for r in responses if r.token not in demo[1].eos_token_ids]
+    responses = stream_generate(*loaded, prompt, max_tokens=limit)
+    return [r.token for r in responses if r.token not in loaded[1].eos_token_ids]
 
 
-def test_answers_are_those_to_single_prompts(demo: tuple, prompts: list, way: JointMode) -> None:
-    expected = [alone(demo, prompt, n) for prompt, n in zip(prompts, LIMITS, strict=True)]
-    response = mlxspec.batch_generate(*demo, prompts, max_tokens=LIMITS, return_token_ids=True)
+def test_answers_are_those_to_single_prompts(
+    prompts: list, way: JointMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = demo_with_costs(FLAT)
+    monkeypatch.setattr(decoder_of(*loaded), "joint_mode", way)
+    expected = [alone(loaded, prompt, n) for prompt, n in zip(prompts, LIMITS, strict=True)]
+    response = mlxspec.batch_generate(*loaded, prompts, max_tokens=LIMITS, return_token_ids=True)
     assert isinstance(response, BatchResponse)
     assert response.token_ids == expected
-    assert response.texts == [demo[1].decode(tokens) for tokens in expected]
+    assert response.texts == [loaded[1].decode(tokens) for tokens in expected]
     assert response.stats.prompt_tokens >= sum(map(len, prompts)) - len(prompts)
     assert response.stats.generation_steps <= max(LIMITS)
 
 
-def test_all_that_mlx_lm_returns_is_returned(demo: tuple, prompts: list, way: JointMode) -> None:
+def test_all_that_mlx_lm_returns_is_returned(loaded: tuple, prompts: list, way: JointMode) -> None:
     options: dict[str, Any] = {
         "max_tokens": 8,
         "return_prompt_caches": True,
         "return_token_ids": True,
         "return_logprobs": True,
     }
-    theirs = batch_generate(*demo, prompts, **options)
-    ours = mlxspec.batch_generate(*demo, prompts, **options)
+    theirs = batch_generate(*loaded, prompts, **options)
+    ours = mlxspec.batch_generate(*loaded, prompts, **options)
     assert ours.token_ids == theirs.token_ids
     for own, other in zip(ours.logprobs, theirs.logprobs, strict=True):
         assert own == pytest.approx(other, abs=1e-4)
@@ -88,18 +93,20 @@ def test_all_that_mlx_lm_returns_is_returned(demo: tuple, prompts: list, way: Jo
     assert ours.stats.generation_tokens == theirs.stats.generation_tokens
 
     # The conversations go on from there, and the caches stay as they are.
-    following = [demo[1].encode(" [INST] Again. [/INST]", add_special_tokens=False)] * len(prompts)
-    expected = batch_generate(*demo, following, copy.deepcopy(theirs.caches), **options)
+    following = [loaded[1].encode(" [INST] Again. [/INST]", add_special_tokens=False)] * len(
+        prompts
+    )
+    expected = batch_generate(*loaded, following, copy.deepcopy(theirs.caches), **options)
     for _ in range(2):
-        actual = mlxspec.batch_generate(*demo, following, ours.caches, **options)
+        actual = mlxspec.batch_generate(*loaded, following, ours.caches, **options)
         assert actual.token_ids == expected.token_ids
 
 
 def test_it_prints_mlx_lm_s_lines(
-    demo: tuple, prompts: list, way: JointMode, capsys: pytest.CaptureFixture
+    loaded: tuple, prompts: list, way: JointMode, capsys: pytest.CaptureFixture
 ) -> None:
     def printed(function: Any) -> list[str]:
-        function(*demo, prompts[:2], max_tokens=4, verbose=True)
+        function(*loaded, prompts[:2], max_tokens=4, verbose=True)
         lines = re.sub(r"\d+(\.\d+)?", "#", capsys.readouterr().out).splitlines()
         return [re.sub(r".*\r", "", line).removesuffix(" ...").rstrip() for line in lines]
 
@@ -109,9 +116,9 @@ def test_it_prints_mlx_lm_s_lines(
     ]
 
 
-def test_a_model_that_mlx_lm_s_batches_cannot_run_is_answered_one_by_one(demo: tuple) -> None:
+def test_a_model_that_mlx_lm_s_batches_cannot_run_is_answered_one_by_one(loaded: tuple) -> None:
     scaling = scaled_rope("dynamic", factor=4.0)
-    dynamic = random_model("llama", **scaling, max_position_embeddings=64), demo[1]
+    dynamic = random_model("llama", **scaling, max_position_embeddings=64), loaded[1]
     give_costs(*dynamic, FLAT)
     prompts = [[5, 6, 7, token] for token in range(8)]
     response = mlxspec.batch_generate(*dynamic, prompts, max_tokens=5, return_token_ids=True)
@@ -119,15 +126,15 @@ def test_a_model_that_mlx_lm_s_batches_cannot_run_is_answered_one_by_one(demo: t
 
 
 @pytest.mark.filterwarnings("ignore:Exception ignored")  # mlx-lm's half-made generator
-def test_unknown_arguments_are_refused(demo: tuple, prompts: list) -> None:
+def test_unknown_arguments_are_refused(loaded: tuple, prompts: list) -> None:
     for function in (batch_generate, mlxspec.batch_generate):
         with pytest.raises(TypeError):
-            function(*demo, prompts, foo=1)
+            function(*loaded, prompts, foo=1)
 
 
-def test_limits_for_other_prompts_are_refused(demo: tuple, prompts: list) -> None:
+def test_limits_for_other_prompts_are_refused(loaded: tuple, prompts: list) -> None:
     with pytest.raises(OptionError, match="max_tokens are 1 for 3 prompts"):
-        mlxspec.batch_generate(*demo, prompts, max_tokens=[1])
+        mlxspec.batch_generate(*loaded, prompts, max_tokens=[1])
 
 
 @pytest.mark.parametrize(
@@ -138,30 +145,30 @@ def test_limits_for_other_prompts_are_refused(demo: tuple, prompts: list) -> Non
     ],
 )
 def test_caches_that_do_not_fit_are_refused_before_any_answer(
-    demo: tuple, prompts: list, way: JointMode, prompt_caches: list, message: str
+    loaded: tuple, prompts: list, way: JointMode, prompt_caches: list, message: str
 ) -> None:
     def untouched(tokens: Any, logits: Any) -> Any:
         raise AssertionError
 
     with pytest.raises(OptionError, match=message):
-        mlxspec.batch_generate(*demo, prompts, prompt_caches, logits_processors=[untouched])
+        mlxspec.batch_generate(*loaded, prompts, prompt_caches, logits_processors=[untouched])
 
 
 def test_bad_arguments_are_refused_before_anything_is_measured(
-    demo: tuple, prompts: list, monkeypatch: pytest.MonkeyPatch
+    loaded: tuple, prompts: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoder_of(*demo), "_costs", None)
+    monkeypatch.setattr(decoder_of(*loaded), "_costs", None)
     monkeypatch.setattr(
         "mlxspec.generation.decoder.costs_for", lambda *_, **__: pytest.fail("measured")
     )
     for bad in ({"max_tokens": [12, 6, 0]}, {"prompts": [prompts[0], []]}, {"max_kv_size": 3}):
         with pytest.raises(MlxspecError):
-            mlxspec.batch_generate(*demo, **{"prompts": prompts, **bad})
+            mlxspec.batch_generate(*loaded, **{"prompts": prompts, **bad})
 
 
-def test_processors_are_passed_on(demo: tuple, prompts: list, way: JointMode) -> None:
+def test_processors_are_passed_on(loaded: tuple, prompts: list, way: JointMode) -> None:
     options: dict[str, Any] = {"max_tokens": 12, "return_token_ids": True}
-    freely = batch_generate(*demo, prompts, **options).token_ids
+    freely = batch_generate(*loaded, prompts, **options).token_ids
     forbidden = sorted({tokens[2] for tokens in freely})
 
     def forbid(tokens: Any, logits: Any) -> Any:
@@ -169,35 +176,35 @@ def test_processors_are_passed_on(demo: tuple, prompts: list, way: JointMode) ->
         return logits
 
     options["logits_processors"] = [forbid]
-    expected = batch_generate(*demo, prompts, **options).token_ids
+    expected = batch_generate(*loaded, prompts, **options).token_ids
     assert not {*forbidden} & {token for tokens in expected for token in tokens}
-    assert mlxspec.batch_generate(*demo, prompts, **options).token_ids == expected
+    assert mlxspec.batch_generate(*loaded, prompts, **options).token_ids == expected
 
 
 @pytest.mark.parametrize("curve", [LINEAR, FLAT], ids=["linear", "flat"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_bounded_caches_are_mlx_lm_s(demo: tuple, curve: dict, count: int) -> None:
+def test_bounded_caches_are_mlx_lm_s(loaded: tuple, curve: dict, count: int) -> None:
     model = ARCHITECTURES["mixtral"].model()
-    give_costs(model, demo[1], curve)
+    give_costs(model, loaded[1], curve)
     prompts = [[(i * 7 + row * i * i) % 60 for i in range(40)] for row in range(count)]
     options = {"max_tokens": 12, "return_token_ids": True}
-    expected = batch_generate(model, demo[1], prompts, max_kv_size=16, **options).token_ids
-    assert expected != batch_generate(model, demo[1], prompts, **options).token_ids
-    actual = mlxspec.batch_generate(model, demo[1], prompts, max_kv_size=16, **options)
+    expected = batch_generate(model, loaded[1], prompts, max_kv_size=16, **options).token_ids
+    assert expected != batch_generate(model, loaded[1], prompts, **options).token_ids
+    actual = mlxspec.batch_generate(model, loaded[1], prompts, max_kv_size=16, **options)
     assert actual.token_ids == expected
     caches = [make_prompt_cache(model, 16) for _ in prompts]
-    actual = mlxspec.batch_generate(model, demo[1], prompts, caches, **options)
+    actual = mlxspec.batch_generate(model, loaded[1], prompts, caches, **options)
     assert actual.token_ids == expected
 
 
-def test_no_prompts_give_no_answers(demo: tuple) -> None:
-    assert mlxspec.batch_generate(*demo, []).texts == []
+def test_no_prompts_give_no_answers(loaded: tuple) -> None:
+    assert mlxspec.batch_generate(*loaded, []).texts == []
 
 
-def test_a_cache_is_made_where_none_is_given(demo: tuple, prompts: list) -> None:
-    give_costs(*demo, LINEAR)
-    caches = [make_prompt_cache(demo[0]) for _ in prompts]
+def test_a_cache_is_made_where_none_is_given(loaded: tuple, prompts: list) -> None:
+    give_costs(*loaded, LINEAR)
+    caches = [make_prompt_cache(loaded[0]) for _ in prompts]
     options = {"max_tokens": 4, "return_token_ids": True}
-    with_caches = mlxspec.batch_generate(*demo, prompts, caches, **options)
-    assert with_caches.token_ids == mlxspec.batch_generate(*demo, prompts, **options).token_ids
+    with_caches = mlxspec.batch_generate(*loaded, prompts, caches, **options)
+    assert with_caches.token_ids == mlxspec.batch_generate(*loaded, prompts, **options).token_ids
     assert all(cache.empty() for of_prompt in caches for cache in of_prompt)

@@ -28,6 +28,7 @@ from tests.support.drop_in import (
     demo_with_costs,
     fields,
     give_costs,
+    stand_in_with_costs,
     stream_generate,
     write_float32_demo,
 )
@@ -37,8 +38,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def demo() -> tuple:
-    return demo_with_costs()
+def loaded() -> tuple:
+    return stand_in_with_costs()
 
 
 @pytest.mark.parametrize(
@@ -54,17 +55,17 @@ def demo() -> tuple:
     ],
     ids=lambda options: "-".join(options) or "default",
 )
-def test_responses_are_mlx_lm_s(demo: tuple, options: dict) -> None:
-    expected = list(stream_generate(*demo, REPEAT, **options))
-    actual = list(mlxspec.stream_generate(*demo, REPEAT, **options))
+def test_responses_are_mlx_lm_s(loaded: tuple, options: dict) -> None:
+    expected = list(stream_generate(*loaded, REPEAT, **options))
+    actual = list(mlxspec.stream_generate(*loaded, REPEAT, **options))
     assert fields(actual) == fields(expected)
     for own, theirs in zip(actual[::7], expected[::7], strict=True):
         assert mx.allclose(own.logprobs, theirs.logprobs, atol=1e-4).item()
     assert actual[-1].stats.steps <= len(actual)
 
 
-def test_responses_have_all_fields_of_mlx_lm_s(demo: tuple) -> None:
-    (response,) = mlxspec.stream_generate(*demo, FREE, max_tokens=1)
+def test_responses_have_all_fields_of_mlx_lm_s(loaded: tuple) -> None:
+    (response,) = mlxspec.stream_generate(*loaded, FREE, max_tokens=1)
     for field in dataclass_fields(GenerationResponse):
         assert hasattr(response, field.name)
     assert isinstance(response, GenerationResponse)
@@ -73,27 +74,27 @@ def test_responses_have_all_fields_of_mlx_lm_s(demo: tuple) -> None:
 @pytest.mark.parametrize("with_draft_model", [False, True])
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
 def test_a_bounded_cache_is_mlx_lm_s_which_has_none_beside_a_draft_model(
-    demo: tuple, kind: str, with_draft_model: bool
+    loaded: tuple, kind: str, with_draft_model: bool
 ) -> None:
     model = ARCHITECTURES[kind].model()
-    give_costs(model, demo[1])
+    give_costs(model, loaded[1])
     drafts = {"draft_model": model} if with_draft_model else {}
 
     def tokens(function: Callable, **options: Any) -> list[int]:
         prompt = [i * 7 % 60 for i in range(80)]
-        return [r.token for r in function(model, demo[1], prompt, max_tokens=24, **options)]
+        return [r.token for r in function(model, loaded[1], prompt, max_tokens=24, **options)]
 
     expected = tokens(stream_generate, max_kv_size=16, **drafts)
     assert (expected == tokens(stream_generate)) is with_draft_model
     assert tokens(mlxspec.stream_generate, max_kv_size=16, **drafts) == expected
 
 
-def test_a_tuple_of_caches_will_do(demo: tuple) -> None:
-    caches = tuple(make_prompt_cache(demo[0]))
-    expected = fields(stream_generate(*demo, FREE, max_tokens=4))
-    actual = mlxspec.stream_generate(*demo, FREE, max_tokens=4, prompt_cache=caches)
+def test_a_tuple_of_caches_will_do(loaded: tuple) -> None:
+    caches = tuple(make_prompt_cache(loaded[0]))
+    expected = fields(stream_generate(*loaded, FREE, max_tokens=4))
+    actual = mlxspec.stream_generate(*loaded, FREE, max_tokens=4, prompt_cache=caches)
     assert fields(actual) == expected
-    assert {cache.offset for cache in caches} == {len(demo[1].encode(FREE)) + 4}
+    assert {cache.offset for cache in caches} == {len(loaded[1].encode(FREE)) + 4}
 
 
 def test_all_arguments_of_mlx_lm_are_taken() -> None:
@@ -109,15 +110,15 @@ def test_all_arguments_of_mlx_lm_are_taken() -> None:
 
 
 @pytest.mark.parametrize("prompt", ["text", "ids", "array"])
-def test_prompts_are_texts_ids_or_arrays(demo: tuple, prompt: str) -> None:
-    ids = demo[1].encode(FREE)
+def test_prompts_are_texts_ids_or_arrays(loaded: tuple, prompt: str) -> None:
+    ids = loaded[1].encode(FREE)
     given = {"text": FREE, "ids": ids, "array": mx.array(ids)}[prompt]
-    expected = list(stream_generate(*demo, given, max_tokens=6))
-    assert fields(mlxspec.stream_generate(*demo, given, max_tokens=6)) == fields(expected)
+    expected = list(stream_generate(*loaded, given, max_tokens=6))
+    assert fields(mlxspec.stream_generate(*loaded, given, max_tokens=6)) == fields(expected)
 
 
-def test_a_bare_transformers_tokenizer_will_do(demo: tuple) -> None:
-    model, tokenizer = random_model("llama", vocab_size=4096), demo[1]._tokenizer
+def test_a_bare_transformers_tokenizer_will_do(loaded: tuple) -> None:
+    model, tokenizer = random_model("llama", vocab_size=4096), loaded[1]._tokenizer
     give_costs(model, tokenizer)
     expected = mlx_lm.generate(model, tokenizer, FREE, max_tokens=8)
     for _ in range(2):
@@ -135,34 +136,35 @@ def test_a_bare_transformers_tokenizer_will_do(demo: tuple) -> None:
     ids=["unknown argument", "no tokens", "empty prompt", "embeddings and draft model"],
 )
 def test_what_mlx_lm_refuses_is_refused_with_the_same_exception(
-    demo: tuple, prompt: Any, options: dict
+    loaded: tuple, prompt: Any, options: dict
 ) -> None:
     def refused(function: Callable) -> type[Exception]:
         with pytest.raises((TypeError, ValueError)) as caught:
-            list(function(*demo, prompt, **options))
+            list(function(*loaded, prompt, **options))
         return caught.type
 
     expected = refused(stream_generate)
     assert issubclass(refused(mlxspec.stream_generate), expected)
 
 
-def test_no_limit_means_until_a_stop_token(demo: tuple) -> None:
-    prompt = demo[1].apply_chat_template(
+def test_no_limit_means_until_a_stop_token() -> None:
+    loaded = demo_with_costs()
+    prompt = loaded[1].apply_chat_template(
         [{"role": "user", "content": 'Repeat the following phrase 2 times: "A day.".'}],
         add_generation_prompt=True,
     )
-    expected = fields(stream_generate(*demo, prompt, max_tokens=-1))
+    expected = fields(stream_generate(*loaded, prompt, max_tokens=-1))
     assert expected[-1][-1] == "stop"
-    assert fields(mlxspec.stream_generate(*demo, prompt, max_tokens=-1)) == expected
+    assert fields(mlxspec.stream_generate(*loaded, prompt, max_tokens=-1)) == expected
 
 
 @pytest.mark.parametrize("length", [1, 2, 23])
-def test_progress_is_told_as_mlx_lm_tells_it(demo: tuple, length: int) -> None:
+def test_progress_is_told_as_mlx_lm_tells_it(loaded: tuple, length: int) -> None:
     def told(function: Callable) -> list[tuple[int, int]]:
         calls: list[tuple[int, int]] = []
         list(
             function(
-                *demo,
+                *loaded,
                 list(range(3, 3 + length)),
                 max_tokens=2,
                 prefill_step_size=10,
@@ -174,14 +176,14 @@ def test_progress_is_told_as_mlx_lm_tells_it(demo: tuple, length: int) -> None:
     assert told(mlxspec.stream_generate) == told(stream_generate)
 
 
-def test_progress_with_a_session_is_that_of_what_is_run(demo: tuple) -> None:
+def test_progress_with_a_session_is_that_of_what_is_run(loaded: tuple) -> None:
     session = mlxspec.Session()
-    prompt = demo[1].encode(FREE)
-    list(mlxspec.stream_generate(*demo, prompt, max_tokens=4, session=session))
+    prompt = loaded[1].encode(FREE)
+    list(mlxspec.stream_generate(*loaded, prompt, max_tokens=4, session=session))
     prompt = [*session.tokens, 11, 12, 13]
     told: list[tuple[int, int]] = []
     *_, last = mlxspec.stream_generate(
-        *demo,
+        *loaded,
         prompt,
         max_tokens=2,
         session=session,
@@ -196,14 +198,16 @@ def test_progress_with_a_session_is_that_of_what_is_run(demo: tuple) -> None:
     [{"stop": "x"}, {"temp": 0.5}, {"session": mlxspec.Session()}],
     ids=lambda option: next(iter(option)),
 )
-def test_what_mlx_lm_does_not_know_is_refused_beside_embeddings(demo: tuple, option: dict) -> None:
+def test_what_mlx_lm_does_not_know_is_refused_beside_embeddings(
+    loaded: tuple, option: dict
+) -> None:
     (name,) = option
     with pytest.raises(OptionError, match=f"^{name} is given with input_embeddings.*leave it out$"):
-        mlxspec.stream_generate(*demo, [5], input_embeddings=mx.zeros((1, 8)), **option)
+        mlxspec.stream_generate(*loaded, [5], input_embeddings=mx.zeros((1, 8)), **option)
 
 
-def test_embeddings_are_generated_from_plainly(demo: tuple) -> None:
-    model, tokenizer = demo
+def test_embeddings_are_generated_from_plainly(loaded: tuple) -> None:
+    model, tokenizer = loaded
     embeddings = model.model.embed_tokens(mx.array(tokenizer.encode(FREE)))
     options = {"max_tokens": 6, "input_embeddings": embeddings}
     expected = list(stream_generate(model, tokenizer, [], **options))
@@ -212,9 +216,9 @@ def test_embeddings_are_generated_from_plainly(demo: tuple) -> None:
     assert actual[-1].stats.tokens_per_step == 1
 
 
-def test_repeated_samples_differ_and_a_seed_repeats_them(demo: tuple) -> None:
+def test_repeated_samples_differ_and_a_seed_repeats_them(loaded: tuple) -> None:
     def sample(**options: Any) -> str:
-        return mlxspec.generate(*demo, FREE, max_tokens=8, **options)
+        return mlxspec.generate(*loaded, FREE, max_tokens=8, **options)
 
     mx.random.seed(3)
     assert len({sample(sampler=make_sampler(1.0)) for _ in range(3)}) > 1
@@ -222,10 +226,10 @@ def test_repeated_samples_differ_and_a_seed_repeats_them(demo: tuple) -> None:
 
 
 def test_verbose_prints_mlx_lm_s_lines_and_what_speculation_did(
-    demo: tuple, capsys: pytest.CaptureFixture
+    loaded: tuple, capsys: pytest.CaptureFixture
 ) -> None:
     def printed(function: Callable) -> list[str]:
-        text = function(*demo, REPEAT, verbose=True, max_tokens=16)
+        text = function(*loaded, REPEAT, verbose=True, max_tokens=16)
         output = capsys.readouterr().out
         assert text in output
         return re.sub(r"\d+\.\d+", "#", output).splitlines()
@@ -239,8 +243,8 @@ def test_verbose_prints_mlx_lm_s_lines_and_what_speculation_did(
     assert ours == theirs
 
 
-def test_a_conversation_in_a_prompt_cache_goes_on_as_with_mlx_lm(demo: tuple) -> None:
-    model, tokenizer = demo
+def test_a_conversation_in_a_prompt_cache_goes_on_as_with_mlx_lm(loaded: tuple) -> None:
+    model, tokenizer = loaded
     theirs, ours = make_prompt_cache(model), make_prompt_cache(model)
     for text in (REPEAT, " [INST] Again. [/INST]", " [INST] And again. [/INST]"):
         prompt = tokenizer.encode(text, add_special_tokens=False)
@@ -266,9 +270,9 @@ def test_examples_of_mlx_lm_s_readme_run_with_the_import_changed(
     capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    demo: tuple,
+    loaded: tuple,
 ) -> None:
-    costs = decoder_of(*demo).costs
+    costs = decoder_of(*loaded).costs
     monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: costs)
 
     def printed(package: str, model: str) -> str:

@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
 
 from mlxspec.loading.model_files import DEMO_DIRECTORY
+from tests.support.examples import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = "from mlx._distributed_utils.launch import main; main()"
@@ -69,7 +70,13 @@ def launched(*command: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, *ranks, "--python", sys.executable, *command],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "MLXSPEC_CACHE_DIR": str(folder)},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "MLXSPEC_CACHE_DIR": str(folder),
+            # Otherwise both ranks would call a C++ compiler, for the same functions.
+            **({} if LONG else {"MLX_DISABLE_COMPILE": "1"}),
+        },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -23,7 +23,7 @@ from tests.support.examples import LONG, examples
 from tests.support.harness import assert_same_output, plain, run
 from tests.support.rarer_architectures import NOT_TRIED
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
+pytestmark = pytest.mark.slow
 
 SHORT_PROMPT = [7, 3, 9, 3]
 LONG_PROMPT = [(7 * i * i + 3 * i) % 64 for i in range(2 * WINDOW + 5)]  # the window has wrapped

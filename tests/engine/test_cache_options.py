@@ -13,12 +13,13 @@ from mlxspec.engine.target import Capability
 from mlxspec.errors import OptionError
 from tests.support.architectures import ARCHITECTURES, Architecture
 from tests.support.drafters import HostileDrafter
+from tests.support.examples import examples
 from tests.support.harness import assert_same_output, run
 
 pytestmark = pytest.mark.slow
 
 PROMPTS = {"one token": [5], "short": [7, 3, 9, 3], "long": [(7 * i * i) % 64 for i in range(37)]}
-LENGTH = 60
+LENGTH = examples(44, long=60)  # later than each size and start but the last
 WIDE_HEADS = {"head_dim": 32}  # the smallest group of a quantised cache
 
 

@@ -17,7 +17,7 @@ from mlxspec.compat.generation import decoder_of
 from mlxspec.draft.drafter import DraftTree, NoDraft, VerifiedStep
 from mlxspec.errors import OptionError
 from tests.support.architectures import ARCHITECTURES
-from tests.support.drop_in import FREE, REPEAT, demo_with_costs, fields, stream_generate
+from tests.support.drop_in import FREE, REPEAT, fields, stand_in_with_costs, stream_generate
 from tests.support.harness import assert_same_output
 
 pytestmark = pytest.mark.slow
@@ -32,14 +32,14 @@ def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def demo() -> tuple:
-    return demo_with_costs()
+def loaded() -> tuple:
+    return stand_in_with_costs()
 
 
 @pytest.fixture(scope="module")
-def smaller(demo: tuple) -> nn.Module:
-    """The demo model without its last layer: often right, often wrong."""
-    model = copy.deepcopy(demo[0])
+def smaller(loaded: tuple) -> nn.Module:
+    """The model without its last layer: often right, often wrong."""
+    model = copy.deepcopy(loaded[0])
     model.model.layers = model.model.layers[:-1]
     return model
 
@@ -61,19 +61,21 @@ def test_it_drafts_what_the_model_says_however_much_was_rejected(name: str) -> N
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_the_output_is_that_of_plain_decoding(demo: tuple, smaller: nn.Module, temp: float) -> None:
-    decoder, prompt = decoder_of(*demo), demo[1].encode(FREE)
+def test_the_output_is_that_of_plain_decoding(
+    loaded: tuple, smaller: nn.Module, temp: float
+) -> None:
+    decoder, prompt = decoder_of(*loaded), loaded[1].encode(FREE)
     sampling = mlxspec.SamplingParams(temp=temp, seed=2)
     both = CombinedDrafter(PromptLookupDrafter(ngram_max=1), DraftModelDrafter(smaller, 3))
     expected, actual = (
         [r.token for r in decoder.decode(prompt, drafter, max_tokens=24, sampling=sampling)]
         for drafter in (NoDraft(), both)
     )
-    assert_same_output(demo[0], prompt, expected, actual, sampling)
+    assert_same_output(loaded[0], prompt, expected, actual, sampling)
 
 
-def test_look_ups_go_first_and_it_drafts_where_they_have_none(demo: tuple) -> None:
-    drafter = CombinedDrafter(PromptLookupDrafter(), DraftModelDrafter(demo[0], 3))
+def test_look_ups_go_first_and_it_drafts_where_they_have_none(loaded: tuple) -> None:
+    drafter = CombinedDrafter(PromptLookupDrafter(), DraftModelDrafter(loaded[0], 3))
     drafter.begin([5, 6, 7, 5, 6])
     drafter.propose(10)
     assert set(drafter.origins()) == {"root", "lookup"}
@@ -85,38 +87,38 @@ def test_look_ups_go_first_and_it_drafts_where_they_have_none(demo: tuple) -> No
 
 @pytest.mark.parametrize("prompt", [FREE, REPEAT])
 def test_draft_model_is_an_argument_as_with_mlx_lm(
-    demo: tuple, smaller: nn.Module, prompt: str
+    loaded: tuple, smaller: nn.Module, prompt: str
 ) -> None:
     options = {"max_tokens": 24, "draft_model": smaller, "num_draft_tokens": 3}
-    expected = list(stream_generate(*demo, prompt, **options))
-    actual = list(mlxspec.stream_generate(*demo, prompt, **options))
+    expected = list(stream_generate(*loaded, prompt, **options))
+    actual = list(mlxspec.stream_generate(*loaded, prompt, **options))
     assert fields(actual) == fields(expected)
     assert actual[-1].stats.steps < 20
     assert any(response.from_draft for response in actual)
 
 
-def test_a_cache_of_both_models_goes_on_as_with_mlx_lm(demo: tuple, smaller: nn.Module) -> None:
-    model, tokenizer = demo
+def test_a_cache_of_both_models_goes_on_as_with_mlx_lm(loaded: tuple, smaller: nn.Module) -> None:
+    model, tokenizer = loaded
     theirs = make_prompt_cache(model)
     own = make_prompt_cache(model) + make_prompt_cache(smaller)
     position = 0
     for text in (REPEAT, " [INST] Again. [/INST]", FREE):
         prompt = tokenizer.encode(text, add_special_tokens=False)
         options: dict[str, Any] = {"max_tokens": 16}
-        expected = fields(stream_generate(*demo, prompt, prompt_cache=theirs, **options))
+        expected = fields(stream_generate(*loaded, prompt, prompt_cache=theirs, **options))
         responses = mlxspec.stream_generate(
-            *demo, prompt, prompt_cache=own, draft_model=smaller, **options
+            *loaded, prompt, prompt_cache=own, draft_model=smaller, **options
         )
         assert fields(responses) == expected
         position += len(prompt) + len(expected)
         assert {cache.offset for cache in own} == {position}
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused(demo: tuple) -> None:
+def test_a_draft_model_of_another_vocabulary_is_refused(loaded: tuple) -> None:
     with pytest.raises(OptionError, match=r"draft_model has a vocabulary of 64 .* one of 4096"):
-        mlxspec.stream_generate(*demo, FREE, draft_model=ARCHITECTURES["llama3"].model())
+        mlxspec.stream_generate(*loaded, FREE, draft_model=ARCHITECTURES["llama3"].model())
 
 
-def test_an_impossible_number_of_draft_tokens_is_refused(demo: tuple) -> None:
+def test_an_impossible_number_of_draft_tokens_is_refused(loaded: tuple) -> None:
     with pytest.raises(OptionError, match="num_draft_tokens is 0"):
-        mlxspec.stream_generate(*demo, FREE, draft_model=demo[0], num_draft_tokens=0)
+        mlxspec.stream_generate(*loaded, FREE, draft_model=loaded[0], num_draft_tokens=0)

@@ -14,6 +14,7 @@ from mlxspec.engine.capability import Capability
 from mlxspec.engine.sampling import SamplingParams
 from tests.support.demo import demo
 from tests.support.drafters import HostileDrafter
+from tests.support.examples import LONG
 from tests.support.harness import assert_same_output, plain, run
 from tests.support.llama2c import decode_llama2c, load_llama2c
 from tests.support.llamas import LLAMAS
@@ -21,7 +22,7 @@ from tests.support.llamas import LLAMAS
 pytestmark = pytest.mark.slow
 
 BOS = 1
-TEMPERATURES = [0.0, 0.7, 1.0]
+TEMPERATURES = [0.0, 0.7, 1.0] if LONG else [0.0, 0.7]
 RENAME = """[INST] Rename `total` to `river` in this code:
 ```python
 def total(a):
@@ -51,7 +52,7 @@ def test_stories260k_writes_its_published_text(shared: Path) -> None:
 def test_hostile_and_real_drafters_leave_the_output_as_it_is(model: nn.Module, temp: float) -> None:
     vocab_size = model.args.vocab_size
     accepted = {"tree": 0, "chain": 0, "lookup": 0}
-    for seed in range(3):
+    for seed in range(3 if LONG else 2):
         mx.random.seed(seed)
         prompt = [BOS, *mx.random.randint(3, vocab_size, (5 * seed,)).tolist()]
         params = SamplingParams(temp=temp, seed=seed)
@@ -69,6 +70,7 @@ def test_hostile_and_real_drafters_leave_the_output_as_it_is(model: nn.Module, t
     assert min(accepted.values()) > 0  # otherwise nothing was tested
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("temp", TEMPERATURES)
 def test_the_demo_model_writes_the_same_with_every_drafter(temp: float) -> None:
     model, tokenizer = demo().model, demo().tokenizer
@@ -87,6 +89,7 @@ def test_the_demo_model_writes_the_same_with_every_drafter(temp: float) -> None:
         assert_same_output(model, prompt, expected, outcome.tokens, params)
 
 
+@pytest.mark.compiled
 def test_greedy_output_equals_mlx_lm(model: nn.Module) -> None:
     prompt = [BOS, 403, 407]
     expected = [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=120)]

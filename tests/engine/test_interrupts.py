@@ -23,7 +23,7 @@ from tests.support.harness import decode, new_target, plain
 from tests.support.interrupts import functions_of, interrupted_anywhere
 from tests.support.random_models import random_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
+pytestmark = pytest.mark.slow
 
 PROMPT = [7, 3, 9, 3, 5, 8, 2, 6, 1]
 FUNCTIONS = functions_of(targets, caches, window_cache)

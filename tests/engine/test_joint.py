@@ -28,7 +28,7 @@ from tests.support.drafters import HostileDrafter
 from tests.support.examples import examples
 from tests.support.harness import Run, new_target, next_logits, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
+pytestmark = pytest.mark.slow
 
 VOCABULARY = 64
 MODES = {
@@ -130,7 +130,7 @@ def test_whoever_joins_and_leaves_each_sequence_writes_what_it_writes_alone(
     if call:
         monkeypatch.setattr(engine, "_CALL", call)
 
-    @settings(max_examples=examples(4, long=200), deadline=None)
+    @settings(max_examples=examples(3, long=200), deadline=None)
     @given(st.lists(PLANS, min_size=2, max_size=8))
     def check(plans: list[Plan]) -> None:
         members = [member_of(model, plan) for plan in plans]

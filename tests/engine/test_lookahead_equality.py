@@ -12,6 +12,7 @@ from mlxspec.draft.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.sampling import SamplingParams
 from tests.support.demo import demo
+from tests.support.examples import LONG
 from tests.support.harness import Run, assert_same_output, plain, run
 from tests.support.llamas import LLAMAS
 
@@ -27,8 +28,8 @@ PROMPTS = 10  # every size with and without the prompt in its pool
 SIZES = [(2, 2, 2), (3, 3, 2), (5, 4, -1), (3, 5, 3), (10, 5, 8)]
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("model", LLAMAS, indirect=True)
+@pytest.mark.parametrize("temp", [0.0, 0.7, 1.0] if LONG else [0.0, 0.7])
+@pytest.mark.parametrize("model", LLAMAS if LONG else LLAMAS[:1], indirect=True)
 def test_output_is_plain_decodings(model: nn.Module, temp: float) -> None:
     accepted = 0
     for seed in range(PROMPTS):
@@ -46,22 +47,24 @@ def test_output_is_plain_decodings(model: nn.Module, temp: float) -> None:
     assert accepted > 0
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.7])
-def test_the_demo_model_writes_the_same(temp: float) -> None:
+@pytest.mark.parametrize(
+    ("temp", "text"),
+    [(0.0, REPEAT), (0.7, CODE), *([(0.0, CODE), (0.7, REPEAT)] if LONG else [])],
+)
+def test_the_demo_model_writes_the_same(temp: float, text: str) -> None:
     model, tokenizer = demo().model, demo().tokenizer
     params = SamplingParams(temp=temp, seed=3)
     options = {"max_tokens": 20, "params": params, "stop_tokens": tokenizer.eos_token_ids}
-    for text in (REPEAT, CODE):
-        prompt = tokenizer.encode(text)
-        expected = plain(model, prompt, **options)
-        for drafter in (
-            LookaheadDrafter(3, 4, 3),
-            CombinedDrafter(PromptLookupDrafter(), LookaheadDrafter(3, 3, 3), max_rows=10),
-            CombinedDrafter(LookaheadDrafter(3, 3, 3), PromptLookupDrafter(4)),
-        ):
-            outcome = run(model, prompt, drafter, **options)
-            assert outcome.accepted > 0
-            assert_same_output(model, prompt, expected, outcome.tokens, params)
+    prompt = tokenizer.encode(text)
+    expected = plain(model, prompt, **options)
+    for drafter in (
+        LookaheadDrafter(3, 4, 3),
+        CombinedDrafter(PromptLookupDrafter(), LookaheadDrafter(3, 3, 3), max_rows=10),
+        CombinedDrafter(LookaheadDrafter(3, 3, 3), PromptLookupDrafter(4)),
+    ):
+        outcome = run(model, prompt, drafter, **options)
+        assert outcome.accepted > 0
+        assert_same_output(model, prompt, expected, outcome.tokens, params)
 
 
 def test_a_model_without_trees_gets_the_newest_guess(model: nn.Module) -> None:

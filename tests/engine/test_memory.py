@@ -12,12 +12,13 @@ import pytest
 from mlxspec.draft.drafter import DraftTree, VerifiedStep
 from mlxspec.engine.target import Capability
 from tests.support.drafters import TruthDrafter
+from tests.support.examples import examples
 from tests.support.harness import run
 from tests.support.random_models import MAMBA_2, random_model
 
 pytestmark = pytest.mark.slow
 
-TOKENS = 1200
+TOKENS = examples(500, long=1200)
 WRONG = (60, 61, 62)  # no token that the models emit
 SLIDING_MISTRAL = {
     "sliding_window": 16,
@@ -86,11 +87,11 @@ def test_peak_memory_does_not_grow_with_the_number_of_rejected_drafts(name: str)
     # Both end with drafts, since the rows of a step take memory while it runs.
     few = memory_of(model, capability, begin_at=TOKENS - 40)
     many = memory_of(model, capability, begin_at=0)
-    assert many.rejected > 20 * few.rejected > 0
+    assert many.rejected > 9 * few.rejected > 0
     # MLX's threads make a peak differ by a fifth between equal runs, and state may be a view of
     # a step's rows. One row kept of each rejected draft would be far more.
     assert many.peak <= 1.5 * few.peak
     assert many.left <= 2 * few.left
     if name == "window":
         sliding, full = many.caches
-        assert sliding < full / 4
+        assert sliding < 0.6 * full

@@ -13,7 +13,7 @@ from tests.support.openblas import needs_openblas
 
 pytestmark = pytest.mark.slow
 
-CHOSEN = "demo_model or published_text or random-0.7 or babyllama-0.7 or equals_mlx_lm"
+CHOSEN = "demo_model and 0.7 or published_text or random-0.7 or babyllama-0.7 or equals_mlx_lm"
 
 
 @needs_openblas

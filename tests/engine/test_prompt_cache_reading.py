@@ -24,7 +24,7 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.examples import examples
 from tests.support.hostile import harmless, json_values, mutated
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
+pytestmark = pytest.mark.slow
 
 PROMPT = [token * 7 % 60 + 3 for token in range(40)]
 KINDS = ["llama3", "gemma3", "mamba2", "llama4", "deepseek_v32", "quantised"]

@@ -20,9 +20,11 @@ from mlxspec.engine.shaping import History
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import demo
 from tests.support.drafters import HostileDrafter
+from tests.support.examples import LONG
 from tests.support.harness import assert_same_output, decode, new_target, plain, run
+from tests.support.llamas import LLAMAS
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncompiled")]
+pytestmark = pytest.mark.slow
 
 BOS = 1
 PROMPT = [BOS, 403, 407, 261, 370, 403, 407]
@@ -94,6 +96,7 @@ def test_plain_decoding_equals_mlx_lm_with_the_same_processors(model: nn.Module,
 
 @pytest.mark.parametrize("temp", FILTERS)
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("model", LLAMAS if LONG else LLAMAS[:1], indirect=True)
 def test_speculated_tokens_equal_plain_ones_whatever_shapes_and_filters(
     model: nn.Module, name: str, temp: float
 ) -> None:

@@ -10,6 +10,7 @@ from mlxspec.eval.replay import replay, replay_report
 from mlxspec.eval.traces import Completion, read_traces, render
 from mlxspec.plan.chips import chip_curve
 from mlxspec.plan.p_accept import token_classes
+from tests.support.examples import LONG
 from tests.support.planners import suffix_planner
 
 pytestmark = pytest.mark.slow
@@ -50,8 +51,8 @@ def test_prompt_lookup_takes_as_many_steps_as_measured_elsewhere(
 
 # Speed-ups over the same sets of a planner written and measured before this one.
 @pytest.mark.parametrize(
-    ("chip", "branching", "speedup"),
-    [("M4 Pro", False, 1.344), ("M2 Pro", True, 1.0)],
+    ("chip", "branching", "speedup", "every"),
+    [("M4 Pro", False, 1.344, 1), ("M2 Pro", True, 1.0, 1 if LONG else 2)],
 )
 def test_the_planner_is_as_fast_as_measured_elsewhere_and_never_slow(
     completions: list[Completion],
@@ -59,6 +60,7 @@ def test_the_planner_is_as_fast_as_measured_elsewhere_and_never_slow(
     chip: str,
     branching: bool,
     speedup: float,
+    every: int,
 ) -> None:
     pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
     curve = chip_curve(chip)
@@ -67,7 +69,7 @@ def test_the_planner_is_as_fast_as_measured_elsewhere_and_never_slow(
         branching=branching,
         token_classes=token_classes(pieces, special={0, 1, 2}),
     )
-    replayed = [(c.category, replay(c.prompt, c.output, drafter)) for c in completions]
+    replayed = [(c.category, replay(c.prompt, c.output, drafter)) for c in completions[::every]]
     figures = replay_report(replayed, curve)
     assert figures.speedup > 0.99 * speedup
     assert figures.worst > 0.995

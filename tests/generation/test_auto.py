@@ -1,10 +1,11 @@
-"""The default decoder on the bundled demo model, with costs that are given, not measured."""
+"""The default decoder, with costs that are given, not measured."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,15 +18,18 @@ from mlxspec.engine.capability import Capability
 from mlxspec.engine.costs import KeptCosts
 from mlxspec.eval.equality import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.store.learner import Learner
-from tests.support.demo import FLAT, LINEAR, demo_decoder, given_costs
+from tests.support.demo import FLAT, LINEAR, demo_decoder, given_costs, stand_in_decoder
+from tests.support.examples import examples
 
 pytestmark = pytest.mark.slow
 
 PROMPT = '[INST] Repeat the following phrase 8 times: "The red fox sees the river.". [/INST]'
 
 
-def decoder_with(curve: dict[int, float], **options: object) -> AutoDecoder:
-    decoder = demo_decoder(AutoDecoder, **options)
+def decoder_with(
+    curve: dict[int, float], make: Any = stand_in_decoder, **options: Any
+) -> AutoDecoder:
+    decoder = make(AutoDecoder, **options)
     decoder.costs = given_costs(curve)
     return decoder
 
@@ -51,7 +55,7 @@ def test_output_is_that_of_plain_decoding(curve: dict, temp: float) -> None:
 
 def test_it_drafts_where_rows_are_cheap_and_hardly_where_they_are_not() -> None:
     def stats(curve: dict) -> mlxspec.SpeculationStats:
-        *_, last = decoder_with(curve).stream(PROMPT, 60)
+        *_, last = decoder_with(curve, demo_decoder).stream(PROMPT, examples(40, long=60))
         return last.stats
 
     assert stats(FLAT).tokens_per_step > 3
@@ -97,9 +101,10 @@ def test_stream_generate_takes_models_of_mlx_lm(monkeypatch: pytest.MonkeyPatch)
         return given_costs(FLAT)
 
     monkeypatch.setattr("mlxspec.generation.decoder.costs_for", costs_for)
-    expected = [r.token for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=24)]
+    count = examples(12, long=24)
+    expected = [r.token for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=count)]
     for _ in range(2):
-        responses = list(mlxspec.stream_generate(model, tokenizer, PROMPT, max_tokens=24))
+        responses = list(mlxspec.stream_generate(model, tokenizer, PROMPT, max_tokens=count))
         assert [response.token for response in responses] == expected
     assert len(measured) == 1  # the second call goes on with what the first has found out
 

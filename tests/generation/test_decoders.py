@@ -26,6 +26,7 @@ def decoder() -> PromptLookupDecoder:
     return demo_decoder(PromptLookupDecoder)
 
 
+@pytest.mark.compiled
 def test_responses_equal_mlx_lm_token_by_token(decoder: PromptLookupDecoder) -> None:
     theirs = list(mlx_lm.stream_generate(decoder.model, decoder.tokenizer, PROMPT, max_tokens=60))
     for n_draft in (0, 10):

@@ -1,4 +1,4 @@
-"""The lookahead and the combined decoder on the bundled demo model, with given costs."""
+"""The lookahead and the combined decoder, with given costs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlxspec.draft.drafter import NoDraft
 from mlxspec.engine.capability import Capability
 from mlxspec.errors import OptionError, PromptError
 from mlxspec.eval.equality import NEAR_TIE_FLOAT32, first_difference
-from tests.support.demo import FLAT, LINEAR, demo, demo_decoder, given_costs
+from tests.support.demo import FLAT, LINEAR, given_costs, stand_in, stand_in_decoder
 
 pytestmark = pytest.mark.slow
 
@@ -29,14 +29,14 @@ FREE = "The history of the"
 
 
 def make(kind: type = LookaheadDecoder, curve: dict[int, float] = FLAT) -> LookaheadDecoder:
-    decoder = demo_decoder(kind)
+    decoder = stand_in_decoder(kind)
     decoder.costs = given_costs(curve)
     return decoder
 
 
 @cache
 def plain(prompt: str, **sampling: float) -> list[int]:
-    stream = demo().decode(prompt, NoDraft(), max_tokens=24, **sampling)
+    stream = stand_in().decode(prompt, NoDraft(), max_tokens=24, **sampling)
     return [response.token for response in stream]
 
 
@@ -48,8 +48,8 @@ def test_output_is_plain_decodings_sampling_included(kind: type, window_size: ob
     stream = make(kind).stream(FREE, 24, window_size, 4, temp=0.9, seed=5)
     actual = [response.token for response in stream]
     sampling = mlxspec.SamplingParams(temp=0.9, seed=5)
-    prompt = demo().tokenizer.encode(FREE)
-    difference = first_difference(demo().model, prompt, expected, actual, sampling)
+    prompt = stand_in().tokenizer.encode(FREE)
+    difference = first_difference(stand_in().model, prompt, expected, actual, sampling)
     assert difference is None or difference.margin < NEAR_TIE_FLOAT32
 
 
@@ -75,7 +75,7 @@ def test_without_a_window_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         "mlxspec.generation.decoder.costs_for", lambda *_, **__: pytest.fail("measured")
     )
-    assert len(list(demo_decoder(LookaheadDecoder).stream(PROMPT, 5, 0))) == 5
+    assert len(list(stand_in_decoder(LookaheadDecoder).stream(PROMPT, 5, 0))) == 5
 
 
 def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(monkeypatch) -> None:

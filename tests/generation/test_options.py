@@ -1,4 +1,4 @@
-"""The keyword arguments that all decoders take, on the bundled demo model."""
+"""The keyword arguments that all decoders take, on a small random model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlxspec.compat.generation import stream_with_draft_model
 from mlxspec.errors import OptionError, PromptCacheError
 from mlxspec.generation.options import SamplingOptions
 from tests.support.architectures import ARCHITECTURES
-from tests.support.demo import demo_decoder
+from tests.support.demo import FLAT, demo, given_costs, stand_in_decoder
 from tests.support.random_models import random_model
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ PROMPT = '[INST] Repeat the following phrase 4 times: "The red fox sees the rive
 
 @pytest.fixture(scope="module")
 def decoder() -> PromptLookupDecoder:
-    return demo_decoder(PromptLookupDecoder)
+    return stand_in_decoder(PromptLookupDecoder)
 
 
 def tokens(decoder: Any, **options: object) -> list[int]:
@@ -50,7 +50,8 @@ def test_fields_by_name_and_as_one_object_mean_the_same(decoder: PromptLookupDec
 
 
 def test_mlx_lms_processors_and_sampler_can_be_passed(decoder: PromptLookupDecoder) -> None:
-    processors = make_logits_processors({435: -4.0}, repetition_penalty=1.3)
+    bias = {tokens(decoder)[2]: -4.0}
+    processors = make_logits_processors(bias, repetition_penalty=1.3)
     theirs = mlx_lm.stream_generate(
         decoder.model,
         decoder.tokenizer,
@@ -61,7 +62,7 @@ def test_mlx_lms_processors_and_sampler_can_be_passed(decoder: PromptLookupDecod
     )
     expected = [response.token for response in theirs]
     assert tokens(decoder, logits_processors=processors, sampler=make_sampler(0.0)) == expected
-    assert tokens(decoder, logit_bias={435: -4.0}, repetition_penalty=1.3) == expected
+    assert tokens(decoder, logit_bias=bias, repetition_penalty=1.3) == expected
     assert tokens(decoder) != expected
 
 
@@ -99,7 +100,8 @@ def test_stop_tokens_by_id_or_text_end_the_output(
         assert text.lstrip() == decoder.tokenizer.decode(expected[:-1])
 
 
-def test_a_stop_token_may_be_a_text_that_becomes_one_token(decoder: PromptLookupDecoder) -> None:
+def test_a_stop_token_may_be_a_text_that_becomes_one_token() -> None:
+    decoder = demo()
     vocabulary = decoder.tokenizer.get_vocab()
     word = next(
         piece[1:]
@@ -165,7 +167,8 @@ def test_a_model_s_own_cache_is_taken_whatever_it_holds(
 def test_all_decoders_take_the_same_options_and_write_the_same(
     decoder: PromptLookupDecoder, kind: type[mlxspec.Decoder]
 ) -> None:
-    other = demo_decoder(kind)
+    other = stand_in_decoder(kind)
+    other.costs = given_costs(FLAT)
     sizes = {"window_size": 3} if kind is not mlxspec.AutoDecoder else {}
     for options in (
         {"temp": 1.3, "seed": 4, "presence_penalty": 0.5, "xtc_probability": 0.3},

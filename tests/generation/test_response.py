@@ -17,7 +17,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlxspec import LookaheadDecoder, PromptLookupDecoder
 from mlxspec.errors import OptionError
 from mlxspec.generation.response import GenerationResponse, Transcript
-from tests.support.demo import demo_decoder
+from tests.support.demo import stand_in_decoder
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ PROMPT = '[INST] Repeat the following phrase 4 times: "The red fox sees the rive
 
 @pytest.fixture(scope="module")
 def decoder() -> PromptLookupDecoder:
-    return demo_decoder(PromptLookupDecoder)
+    return stand_in_decoder(PromptLookupDecoder)
 
 
 def test_log_probabilities_equal_mlx_lms(decoder: PromptLookupDecoder) -> None:
@@ -92,7 +92,7 @@ def test_log_probabilities_can_be_read_in_any_thread(decoder: PromptLookupDecode
 
 
 def test_responses_that_are_kept_hold_what_mlx_lms_hold() -> None:
-    decoder = demo_decoder(LookaheadDecoder)
+    decoder = stand_in_decoder(LookaheadDecoder)
 
     def bytes_held(stream: Iterable[GenerationResponse]) -> int:
         gc.collect()

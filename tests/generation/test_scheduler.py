@@ -13,7 +13,7 @@ from mlxspec.engine.joint import JointMode
 from mlxspec.errors import OptionError, PromptError
 from mlxspec.generation.scheduler import Job, Scheduler
 from tests.support.architectures import ARCHITECTURES
-from tests.support.demo import FLAT, demo_decoder, endless_tokenizer, given_costs
+from tests.support.demo import FLAT, endless_tokenizer, given_costs, stand_in_decoder
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ KINDS = {"llama3": JointMode.SPLIT, "deepseek_v3": JointMode.BLOCK, "mamba2": Jo
 
 
 def new_decoder() -> mlxspec.AutoDecoder:
-    decoder = demo_decoder(mlxspec.AutoDecoder, memory_tokens=0)
+    decoder = stand_in_decoder(mlxspec.AutoDecoder, memory_tokens=0)
     decoder.costs = given_costs(FLAT)
     return decoder
 
@@ -55,7 +55,9 @@ class Collected:
 
 def test_each_generation_writes_what_it_writes_alone() -> None:
     decoder = new_decoder()
-    options: list[dict[str, Any]] = [{}, {"temp": 0.8, "seed": 4}, {"stop": ["four"]}, {}]
+    text = "".join(response.text for response in decoder.stream(PROMPTS[2], 24))
+    stop = text[len(text) // 2 :][:4]
+    options: list[dict[str, Any]] = [{}, {"temp": 0.8, "seed": 4}, {"stop": [stop]}, {}]
     expected = [alone(decoder, p, 24, **own) for p, own in zip(PROMPTS, options, strict=True)]
     scheduler = Scheduler(new_decoder(), max_active=3)
     found = [Collected() for _ in PROMPTS]
@@ -67,6 +69,7 @@ def test_each_generation_writes_what_it_writes_alone() -> None:
     assert [collected.tokens for collected in found] == expected
     assert all(job.finished and job.error is None for job in jobs)
     assert all(collected.reason for collected in found)
+    assert found[2].reason == "stop"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,8 +22,8 @@ from tests.support.demo import FLAT
 from tests.support.drop_in import (
     REPEAT,
     batch_generate,
-    demo_with_costs,
     give_costs,
+    stand_in_with_costs,
     stream_generate,
 )
 
@@ -34,8 +34,8 @@ Call = tuple[str, list[int], str, tuple[int, ...]]
 
 
 @pytest.fixture(scope="module")
-def demo() -> tuple:
-    return demo_with_costs(FLAT)
+def loaded() -> tuple:
+    return stand_in_with_costs(FLAT)
 
 
 class Recorded:
@@ -104,10 +104,10 @@ WAYS = {
 
 @functools.cache
 def what_mlx_lm_does(max_tokens: int) -> tuple[list[int], list[Call]]:
-    """Its output on the bundled model, and its calls."""
+    """Its output, and its calls."""
     processors, log = recorded()
     generate = by_function(stream_generate)
-    model, tokenizer = demo_with_costs(FLAT)
+    model, tokenizer = stand_in_with_costs(FLAT)
     options = {"max_tokens": max_tokens, "logits_processors": processors}
     return generate(model, tokenizer, REPEAT, **options), log
 
@@ -115,12 +115,12 @@ def what_mlx_lm_does(max_tokens: int) -> tuple[list[int], list[Call]]:
 @pytest.mark.parametrize("max_tokens", [1, 2, 24, 40], ids="up to {}".format)
 @pytest.mark.parametrize("way", WAYS)
 def test_stateful_processors_see_mlx_lm_s_calls_and_write_its_output(
-    demo: tuple, way: str, max_tokens: int
+    loaded: tuple, way: str, max_tokens: int
 ) -> None:
     """Up to 24 the output is full, of 40 it takes 25 and ends."""
     expected, their_log = what_mlx_lm_does(max_tokens)
     ours, log = recorded()
-    actual = WAYS[way](*demo, REPEAT, max_tokens=max_tokens, logits_processors=ours)
+    actual = WAYS[way](*loaded, REPEAT, max_tokens=max_tokens, logits_processors=ours)
     assert actual == expected
     assert log == their_log
     assert len(expected) == min(max_tokens, 25)
@@ -129,10 +129,10 @@ def test_stateful_processors_see_mlx_lm_s_calls_and_write_its_output(
 @pytest.mark.parametrize("kind", ["qwen3", "mamba2"])
 @pytest.mark.parametrize("stopping", [False, True])
 def test_a_prompt_cache_goes_on_as_mlx_lm_s_with_a_stateful_processor(
-    demo: tuple, kind: str, stopping: bool
+    loaded: tuple, kind: str, stopping: bool
 ) -> None:
     model = ARCHITECTURES[kind].model()
-    give_costs(model, demo[1], FLAT)
+    give_costs(model, loaded[1], FLAT)
     end = 6 if stopping else 99
 
     def turns(function: Callable) -> tuple:
@@ -140,7 +140,7 @@ def test_a_prompt_cache_goes_on_as_mlx_lm_s_with_a_stateful_processor(
         processors, log = recorded(end)
         outputs = [
             by_function(function)(
-                *(model, demo[1], prompt),
+                *(model, loaded[1], prompt),
                 max_tokens=9,
                 logits_processors=processors,
                 prompt_cache=cache,
@@ -152,10 +152,10 @@ def test_a_prompt_cache_goes_on_as_mlx_lm_s_with_a_stateful_processor(
     assert turns(mlxspec.stream_generate) == turns(stream_generate)
 
 
-def test_an_abandoned_generation_has_made_mlx_lm_s_calls(demo: tuple) -> None:
+def test_an_abandoned_generation_has_made_mlx_lm_s_calls(loaded: tuple) -> None:
     def calls(function: Callable) -> list[Call]:
         processors, log = recorded()
-        responses = function(*demo, REPEAT, logits_processors=processors)
+        responses = function(*loaded, REPEAT, logits_processors=processors)
         for _ in range(7):
             next(responses)
         responses.close()
@@ -164,19 +164,19 @@ def test_an_abandoned_generation_has_made_mlx_lm_s_calls(demo: tuple) -> None:
     assert calls(mlxspec.stream_generate) == calls(stream_generate)
 
 
-def test_a_batch_with_a_stateful_processor_is_mlx_lm_s(demo: tuple) -> None:
-    give_costs(*demo)
-    prompts = [demo[1].encode(REPEAT), demo[1].encode("A day")]
+def test_a_batch_with_a_stateful_processor_is_mlx_lm_s(loaded: tuple) -> None:
+    give_costs(*loaded)
+    prompts = [loaded[1].encode(REPEAT), loaded[1].encode("A day")]
 
     def answers(function: Callable) -> tuple:
         processors, log = recorded()
         options = {"max_tokens": 20, "return_token_ids": True, "logits_processors": processors}
-        return function(*demo, prompts, **options).token_ids, log
+        return function(*loaded, prompts, **options).token_ids, log
 
     assert answers(mlxspec.batch_generate) == answers(batch_generate)
 
 
-def test_a_stateful_sampler_is_called_once_a_token_as_mlx_lm_calls_it(demo: tuple) -> None:
+def test_a_stateful_sampler_is_called_once_a_token_as_mlx_lm_calls_it(loaded: tuple) -> None:
     def second_best_now_and_then() -> tuple[Callable, list[tuple[int, ...]]]:
         calls: list[tuple[int, ...]] = []
 
@@ -187,22 +187,22 @@ def test_a_stateful_sampler_is_called_once_a_token_as_mlx_lm_calls_it(demo: tupl
         return sampler, calls
 
     sampler, their_calls = second_best_now_and_then()
-    expected = by_function(stream_generate)(*demo, REPEAT, max_tokens=30, sampler=sampler)
+    expected = by_function(stream_generate)(*loaded, REPEAT, max_tokens=30, sampler=sampler)
     sampler, calls = second_best_now_and_then()
-    actual = by_function(mlxspec.stream_generate)(*demo, REPEAT, max_tokens=30, sampler=sampler)
+    actual = by_function(mlxspec.stream_generate)(*loaded, REPEAT, max_tokens=30, sampler=sampler)
     assert actual == expected
     assert calls == their_calls
 
 
-def test_pure_processors_and_samplers_are_drafted_with(demo: tuple) -> None:
+def test_pure_processors_and_samplers_are_drafted_with(loaded: tuple) -> None:
     @mlxspec.pure
     def untouched(tokens: mx.array, logits: mx.array) -> mx.array:
         return logits
 
     greedy = mlxspec.pure(lambda logprobs: mx.argmax(logprobs, axis=-1))
-    expected = by_function(stream_generate)(*demo, REPEAT, max_tokens=40)
+    expected = by_function(stream_generate)(*loaded, REPEAT, max_tokens=40)
     for options in ({}, {"logits_processors": [untouched]}, {"sampler": greedy}):
-        responses = list(mlxspec.stream_generate(*demo, REPEAT, max_tokens=40, **options))
+        responses = list(mlxspec.stream_generate(*loaded, REPEAT, max_tokens=40, **options))
         assert [r.token for r in responses] == expected
         assert responses[-1].stats.accepted > 10
 
@@ -223,7 +223,7 @@ def test_mlx_lm_s_own_are_known_to_be_pure_and_what_wraps_them_is_not() -> None:
 
 
 def test_an_error_at_the_call_behind_the_last_token_comes_through_as_with_mlx_lm(
-    demo: tuple,
+    loaded: tuple,
 ) -> None:
     def seen(function: Callable) -> int:
         calls, tokens = 0, []
@@ -235,7 +235,7 @@ def test_an_error_at_the_call_behind_the_last_token_comes_through_as_with_mlx_lm
                 raise ZeroDivisionError
             return logits
 
-        responses = function(*demo, REPEAT, max_tokens=4, logits_processors=[fails])
+        responses = function(*loaded, REPEAT, max_tokens=4, logits_processors=[fails])
         with pytest.raises(ZeroDivisionError):
             tokens.extend(response.token for response in responses)
         return len(tokens)

@@ -12,7 +12,7 @@ from mlxspec.engine.costs import KeptCosts
 from mlxspec.plan.cost_file import CostCache, CostKey, KnownRange
 from mlxspec.plan.live_curve import KnownTime
 from tests.support.architectures import ARCHITECTURES
-from tests.support.demo import demo_decoder, endless_tokenizer
+from tests.support.demo import endless_tokenizer, stand_in_decoder
 from tests.support.drop_in import REPEAT
 from tests.support.threads import at_once
 
@@ -34,7 +34,7 @@ KINDS = [
 
 def new_decoder(kind: type, directory: Path) -> mlxspec.Decoder:
     """With costs that allow drafts and learn from each step."""
-    decoder = demo_decoder(kind)
+    decoder = stand_in_decoder(kind)
     curve = {1: 0.001, 16: 0.0012, 64: 0.008}
     known = KnownRange.now([KnownTime(*time, 0.05) for time in curve.items()], "quick")
     decoder.costs = KeptCosts(CostCache(directory), CostKey({}, {}), {1024: known})
@@ -68,7 +68,7 @@ def test_a_model_can_generate_first_in_another_thread_than_it_was_made_in() -> N
 def test_threads_that_come_first_measure_the_costs_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder, measured = demo_decoder(mlxspec.AutoDecoder), []
+    decoder, measured = stand_in_decoder(mlxspec.AutoDecoder), []
     costs = new_decoder(mlxspec.AutoDecoder, tmp_path).costs
 
     def measure(*_: object, **__: object) -> KeptCosts:

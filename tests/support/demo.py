@@ -1,4 +1,4 @@
-"""The bundled model, loaded once and tried once for what drafts it verifies, with given costs."""
+"""The bundled model and a stand-in, each tried once for what it verifies, with given costs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from mlxspec import Decoder
 from mlxspec.engine.costs import KeptCosts
 from mlxspec.plan.cost_file import CostCache, CostKey, KnownRange
 from mlxspec.plan.live_curve import KnownTime
+from tests.support.examples import LONG
+from tests.support.llamas import repetitive_llama
 
 AnyDecoder = TypeVar("AnyDecoder", bound=Decoder)
 
@@ -23,15 +25,27 @@ CHAINS = {1: 1.0, 16: 2.5, 64: 8.0}
 
 @cache
 def demo() -> Decoder:
-    """A decoder of it; the model and its tokenizer are the same for all tests."""
+    """A decoder of the bundled model, which is the same for all tests, as is its tokenizer."""
     return Decoder("demo")
 
 
 def demo_decoder(kind: type[AnyDecoder], **options: object) -> AnyDecoder:
-    """A new decoder of this kind, without the 200 rows that it takes to find the capabilities."""
-    decoder = kind(demo().model, demo().tokenizer, **options)
-    decoder.capability, decoder.chain_capability = demo().capability, demo().chain_capability
-    return decoder
+    """A new decoder of this kind."""
+    return _decoder_like(demo(), kind, **options)
+
+
+@cache
+def stand_in() -> Decoder:
+    """A small random model that repeats itself, with the bundled tokenizer, in a fifth of the time.
+
+    For tests that need no sense in the text. In the long form it is the bundled model after all.
+    """
+    return demo() if LONG else Decoder(repetitive_llama(), demo().tokenizer)
+
+
+def stand_in_decoder(kind: type[AnyDecoder], **options: object) -> AnyDecoder:
+    """A new decoder of this kind."""
+    return _decoder_like(stand_in(), kind, **options)
 
 
 @cache
@@ -40,6 +54,13 @@ def endless_tokenizer() -> TokenizerWrapper:
     tokenizer = TokenizerWrapper(demo().tokenizer._tokenizer)
     tokenizer.eos_token_ids = set()
     return tokenizer
+
+
+def _decoder_like(other: Decoder, kind: type[AnyDecoder], **options: object) -> AnyDecoder:
+    """Without the 200 rows that it takes to find the capabilities."""
+    decoder = kind(other.model, other.tokenizer, **options)
+    decoder.capability, decoder.chain_capability = other.capability, other.chain_capability
+    return decoder
 
 
 class GivenCosts(KeptCosts):

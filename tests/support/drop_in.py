@@ -1,4 +1,4 @@
-"""The demo model with costs that are given, and comparison with mlx-lm's own output."""
+"""Models with costs that are given, and comparison with mlx-lm's own output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_lm.utils import save_model
 from mlxspec import AutoDecoder
 from mlxspec.compat.generation import decoder_of
 from mlxspec.loading.model_files import DEMO_DIRECTORY
-from tests.support.demo import CHAINS, demo, given_costs
+from tests.support.demo import CHAINS, demo, given_costs, stand_in
 
 REPEAT = '[INST] Repeat the following phrase 8 times: "The red fox sees the river.". [/INST]'
 FREE = "The history of the"
@@ -33,6 +33,13 @@ def give_costs(model: nn.Module, tokenizer: Any, curve: dict[int, float] = CHAIN
 def demo_with_costs(curve: dict[int, float] = CHAINS) -> tuple[nn.Module, Any]:
     """The bundled model and its tokenizer, the same for all tests."""
     model, tokenizer = demo().model, demo().tokenizer
+    give_costs(model, tokenizer, curve)
+    return model, tokenizer
+
+
+def stand_in_with_costs(curve: dict[int, float] = CHAINS) -> tuple[nn.Module, Any]:
+    """The small model that repeats itself and the bundled tokenizer, the same for all tests."""
+    model, tokenizer = stand_in().model, stand_in().tokenizer
     give_costs(model, tokenizer, curve)
     return model, tokenizer
 
