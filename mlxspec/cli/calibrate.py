@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from ..engine.capability import Capability
     from ..plan.cost_file import CostCache, CostKey, KnownRange
 
+_MOST_SEQUENCES = 64  # whose steps are shown
+
 
 @command("calibrate", short_help="Measure what steps of MODEL cost by their rows.")
 @click.argument("model", required=False, type=NAME)
 @option("--context N", "Measure behind N tokens of context.  [default: 256]", type=int)
+@option("--sequences N", "Measure steps that N sequences share.", default=1, type=int)
 @option("--show", "Show what is known and measure nothing.")
 @option("--png FILE", "Draw the curve.", type=FILE)
 @option("--svg FILE", "Draw the curve.", type=FILE)
@@ -32,6 +35,7 @@ def calibrate_command(
     *,
     model: str | None,
     context: int | None,
+    sequences: int,
     show: bool,
     png: Path | None,
     svg: Path | None,
@@ -46,6 +50,7 @@ def calibrate_command(
     Examples:
       mlxspec calibrate mlx-community/Mistral-7B-Instruct-v0.3-4bit
       mlxspec calibrate demo --context 500 --svg curve.svg
+      mlxspec calibrate demo --sequences 4
       mlxspec calibrate --show
 
     A draft of M - 1 tokens pays when its step emits more tokens than T(M)/T(1). The default
@@ -59,14 +64,14 @@ def calibrate_command(
     pictures = {kind: path for kind, path in (("png", png), ("svg", svg)) if path}
     for kind, path in pictures.items():
         check_picture(f"--{kind}", path, force=force)
-    check_least(1, context=context)
+    check_least(1, context=context, sequences=sequences)
     cache = CostCache()
     if show:
         curves = _kept(cache, model, context)
     elif model is None:
         raise OptionError("name a model to measure, or see what is known with --show")
     else:
-        curves = [_measured(cache, model, context)]
+        curves = [_measured(cache, model, context, sequences)]
     if pictures and len(curves) != 1:
         raise OptionError(
             f"a picture shows one curve, and there are {len(curves)}: name the model, and a "
@@ -109,8 +114,13 @@ class _Curve:
         size = f"{millions / 1000:.1f} B" if millions >= 1000 else f"{millions:.1f} M"
         return visible(
             f"{model.get('type')}, {size} parameters, {model.get('bits_per_weight')} bits each "
-            "in memory"
+            "in memory" + (f", {self.sequences} sequences" if self.sequences > 1 else "")
         )
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences share each step."""
+        return int(self.key.model.get("sequences") or 1)
 
     @property
     def subtitle(self) -> str:
@@ -136,7 +146,7 @@ class _Curve:
         }
 
 
-def _measured(cache: CostCache, name: str, context: int | None) -> _Curve:
+def _measured(cache: CostCache, name: str, context: int | None, sequences: int) -> _Curve:
     """Measure carefully, and keep it. An interrupt before the end leaves the cache as it was."""
     from ..engine.calibration import calibrate
     from ..engine.capability import chain_capability
@@ -148,9 +158,14 @@ def _measured(cache: CostCache, name: str, context: int | None) -> _Curve:
     model, _ = load(name)
     with ProgressBar("Prefill") as prefill, ProgressBar("Measuring step times") as measuring:
         times = calibrate(
-            model, CAREFUL, context=context, on_prefill=prefill, on_progress=measuring
+            model,
+            CAREFUL,
+            context=context,
+            sequences=sequences,
+            on_prefill=prefill,
+            on_progress=measuring,
         )
-    key, known = cost_key(model), known_range(times, CAREFUL, "careful")
+    key, known = cost_key(model).of_sequences(sequences), known_range(times, CAREFUL, "careful")
     range_end = context_range(context or CAREFUL.context)
     cache.update(key, {range_end: known})
     kept = cache.read(key).get(range_end)
@@ -177,7 +192,8 @@ def _kept(cache: CostCache, name: str | None, context: int | None) -> list[_Curv
         model = load(name, lazy=True)[0]
         capability = chain_capability(model)
         key = cost_key(model)
-        entries = [(key, cache.read(key))]
+        keys = [key.of_sequences(count) for count in range(1, _MOST_SEQUENCES + 1)]
+        entries = [(key, cache.read(key)) for key in keys]
     curves = []
     for key, ranges in entries:
         for end, known in sorted(ranges.items()):
@@ -200,7 +216,13 @@ def _print(curves: list[_Curve], model: str | None) -> None:
         console.print(cost_table(curve.points))
         if len(curve.points) > 1:
             console.print(cost_plot(curve.points, console))
-            console.print("A draft pays when its step emits more than T(M)/T(1) tokens.")
+            if curve.sequences > 1:
+                console.print(
+                    f"T(1) is a plain step of all {curve.sequences} sequences; each further row "
+                    "is one of a draft."
+                )
+            else:
+                console.print("A draft pays when its step emits more than T(M)/T(1) tokens.")
         elif curve.capability and curve.capability.value == "plain":
             console.print("This model verifies no drafts, so only plain steps were measured.")
         else:

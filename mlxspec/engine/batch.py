@@ -42,6 +42,8 @@ class Batch:
         """
         if self._joint:
             self._joint.leave(sequence.target, keep)
+        for costs in self._costs_of.values():
+            costs.end()
 
     def step(self, sequences: Several[Sequence]) -> list[DecodedStep | Exception]:
         """Run one step of each sequence, as :func:`mlxspec.engine.step.joint_step`."""

@@ -12,11 +12,13 @@ from mlx_lm.generate import generation_stream, wired_limit
 from ..draft.drafter import Drafter, DraftTree, VerifiedStep
 from ..errors import OptionError
 from ..plan.measurement import MeasurementPlan, RowsTime, ShareDone, measure
-from .capability import chain_capability
+from .batch import Batch
+from .capability import chain_capability, joint_mode
 from .chooser import Chooser
+from .joint import JointMode
 from .params import SamplingParams
 from .positions import context_length
-from .step import Sequence, decode
+from .step import Sequence, step
 from .target import Progress, Target, target_for, vocabulary_size
 
 _UNENDING = 1 << 30  # tokens
@@ -27,6 +29,7 @@ def calibrate(
     plan: MeasurementPlan,
     *,
     context: int | None = None,
+    sequences: int = 1,
     on_prefill: Progress | None = None,
     on_progress: ShareDone | None = None,
 ) -> list[RowsTime]:
@@ -38,6 +41,8 @@ def calibrate(
         context: tokens of context, in place of the plan's own number. Where the model's context
             is too short for all steps after it, there are fewer rounds, and the plan's own number
             becomes smaller.
+        sequences: how many share each step, every one with a context of its own. One row is a
+            plain step of all, and each further row is one of a draft.
         on_prefill: called with context tokens done and context tokens in all.
         on_progress: called with the share of the steps that is done, 0 to 1.
 
@@ -45,8 +50,15 @@ def calibrate(
         one entry per number of rows, fewest first. A model that cannot verify drafts has one.
 
     Raises:
-        OptionError: ``context`` is below 1, or too long for the model.
+        OptionError: ``context`` is below 1, or too long for the model; ``sequences`` is below 1,
+            or more than share a forward of the model.
     """
+    mode = joint_mode(model) if sequences > 1 else JointMode.ALONE
+    if sequences < 1 or (sequences > 1 and mode is JointMode.ALONE):
+        raise OptionError(
+            f"sequences is {sequences}: "
+            + ("choose 1 or more" if sequences < 1 else "a forward of this model takes 1")
+        )
     started = time.perf_counter()
     window = context_length(model) or _UNENDING
     longest = window - plan.within(0).room
@@ -60,9 +72,10 @@ def calibrate(
         )
     plan = plan.within(window - context)
     with wired_limit(model, [generation_stream]):
-        steps = ModelSteps(model, context, on_prefill)
+        each = [ModelSteps(model, context, on_prefill) for _ in range(sequences)]
+        steps = each[0] if sequences == 1 else SharedSteps(each, Batch(model, mode))
         # The context grows by one token per step, and the widest step must fit at its end.
-        room = min(steps.target.max_rows, window - context - plan.tokens)
+        room = min(each[0].target.max_rows, window - context - plan.tokens)
         return measure(steps, plan, max(1, room), started, time.perf_counter, on_progress)
 
 
@@ -86,35 +99,80 @@ class ModelSteps:
 
     def __init__(self, model: nn.Module, context: int, on_prefill: Progress | None = None) -> None:
         self.target = _target(model)
-        self._drafter = _RandomChains(self.target.vocab_size)
-        sequence = Sequence(
+        self.drafter = _RandomChains(self.target.vocab_size)
+        self.sequence = Sequence(
             self.target,
-            self._drafter.tokens(context),
-            self._drafter,
+            self.drafter.tokens(context),
+            self.drafter,
             Chooser(SamplingParams()),
             max_tokens=_UNENDING,
             ends=lambda token: False,
         )
-        self._steps = decode(sequence, on_prefill)
-        next(self._steps)
+        self.sequence.begin(on_prefill)
+        step(self.sequence)
 
     def plain(self, tokens: int) -> list[float]:
         """Seconds of each of ``tokens`` pipelined plain steps."""
-        self._drafter.pipelined, self._drafter.rows = True, 1
+        self.drafter.pipelined, self.drafter.rows = True, 1
         times: list[float] = []
         while len(times) < tokens:
-            step = next(self._steps).verified
-            if step.pipelined:
-                times.append(step.seconds)
+            verified = step(self.sequence).verified
+            if verified.pipelined:
+                times.append(verified.seconds)
         return times
 
     def drafted(self, rows: int) -> float:
         """Seconds of one whole drafted step: proposal, forward, reading, acceptance, commit."""
-        self._drafter.pipelined, self._drafter.rows = False, rows
+        self.drafter.pipelined, self.drafter.rows = False, rows
         while True:  # a plain step that was dispatched before comes first
-            step = next(self._steps).verified
-            if step.rows == rows:
-                return step.seconds
+            verified = step(self.sequence).verified
+            if verified.rows == rows:
+                return verified.seconds
+
+
+class SharedSteps:
+    """Runs steps that several sequences share to time them.
+
+    Args:
+        each: the sequences, with a drafter each.
+        batch: runs their steps; they join.
+    """
+
+    def __init__(self, each: abc.Sequence[ModelSteps], batch: Batch) -> None:
+        self._each = each
+        self._batch = batch
+        for one in each:
+            batch.join(one.sequence)
+
+    def plain(self, tokens: int) -> list[float]:
+        """Seconds of each of ``tokens`` pipelined plain steps."""
+        times: list[float] = []
+        while len(times) < tokens:
+            seconds, verified = self._step([1] * len(self._each), pipelined=True)
+            if verified.pipelined:
+                times.append(seconds)
+        return times
+
+    def drafted(self, rows: int) -> float:
+        """Seconds of one whole step with ``rows - 1`` rows of drafts, as equal as can be."""
+        count = len(self._each)
+        wanted = [1 + (rows - 1 + index) // count for index in range(count)]
+        while True:
+            seconds, verified = self._step(wanted, pipelined=False)
+            if verified.rows == sum(wanted):
+                return seconds
+
+    def _step(self, rows: abc.Sequence[int], pipelined: bool) -> tuple[float, VerifiedStep]:
+        """One step with so many rows of each sequence: its seconds, and what one verified."""
+        for one, own in zip(self._each, rows, strict=True):
+            one.drafter.pipelined, one.drafter.rows = pipelined, own
+        started = time.perf_counter()
+        outcomes = self._batch.step([one.sequence for one in self._each])
+        seconds = time.perf_counter() - started
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return seconds, outcomes[0].verified  # type: ignore[union-attr]
 
 
 class _RandomChains(Drafter):

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
 from importlib.metadata import version
 from typing import Any
@@ -161,6 +161,12 @@ class KeptCosts(LiveCosts):
         self._sources = {end: known.source for end, known in ranges.items()}
         self._clock = clock
         self._next_save = clock()
+
+    def _begun_with(self, known: Mapping[int, list[KnownTime]], count: int) -> KeptCosts:
+        """What an earlier process has learned of steps of ``count`` sequences comes first."""
+        key = self._key.of_sequences(count)
+        begun = {end: KnownRange.now(times, "steps") for end, times in known.items()}
+        return KeptCosts(self._cache, key, self._cache.read(key) or begun, self._clock)
 
     def end(self) -> None:
         """Save what was learned after a generation, if there is enough and the last save is not

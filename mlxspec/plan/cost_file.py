@@ -47,6 +47,12 @@ class CostKey:
     machine: Identity
     model: Identity
 
+    def of_sequences(self, count: int) -> CostKey:
+        """The key of steps that so many sequences share."""
+        return CostKey(
+            self.machine, {**self.model, "sequences": count} if count > 1 else self.model
+        )
+
     @property
     def file_name(self) -> str:
         text = json.dumps([_VERSION, self.machine, self.model], sort_keys=True)

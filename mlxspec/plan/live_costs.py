@@ -111,7 +111,8 @@ class LiveCosts:
         """What joint steps of so many sequences cost, learned from them alone.
 
         One row there is a plain step of all sequences, each further row one of a draft. Until
-        such steps have run, they are taken to cost what as many rows of one sequence do.
+        such steps have run, they are taken to cost what as many rows of one sequence do, and to
+        wait as long for a token.
         """
         with self._lock:
             if count not in self._joint:
@@ -119,8 +120,13 @@ class LiveCosts:
                     end: _beside(curve.known(stddev=_OTHER_SEQUENCES), count)
                     for end, curve in self._curves.items()
                 }
-                self._joint[count] = LiveCosts(known)
+                self._joint[count] = self._begun_with(known, count)
+                self._joint[count]._sync_overhead = copy.copy(self._sync_overhead)
             return self._joint[count].for_generation()
+
+    def _begun_with(self, known: Mapping[int, list[KnownTime]], count: int) -> LiveCosts:
+        """Costs of ``count`` sequences, of which nothing is known but what others' steps tell."""
+        return LiveCosts(known)
 
     def end(self) -> None:
         """The generation has ended: nothing to do."""

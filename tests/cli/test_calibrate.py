@@ -38,7 +38,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """The contexts of the measurements from now on, each with the result TIMES."""
     contexts: list[int | None] = []
 
-    def calibrate(model, plan, *, context, on_prefill, on_progress):
+    def calibrate(model, plan, *, context, sequences, on_prefill, on_progress):
         contexts.append(context)
         on_prefill(3, 3)
         on_progress(1.0)
@@ -90,6 +90,18 @@ def test_what_was_measured_is_shown_without_measuring(
         assert "context below 4,096, careful" in shown
     assert "1,024" not in calibrate("--show", "--context", 2000).stdout
     assert measurements == [None, 3000]
+
+
+def test_steps_of_several_sequences_are_kept_beside_the_others(
+    endless: Path, measurements: list[int | None]
+):
+    for sequences in (1, 4):
+        result = calibrate(endless, "--sequences", sequences)
+        assert result.exit_code == 0, result.stderr
+        assert ("4 sequences" in result.stdout) is (sequences == 4)
+    shown = calibrate("--show", "--json", endless)
+    curves = json.loads(shown.stdout)["curves"]
+    assert [curve["model"].get("sequences") for curve in curves] == [None, 4]
 
 
 def test_nothing_known_is_said(endless: Path, finite: Path, measurements: list[int | None]):

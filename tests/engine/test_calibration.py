@@ -81,6 +81,33 @@ def test_a_calibration_gives_every_number_of_rows_its_time(llama: nn.Module):
     assert shares[-1] == 1
 
 
+def test_a_shared_step_has_a_row_of_each_sequence_and_the_drafts_between_them(llama: nn.Module):
+    rows: list[int] = []
+    ordinary = type(llama).__call__
+
+    class Watched(type(llama)):
+        def __call__(self, tokens, cache=None):
+            rows.append(tokens.shape[1])
+            return ordinary(self, tokens, cache)
+
+    model = Watched(llama.args)
+    plan = replace(SMALL, rows=(2, 16))
+    times = calibrate(model, plan, sequences=3)
+    assert [time.rows for time in times] == [1, 2, 16]
+    # The plain steps of all, and 1 and 15 rows of drafts beside them.
+    assert {3, 4, 18} <= set(rows)
+
+
+@pytest.mark.parametrize(
+    ("model", "sequences", "message"),
+    [("llama", 0, "choose 1 or more"), ("mamba2", 2, "a forward of this model takes 1")],
+)
+def test_what_cannot_be_shared_is_refused(model: str, sequences: int, message: str):
+    made = random_model(model, **(MAMBA_2 if model == "mamba2" else {}))
+    with pytest.raises(OptionError, match=f"sequences is {sequences}: {message}"):
+        calibrate(made, SMALL, sequences=sequences)
+
+
 def test_where_accepted_tokens_run_again_a_step_is_measured_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -110,6 +110,22 @@ def test_what_steps_have_taught_is_kept(
     assert known.source == "quick"
 
 
+def test_what_shared_steps_have_taught_is_kept_for_each_number_of_sequences(
+    llama: nn.Module, cache: CostCache, measurements: list[nn.Module]
+):
+    costs = costs_for(llama, cache=cache)
+    shared = costs.for_sequences(4)
+    before = costs.curve(8)
+    learn(shared)
+    shared.end()
+    again = costs_for(llama, cache=cache)
+    assert again.for_sequences(4).curve(8) == pytest.approx(3.0, rel=0.05)
+    assert again.for_sequences(3).curve(8) < 2.5
+    assert again.curve(8) == pytest.approx(before)
+    (known,) = cache.read(cost_key(llama).of_sequences(4)).values()
+    assert known.source == "steps"
+
+
 def test_saving_waits_until_it_is_worth_it(llama: nn.Module, cache: CostCache):
     key, clock = cost_key(llama), Clock()
     known = KnownRange.now([KnownTime(1, 0.02, 0.1), KnownTime(8, 0.04, 0.1)], "careful")
