@@ -310,13 +310,12 @@ class PaddedRows:
             if tree:
                 related[slot, : len(tree), : len(tree)] = tree.ancestors()
                 depths[slot, : len(tree)] = tree.depths
-        row = mx.clip(behind, 0, self._most - 1)
-        across = mx.broadcast_to(row[:, None], (*shape, self.longest))
-        own = mx.take_along_axis(mx.array(related), across, axis=2)
-        seen = (behind < 0)[:, None] | (own & (behind < self._most)[:, None])
+        own = (lengths + mx.arange(self._most))[:, None]  # where the rows' own entries stand
+        seen = mx.broadcast_to((behind < 0)[:, None], (*shape, self.longest))
+        seen = mx.put_along_axis(seen, own, mx.array(related), axis=2)
         if window_size is not None:
             # A window counts positions, which siblings share.
-            depth = mx.array(depths)
+            depth, row = mx.array(depths), mx.clip(behind, 0, self._most - 1)
             position = mx.where(
                 behind < 0, entries, lengths + mx.take_along_axis(depth, row, axis=1)
             )
