@@ -11,7 +11,9 @@ from ..plan.live_costs import LiveCosts
 from ..plan.planner import Planner
 from ..plan.sharing import share_rows
 from .joint import Joint, JointMode
-from .step import DecodedStep, Sequence, joint_step
+from .step import DecodedStep, Faults, Sequence, begin_together, joint_step
+
+_SHORT = 128  # tokens; more of them make a forward of their own as good as one for several prompts
 
 
 class Batch:
@@ -28,6 +30,17 @@ class Batch:
         self._joint = None if mode is JointMode.ALONE else Joint(model, mode)
         self._costs = costs
         self._costs_of: dict[int, LiveCosts] = {}
+
+    def begins_together(self, sequence: Sequence) -> bool:
+        """Whether a sequence that has not begun may do so in :meth:`begin`."""
+        if self._joint is None or self._joint.mode is not JointMode.SPLIT:
+            return False
+        return 0 < len(sequence.to_prefill) <= _SHORT and sequence.target.prefills_jointly
+
+    def begin(self, sequences: Several[Sequence]) -> Faults:
+        """Run short prompts together, as :func:`mlxspec.engine.step.begin_together`."""
+        assert self._joint
+        return begin_together(sequences, self._joint)
 
     def join(self, sequence: Sequence) -> None:
         """A sequence that has begun takes part from now on."""

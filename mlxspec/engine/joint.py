@@ -130,6 +130,18 @@ class Joint:
         if not self._seated:
             self._slots = []
 
+    def prefill(self, prompts: Sequence[tuple[Target, Sequence[int]]]) -> None:
+        """Put prompt tokens of several sequences into their caches in one forward.
+
+        Args:
+            prompts: per sequence its target, with ``prefills_jointly``, and the tokens.
+        """
+        positions = [target.length + n for target, tokens in prompts for n in range(len(tokens))]
+        rows = [mx.array(list(tokens)) for _, tokens in prompts]
+        self.logits(rows, positions, [target.cache for target, _ in prompts])
+        for target, tokens in prompts:
+            target.prefilled(len(tokens))
+
     def forward(self, members: Sequence[JointRows]) -> tuple[mx.array, list[slice]]:
         """Run the rows of several sequences, without waiting for the result.
 
@@ -396,7 +408,9 @@ class _JointCache:
         """The masks of all sequences, or one that hides each from the others."""
         alone = slice(self._alone, None)
         masks = [
-            member.make_mask(span.stop - span.start, return_array, window_size)
+            member.make_mask(
+                span.stop - span.start, return_array=return_array, window_size=window_size
+            )
             for member, span in zip(self._members[alone], self._spans[alone], strict=True)
         ]
         if self._mode is JointMode.BLOCK:

@@ -85,9 +85,9 @@ class Sequence:
 
     def begin(self, on_progress: Progress | None = None) -> None:
         """Run the prompt, all but its last token."""
-        self._open_drafter()
+        self.open_drafter()
         with mx.stream(generation_stream):
-            self.target.prefill(self.prompt[self._n_cached : -1], on_progress)
+            self.target.prefill(self.to_prefill, on_progress)
 
     def begin_in_chunks(self, chunk: Callable[[], int]) -> Generator[tuple[int, int], None, None]:
         """As :meth:`begin`, but run a chunk each time the next progress is asked for.
@@ -98,19 +98,24 @@ class Sequence:
         Yields:
             the number of prompt tokens processed so far and the number in all.
         """
-        self._open_drafter()
-        tokens = self.prompt[self._n_cached : -1]
-        with closing(self.target.prefill_in_chunks(tokens, chunk)) as progress:
+        self.open_drafter()
+        with closing(self.target.prefill_in_chunks(self.to_prefill, chunk)) as progress:
             while True:
                 with mx.stream(generation_stream):
                     done = next(progress, None)
                 if done is None:
                     return
-                yield done, len(tokens)
+                yield done, len(self.to_prefill)
 
-    def _open_drafter(self) -> None:
+    def open_drafter(self) -> None:
+        """Tell the drafter of the prompt: what a sequence begins with."""
         self.drafter.begin(list(self.prompt))
         self._open = True
+
+    @property
+    def to_prefill(self) -> tuple[int, ...]:
+        """The tokens of the prompt that have to run before the first step."""
+        return self.prompt[self._n_cached : -1]
 
     def close(self) -> None:
         """Cut the cache to the context, and end the drafter.
@@ -280,6 +285,26 @@ class DecodedStep:
 
     verified: VerifiedStep
     logprobs: abc.Sequence[mx.array]
+
+
+def begin_together(sequences: abc.Sequence[Sequence], joint: Joint) -> Faults:
+    """Begin several sequences: run their prompts, all but the last tokens, in one forward.
+
+    Args:
+        sequences: of one model; their targets have ``prefills_jointly``.
+        joint: runs the forward.
+
+    Returns:
+        what drafters have raised.
+    """
+    faults = Faults()
+    for sequence in sequences:
+        with faults.of(sequence):
+            sequence.open_drafter()
+    begun = [sequence for sequence in sequences if sequence not in faults]
+    with mx.stream(generation_stream):
+        joint.prefill([(sequence.target, sequence.to_prefill) for sequence in begun])
+    return faults
 
 
 def step(sequence: Sequence) -> DecodedStep:

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..draft.drafter import DraftTree
 from .caches import (
     Snapshot,
+    TreeKVCache,
     cached_length,
     check_cut,
     cut,
@@ -204,6 +205,17 @@ class Target:
         finally:
             self._change_for_steps()
         yield start
+
+    @property
+    def prefills_jointly(self) -> bool:
+        """Whether prompt tokens may run in a forward of several sequences."""
+        plain = all(type(cache) in (KVCache, TreeKVCache) for cache in parts(self.cache))
+        return plain and not self._quantizes_later and self.capability is not Capability.PLAIN
+
+    def prefilled(self, tokens: int) -> None:
+        """So many prompt tokens were put into the caches by a forward of several sequences."""
+        self.length += tokens
+        self._change_for_steps()
 
     def _change_for_steps(self) -> None:
         self.use([for_steps(cache) for cache in self.cache])

@@ -154,7 +154,6 @@ class Scheduler:
             except Exception as error:
                 self._end(job, error)
                 continue
-            job.prefill = job.sequence.begin_in_chunks(self._chunk)
             self._prefilling.append(job)
 
     def _prefill(self) -> None:
@@ -163,10 +162,61 @@ class Scheduler:
         while self._prefilling:
             if self._active and self._deadline == math.inf:
                 self._deadline = time.perf_counter() + self._stall
-            self._prefilling.rotate(-1)
-            self._run_chunk(self._prefilling[-1])
+            short = self._short_prompts()
+            if len(short) > 1:
+                self._run_together(short)
+            else:
+                self._prefilling.rotate(-1)
+                self._run_chunk(self._prefilling[-1])
             if self._active and time.perf_counter() >= self._deadline:
                 return
+
+    def _short_prompts(self) -> dict[Job, Sequence]:
+        """Generations whose prompts can run in one forward, as many as one chunk has tokens for."""
+        found: dict[Job, Sequence] = {}
+        left = self._chunk()
+        for job in self._prefilling:
+            sequence = job.sequence
+            if job.prefill is None and sequence and self._batch.begins_together(sequence):
+                left -= len(sequence.to_prefill)
+                if left < 0:
+                    break
+                found[job] = sequence
+        return found
+
+    def _run_together(self, short: dict[Job, Sequence]) -> None:
+        """Run several prompts in one forward; their generations become active."""
+        started = time.perf_counter()
+        for job, sequence in short.items():
+            job.generation.on_progress(0, len(sequence.to_prefill))
+        try:
+            faults = self._batch.begin([*short.values()])
+        except Exception as error:  # of the forward itself
+            for job in short:
+                self._end(job, error)
+            return
+        for job, sequence in short.items():
+            if sequence in faults:
+                self._end(job, faults[sequence])
+                continue
+            job.generation.on_progress(len(sequence.to_prefill), len(sequence.to_prefill))
+            self._activate(job, sequence)
+        self._note_speed(sum(len(s.to_prefill) for s in short.values()), started)
+
+    def _activate(self, job: Job, sequence: Sequence) -> None:
+        """The prompt has run: take part in steps."""
+        self._prefilling.remove(job)
+        self._batch.join(sequence)
+        self._active.append(job)
+
+    def _note_speed(self, tokens: int, started: float) -> None:
+        """So many tokens of prompts have run since then."""
+        seconds = time.perf_counter() - started
+        self.prefill_seconds += seconds
+        if tokens:
+            speed = tokens / seconds
+            known = self._prefill_speed or speed
+            self._prefill_speed = known + _CHANGE * (speed - known)
 
     def _chunk(self) -> int:
         """How many tokens of a prompt to run next."""
@@ -178,7 +228,8 @@ class Scheduler:
     def _run_chunk(self, job: Job) -> None:
         """Run the next chunk of a prompt; with the last one the generation becomes active."""
         assert job.sequence is not None
-        assert job.prefill is not None
+        if job.prefill is None:
+            job.prefill = job.sequence.begin_in_chunks(self._chunk)
         started, before, done = time.perf_counter(), job.prefilled, 0
         try:
             for done, total in job.prefill:
@@ -186,19 +237,12 @@ class Scheduler:
                 if before < done < total:
                     break
             else:
-                self._prefilling.remove(job)
-                self._batch.join(job.sequence)
-                self._active.append(job)
+                self._activate(job, job.sequence)
         except Exception as error:
             self._end(job, error)
             return
-        seconds = time.perf_counter() - started
-        self.prefill_seconds += seconds
         job.prefilled = done
-        if done > before:
-            speed = (done - before) / seconds
-            known = self._prefill_speed or speed
-            self._prefill_speed = known + _CHANGE * (speed - known)
+        self._note_speed(max(0, done - before), started)
 
     def _step(self) -> None:
         jobs = self._active.copy()

@@ -1,0 +1,136 @@
+"""Joint steps behind contexts of 1k to 32k positions: no step copies what is in the caches.
+
+    python benchmarks/joint_context.py [SEQUENCES]
+
+A small random model runs steps of several sequences whose caches are filled with random keys and
+values. Measured are a plain joint step and one in which every sequence has a draft of 7 tokens, of
+which it keeps 2 (and these move), the attention of such a step by itself, and how many bytes a step
+allocates beside what it began with. What is left of the time without attention, and the bytes
+without attention's own, do not depend on the context where nothing of it is copied; copying would
+take the megabytes that the caches have. Medians of steps in random order.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from statistics import median
+
+import mlxspec  # noqa: F401  (before mlx.core, for OpenBLAS)
+
+# isort: split
+import mlx.core as mx
+from mlx_lm.models.llama import Model, ModelArgs
+
+from mlxspec.draft.drafter import DraftTree
+from mlxspec.engine.caches import for_steps
+from mlxspec.engine.capability import Capability
+from mlxspec.engine.joint import Joint, JointMode, JointRows
+from mlxspec.engine.target import Target
+
+_CONTEXTS = (1024, 4096, 16384, 32768)
+_HEADS, _KV_HEADS, _DIM, _LAYERS = 8, 2, 64, 4
+_TREES = {
+    "plain": DraftTree.chain(1),
+    # Two branches; what is kept of the second one moves.
+    "drafted": DraftTree((1, 2, 3, 4, 2, 3, 4, 5), (-1, 0, 1, 2, 0, 4, 5, 6)),
+}
+_ACCEPTED = {"plain": (0,), "drafted": (0, 4, 5)}
+_ROUNDS = 15
+
+
+def small_model() -> Model:
+    """A Llama of random weights; what it computes does not matter."""
+    args = ModelArgs(
+        model_type="llama",
+        hidden_size=_HEADS * _DIM,
+        num_hidden_layers=_LAYERS,
+        intermediate_size=1024,
+        num_attention_heads=_HEADS,
+        num_key_value_heads=_KV_HEADS,
+        rms_norm_eps=1e-5,
+        vocab_size=1024,
+    )
+    model = Model(args)
+    mx.eval(model.parameters())
+    return model
+
+
+def target_behind(model: Model, context: int) -> Target:
+    """A target whose caches hold ``context`` random positions."""
+    target = Target(model, Capability.TREE, 1024)
+    for cache in target.cache:
+        cache.update_and_fetch(
+            mx.random.normal((1, _KV_HEADS, context, _DIM)),
+            mx.random.normal((1, _KV_HEADS, context, _DIM)),
+        )
+    target.use([for_steps(cache) for cache in target.cache])
+    mx.eval(target.arrays)
+    target.length = context
+    return target
+
+
+def step(joint: Joint, targets: list[Target], kind: str) -> tuple[float, int]:
+    """Seconds of one step, and the bytes that it took at most beside those before it."""
+    mx.synchronize()
+    mx.reset_peak_memory()
+    before, started = mx.get_active_memory(), time.perf_counter()
+    tree = _TREES[kind]
+    logits, _ = joint.forward(
+        [JointRows(target, mx.array(tree.tokens), tree) for target in targets]
+    )
+    mx.eval(mx.argmax(logits, axis=-1), [target.arrays for target in targets])
+    for target in targets:
+        target.commit(_ACCEPTED[kind])
+    mx.eval([target.arrays for target in targets])
+    return time.perf_counter() - started, mx.get_peak_memory() - before
+
+
+def attention(targets: list[Target], kind: str) -> float:
+    """Seconds of the attention alone of such a step, in all layers."""
+    rows = len(_TREES[kind])
+    queries = mx.random.normal((1, _HEADS, rows, _DIM))
+    mask = mx.ones((rows, targets[0].length), mx.bool_)
+    mx.eval(queries, mask)
+    started = time.perf_counter()
+    mx.eval(
+        [
+            mx.fast.scaled_dot_product_attention(
+                queries, *cache.keys_and_values(), scale=0.125, mask=mask
+            )
+            for target in targets
+            for cache in target.cache
+        ]
+    )
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+    model = small_model()
+    heading = f"{'context':>8} {'step':>8} {'caches':>10} {'ms':>8} {'attention':>10} {'rest':>8}"
+    print(f"{heading} {'allocated':>10}")
+    for context in _CONTEXTS:
+        joint = Joint(model, JointMode.SPLIT)
+        targets = [target_behind(model, context) for _ in range(count)]
+        for target in targets:
+            joint.join(target)
+        held = sum(cache.nbytes for target in targets for cache in target.cache)
+        for kind in _TREES:
+            step(joint, targets, kind)
+        times: dict[str, list[tuple[float, int, float]]] = {kind: [] for kind in _TREES}
+        for _ in range(_ROUNDS):
+            for kind in random.sample(list(_TREES), len(_TREES)):
+                times[kind].append((*step(joint, targets, kind), attention(targets, kind)))
+        for kind, found in times.items():
+            seconds, allocated, alone = (median(each) for each in zip(*found, strict=True))
+            print(
+                f"{context:8} {kind:>8} {held / 1e6:7.1f} MB {seconds * 1e3:8.2f} "
+                f"{alone * 1e3:10.2f} {(seconds - alone) * 1e3:8.2f} {allocated / 1e6:7.2f} MB",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
