@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ from mlxspec.errors import OptionError, PromptError
 from mlxspec.generation.scheduler import Job, Scheduler
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import FLAT, endless_tokenizer, given_costs, stand_in_decoder
+from tests.support.examples import examples
 
 pytestmark = pytest.mark.slow
 
@@ -87,9 +89,14 @@ def test_models_of_every_mode_can_be_scheduled(kind: str) -> None:
 
 
 class Failing(Drafter):
-    """Fails in its third step."""
+    """Fails in its third step, or where it begins."""
+
+    def __init__(self, fault: str) -> None:
+        self._fault = fault
 
     def begin(self, prompt: Any) -> None:
+        if self._fault == "drafter's begin":
+            raise RuntimeError("a drafter's begin's fault")
         self._last, self._steps = prompt[-1], 0
 
     def propose(self, max_depth: int) -> DraftTree:
@@ -109,13 +116,13 @@ def failing_processor(tokens: mx.array, logits: mx.array) -> mx.array:
     return logits
 
 
-@pytest.mark.parametrize("fault", ["drafter", "processor", "consumer"])
+@pytest.mark.parametrize("fault", ["drafter", "drafter's begin", "processor", "consumer"])
 def test_a_fault_ends_the_generation_that_has_it_and_no_other(fault: str) -> None:
     decoder = small_decoder()
     prompts = [[7, 3, 9, 3], [5, 8, 1], [2, 2, 4, 6]]
     expected = [alone(decoder, prompt, 12) for prompt in prompts]
-    drafters = iter([mlxspec.PromptLookupDrafter(), Failing(), mlxspec.PromptLookupDrafter()])
-    if fault == "drafter":
+    drafters = iter([mlxspec.PromptLookupDrafter(), Failing(fault), mlxspec.PromptLookupDrafter()])
+    if fault.startswith("drafter"):
         decoder = mlxspec.Decoder(decoder.model, decoder.tokenizer, lambda: next(drafters))
 
     class Consumer(Collected):
@@ -192,6 +199,24 @@ def test_those_that_wait_come_in_order_and_all_come() -> None:
     scheduler.run()
     assert sorted(ended) == list(range(6))
     assert ended.index(0) < ended.index(3)
+
+
+def test_what_many_generations_leave_behind_is_what_a_few_leave() -> None:
+    decoder = small_decoder()
+    scheduler = Scheduler(decoder, max_active=6)
+
+    def run(count: int) -> int:
+        for number in range(count):
+            scheduler.submit([7, 3, number % 64, 5], lambda response: None, 2 + number % 5)
+        while scheduler.turn():
+            pass
+        gc.collect()
+        mx.synchronize()
+        mx.clear_cache()
+        return mx.get_active_memory()
+
+    few = run(10)
+    assert run(examples(150, long=1000)) == few
 
 
 def test_options_out_of_range_are_named() -> None:
