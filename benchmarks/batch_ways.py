@@ -1,13 +1,12 @@
-"""Several prompts on the demo model: in one batch, or one after another with speculation.
+"""Several prompts on the demo model: mlx-lm's batches, one by one with drafts, or joint steps.
 
     python benchmarks/batch_ways.py [REPEATS]
 
 On Linux's CPU back end everything runs twice, in processes of their own: with the BLAS of MLX's
 wheel, where a forward over M rows costs nearly M times one, and with OpenBLAS, where it costs
-much less. A figure is the median over the repeats, in random order, of the time that plain
-decoding one after another takes, by the time of that way. Prefill counts. Times are processor
-times on the CPU back end, where they tell nothing of what else runs, and wall times elsewhere.
-The last column is what a batch should gain according to the measured cost of a step's rows.
+much less. A figure is all prompts' tokens per second, prefill included, by those of mlx-lm's
+``batch_generate``: the median over the repeats, in random order. Without a memory of outputs,
+since prompts come several times.
 """
 
 from __future__ import annotations
@@ -17,23 +16,24 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import mlxspec  # before mlx_lm, for OpenBLAS
 
 # isort: split
-import mlx.core as mx
 import mlx_lm
 
 from mlxspec.eval.prompts import bundled_prompts
+from mlxspec.generation.scheduler import Scheduler
 
-_TOKENS = 80
-_BATCHES = (2, 4, 8)
+_TOKENS = 160
+_COUNTS = (1, 2, 4, 8)
 _KINDS = {
     "grounded": ("repeat", "rename", "edit JSON", "quote"),
     "free": ("free code", "free text"),
 }
+_ONE_BY_ONE, _PLAIN, _DRAFTS = "one by one, drafts", "joint, plain", "joint, drafts"
 
 
 def prompts_of(categories: tuple[str, ...], tokenizer: mlx_lm.tokenizer_utils.TokenizerWrapper):
@@ -49,58 +49,63 @@ def prompts_of(categories: tuple[str, ...], tokenizer: mlx_lm.tokenizer_utils.To
                 )
 
 
-def seconds_of(function: Callable[[], object]) -> float:
-    clock = time.process_time if mx.default_device().type == mx.cpu else time.perf_counter
-    started = clock()
-    function()
-    return clock() - started
+def in_joint_steps(decoder: mlxspec.Decoder, prompts: Sequence[list[int]]) -> int:
+    """Answer all prompts at once; returns the number of tokens."""
+    scheduler, tokens = Scheduler(decoder, stall=float("inf")), 0
+
+    def count(response: mlxspec.GenerationResponse) -> None:
+        nonlocal tokens
+        tokens += 1
+
+    jobs = [scheduler.submit(prompt, count, _TOKENS) for prompt in prompts]
+    scheduler.run()
+    assert not any(job.error for job in jobs)
+    return tokens
 
 
 def measure(repeats: int) -> None:
     model, tokenizer = mlxspec.load("demo")
-    # Without the memory of outputs: some prompts come several times.
-    decoder = mlxspec.AutoDecoder(model, tokenizer, memory_tokens=0)
-    list(decoder.stream("a", 2))  # measures steps, and finds out what the model can verify
-    print(f"{'prompts':>8} {'kind':>9} {'in a batch':>11} {'speculated':>11} {'rows/cost':>10}")
+    drafting = mlxspec.AutoDecoder(model, tokenizer, memory_tokens=0)
+    plain = mlxspec.Decoder(model, tokenizer)
+    for decoder in (drafting, plain):
+        in_joint_steps(decoder, [[5, 6, 7]] * 2)  # measures steps, and finds out what is verified
+
+    def mlx_lms_batch(prompts: Sequence[list[int]]) -> int:
+        response = mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=_TOKENS)
+        return response.stats.generation_tokens
+
+    ways: dict[str, Callable[[Sequence[list[int]]], int]] = {
+        "mlx-lm's batch": mlx_lms_batch,
+        _ONE_BY_ONE: lambda prompts: sum(
+            1 for prompt in prompts for _ in drafting.stream(prompt, _TOKENS)
+        ),
+        _PLAIN: lambda prompts: in_joint_steps(plain, prompts),
+        _DRAFTS: lambda prompts: in_joint_steps(drafting, prompts),
+    }
+    heading = "".join(f"{way:>20}" for way in (_ONE_BY_ONE, _PLAIN, _DRAFTS))
+    print(f"{'prompts':>8} {'kind':>9}{heading} {'tokens/s of the batch':>23}")
     for kind, categories in _KINDS.items():
         found = list(prompts_of(categories, tokenizer))
-        for count in _BATCHES:
+        for count in _COUNTS:
             prompts = (found * count)[:count]
-
-            def plain(prompts: list = prompts) -> None:
-                for prompt in prompts:
-                    mlx_lm.generate(model, tokenizer, prompt, max_tokens=_TOKENS)
-
-            def batch(prompts: list = prompts) -> None:
-                mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=_TOKENS)
-
-            def speculated(prompts: list = prompts) -> None:
-                for prompt in prompts:
-                    for _ in decoder.stream(prompt, _TOKENS):
-                        pass
-
-            ways = [plain, batch, speculated]
-            times: dict[Callable[[], None], list[float]] = {way: [] for way in ways}
+            speeds: dict[str, list[float]] = {way: [] for way in ways}
             for _ in range(repeats):
-                for way in random.sample(ways, 3):
-                    times[way].append(seconds_of(way))
-            ratios = [
-                median(p / t for p, t in zip(times[plain], times[way], strict=True))
-                for way in (batch, speculated)
-            ]
-            foreseen = count / decoder.costs.curve(count)
-            print(
-                f"{count:8} {kind:>9} {ratios[0]:11.2f} {ratios[1]:11.2f} {foreseen:10.2f}",
-                flush=True,
-            )
+                for way in random.sample(list(ways), len(ways)):
+                    started = time.perf_counter()
+                    tokens = ways[way](prompts)
+                    speeds[way].append(tokens / (time.perf_counter() - started))
+            base, *others = speeds.values()
+            ratios = [median(own / b for own, b in zip(way, base, strict=True)) for way in others]
+            figures = "".join(f"{ratio:20.2f}" for ratio in ratios)
+            print(f"{count:8} {kind:>9}{figures} {median(base):23.0f}", flush=True)
 
 
 def main() -> None:
-    repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     if os.environ.get("MLXSPEC_OPENBLAS") or sys.platform != "linux":
         measure(repeats)
         return
-    for title, openblas in (("with the BLAS of MLX's wheel", "0"), ("with OpenBLAS", "1")):
+    for title, openblas in (("with OpenBLAS", "1"), ("with the BLAS of MLX's wheel", "0")):
         print(f"\n{title}\n", flush=True)
         environment = {**os.environ, "MLXSPEC_OPENBLAS": openblas}
         subprocess.run([sys.executable, __file__, str(repeats)], env=environment, check=True)
