@@ -16,7 +16,8 @@ from rich.panel import Panel
 from ..distributed.launch import launched_rank
 from ..errors import MlxspecError, OptionError, PromptError
 from ..terminal import TokenPrinter, one_line, visible
-from .generate import acceptance_row, prefill_bar
+from .figures import acceptance_row
+from .generate import prefill_bar
 from .generating import Generation, model_or_default, tell_of_default
 from .options import color_option, command, option, options_of
 from .outcome import note

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from ..distributed.launch import launched_rank, let_rank_0_speak, supervise
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
+from .figures import acceptance_row, rate, result_report
 from .generating import Generation, model_or_default, tell_of_default
 from .options import NAME, Command, check_least, color_option, command, option, options_of
 from .output import ProgressBar, error_console, figures_grid, write_json
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from ..generation.response import (
         GenerationResponse,
         GenerationResult,
-        SpeculationStats,
         StepTime,
         Transcript,
     )
@@ -56,6 +56,18 @@ class _GenerateCommand(Command):
     type=NAME,
     group="Model and prompt",
 )
+@option(
+    "--prompts FILE",
+    "Answer each line of a file, several at a time: see below; - reads standard input.",
+    type=NAME,
+    group="Model and prompt",
+)
+@option(
+    "--concurrency N",
+    "With --prompts: answer N at once.  [default: 8]",
+    type=int,
+    group="Model and prompt",
+)
 @option("--max-tokens N", "Generate at most N.", default=250, group="Model and prompt")
 @options_of(Generation, "generation")
 @color_option("Output")
@@ -63,12 +75,13 @@ class _GenerateCommand(Command):
 @option("--json", "Write one JSON object and no text.", "as_json", group="Output")
 @option(
     "--logprobs K",
-    "With --json: log-probabilities of each token and of the K likeliest in its place.",
+    "With --json or --prompts: log-probabilities of each token and of the K likeliest in its "
+    "place.",
     type=int,
     group="Output",
 )
 @click.version_option(mlxspec.__version__, prog_name="mlxspec")
-def generate_command(**options: Any) -> None:
+def generate_command(*, prompts: str | None, concurrency: int | None, **options: Any) -> None:
     """Generate text with speculative decoding.
 
     Drafts are taken from what followed the last words earlier in prompt, output or earlier
@@ -83,13 +96,30 @@ def generate_command(**options: Any) -> None:
       mlxspec generate --raw --prompt - < draft.txt > continuation.txt
       mlxspec generate --prompt "..." --json | jq .stats
       mlx.launch --hostfile macs.json mlxspec generate --model ... --prompt "..."
+      mlxspec generate --prompts questions.jsonl --concurrency 16 > answers.jsonl
 
     "python decoder.py" is the same command.
+
+    A line of --prompts is JSON: {"prompt": "text"}, {"prompt": [token ids]}, {"messages":
+    [{"role": "user", "content": "..."}]} or just "text". It may set "max_tokens", "stop",
+    "stop_tokens" and, under their options' names, how to sample ("temp", "top_p", "seed", ...);
+    the options are the defaults. Its "id" is copied into the result. The results are lines of
+    JSON in the same order, with the keys of --json, each written as soon as all before it are. A
+    line that cannot be answered gets an "error"; the others are answered, and the exit status
+    is 1.
 
     Standard output gets the text and nothing else: a file or a pipe gets it as it is, a terminal
     with control characters made visible. Figures, notes and errors go to standard error.
     """
-    if launched_rank() is None:
+    if prompts is not None:
+        from .answers import answer_prompts
+
+        if launched_rank() is not None:
+            raise OptionError("--prompts are answered on one machine: leave out mlx.launch")
+        answer_prompts(prompts, concurrency, **options)
+    elif concurrency is not None:
+        raise OptionError("--concurrency is for a file of prompts: name it with --prompts FILE")
+    elif launched_rank() is None:
         answer(**options)
     else:
         supervise()
@@ -173,7 +203,7 @@ def answer(
             console.print()
             console.print(figures_panel(result, legend=printer.color))
         else:
-            write_json(_report(result, model_or_default(generation.model)))
+            write_json(result_report(result, model_or_default(generation.model)))
     # Learned after the answer is shown, which is not lost where the store cannot be written.
     generation.tell_if_full(decoder.model, room, result.finish_reason)
     if stats:
@@ -211,16 +241,6 @@ def prefill_bar(console: Console, delay: float = 1.0) -> ProgressBar:
     return ProgressBar("prefill", *figures, console=console, delay=delay)
 
 
-def _report(result: GenerationResult, model: str) -> dict[str, Any]:
-    """The fields of the result, the derived figures, and the model's name."""
-    report = {"model": model, **asdict(result), "generation_tokens": len(result.tokens)}
-    report["stats"] |= {
-        "tokens_per_step": result.stats.tokens_per_step,
-        "acceptance_rate": result.stats.acceptance_rate,
-    }
-    return report
-
-
 def figures_panel(result: GenerationResult, legend: bool) -> Panel:
     """The figures of a generation, and the meaning of the two colours.
 
@@ -229,11 +249,11 @@ def figures_panel(result: GenerationResult, legend: bool) -> Panel:
         legend: whether the text was in colour.
     """
     stats, n_prompt = result.stats, str(result.prompt_tokens)
-    rows: list[tuple[str, ...]] = [("prompt tokens", n_prompt, _rate(result.prompt_tps))]
+    rows: list[tuple[str, ...]] = [("prompt tokens", n_prompt, rate(result.prompt_tps))]
     if result.reused_tokens:
         rows.append(("of them cached", str(result.reused_tokens)))
     rows += [
-        ("generated tokens", str(len(result.tokens)), _rate(result.generation_tps)),
+        ("generated tokens", str(len(result.tokens)), rate(result.generation_tps)),
         ("steps", str(stats.steps)),
         ("tokens per step", f"{stats.tokens_per_step:.2f}"),
         acceptance_row(stats),
@@ -244,19 +264,6 @@ def figures_panel(result: GenerationResult, legend: bool) -> Panel:
         parts += ["", Text.from_ansi(meaning)]
     interrupted = "interrupted" if result.finish_reason == "interrupted" else None
     return Panel(Group(*parts), expand=False, border_style="dim", subtitle=interrupted)
-
-
-def acceptance_row(stats: SpeculationStats) -> tuple[str, ...]:
-    """The acceptance rate as a row of figures."""
-    if not stats.drafted:
-        return "acceptance rate", "–", "no drafts"
-    return "acceptance rate", f"{stats.acceptance_rate:.0%}", f"{stats.accepted}/{stats.drafted}"
-
-
-def _rate(tokens_per_second: float) -> str:
-    if not tokens_per_second:
-        return ""
-    return f"{tokens_per_second:,.{0 if tokens_per_second >= 100 else 1}f}/s"
 
 
 def step_times_table(step_times: list[StepTime]) -> Table:

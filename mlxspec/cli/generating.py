@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import click
 
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from ..distributed.leader import Leader
     from ..draft.drafter import Drafter
     from ..generation.decoder import Decoder
+    from ..generation.options import GenerationOptions
     from ..generation.response import GenerationResponse
+    from ..generation.scheduler import Job, Scheduler
     from ..store.learner import Learner
 
 # What the options set that only some decoders take.
@@ -45,7 +47,7 @@ class _Choice(NamedTuple):
         decoder: the class in :mod:`mlxspec`.
         measures: whether its drafts follow what steps cost.
         takes: the options that it takes.
-        arguments: what its ``stream`` gets of them.
+        arguments: what its ``stream`` and its ``drafting_with`` get of them.
     """
 
     decoder: str
@@ -170,9 +172,9 @@ class Drafting:
             n_draft, ngram_max, _ = parse_lookup_config(self.prompt_lookup_config)
         return {"n_draft": n_draft, "ngram_max": ngram_max, "ngram_min": _or(self.ngram_min, 1)}
 
-    @cached_property
+    @property
     def lookup_drafter(self) -> Drafter | None:
-        """Prompt lookup with its parameters, if any was given."""
+        """Prompt lookup with its parameters, if any was given; a new one for each generation."""
         from ..draft.prompt_lookup import lookup_drafter
 
         given = any(of == LOOKUP for _, of in self._given())
@@ -348,12 +350,42 @@ class Generation:
             max_tokens: how many tokens there is room for; see :meth:`room`.
             more: what :meth:`mlxspec.Decoder.decode` takes besides.
         """
+        options = {**self.options(decoder), **more}
+        return decoder.stream(tokens, max_tokens, **self._drafter_arguments(), **options)
+
+    def submit(
+        self,
+        scheduler: Scheduler,
+        decoder: Any,
+        tokens: Sequence[int],
+        max_tokens: int,
+        on_response: Callable[[GenerationResponse], object],
+    ) -> Job:
+        """Add a generation with the decoder of :meth:`load` to its scheduler.
+
+        Args:
+            scheduler: the decoder's.
+            decoder, tokens, max_tokens: as for :meth:`stream`.
+            on_response: called with each response.
+
+        Raises:
+            PromptError, OptionError: as :meth:`mlxspec.Decoder.decode`.
+        """
+        make_drafter = decoder.drafting_with(**self._drafter_arguments())
+        options = self.options(decoder)
+        return scheduler.submit(tokens, on_response, max_tokens, make_drafter, **options)
+
+    def options(self, decoder: Decoder) -> GenerationOptions:
+        """Sampling, ends and memory, as :meth:`mlxspec.Decoder.decode` takes them."""
         # XTC keeps line breaks and end tokens, as on mlx-lm's command line.
         kept = [*decoder.tokenizer.encode("\n"), *decoder.tokenizer.eos_token_ids]
         sampling = replace(self.sampling, xtc_special_tokens=kept)
-        options = {**vars(self.ends), **vars(self.caches), "sampling": sampling, **more}
-        own = _DECODERS[self.drafting.kind].arguments(self.drafting)
-        return decoder.stream(tokens, max_tokens, **own, **options)
+        options = {**vars(self.ends), **vars(self.caches), "sampling": sampling}
+        return cast("GenerationOptions", options)
+
+    def _drafter_arguments(self) -> dict[str, Any]:
+        """What the decoder's ``stream`` and ``drafting_with`` get of how to draft."""
+        return _DECODERS[self.drafting.kind].arguments(self.drafting)
 
     def room(self, model: nn.Module, n_prompt: int) -> int:
         """How many tokens the output may have, at least one, after so many of the prompt."""

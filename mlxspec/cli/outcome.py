@@ -22,7 +22,7 @@ from ..terminal import one_line
 
 def note(message: object) -> None:
     """Tell the user something, on one line of standard error."""
-    click.echo(f"Note: {_told(message)}", err=True)
+    click.echo(f"Note: {told(message)}", err=True)
 
 
 def say(message: object) -> None:
@@ -128,11 +128,12 @@ def _warnings_as_notes() -> Iterator[None]:
 
 
 def _fail(message: object, status: int = 1) -> NoReturn:
-    click.echo(f"Error: {_told(message)}", err=True)
+    click.echo(f"Error: {told(message)}", err=True)
     sys.exit(status)
 
 
-def _told(message: object) -> str:
+def told(message: object) -> str:
+    """A message as it is shown: on one line, harmless and not too long."""
     return shortened(one_line(message))
 
 

@@ -61,9 +61,9 @@ def _look(in_color: bool) -> dict[str, Any]:
 class ProgressBar:
     """Shows a bar on an interactive terminal, nothing elsewhere.
 
-    Call it with how much is done and how much there is to do. The bar appears with the first
-    call, so work that turns out to be unnecessary shows none. It is erased when all is done, at
-    the latest at the end of the ``with`` block.
+    Call it with how much is done and how much there is to do, None where nobody knows. The bar
+    appears with the first call, so work that turns out to be unnecessary shows none. It is erased
+    when all is done, at the latest at the end of the ``with`` block.
 
     Args:
         what: the words before the bar.
@@ -103,9 +103,9 @@ class ProgressBar:
     def __enter__(self) -> ProgressBar:
         return self
 
-    def __call__(self, done: float, total: float = 1.0) -> None:
+    def __call__(self, done: float, total: float | None = 1.0) -> None:
         self._bar.update(self._task, completed=done, total=total)
-        if done < total:
+        if total is None or done < total:
             self._appear()
         elif self._then:
             self._bar.update(self._task, description=self._then)
@@ -220,8 +220,13 @@ def write_json(report: dict[str, Any], indent: int | None = None) -> None:
     It is ASCII without control characters, so it is right in every encoding and harmless on a
     terminal; a reader gets every text back exactly.
     """
-    text = json.dumps(report, indent=indent)
-    click.echo(text.replace("\x7f", "\\u007f"))  # DEL is the one that json leaves
+    click.echo(json_text(report, indent))
+
+
+def json_text(report: dict[str, Any], indent: int | None = None) -> str:
+    """What :func:`write_json` writes, without the line's end."""
+    # DEL is the one control character that json leaves.
+    return json.dumps(report, indent=indent).replace("\x7f", "\\u007f")
 
 
 FORCE_HELP = "Let the report replace whatever file is there, not only an older report."

@@ -166,7 +166,7 @@ class Decoder:
         Raises:
             PromptError, OptionError: as :meth:`decode`.
         """
-        return responses(self.new_generation(prompt, max_tokens, options, self.new_drafter))
+        return responses(self.new_generation(prompt, max_tokens, options, self.drafting_with()))
 
     def generate(
         self, prompt: Prompt, max_tokens: int = 250, color: bool = True, **options: Any
@@ -267,8 +267,15 @@ class Decoder:
         return transcript.result(self.step_times.table())
 
     def new_drafter(self, session: Session | None) -> Drafter:
-        """The drafter of a generation with :meth:`stream`."""
+        """The decoder's own drafter of a generation."""
         return self._make_drafter()
+
+    def drafting_with(self) -> MakeDrafter:
+        """What makes the drafter of one generation with :meth:`stream`.
+
+        Its arguments are those of :meth:`stream` that say how to draft, if there are any.
+        """
+        return self.new_drafter
 
     def new_generation(
         self,

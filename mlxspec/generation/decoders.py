@@ -28,7 +28,7 @@ from ..plan.planner import Planner, Source
 from ..plan.policy import trees_pay
 from ..plan.suffix_source import SuffixSource
 from ..store.store import open_store
-from .decoder import Decoder, drafter_maker
+from .decoder import Decoder, MakeDrafter, drafter_maker
 from .options import GenerationOptions, Prompt
 from .response import GenerationResponse, GenerationResult
 from .responses import responses
@@ -182,6 +182,20 @@ class PromptLookupDecoder(Decoder):
             warnings.warn(note, stacklevel=2)
         return responses(self.new_generation(prompt, max_tokens, options, lambda session: drafter))
 
+    def drafting_with(
+        self, n_draft: int = 10, ngram_max: int = 3, ngram_min: int = 1
+    ) -> MakeDrafter:
+        """What makes the drafter of one generation.
+
+        Args:
+            n_draft, ngram_max, ngram_min: as in :meth:`stream`.
+
+        Raises:
+            OptionError: one of them is out of range.
+        """
+        drafter, _ = lookup_drafter(n_draft, ngram_max, ngram_min)
+        return lambda session: drafter
+
     def prompt_lookup(
         self,
         prompt: Prompt,
@@ -265,6 +279,24 @@ class LookaheadDecoder(_PlannedDecoder):
         Raises:
             PromptError, OptionError: as :meth:`Decoder.decode`.
         """
+        make_drafter = self.drafting_with(window_size, ngram_size, guess_set_size, pool_from_prompt)
+        return responses(self.new_generation(prompt, max_tokens, options, make_drafter))
+
+    def drafting_with(
+        self,
+        window_size: int | Literal["auto"] = "auto",
+        ngram_size: int = 5,
+        guess_set_size: int | None = None,
+        pool_from_prompt: bool = True,
+    ) -> MakeDrafter:
+        """What makes the drafter of one generation.
+
+        Args:
+            window_size, ngram_size, guess_set_size, pool_from_prompt: as in :meth:`stream`.
+
+        Raises:
+            OptionError: a size is out of range.
+        """
         sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
         looks_ahead = _lookahead(*sizes, self._knowledge)
 
@@ -273,7 +305,7 @@ class LookaheadDecoder(_PlannedDecoder):
                 return looks_ahead
             return self._plan([looks_ahead], branching=self.capability is Capability.TREE)
 
-        return responses(self.new_generation(prompt, max_tokens, options, new_drafter))
+        return new_drafter
 
     def lookahead(
         self,
@@ -342,6 +374,27 @@ class CombinedDecoder(AutoDecoder):
             PromptError, OptionError: as :meth:`Decoder.decode`.
         """
         sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
+        make_drafter = self.drafting_with(*sizes, drafter)
+        return responses(self.new_generation(prompt, max_tokens, options, make_drafter))
+
+    def drafting_with(
+        self,
+        window_size: int | Literal["auto"] = "auto",
+        ngram_size: int = 5,
+        guess_set_size: int | None = None,
+        pool_from_prompt: bool = True,
+        drafter: Drafter | None = None,
+    ) -> MakeDrafter:
+        """What makes the drafter of one generation.
+
+        Args:
+            window_size, ngram_size, guess_set_size, pool_from_prompt, drafter: as in
+                :meth:`stream`.
+
+        Raises:
+            OptionError: a size is out of range.
+        """
+        sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
         looks_ahead = _lookahead(*sizes, self._knowledge)
 
         def new_drafter(session: Session | None) -> Drafter:
@@ -356,7 +409,7 @@ class CombinedDecoder(AutoDecoder):
             branching = self.capability is Capability.TREE
             return self._plan(sources, branching=branching, costs=costs)
 
-        return responses(self.new_generation(prompt, max_tokens, options, new_drafter))
+        return new_drafter
 
 
 def _lookahead(

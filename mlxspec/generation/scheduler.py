@@ -15,7 +15,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 from ..engine.batch import Batch
 from ..engine.step import DecodedStep, Sequence
 from ..errors import OptionError
-from .decoder import Decoder
+from .decoder import Decoder, MakeDrafter
 from .options import GenerationOptions, Prompt
 from .response import GenerationResponse
 from .responses import Generation, await_at_exit
@@ -91,6 +91,7 @@ class Scheduler:
         prompt: Prompt,
         on_response: Callable[[GenerationResponse], object],
         max_tokens: int = 250,
+        make_drafter: MakeDrafter | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Job:
         """Add a generation.
@@ -98,12 +99,14 @@ class Scheduler:
         Args:
             prompt, max_tokens, options: as for :meth:`Decoder.stream`.
             on_response: called with each response.
+            make_drafter: from the decoder's ``drafting_with``, for this generation alone; by
+                default the decoder drafts as ``stream`` does by default.
 
         Raises:
             PromptError, OptionError: as :meth:`Decoder.stream`.
         """
         generation = self._decoder.new_generation(
-            prompt, max_tokens, options, self._decoder.new_drafter
+            prompt, max_tokens, options, make_drafter or self._decoder.drafting_with()
         )
         job = Job(generation, on_response)
         self._waiting.append(job)

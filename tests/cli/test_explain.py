@@ -168,6 +168,15 @@ def test_all_options_that_say_what_is_generated_are_those_of_generate():
     names = [
         {param.name for param in command.params} for command in (generate_command, explain_command)
     ]
-    own = {"learn", "prompt_cache_file", "as_json", "stats", "logprobs", "version"}
+    own = {
+        "learn",
+        "prompts",
+        "concurrency",
+        "prompt_cache_file",
+        "as_json",
+        "stats",
+        "logprobs",
+        "version",
+    }
     assert names[0] - names[1] == own
     assert names[1] - names[0] == {"steps", "skip", "html", "force"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -118,6 +119,47 @@ def test_a_reader_that_closes_the_pipe_ends_the_command_quietly(endless: Path):
     process = start(endless, *ENDLESS, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == LINE
+    process.stdout.close()
+    assert process.wait() == 0
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+def file_of_prompts(tmp_path: Path, count: int, max_tokens: int) -> str:
+    path = tmp_path / "prompts.jsonl"
+    line = json.dumps({"prompt": "a", "max_tokens": max_tokens})
+    path.write_text(f"{line}\n" * count)
+    return str(path)
+
+
+def test_a_file_of_prompts_has_a_bar_and_ctrl_c_ends_it_with_what_there_is(
+    endless: Path, tmp_path: Path
+):
+    prompts = file_of_prompts(tmp_path, 2, 1_000_000)
+    with Window(columns=40) as window, open(tmp_path / "results.jsonl", "w+") as results:
+        arguments = ("--prompts", prompts, "--decoder", "plain", "--no-color")
+        process = start(endless, *arguments, stdout=results.fileno(), stderr=window.terminal)
+        os.close(window.terminal)
+        window.read(until="0/2")
+        process.send_signal(signal.SIGINT)
+        rest = window.read()
+        assert process.wait() == 130
+        results.seek(0)
+        found = [json.loads(line) for line in results]
+    assert all(one["finish_reason"] == "interrupted" for one in found)
+    assert re.search(r"unfinished +\d|prompts answered +0", rest)
+    assert "Traceback" not in rest
+
+
+def test_a_reader_that_closes_the_pipe_ends_a_file_of_prompts_quietly(
+    endless: Path, tmp_path: Path
+):
+    prompts = file_of_prompts(tmp_path, 200, 50)
+    arguments = ("--prompts", prompts, "--decoder", "plain")
+    process = start(endless, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline())["text"] == LINE * 10
     process.stdout.close()
     assert process.wait() == 0
     assert process.stderr is not None

@@ -227,3 +227,41 @@ def test_options_out_of_range_are_named() -> None:
         Scheduler(decoder, stall=0)
     with pytest.raises(PromptError):
         Scheduler(decoder).submit([], print)
+
+
+DRAFTINGS: list[tuple[type[mlxspec.Decoder], dict[str, Any]]] = [
+    (mlxspec.PromptLookupDecoder, {"n_draft": 2, "ngram_max": 1}),
+    (mlxspec.PromptLookupDecoder, {"n_draft": 0}),
+    (mlxspec.LookaheadDecoder, {"window_size": 3, "ngram_size": 3, "guess_set_size": 2}),
+    (mlxspec.CombinedDecoder, {"window_size": 2, "ngram_size": 3}),
+]
+
+
+@pytest.mark.parametrize(("kind", "parameters"), DRAFTINGS)
+def test_a_generation_drafts_as_its_decoders_stream_does_with_the_same_parameters(
+    kind: type[mlxspec.Decoder], parameters: dict[str, Any]
+) -> None:
+    def decoder() -> Any:
+        new = stand_in_decoder(kind)
+        new.costs = given_costs(FLAT)
+        return new
+
+    expected = [*decoder().stream(PROMPTS[2], 24, **parameters)]
+    scheduled = decoder()
+    scheduler = Scheduler(scheduled)
+    found: list[mlxspec.GenerationResponse] = []
+    make_drafter = scheduled.drafting_with(**parameters)
+    scheduler.submit(PROMPTS[2], found.append, 24, make_drafter)
+    scheduler.run()
+    assert [response.token for response in found] == [response.token for response in expected]
+    assert found[-1].stats == expected[-1].stats
+
+
+def test_without_parameters_a_generation_drafts_as_stream_does() -> None:
+    decoder = stand_in_decoder(mlxspec.PromptLookupDecoder)
+    found: list[mlxspec.GenerationResponse] = []
+    scheduler = Scheduler(decoder)
+    scheduler.submit(PROMPTS[2], found.append, 24)
+    scheduler.run()
+    assert found[-1].stats == [*decoder.stream(PROMPTS[2], 24)][-1].stats
+    assert found[-1].stats.drafted > 0

@@ -1,0 +1,327 @@
+"""``mlxspec generate --prompts`` as a user calls it: a result for each line, in their order."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from rich.console import Console
+
+from mlxspec import load
+from mlxspec.cli import answers
+from mlxspec.cli.answers import Totals, totals_panel
+from mlxspec.generation.response import GenerationResponse, SpeculationStats, Transcript
+from mlxspec.store.store import open_store
+from tests.cli.test_generate import LINE, assert_one_line_error, generate, report
+
+IDS: list[Any] = [{"prompt": [last]} for last in (3, 4, 5, 6, 7)]
+"""Prompts of one token, each of which is followed by another one."""
+
+
+def write(path: Path, lines: Sequence[Any]) -> Path:
+    """A file of prompts; bytes are a line as it is."""
+    encoded = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    path.write_bytes(b"".join(line + b"\n" for line in encoded))
+    return path
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    return tmp_path / "prompts.jsonl"
+
+
+def results(result: Result) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [one["index"] for one in found] == [*range(len(found))]
+    return found
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("--decoder", "auto"),
+        ("--decoder", "plain"),
+        ("--n-draft", 3, "--ngram-max", 2),
+        ("--decoder", "lookahead", "-W", 3, "-N", 3, "-G", 2),
+        ("--decoder", "combined", "-W", 2, "-N", 3, "--n-draft", 4),
+        ("--decoder", "plain", "--temp", 2, "--seed", 5),
+        ("--decoder", "plain", "--max-kv-size", 16),
+    ],
+    ids=lambda how: " ".join(map(str, how)),
+)
+def test_each_answer_is_that_of_its_prompt_alone(
+    endless: Path, prompts: Path, how: tuple[object, ...], concurrency: int
+) -> None:
+    lengths = [30, 5, 1, 12, 7]
+    lines = [{**one, "max_tokens": n} for one, n in zip(IDS, lengths, strict=True)]
+    options = ("--model", endless, *how)
+    found = generate(*options, "--prompts", write(prompts, lines), "--concurrency", concurrency)
+    assert found.exit_code == 0, found.stderr
+    for one, asked, length in zip(results(found), IDS, lengths, strict=True):
+        (last,) = asked["prompt"]
+        alone = report(*options, "--prompt-ids", last, "--max-tokens", length)
+        # What is measured differs; a result has no step times, and a place.
+        assert alone.keys() - one.keys() == {"step_times"}
+        assert one.keys() - alone.keys() == {"index", "id"}
+        same = ("model", "text", "tokens", "finish_reason", "prompt_tokens", "generation_tokens")
+        assert {key: one[key] for key in same} == {key: alone[key] for key in same}
+
+
+def test_drafts_are_accepted_and_plain_decoding_has_none(endless: Path, prompts: Path) -> None:
+    options = ("--model", endless, "--prompts", write(prompts, IDS[:2]), "--max-tokens", 40)
+    for how, drafts in ((("--n-draft", 4), True), (("--decoder", "plain"), False)):
+        for one in results(generate(*options, *how)):
+            assert (one["stats"]["accepted"] > 0) is drafts
+            assert (one["stats"]["tokens_per_step"] > 1) is drafts
+
+
+def test_texts_and_messages_go_into_the_chat_template(endless: Path, prompts: Path) -> None:
+    message = {"role": "user", "content": "a b"}
+    lines = ["a b", {"prompt": "a b"}, {"messages": [message]}, {"prompt": [1, 3]}]
+    options = ("--model", endless, "--prompts", write(prompts, lines), "--max-tokens", 1)
+    found = [one["prompt_tokens"] for one in results(generate(*options))]
+    assert found == [4, 4, 4, 2]  # [INST] a b [/INST]
+    write(prompts, lines[:2])
+    assert [one["prompt_tokens"] for one in results(generate(*options, "--raw"))] == [3, 3]
+
+
+def test_a_line_s_options_come_before_the_command_s(endless: Path, prompts: Path) -> None:
+    lines = [
+        {"prompt": "a", "id": {"any": ["thing"]}},
+        {"prompt": "a", "max_tokens": 2, "id": "x"},
+        {"prompt": "a", "stop": "two"},
+        {"prompt": "a", "stop_tokens": " two"},
+        {"prompt": "a", "temp": 3.0, "seed": 7, "stop": []},
+        {"prompt": "a", "logit_bias": {"3": -1000}},
+    ]
+    options = ("--model", endless, "--max-tokens", 9, "--decoder", "plain")
+    stop = ("--stop", "four")
+    found = results(generate(*options, *stop, "--prompts", write(prompts, lines)))
+    assert [one["text"] for one in found[:4]] == ["one two three ", "one two", "one ", "one"]
+    assert [one["finish_reason"] for one in found[:4]] == ["stop", "length", "stop", "stop"]
+    assert [one["id"] for one in found[:3]] == [{"any": ["thing"]}, "x", None]
+    sampled = report(*options, "--prompt", "a", "--temp", 3.0, "--seed", 7)
+    assert found[4]["tokens"] == sampled["tokens"]
+    assert 3 not in found[5]["tokens"]
+
+
+def test_a_broken_line_costs_no_other(endless: Path, prompts: Path) -> None:
+    lines = [
+        {"prompt": [3], "id": 1},
+        b"{",
+        b"",
+        {"prompt": "", "id": 2},
+        {"prompt": [99]},
+        {"prompt": "a", "top_p": 7},
+        {"prompt": "a", "stop_tokens": "nothing like it"},
+        b'"\xff"',
+        {"prompt": [4], "id": 3},
+    ]
+    options = ("--max-tokens", 6, "--concurrency", 2)
+    result = generate("--model", endless, "--prompts", write(prompts, lines), *options)
+    assert result.exit_code == 1
+    found = results(result)
+    assert [one["id"] for one in found] == [1, None, 2, None, None, None, None, 3]
+    errors = [one["error"] for one in found[1:-1]]
+    expected = [
+        "line 2: no JSON with a prompt: write",
+        'line 4: "prompt" is empty: write',
+        "line 5: the prompt holds the id 99: the model's are 0 to 63",
+        "line 6: top_p is 7.0: choose it between 0 and 1",
+        "line 7: the stop token 'nothing like it' is no token of the model: give",
+        "line 8: no JSON with a prompt: write",
+    ]
+    assert [error[: len(start)] for error, start in zip(errors, expected, strict=True)] == expected
+    told = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert told == [f"Error: {error}" for error in errors]
+    assert len(found[0]["tokens"]) == len(found[-1]["tokens"]) == 6
+
+
+def test_what_a_template_does_not_take_is_told(endless: Path, finite: Path, prompts: Path) -> None:
+    lines = [{"messages": [{"role": "user", "content": "a"}]}, {"prompt": [3]}]
+
+    def errors(model: Path, *how: str) -> list[str | None]:
+        found = generate(
+            "--model", model, "--prompts", write(prompts, lines), "--max-tokens", 1, *how
+        )
+        return [one.get("error") for one in results(found)]
+
+    assert errors(endless) == [None, None]
+    assert errors(endless, "--chat") == [
+        None,
+        "line 2: token ids are taken as they are: leave out --chat, or give a text",
+    ]
+    assert errors(endless, "--raw")[0] == (
+        'line 1: "messages" need the chat template: leave out --raw, or give a "prompt"'
+    )
+    assert "this model has none" in str(errors(finite)[0])
+
+
+def test_a_prompt_longer_than_the_context_costs_no_other(
+    finite: Path, prompts: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(finite, tmp_path / "short")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+    lines = [{"prompt": [3] * 9}, {"prompt": [5] * 7}]
+    found = results(generate("--model", model, "--prompts", write(prompts, lines)))
+    assert found[0]["error"] == (
+        "line 1: the prompt has 9 tokens and the model's context 8: shorten the prompt"
+    )
+    assert (found[1]["generation_tokens"], found[1]["finish_reason"]) == (1, "length")
+
+
+def test_standard_input_is_a_file_too(endless: Path) -> None:
+    result = generate(
+        *("--model", endless, "--prompts", "-", "--max-tokens", 5), stdin='"a"\n{"prompt": "b"}\n'
+    )
+    assert result.exit_code == 0
+    assert [one["text"] for one in results(result)] == [LINE, LINE]
+
+
+def test_results_that_wait_are_bounded(
+    endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "_MOST_HELD", 3)
+    lines = [{"prompt": [3], "max_tokens": n} for n in (40, 1, 2, 1, 2, 1, 3)]
+    result = generate(*("--model", endless, "--prompts", write(prompts, lines), "--concurrency", 2))
+    assert [one["generation_tokens"] for one in results(result)] == [40, 1, 2, 1, 2, 1, 3]
+
+
+def test_log_probabilities_stand_in_the_results(endless: Path, prompts: Path) -> None:
+    options = ("--model", endless, "--prompts", write(prompts, IDS[:2]), "--max-tokens", 4)
+    for one in results(generate(*options, "--logprobs", 2)):
+        assert [entry["top"][0][0] for entry in one["logprobs"]] == one["tokens"]
+    assert results(generate(*options))[0]["logprobs"] is None
+
+
+def test_the_outputs_are_learned(endless: Path, prompts: Path, tmp_path: Path) -> None:
+    store = tmp_path / "outputs.store"
+    options = ("--model", endless, "--max-tokens", 20, "--store", store)
+    lines = write(prompts, IDS[:2])
+    assert generate(*options, "--learn", "--prompts", lines).exit_code == 0
+    assert open_store(store, load(endless)[1]).info.learned_tokens >= 40
+    assert generate(*options, "--prompts", lines).exit_code == 0
+
+
+def test_ctrl_c_writes_what_there_is(
+    endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = Transcript.add
+
+    def add_some(self: Transcript, response: GenerationResponse) -> None:
+        if response.generation_tokens > 8:
+            raise KeyboardInterrupt
+        add(self, response)
+
+    monkeypatch.setattr(Transcript, "add", add_some)
+    lines = [{"prompt": [7], "max_tokens": n} for n in (30, 5, 30, 5, 5)]
+    options = ("--concurrency", 3, "--decoder", "plain")
+    result = generate("--model", endless, "--prompts", write(prompts, lines), *options)
+    assert result.exit_code == 130
+    found = results(result)
+    assert [one["finish_reason"] for one in found[:3]] == ["interrupted", "length", "interrupted"]
+    assert found[0]["text"] == "one two three four\none two three"
+    assert found[0]["prompt_tokens"] == 1
+    assert found[1]["text"] == LINE
+    assert "interrupted" in result.stderr
+    assert "unfinished" in result.stderr
+    assert len(found) == 4  # the last line was not begun
+
+
+def test_a_fault_in_one_generation_costs_no_other(
+    endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = Transcript.add
+
+    def fail(self: Transcript, response: GenerationResponse) -> None:
+        if response.token == 5:
+            raise RuntimeError("no luck")
+        add(self, response)
+
+    monkeypatch.setattr(Transcript, "add", fail)
+    lines = [{"prompt": [5], "max_tokens": 2}, {"prompt": [4], "max_tokens": 2}]
+    result = generate("--model", endless, "--prompts", write(prompts, lines))
+    assert result.exit_code == 1
+    assert results(result)[0]["generation_tokens"] == 2
+    assert results(result)[1]["error"] == "line 2: RuntimeError: no luck"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--prompts", "FILE", "--prompt", "a"), "--prompts and --prompt are given together"),
+        (("--prompts", "FILE", "--prompt-file", "a"), "--prompts and --prompt-file"),
+        (("--prompts", "FILE", "--prompt-ids", "1"), "--prompts and --prompt-ids"),
+        (("--prompts", "FILE", "--prompt-cache-file", "a"), "--prompts and --prompt-cache-file"),
+        (("--prompts", "FILE", "--stats"), "--prompts and --stats"),
+        (("--prompts", "FILE", "--concurrency", "0"), "--concurrency is 0: it is at least 1"),
+        (("--prompts", "FILE", "--logprobs", "-1"), "--logprobs is -1"),
+        (("--prompt", "a", "--concurrency", "2"), "--prompts FILE"),
+        (("--prompts", "nowhere.jsonl"), "--prompts nowhere.jsonl cannot be read"),
+        (("--prompts", "."), "--prompts . cannot be read (Is a directory)"),
+        (("--prompts", "EMPTY"), "holds no prompt: write"),
+        (("--prompts", "-"), "standard input holds no prompt: write"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_wrong_use_is_one_line_before_any_model_is_loaded(
+    prompts: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], named: str
+) -> None:
+    monkeypatch.setattr("mlxspec.generation.decoder.load", lambda name: 1 / 0)
+    empty = write(prompts.with_name("empty.jsonl"), [b"", b" "])
+    files = {"FILE": str(write(prompts, IDS)), "EMPTY": str(empty)}
+    given = [files.get(argument, argument) for argument in arguments]
+    assert_one_line_error(generate("--model", "any", *given, stdin=""), named)
+
+
+def test_prompts_are_not_shared_out_by_mlx_launch(
+    prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_RANK", "0")
+    assert_one_line_error(generate("--prompts", write(prompts, IDS)), "mlx.launch")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [(("--chat",), "no chat template"), (("--stop-token", "nothing like it"), "nothing like it")],
+)
+def test_an_option_that_fits_no_line_is_told_once(
+    finite: Path, prompts: Path, options: tuple[str, ...], named: str
+) -> None:
+    assert_one_line_error(
+        generate("--model", finite, "--prompts", write(prompts, IDS), *options), named
+    )
+
+
+def test_the_panel_sums_up(endless: Path, prompts: Path) -> None:
+    result = generate(
+        "--model", endless, "--prompts", write(prompts, [*IDS, b"no"]), "--max-tokens", 4
+    )
+    assert "\x1b" not in result.output
+    figures = [" ".join(line.strip("│ ").split()) for line in result.stderr.splitlines()]
+    assert {"prompts answered 5", "failed 1"} < {*figures}
+    assert any(line.startswith("prompt tokens 5 ") for line in figures)
+    assert any(line.startswith("generated tokens 20 ") for line in figures)
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_panel_fits_a_terminal(width: int) -> None:
+    stats = SpeculationStats(
+        steps=100000, rows=300000, drafted=200000, accepted=150000, emitted=250000
+    )
+    totals = Totals(1000, 20, 8, 1_000_000, 250_000, 61.5, 1234.5, stats)
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(totals_panel(totals, interrupted=True))
+    shown = stream.getvalue().splitlines()
+    assert {len(line) for line in shown} == {len(shown[0])}
+    assert "2.50" in stream.getvalue()
+    assert "75%" in stream.getvalue()
+    assert "interrupted" in shown[-1]

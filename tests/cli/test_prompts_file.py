@@ -1,0 +1,115 @@
+"""Files of prompts: what a line may say, and what is told of one that says something else."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxspec.cli import prompts_file
+from mlxspec.cli.prompts_file import Asked, id_of, open_prompts, read_line
+from mlxspec.errors import PromptError
+from mlxspec.jsonl import load_json
+
+USER = {"role": "user", "content": "a"}
+
+
+def test_a_line_is_a_text_ids_or_messages() -> None:
+    assert read_line("a b") == read_line({"prompt": "a b"}) == Asked(prompt="a b")
+    assert read_line({"prompt": [1, 2]}) == Asked(prompt=[1, 2])
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+    assert read_line({"messages": [USER]}) == read_line({"messages": [parts]})
+    assert read_line({"messages": [USER]}).messages == [USER]
+
+
+def test_a_line_may_say_how_to_generate() -> None:
+    sampling = {"temp": 1, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 2}
+    biases = {"logit_bias": {"4": -5}}
+    ends = {"stop": "x", "stop_tokens": [2, "</s>"]}
+    asked = read_line({"prompt": "a", "max_tokens": 9, **sampling, **biases, **ends})
+    assert asked.max_tokens == 9
+    assert asked.sampling == {**sampling, "logit_bias": {4: -5.0}}
+    assert asked.ends == {"stop": ("x",), "stop_tokens": (2, "</s>")}
+
+
+def test_what_is_null_is_not_given() -> None:
+    assert read_line({"prompt": "a", "temp": None, "stop": None}) == Asked(prompt="a")
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (None, "no JSON with a prompt: write"),
+        (3, "no JSON with a prompt: write"),
+        ({}, 'neither of "prompt" and "messages"'),
+        ({"prompt": "a", "messages": [USER]}, 'both of "prompt" and "messages"'),
+        ("", '"prompt" is empty'),
+        ({"prompt": []}, '"prompt" is empty'),
+        ({"prompt": None}, '"prompt" is null'),
+        ({"prompt": [1, True]}, '"prompt" is [1, true]'),
+        ({"messages": []}, '"messages" is empty'),
+        ({"messages": "a"}, '"messages" cannot be read'),
+        ({"messages": [{"content": "a"}]}, 'a message has no "role"'),
+        ({"prompt": "a", "temperature": 1}, '"temperature" is no key of a prompt: did you mean'),
+        ({"prompt": "a", "category": 1}, 'leave it out, or keep it in "id"'),
+        ({"prompt": "a", "max_tokens": 0}, '"max_tokens" is 0'),
+        ({"prompt": "a", "max_tokens": 2.0}, '"max_tokens" is 2.0'),
+        ({"prompt": "a", "temp": "hot"}, '"temp" is "hot": give a number'),
+        ({"prompt": "a", "temp": True}, '"temp" is true'),
+        ({"prompt": "a", "temp": 10**400}, '"temp" is 1000'),
+        ({"prompt": "a", "seed": 0.5}, '"seed" is 0.5: give a whole number'),
+        ({"prompt": "a", "stop": [1]}, '"stop" is [1]'),
+        ({"prompt": "a", "stop_tokens": 0.5}, '"stop_tokens" is 0.5'),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, 'write token ids and numbers, {"42": -5}'),
+        ({"prompt": "a", "logit_bias": [1]}, '"logit_bias" is [1]'),
+        ({"prompt": "a", "id": math.nan}, '"id" holds NaN'),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_told_in_one_line(value: Any, named: str) -> None:
+    with pytest.raises(PromptError) as error:
+        read_line(value)
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
+
+
+def test_an_id_is_known_whatever_else_is_wrong() -> None:
+    assert id_of({"id": {"a": [1]}, "prompt": ""}) == {"a": [1]}
+    assert id_of({"id": math.inf}) is None
+    assert id_of("a") is id_of(None) is None
+
+
+@pytest.mark.parametrize("depth", [700, 940, 990])
+def test_an_id_can_be_written_or_is_refused(depth: int) -> None:
+    try:
+        value = load_json('{"id": ' + "[" * depth + "]" * depth + "}")
+    except RecursionError:
+        return
+    json.dumps({"index": 0, "id": id_of(value)})
+
+
+def test_lines_have_numbers_and_blank_ones_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n\n \r\nno\n"\xe2\x80\xa8"')
+    with open_prompts(str(path)) as lines:
+        assert lines.count == 3
+        assert [*lines.values] == [(1, {"prompt": "a"}), (4, None), (5, "\u2028")]
+
+
+def test_a_line_that_is_too_long_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts_file, "_LONGEST_LINE", 8)
+    lines = io.BytesIO(b'"a"\n"' + b"b" * 30 + b'"\n"c"')
+    assert [*prompts_file._lines(lines)] == [b'"a"\n', b'"', b'"c"']
+
+
+@pytest.mark.parametrize("content", [None, b"", b" \n\n"])
+def test_a_file_without_a_prompt_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "prompts.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(PromptError, match=r"prompts\.jsonl"), open_prompts(str(path)):
+        pass
