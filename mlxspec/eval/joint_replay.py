@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from ..draft.drafter import Drafter, DraftTree, NoDraft
 from ..plan.cost_curve import CostCurve, FixedCosts
 from ..plan.planner import Planner
 from ..plan.sharing import share_rows
-from .replay import MAX_DEPTH, ReplayedCompletion, verify
+from .replay import MAX_DEPTH, SLOW, ReplayedCompletion, verify
 from .traces import Completion
 
 _WORTH_IT = 1.02
@@ -25,15 +26,29 @@ class JointReplay:
         tokens: how many the outputs have in all.
         sequences: per step, how many sequences shared it.
         rows: per step, how many rows the target verified for all of them.
+        spans: per output, in the order in which they ended, its tokens and its steps.
     """
 
     tokens: int
     sequences: tuple[int, ...]
     rows: tuple[int, ...]
+    spans: tuple[tuple[int, range], ...]
 
     def cost(self, curve: Callable[[int], float]) -> float:
         """The time of all steps under a cost curve, in plain steps of one sequence."""
         return sum(map(curve, self.rows))
+
+    def speeds(self, curve: Callable[[int], float]) -> list[float]:
+        """Per output, its speed against plain joint steps of as many sequences.
+
+        A sequence waits for the drafts of the others, so it may be slower where all together
+        are faster.
+        """
+        times = [
+            curve(rows) / curve(count)
+            for rows, count in zip(self.rows, self.sequences, strict=True)
+        ]
+        return [tokens / sum(times[steps.start : steps.stop]) for tokens, steps in self.spans]
 
 
 def extended(curve: CostCurve) -> CostCurve:
@@ -71,13 +86,22 @@ class _Output:
     Args:
         completion: what is replayed.
         drafter: its own; it begins here, and has to be ended afterwards.
+
+    Attributes:
+        steps: how many it has taken.
     """
 
     def __init__(self, completion: Completion, drafter: Drafter) -> None:
         self.drafter = drafter
+        self.steps = 0
         self._output, self._done = completion.output, 0
         self._last = completion.prompt[-1]
         drafter.begin(completion.prompt)
+
+    @property
+    def tokens(self) -> int:
+        """How many it has."""
+        return len(self._output)
 
     @property
     def finished(self) -> bool:
@@ -93,6 +117,7 @@ class _Output:
         step = verify(tree, self._output[self._done : self._done + len(tree)])
         self._done += len(step.tokens)
         self._last = step.tokens[-1]
+        self.steps += 1
         self.drafter.observe(replace(step, rows=rows, sequences=sequences))
 
 
@@ -121,20 +146,22 @@ def replay_jointly(
     batch = _Batch(curve)
     sequences: list[int] = []
     rows: list[int] = []
+    spans: list[tuple[int, range]] = []
     try:
         while True:
-            for one in itertools.islice(waiting, most - len(batch.active)):
-                batch.active.append(_Output(one, make_drafter(one)))
+            for completion in itertools.islice(waiting, most - len(batch.active)):
+                batch.active.append(_Output(completion, make_drafter(completion)))
             if not batch.active:
                 break
             sequences.append(len(batch.active))
             rows.append(batch.step())
-            for _ in range(batch.remove_finished()):
+            for one in batch.remove_finished():
+                spans.append((one.tokens, range(len(rows) - one.steps, len(rows))))
                 on_progress()
     finally:
         batch.close()
     tokens = sum(len(completion.output) for completion in completions)
-    return JointReplay(tokens, tuple(sequences), tuple(rows))
+    return JointReplay(tokens, tuple(sequences), tuple(rows), tuple(spans))
 
 
 class _Batch:
@@ -169,14 +196,14 @@ class _Batch:
             one.take(tree, rows, count)
         return rows
 
-    def remove_finished(self) -> int:
-        """Let the outputs go that have ended; returns how many."""
-        before, self.active = self.active, [one for one in self.active if not one.finished]
+    def remove_finished(self) -> list[_Output]:
+        """Let the outputs go that have ended, and return them."""
+        ended = [one for one in self.active if one.finished]
+        self.active = [one for one in self.active if not one.finished]
         self._ahead = self._ahead and bool(self.active)
-        for one in before:
-            if one.finished:
-                one.drafter.end()
-        return len(before) - len(self.active)
+        for one in ended:
+            one.drafter.end()
+        return ended
 
     def close(self) -> None:
         """End the drafters of all that are left."""
@@ -214,6 +241,7 @@ class JointReport:
         plain_batching: the same without drafts.
         one_at_a_time: the same with drafts, one sequence after the other.
         over_plain_batching: ``speedup / plain_batching``.
+        share_below_098: the share of outputs that run below 0.98 of plain joint steps' speed.
         tokens: how many the outputs have.
         completions: how many were replayed.
         tokens_per_step: tokens of all sequences / joint steps.
@@ -225,6 +253,7 @@ class JointReport:
     plain_batching: float
     one_at_a_time: float
     over_plain_batching: float
+    share_below_098: float
     tokens: int
     completions: int
     tokens_per_step: float
@@ -259,6 +288,7 @@ def joint_report(
         plain_batching=batching,
         one_at_a_time=joint.tokens / sum(one.cost(whole) for one in alone),
         over_plain_batching=speedup / batching,
+        share_below_098=fmean(speed < SLOW for speed in joint.speeds(whole)),
         tokens=joint.tokens,
         completions=len(alone),
         tokens_per_step=joint.tokens / steps,

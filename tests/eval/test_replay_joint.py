@@ -50,7 +50,8 @@ def test_two_sequences_add_their_rows_in_each_step() -> None:
     second = Scripted(DraftTree.chain(1, [9]), DraftTree.chain(6, [7]))
     work = outputs([2, 3, 4, 5], [6, 7, 8])
     joint = replay_jointly(work, scripted(first, second), FLAT, 2)
-    assert joint == JointReplay(7, sequences=(2, 2), rows=(3 + 2, 1 + 2))
+    spans = ((4, range(2)), (3, range(2)))
+    assert joint == JointReplay(7, sequences=(2, 2), rows=(3 + 2, 1 + 2), spans=spans)
     assert [step.tokens for step in first.steps] == [(2, 3, 4), (5,)]
     assert [step.tokens for step in second.steps] == [(6,), (7, 8)]
     assert {(step.rows, step.sequences) for step in second.steps} == {(5, 2), (3, 2)}
@@ -63,7 +64,8 @@ def test_the_next_output_takes_the_place_of_one_that_ended() -> None:
     work = outputs([2, 3], [4], [5, 6, 7], [8])
     joint = replay_plain_batch(work, 2)
     # 2 and 4; 3 and 5; 6 and 8; 7.
-    assert joint == JointReplay(7, sequences=(2, 2, 2, 1), rows=(2, 2, 2, 1))
+    spans = ((1, range(1)), (2, range(2)), (1, range(2, 3)), (3, range(1, 4)))
+    assert joint == JointReplay(7, (2, 2, 2, 1), (2, 2, 2, 1), spans)
     assert replay_plain_batch(work, 10**30).sequences == (4, 2, 1)
 
 
@@ -168,14 +170,17 @@ def test_rows_beyond_a_curve_cost_at_least_their_share() -> None:
 
 def test_speeds_are_against_one_plain_sequence() -> None:
     curve = CostCurve([(1, 1), (2, 1.25), (4, 2)])
-    joint = JointReplay(8, sequences=(2, 2), rows=(4, 4))  # in a time of 4
-    plain = JointReplay(8, sequences=(2, 2, 2, 2), rows=(2, 2, 2, 2))  # of 5
+    # In a time of 4; a plain joint step takes 1.25.
+    joint = JointReplay(8, (2, 2), (4, 4), spans=((5, range(2)), (3, range(2))))
+    plain = JointReplay(8, (2, 2, 2, 2), (2, 2, 2, 2), spans=())  # of 5
     alone = [ReplayedCompletion(4, (2, 2, 1)), ReplayedCompletion(4, (2, 2))]  # of 6
     report = joint_report(joint, plain, alone, curve)
     assert report.speedup == pytest.approx(2)
     assert report.plain_batching == pytest.approx(8 / 5)
     assert report.over_plain_batching == pytest.approx(5 / 4)
     assert report.one_at_a_time == pytest.approx(8 / 6)
+    assert joint.speeds(curve) == pytest.approx([5 / (4 / 1.25), 3 / (4 / 1.25)])
+    assert report.share_below_098 == 0.5
     assert (report.tokens, report.completions) == (8, 2)
     assert (report.tokens_per_step, report.rows_per_step) == (4, 4)
     assert report.sequences_per_step == 2
