@@ -23,7 +23,8 @@ from .output import (
 )
 
 if TYPE_CHECKING:
-    from ..eval.comparison import Comparison
+    from ..eval.comparison import Comparison, JointComparison
+    from ..eval.joint_replay import JointReport
     from ..eval.replay import ReplayReport
     from ..plan.cost_curve import CostCurve
 
@@ -61,6 +62,11 @@ class ReplayOptions:
         "The decoders to replay, or 'all'; 'hindsight' shows what is left to gain.  [default: "
         "auto; with --html all]",
     )
+    concurrency: int = option_field(
+        "--concurrency N",
+        "How many outputs run at once and share each step, with drafts and without.",
+        default=1,
+    )
 
 
 @command("replay")
@@ -81,18 +87,26 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
       mlxspec replay chats.jsonl --tokenizer my_model --curve curve.json
       mlxspec replay *.jsonl --tokenizer my_model --html replay.html
       mlxspec replay chats.jsonl --tokenizer my_model --decoder auto,hindsight
+      mlxspec replay chats.jsonl --tokenizer my_model --chip all --concurrency 4
 
     A line of TRACES is an object with "messages", as in OpenAI-style chat logs, and optionally
     "category", "model" and "completions", the indices of the messages to replay.
     """
     from ..draft.custom import load_drafter
-    from ..eval.comparison import chosen_policies, compare, replay_page
+    from ..eval.comparison import (
+        chosen_policies,
+        compare,
+        compare_jointly,
+        jointly_chosen,
+        replay_page,
+    )
     from ..eval.policies import AUTO, policies_with
     from ..eval.traces import load_trace_tokenizer, read_completions
 
-    policies = chosen_policies(
-        asked.decoders if asked.decoders is not None else _ALL if shows.html else AUTO
-    )
+    several = asked.concurrency
+    _check_concurrency(several, shows)
+    names = asked.decoders if asked.decoders is not None else _ALL if shows.html else AUTO
+    policies = jointly_chosen(names, several) if several > 1 else chosen_policies(names)
     if asked.drafter is not None:
         policies |= policies_with(load_drafter(asked.drafter))
     default = _ALL if shows.html else _DEFAULT_CHIP
@@ -102,8 +116,17 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     shows.check()
     tokenizer = load_trace_tokenizer(asked.tokenizer)
     completions = read_completions(traces, tokenizer, asked.limit)
+    work = completions, tokenizer.classes, policies, curves
+    if several > 1:
+        with ProgressBar("Replaying") as on_progress:
+            joint = compare_jointly(*work, several, on_progress)
+        if shows.as_json:
+            write_json(_report(joint, concurrency=several))
+        else:
+            print_tables(_joint_tables(joint, several))
+        return
     with ProgressBar("Replaying") as on_progress:
-        comparison = compare(completions, tokenizer.classes, policies, curves, on_progress)
+        comparison = compare(*work, on_progress)
 
     def show() -> None:
         if shows.as_json:
@@ -114,10 +137,25 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     shows.show(show, lambda: replay_page(comparison, policies, sources))
 
 
-def _report(comparison: Comparison) -> dict[str, Any]:
+def _check_concurrency(concurrency: int, shows: ReportOptions) -> None:
+    """Find out before the work that it cannot be done or shown.
+
+    Raises:
+        OptionError: it cannot.
+    """
+    if concurrency < 1:
+        raise OptionError(f"--concurrency is {concurrency}: run at least 1 output at a time")
+    if concurrency > 1 and shows.html:
+        raise OptionError(
+            f"--html with --concurrency {concurrency}: the page shows one output at a time; "
+            "leave one of them out"
+        )
+
+
+def _report(comparison: Comparison | JointComparison, **more: Any) -> dict[str, Any]:
     """The figures of the first decoder on the first chip, and below ``comparison`` of all."""
     entries = [
-        {"chip": chip, "decoder": name, **asdict(report)}
+        {"chip": chip, "decoder": name, **more, **asdict(report)}
         for chip, reports in comparison.items()
         for name, report in reports.items()
     ]
@@ -148,6 +186,34 @@ def _tables(comparison: Comparison) -> Iterator[RenderableType]:
         yield _sets(reports)
         yield _decoders(reports)
     yield from map(shown, verdict(comparison))
+
+
+def _joint_tables(comparison: JointComparison, concurrency: int) -> Iterator[RenderableType]:
+    from ..eval.comparison import joint_verdict
+
+    for chip, reports in comparison.items():
+        yield shown(f"Modelled on: {chip}, {concurrency} outputs at once")
+        yield _joint_decoders(reports)
+    yield from map(shown, joint_verdict(comparison))
+
+
+def _joint_decoders(reports: Mapping[str, JointReport]) -> RenderableType:
+    result = FoldingTable(
+        *("decoder", "plain batching", "drafts, one at a time", "both", "both against batching"),
+        *("outputs below 0.98", "outputs per step", "tokens per step", "rows per step"),
+        caption="speed of all outputs against one plain output; what it costs to attend to "
+        "several contexts is not modelled; below 0.98 of their speed with plain batching",
+    )
+    for name, report in reports.items():
+        speeds = (report.plain_batching, report.one_at_a_time, report.speedup)
+        sizes = (report.sequences_per_step, report.tokens_per_step, report.rows_per_step)
+        result.add_row(
+            name,
+            *map(ratio, (*speeds, report.over_plain_batching)),
+            f"{report.share_below_098:.1%}",
+            *(f"{size:.2f}" for size in sizes),
+        )
+    return result
 
 
 def _sets(reports: Mapping[str, ReplayReport]) -> RenderableType:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..draft.context_index import OutputMemory
+from ..draft.drafter import Drafter
 from ..errors import OptionError
 from ..jsonl import load_json
 from ..plan.cost_curve import CostCurve
+from .joint_replay import JointReport, joint_report, replay_jointly, replay_plain_batch
 from .page import Bar, BarChart, render
 from .policies import HINDSIGHT, POLICIES, Policy, Task
 from .replay import SLOW, ReplayedCompletion, ReplayReport, replay, replay_report
@@ -21,6 +23,9 @@ _UNUSABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionE
 
 Comparison = Mapping[str, Mapping[str, ReplayReport]]
 """Reports by chip and policy."""
+
+JointComparison = Mapping[str, Mapping[str, JointReport]]
+"""Reports of several sequences at once by chip and policy."""
 
 
 def chosen_policies(names: str) -> dict[str, Policy]:
@@ -95,13 +100,74 @@ def compare(
         replayed: list[tuple[str, ReplayedCompletion]] = []
         for chip, curve in curves.items():
             if policy.follows_costs or not replayed:  # without costs all chips have the same steps
-                replayed, memory = [], OutputMemory()
+                replayed, make_drafter = [], _drafters(policy, curve, classes)
                 for one in completions:
-                    task = Task(one.output, curve, classes, memory)
-                    outcome = replay(one.prompt, one.output, policy.make_drafter(task))
+                    outcome = replay(one.prompt, one.output, make_drafter(one))
                     replayed.append((one.category, outcome))
                     on_progress(next(done) / total)
             reports[chip][name] = replay_report(replayed, curve)
+    return reports
+
+
+def _drafters(policy: Policy, curve: CostCurve, classes: bytes) -> Callable[[Completion], Drafter]:
+    """What gives each completion its drafter; all of them share one memory."""
+    memory = OutputMemory()
+    return lambda one: policy.make_drafter(Task(one.output, curve, classes, memory))
+
+
+def jointly_chosen(names: str, concurrency: int) -> dict[str, Policy]:
+    """As :func:`chosen_policies`, for several sequences at once: "all" leaves out hindsight.
+
+    Raises:
+        OptionError: one of them is unknown, or means nothing there.
+    """
+    if names == "all":
+        return {name: policy for name, policy in POLICIES.items() if name != HINDSIGHT}
+    policies = chosen_policies(names)
+    if HINDSIGHT in policies:
+        raise OptionError(
+            f"--decoder {HINDSIGHT} with --concurrency {concurrency}: it weighs one sequence "
+            "alone; leave one of them out"
+        )
+    return policies
+
+
+def compare_jointly(
+    completions: Sequence[Completion],
+    classes: bytes,
+    policies: Mapping[str, Policy],
+    curves: Mapping[str, CostCurve],
+    concurrency: int,
+    on_progress: Callable[[float], None] = lambda share: None,
+) -> dict[str, dict[str, JointReport]]:
+    """Replay several outputs at once, and set that against batching and drafting alone.
+
+    Args:
+        completions, classes, policies, curves, on_progress: as for :func:`compare`.
+        concurrency: how many outputs run at once, at least 1.
+
+    Returns:
+        by chip and policy, in the order given.
+    """
+    done = itertools.count(1)
+    total = (1 + 2 * len(curves) * len(policies)) * len(completions)
+
+    def count() -> None:
+        on_progress(next(done) / total)
+
+    plain = replay_plain_batch(completions, concurrency, count)
+    reports: dict[str, dict[str, JointReport]] = {}
+    for chip, curve in curves.items():
+        reports[chip] = {}
+        for name, policy in policies.items():
+            alone = []
+            make_drafter = _drafters(policy, curve, classes)
+            for one in completions:
+                alone.append(replay(one.prompt, one.output, make_drafter(one)))
+                count()
+            make_drafter = _drafters(policy, curve, classes)
+            joint = replay_jointly(completions, make_drafter, curve, concurrency, count)
+            reports[chip][name] = joint_report(joint, plain, alone, curve)
     return reports
 
 
@@ -119,6 +185,20 @@ def verdict(comparison: Comparison) -> list[str]:
         else:
             won.setdefault("plain decoding", []).append(chip)
     return [f"{winner} wins on {', '.join(chips)}." for winner, chips in won.items()]
+
+
+def joint_verdict(comparison: JointComparison) -> list[str]:
+    """Whether batching and drafting add up, a line for each chip by its fastest decoder."""
+    lines = []
+    for chip, reports in comparison.items():
+        best = max(reports, key=lambda name: reports[name].speedup)
+        report = reports[best]
+        finding = "add up" if report.adds_up else "add less than 2 % to the better of the two"
+        lines.append(
+            f"On {chip} batching and drafting {finding} ({best} {report.speedup:.2f}×, batching "
+            f"alone {report.plain_batching:.2f}×, one at a time {report.one_at_a_time:.2f}×)."
+        )
+    return lines
 
 
 def replay_page(

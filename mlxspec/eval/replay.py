@@ -11,7 +11,7 @@ from ..draft.drafter import Drafter, DraftTree, VerifiedStep, accept
 SLOW = 0.98
 """A speed below this counts as slower than plain decoding."""
 
-_MAX_DEPTH = 4096  # the drafter does not know where the output ends
+MAX_DEPTH = 4096  # the drafter does not know where the output ends
 _UNKNOWN = -1  # the choice after a row that was not accepted
 
 
@@ -47,7 +47,7 @@ def replay(prompt: Sequence[int], output: Sequence[int], drafter: Drafter) -> Re
     drafter.begin(prompt)
     try:
         while done < len(output):
-            proposal = drafter.propose(_MAX_DEPTH)
+            proposal = drafter.propose(MAX_DEPTH)
             # A plain step that was dispatched ahead runs first, whatever is proposed meanwhile.
             tree = DraftTree.chain(last) if ahead else proposal
             step = verify(tree, output[done : done + len(tree)])

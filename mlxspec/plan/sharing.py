@@ -25,7 +25,9 @@ def share_rows(
 
     The candidates of all of them are sorted by their probabilities, and the number is chosen at
     which the tokens expected of all sequences less the price of the step's time are greatest, as
-    far as the guard allows: for one sequence that is what :class:`Planner` does. Everybody waits
+    far as the guard allows: for one sequence that is what :class:`Planner` does. A token counts
+    by the time that it saves, the less the faster its sequence is: what is easily copied waits,
+    and is still there to be copied. Everybody waits
     for a draft, so the sequences guard their time together: what their banks hold in all pays for
     a step that fails, and what a step costs beyond a plain one is charged to those who draft, in
     proportion to their rows.
@@ -39,12 +41,12 @@ def share_rows(
         rows_taken: draft rows and pending rows that the step has in any case.
     """
     max_nodes = max(0, costs.curve.widest - 1 - rows_taken)
-    # A row takes time from all sequences.
-    least_p = [sequences * cost for cost in costs.curve.cheapest_rows]
-    found = [
-        planner.search(max_nodes, max_depth, costs.curve, least_p)
-        for planner, max_depth in zip(planners, max_depths, strict=True)
-    ]
+    weights = _weights(planners)
+    found = []
+    for planner, max_depth, weight in zip(planners, max_depths, weights, strict=True):
+        # A row takes time from all sequences.
+        least_p = [sequences / weight * cost for cost in costs.curve.cheapest_rows]
+        found.append(planner.search(max_nodes, max_depth, costs.curve, least_p))
     table = [0.0, *costs.curve.table[1 + rows_taken :]]
     drafting = {
         index: candidates
@@ -53,10 +55,13 @@ def share_rows(
     }
     # In the order in which they are chosen; a node's parent is before it.
     best_first = heapq.merge(
-        *([(-p, index) for p in candidates.p_reached] for index, candidates in drafting.items())
+        *(
+            [(-p * weights[index], index) for p in candidates.p_reached]
+            for index, candidates in drafting.items()
+        )
     )
     order = [(index, -p) for p, index in best_first][:max_nodes]
-    gain, shares = _best(order, drafting, table, planners, sequences, costs.sync_overhead)
+    gain, shares = _best(order, drafting, table, planners, weights, sequences, costs.sync_overhead)
     n_draft = sum(shares.values())
     further = sequences * (table[n_draft + 1] / table[1] - 1)
     pipelined = not n_draft and (
@@ -68,6 +73,12 @@ def share_rows(
         part = shares[index] / n_draft if n_draft else 0.0
         joint = JointStep(costs, 1 + part * further, pipelined)
         planner.plan_is(Plan(candidates, shares[index], part * gain, joint=joint))
+
+
+def _weights(planners: Sequence[Planner]) -> list[float]:
+    """What a token of each sequence counts, 1 on average: the time that it usually takes."""
+    times = [1 / planner.policy.rate for planner in planners]
+    return [time * len(times) / sum(times) for time in times]
 
 
 def _gain_of_waiting(
@@ -94,19 +105,22 @@ def _best(
     drafting: Mapping[int, Candidates],
     table: Sequence[float],
     planners: Sequence[Planner],
+    weights: Sequence[float],
     sequences: int,
     sync_overhead: float,
 ) -> tuple[float, Counter[int]]:
     """The greatest gain that the guard allows, and each planner's part of the nodes that have it.
 
     Args:
-        order: of the nodes, the likeliest first: whose each is, and its probability.
+        order: of the nodes, the best first: whose each is, and its probability times its weight.
         drafting: the candidates of those who may draft.
         table: ``table[1 + n]`` is what a step with ``n`` nodes costs, in plain joint steps.
+        weights: what a token of each planner's sequence counts.
     """
     policies = [planner.policy for planner in planners]
     expected = [sequences - 1 + tokens for tokens in expected_tokens([p for _, p in order])]
-    rate = sum(policy.rate for policy in policies) + sequences - len(policies)
+    rates = (policy.rate * weight for policy, weight in zip(policies, weights, strict=True))
+    rate = sum(rates) + sequences - len(policies)
     price = price_of_time(expected, table, rate)
     restart = min((policy.restart_cost(sync_overhead) for policy in policies), default=0.0)
     plain = expected[0] - price * table[1]

@@ -163,10 +163,50 @@ def test_the_page_compares_all_decoders_on_all_chips_and_stands_alone(tmp_path: 
     assert {"src", "href"}.isdisjoint(page.names)
 
 
+def test_several_outputs_at_once_are_set_against_batching_and_drafting(traces: Path) -> None:
+    asked = ("--decoder", "auto,vllm", "--chip", "linear", "--chip", "M5 Max", "--concurrency", 2)
+    result = replay(traces, "--tokenizer", TOKENIZER, "--json", *asked)
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    order = [(one["chip"], one["decoder"]) for one in report["comparison"]]
+    assert order == [(c, d) for c in ("linear", "M5 Max") for d in ("auto", "vllm")]
+    assert all(report[key] == value for key, value in report["comparison"][0].items())
+    assert (report["concurrency"], report["completions"]) == (2, 2)
+    assert report["plain_batching"] == pytest.approx(1)
+    for one in report["comparison"]:
+        assert one["speedup"] == pytest.approx(one["over_plain_batching"] * one["plain_batching"])
+    fast = report["comparison"][2]
+    assert fast["speedup"] > max(fast["plain_batching"], fast["one_at_a_time"])
+
+
+def test_the_joint_table_says_whether_both_add_up(traces: Path) -> None:
+    asked = ("--chip", "linear", "--chip", "M5 Max", "--concurrency", 2)
+    result = replay(traces, "--tokenizer", TOKENIZER, *asked)
+    assert result.exit_code == 0, result.stderr
+    for text in (
+        *("M5 Max, 2 outputs at once", "plain batching", "one at a time", "not modelled"),
+        "On M5 Max batching and drafting add up (auto",
+        "On linear batching and drafting add less than 2 %",
+    ):
+        assert text in result.stdout
+
+
+def test_one_output_at_a_time_is_the_default(traces: Path) -> None:
+    results = [
+        replay(traces, "--tokenizer", TOKENIZER, "--decoder", "all", "--json", *more)
+        for more in ((), ("--concurrency", 1))
+    ]
+    assert results[0].stdout == results[1].stdout != ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (("--decoder", "warp"), "'warp': choose among auto"),
+        (("--decoder", "warp", "--concurrency", "2"), "'warp': choose among auto"),
+        (("--concurrency", "0"), "--concurrency is 0: run at least 1"),
+        (("--concurrency", "2", "--html", "page.html"), "--html with --concurrency 2"),
+        (("--concurrency", "2", "--decoder", "hindsight"), "--decoder hindsight with --conc"),
         (("--chip", "M99"), "'M99': choose one of M2 Pro"),
         (("--chip", "linear", "--curve", "c.json"), "--chip and --curve"),
         (("--curve", "missing.json"), "missing.json: no cost curve"),

@@ -1,0 +1,43 @@
+"""Sharing the rows of a joint step, on texts whose drafts are known."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxspec.plan.cost_curve import CostCurve, FixedCosts
+from mlxspec.plan.planner import Planner
+from mlxspec.plan.sharing import share_rows
+from tests.support.planners import suffix_planner
+
+# Few rows are nearly free, the others cost more than they could earn.
+FOUR_FREE = CostCurve([(1, 1), (5, 1.01), (6, 20), (64, 80)])
+TEXT = list(range(100, 130)) * 2 + list(range(100, 110))
+
+
+def drafts(*planners: Planner) -> list[int]:
+    """How many nodes each gets, after an equal text."""
+    costs = FixedCosts(FOUR_FREE, sync_overhead=0.0)
+    share_rows(planners, [64] * len(planners), costs, sequences=len(planners))
+    return [len(planner.propose(64)) - 1 for planner in planners]
+
+
+def copying(rate: float) -> Planner:
+    """A planner in the middle of a copy, whose sequence has had this rate."""
+    planner = suffix_planner(FOUR_FREE)
+    planner.begin(TEXT)
+    planner.policy.rate = rate
+    return planner
+
+
+def test_equal_sequences_share_equally() -> None:
+    assert drafts(copying(1.2), copying(1.2)) == [2, 2]
+
+
+def test_rows_go_to_the_slower_of_equal_drafts() -> None:
+    assert drafts(copying(4.0), copying(1.0)) == [0, 4]
+    assert drafts(copying(1.0), copying(4.0)) == [4, 0]
+
+
+@pytest.mark.parametrize("rate", [1.0, 4.0])
+def test_one_sequence_drafts_whatever_its_rate(rate: float) -> None:
+    assert drafts(copying(rate)) == [4]
