@@ -436,21 +436,55 @@ _TRIALS = (
 )
 
 
+@dataclass(frozen=True)
+class JointFinding:
+    """How several sequences share a forward of a model, and what keeps them from a cheaper way.
+
+    Attributes:
+        mode: the cheapest that gives each sequence what a forward of its own gives.
+        reason: in words.
+    """
+
+    mode: JointMode
+    reason: str
+
+
 def joint_mode(model: nn.Module) -> JointMode:
-    """How several sequences share one forward of the model, found out with small forwards.
+    """How several sequences share one forward of the model, from :func:`examine_joint`."""
+    return examine_joint(model).mode
+
+
+def examine_joint(model: nn.Module) -> JointFinding:
+    """Find out with small forwards how several sequences share one forward of the model.
 
     Sequences with unequal numbers of rows are tried, the first at the beginning of a context and
     across all crossings, and compared with a forward for each.
     """
+    if hasattr(model, "leader"):
+        return JointFinding(JointMode.ALONE, "the model is split over machines")
     caches = parts(map(for_steps, make_prompt_cache(model)))
-    if hasattr(model, "leader") or not all(isinstance(cache, TREE_CACHES) for cache in caches):
-        return JointMode.ALONE
+    if others := [cache for cache in caches if not isinstance(cache, TREE_CACHES)]:
+        reason = f"{_names(others)} takes the rows of one sequence only"
+        return JointFinding(JointMode.ALONE, reason)
     noise = rounding_noise(model)
-    starts = (len(_PREFIX), *(position - 2 for position in crossings(model)))
-    for mode in (JointMode.SPLIT, JointMode.BLOCK):
-        if all(joint_agrees(model, mode, start, noise) for start in starts):
-            return mode
-    return JointMode.ALONE
+    if (position := _failing_joint(model, JointMode.SPLIT, noise)) is None:
+        return JointFinding(JointMode.SPLIT, "joint forwards equal those of each sequence alone")
+    if _failing_joint(model, JointMode.BLOCK, noise) is None:
+        reason = f"without the mask a joint forward differs from each alone at position {position}"
+        return JointFinding(JointMode.BLOCK, reason)
+    reason = f"a joint forward differs from those of each alone at position {position}"
+    return JointFinding(JointMode.ALONE, reason)
+
+
+def _failing_joint(model: nn.Module, mode: JointMode, noise: float) -> int | None:
+    """The first position tried at which a joint forward differs; None if none does.
+
+    The arguments are those of :func:`joint_agrees`.
+    """
+    for start in (len(_PREFIX), *(position - 2 for position in crossings(model))):
+        if not joint_agrees(model, mode, start, noise):
+            return start - len(_PREFIX)
+    return None
 
 
 def joint_agrees(model: nn.Module, mode: JointMode, start: int, noise: float) -> bool:
