@@ -35,7 +35,7 @@ SHORT_PROMPT = [7, 3, 9, 3]
 LONG_PROMPT = [(7 * i * i + 3 * i) % 64 for i in range(2 * WINDOW + 5)]  # the window has wrapped
 MAX_TOKENS = examples(28, long=60)  # the window wraps in the middle of drafts
 ODD_TOKEN = 5
-JOINT_SAMPLE = ("gemma3", "gemma2", "ministral3", "gpt2", "llama4", "deepseek_v32")
+JOINT_SAMPLE = ("gemma3", "gemma2", "ministral3", "llama4", "falcon_h1", "rwkv7", "baichuan_m1")
 
 
 @cache

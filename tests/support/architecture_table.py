@@ -25,9 +25,9 @@ continuation, and after a rejection the accepted tokens run once more with the n
 **plain**: no drafts, token by token.
 
 The last column says how several sequences share a forward. **joint**: attention is computed for
-each by itself, all else for their rows together. **joint with a block mask**: attention sees the
-keys of all, under a mask that hides each from the others. **one at a time**: each has forwards of
-its own.
+each by itself, recurrent blocks for those with equally many rows, all else for the rows of all.
+**joint with a block mask**: attention sees the keys of all, under a mask that hides each from the
+others. **one at a time**: each has forwards of its own.
 
 | Models | mlx-lm's architecture | caches | drafts | why | several sequences |
 |---|---|---|---|---|---|
