@@ -39,7 +39,8 @@ def inspect_command(model: str, as_json: bool) -> None:
       mlxspec inspect ./mlx_model --json | jq -r .tier
 
     What a model verifies is found out by running it, not from its name: after a part of a draft
-    is rejected, its caches have to be as if the accepted tokens alone had been run.
+    is rejected, its caches have to be as if the accepted tokens alone had been run. So is how
+    several sequences share a forward, in which each has to get what it gets alone.
     """
     from ..loading.model import load
 
@@ -53,17 +54,17 @@ def inspect_command(model: str, as_json: bool) -> None:
 
 
 def _report(model: nn.Module) -> dict[str, Any]:
-    """Look a model over and try what drafts it verifies, with a hundred small forwards or so.
+    """Look a model over and try it, with two hundred small forwards or so.
 
     ``bits_per_weight`` is the average in memory, scales included. On the CPU half-precision
     weights and scales have become float32, so it is more than the checkpoint's.
     """
-    from ..engine.capability import examine
+    from ..engine.capability import examine, examine_joint
     from ..engine.costs import model_identity
     from ..engine.positions import context_length
     from ..engine.target import vocabulary_size
 
-    identity, finding = model_identity(model), examine(model)
+    identity, finding, joint = model_identity(model), examine(model), examine_joint(model)
     return {
         "type": identity["type"],
         "parameters": identity["parameters"],
@@ -76,6 +77,8 @@ def _report(model: nn.Module) -> dict[str, Any]:
         "tier": finding.capability.value,
         "draft_end": finding.draft_end,
         "reason": finding.reason,
+        "joint": joint.mode.value,
+        "joint_reason": joint.reason,
     }
 
 
@@ -147,6 +150,7 @@ def _table(report: dict[str, Any]) -> Table:
         *(("" if row else "cache", _holds(kind)) for row, kind in enumerate(report["caches"])),
         ("drafts", Text(_DRAFTS[report["tier"]], style="bold")),
         ("why", report["reason"]),
+        ("sequences", f"{report['joint']}: {report['joint_reason']}"),
     ]
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)

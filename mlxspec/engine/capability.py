@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -428,29 +428,63 @@ def _agrees(found: mx.array, expected: mx.array, noise: float) -> bool:
 
 # --- several sequences in one forward ---
 
-_TRIALS = (
-    # the prefix of each sequence, and its rows
-    ((3, 1, 4), (1, 5, 2, 6)),
-    ((2, 7, 5), (7,)),
-    ((6, 2, 3), (2, 1)),
-)
+_PREFIXES = (_PREFIX, (2, 7, 5), (6, 2, 3))
+_JOINT_STEPS = (((1, 5, 2, 6), (7,), (2, 1)), ((3,), (4, 1), (5,)))
+"""Per trial step the rows of each sequence."""
+
+
+@dataclass(frozen=True)
+class JointFinding:
+    """How several sequences share a forward of a model, and what keeps them from a cheaper way.
+
+    Attributes:
+        mode: the cheapest that gives each sequence what a forward of its own gives.
+        reason: in words.
+    """
+
+    mode: JointMode
+    reason: str
 
 
 def joint_mode(model: nn.Module) -> JointMode:
-    """How several sequences share one forward of the model, found out with small forwards.
+    """How several sequences share one forward of the model, from :func:`examine_joint`."""
+    return examine_joint(model).mode
+
+
+def examine_joint(model: nn.Module) -> JointFinding:
+    """Find out with small forwards how several sequences share one forward of the model.
 
     Sequences with unequal numbers of rows are tried, the first at the beginning of a context and
     across all crossings, and compared with a forward for each.
     """
+    if hasattr(model, "leader"):
+        return JointFinding(JointMode.ALONE, "the model is split over machines")
     caches = parts(map(for_steps, make_prompt_cache(model)))
-    if hasattr(model, "leader") or not all(isinstance(cache, TREE_CACHES) for cache in caches):
-        return JointMode.ALONE
+    joins = (*TREE_CACHES, ArraysCache)
+    if others := [cache for cache in caches if not isinstance(cache, joins)]:
+        reason = f"{_names(others)} takes the rows of one sequence only"
+        return JointFinding(JointMode.ALONE, reason)
     noise = rounding_noise(model)
-    starts = (len(_PREFIX), *(position - 2 for position in crossings(model)))
-    for mode in (JointMode.SPLIT, JointMode.BLOCK):
-        if all(joint_agrees(model, mode, start, noise) for start in starts):
-            return mode
-    return JointMode.ALONE
+    if (position := _failing_joint(model, JointMode.SPLIT, noise)) is None:
+        return JointFinding(
+            JointMode.SPLIT, "a joint forward gives each sequence what it gets alone"
+        )
+    if _failing_joint(model, JointMode.BLOCK, noise) is None:
+        reason = f"without the mask it does not give what each gets alone at position {position}"
+        return JointFinding(JointMode.BLOCK, reason)
+    reason = f"a joint forward does not give what each gets alone at position {position}"
+    return JointFinding(JointMode.ALONE, reason)
+
+
+def _failing_joint(model: nn.Module, mode: JointMode, noise: float) -> int | None:
+    """The first position tried at which a joint forward differs; None if none does.
+
+    The arguments are those of :func:`joint_agrees`.
+    """
+    for start in (len(_PREFIX), *(position - 2 for position in crossings(model))):
+        if not joint_agrees(model, mode, start, noise):
+            return start - len(_PREFIX)
+    return None
 
 
 def joint_agrees(model: nn.Module, mode: JointMode, start: int, noise: float) -> bool:
@@ -462,28 +496,53 @@ def joint_agrees(model: nn.Module, mode: JointMode, start: int, noise: float) ->
         start: the position of the first sequence's first row; that of the others is lower.
         noise: from :func:`rounding_noise`.
     """
-    starts = start, len(_PREFIX), max(len(_PREFIX), start // 2)
+    at = [start, len(_PREFIX), max(len(_PREFIX), start // 2)]
     contexts = [
-        _context(model, at, False, prefix) for at, (prefix, _) in zip(starts, _TRIALS, strict=True)
+        _context(model, position, False, prefix)
+        for position, prefix in zip(at, _PREFIXES, strict=True)
     ]
-    rows = [tokens for _, tokens in _TRIALS]
-    alone = [
-        logits(model, tokens, copy.deepcopy(caches))
-        for tokens, caches in zip(rows, contexts, strict=True)
-    ]
+    apart = copy.deepcopy(contexts)
+    recurrent = any(isinstance(part, ArraysCache) for part in parts(contexts[0]))
+    # What a step has left of a state shows in the next one.
+    for rows in _JOINT_STEPS if recurrent else _JOINT_STEPS[:1]:
+        expected = [logits(model, *own) for own in zip(rows, apart, strict=True)]
+        found = _joint_logits(model, mode, rows, at, contexts)
+        if not found or not all(_agrees(*own, noise) for own in zip(found, expected, strict=True)):
+            return False
+        at = [position + len(tokens) for position, tokens in zip(at, rows, strict=True)]
+    return True
+
+
+def _joint_logits(
+    model: nn.Module,
+    mode: JointMode,
+    rows: Sequence[tuple[int, ...]],
+    at: Sequence[int],
+    contexts: Sequence[list[Any]],
+) -> list[mx.array] | None:
+    """A joint forward.
+
+    Args:
+        model: the target.
+        mode: how to join.
+        rows: per sequence.
+        at: per sequence the position of its first row.
+        contexts: per sequence its caches.
+
+    Returns:
+        per sequence its logits, (rows, vocabulary); None if the model cannot be run so.
+    """
     if mode is JointMode.BLOCK:
         for tokens, caches in zip(rows, contexts, strict=True):
             for part in parts(caches):
                 part.rows = TreeRows(DraftTree.chain(tokens[0], tokens[1:]))
     positions = [
-        at + row for at, tokens in zip(starts, rows, strict=True) for row in range(len(tokens))
+        start + row for start, tokens in zip(at, rows, strict=True) for row in range(len(tokens))
     ]
     try:
         found, spans = Joint(model, mode).logits([*map(mx.array, rows)], positions, contexts)
         found = finite(found.astype(mx.float32))
         mx.eval(found)
     except (AttributeError, IndexError, TypeError, ValueError):
-        return False  # the model does more with keys, masks or positions than it is prepared for
-    return all(
-        _agrees(found[span], expected, noise) for span, expected in zip(spans, alone, strict=True)
-    )
+        return None  # the model does more with keys, masks or positions than it is prepared for
+    return [found[span] for span in spans]

@@ -4,7 +4,8 @@ The rows of all sequences stand side by side in the model's row dimension, so wh
 to each row by itself it does to all at once. Every row has its own position, and attention is
 computed for each sequence with its own cache: :class:`_JointCache` stands in for the caches of one
 layer and hands out keys and values that know their sequences, and mlx-lm's attention function,
-which model modules import by name, is made to look for these.
+which model modules import by name, is made to look for these. For layers with a recurrent state
+see :mod:`mlxspec.engine.joint_states`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import base
-from mlx_lm.models.cache import CacheList
+from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..draft.drafter import DraftTree
 from .caches import TreeKVCache, masked_for
+from .joint_states import JointStates, dispatch_states
 from .slots import SlotKVCache, Slots
 from .target import Target
 from .tree_attention import RowPositions, TreeRows
@@ -82,6 +84,7 @@ class Joint:
         """The targets whose caches stand in slots, in the order of these."""
         if mode is JointMode.SPLIT:
             _dispatch_attention(model)
+        dispatch_states(model)
 
     def join(self, target: Target) -> None:
         """Let a target's caches stand in slots beside the others', where that saves time.
@@ -93,6 +96,7 @@ class Joint:
         if (
             self.mode is not JointMode.SPLIT
             or target.options.kv_bits is not None
+            or not layers
             or any(cache.keys is None for cache in layers)
             or len(lengths) * max(lengths) > _MOST_PADDING * sum(lengths) + _SHORT
         ):
@@ -149,8 +153,8 @@ class Joint:
             lazy logits, (rows of all, vocabulary), and per member its rows, without those of
             pending tokens.
         """
-        trees = {target: tree for target, _, tree in members}
-        padded = PaddedRows.of([(target.length, trees.get(target)) for target in self._seated])
+        trees = {target: _with_pending(target, tree) for target, _, tree in members}
+        padded = PaddedRows.of([(_held(target), trees.get(target)) for target in self._seated])
         seats = {self._seated[slot]: slot for slot in padded.slots} if padded else {}
         order = sorted(
             range(len(members)), key=lambda index: seats.get(members[index].target, len(trees))
@@ -159,9 +163,9 @@ class Joint:
         rows = [target.begin_forward(tokens, tree) for target, tokens, tree in ordered]
         positions: list[int] = []
         with ExitStack() as masked:
-            for target, _, tree in ordered:
-                positions += range(target.length - len(target.pending), target.length)
-                positions += [target.length + depth for depth in tree.depths]
+            for target, *_ in ordered:
+                tree = trees[target]
+                positions += [_held(target) + depth for depth in tree.depths]
                 if self.mode is JointMode.BLOCK or not tree.is_chain:
                     mask = TreeRows(tree, target.mask)
                     masked.enter_context(masked_for(mask, target.trimmable))
@@ -194,6 +198,18 @@ class Joint:
         layers = [_joint(each, spans, self.mode, padded) for each in zip(*caches, strict=True)]
         with self._positions.follow(mx.array(list(positions), dtype=mx.int32)):
             return self.model(mx.concatenate(list(tokens))[None], cache=layers)[0], spans
+
+
+def _held(target: Target) -> int:
+    """How many positions a target's caches hold."""
+    return target.length - len(target.pending)
+
+
+def _with_pending(target: Target, tree: DraftTree) -> DraftTree:
+    """The rows of a forward over a tree, pending ones included."""
+    # Where there are pending tokens, no draft branches.
+    tokens = (*target.pending, *tree.tokens)
+    return DraftTree.chain(tokens[0], tokens[1:]) if target.pending else tree
 
 
 def _unseated(cache: Any) -> Any:
@@ -341,6 +357,8 @@ def _joint(
     if isinstance(members[0], CacheList):
         lists = zip(*(member.caches for member in members), strict=True)
         return CacheList(*(_joint(each, spans, mode, padded) for each in lists))
+    if isinstance(members[0], ArraysCache):
+        return JointStates(members, spans)
     in_slots = isinstance(members[0], SlotKVCache)
     return _JointCache(members, spans, mode, padded if in_slots else None)
 

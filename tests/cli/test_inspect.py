@@ -23,15 +23,30 @@ def test_the_demo_model_verifies_trees() -> None:
     assert (report["type"], report["tier"]) == ("mistral", "tree")
     assert (report["layers"], report["vocabulary"], report["context"]) == (6, 4096, 1024)
     assert report["parameters"] == 5475584
+    assert report["joint"] == "joint"
+    assert "what it gets alone" in report["joint_reason"]
 
 
 @pytest.mark.parametrize(
     ("name", "lines"),
     [
-        ("gemma3", ["the latest 16 positions, 2 KiB at most", "all positions, 128 bytes each"]),
+        (
+            "gemma3",
+            ["the latest 16 positions, 2 KiB at most", "all positions, 128 bytes each", "joint: "],
+        ),
         ("mamba2", ["2 × ArraysCache: state", "however long the context", "run again"]),
-        ("gpt2", ["one continuation", "in a row at position 0", "64 tokens"]),
-        ("llama4", ["3 × ChunkedKVCache: the latest 16 positions", "takes no tree's mask"]),
+        (
+            "gpt2",
+            ["one continuation", "in a row at position 0", "64 tokens", "one at a time: a joint"],
+        ),
+        (
+            "llama4",
+            [
+                "3 × ChunkedKVCache: the latest 16 positions",
+                "takes no tree's mask",
+                "takes the rows of one",
+            ],
+        ),
         ("deepseek_v32", ["2 × KVCache", "several continuations"]),
         ("qwen3_next", ["3 × ArraysCache", "1 × KVCache"]),
     ],

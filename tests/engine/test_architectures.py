@@ -13,7 +13,13 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
-from mlxspec.engine.capability import Capability, Finding, examine, finite
+from mlxspec.engine.capability import (
+    Capability,
+    Finding,
+    examine,
+    examine_joint,
+    finite,
+)
 from mlxspec.engine.sampling import SamplingParams
 from tests.support.architecture_settings import WINDOW
 from tests.support.architecture_table import notes, row
@@ -29,6 +35,7 @@ SHORT_PROMPT = [7, 3, 9, 3]
 LONG_PROMPT = [(7 * i * i + 3 * i) % 64 for i in range(2 * WINDOW + 5)]  # the window has wrapped
 MAX_TOKENS = examples(28, long=60)  # the window wraps in the middle of drafts
 ODD_TOKEN = 5
+JOINT_SAMPLE = ("gemma3", "gemma2", "ministral3", "llama4", "falcon_h1", "rwkv7", "baichuan_m1")
 
 
 @cache
@@ -46,7 +53,7 @@ def published_page() -> list[str]:
 def test_architecture(name: str) -> None:
     model, finding = examined(name)
     assert finding.capability is ARCHITECTURES[name].capability
-    assert row(ARCHITECTURES[name], finding) in published_page()
+    assert any(line.startswith(row(ARCHITECTURES[name], finding)) for line in published_page())
     options = {"max_tokens": MAX_TOKENS, "capability": finding.capability}
     accepted = rejecting = moved = 0
     for prompt in (LONG_PROMPT, SHORT_PROMPT) if LONG else (LONG_PROMPT,):
@@ -80,6 +87,12 @@ def test_architecture(name: str) -> None:
     expected = plain(model, LONG_PROMPT, **options)
     sampled = run(model, LONG_PROMPT, PartlyRightDrafter(expected, 64, seed=3), **options)
     assert_same_output(model, LONG_PROMPT, expected, sampled.tokens, params)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES if LONG else JOINT_SAMPLE)
+def test_the_page_says_how_several_sequences_share_a_forward(name: str) -> None:
+    model, finding = examined(name)
+    assert row(ARCHITECTURES[name], finding, examine_joint(model)) in published_page()
 
 
 def test_the_page_names_every_architecture_that_mlx_lm_has() -> None:

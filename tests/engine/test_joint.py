@@ -17,7 +17,7 @@ from mlxspec.draft.drafter import NoDraft
 from mlxspec.draft.lookahead import LookaheadDrafter
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine import joint as engine
-from mlxspec.engine.capability import finite, joint_mode
+from mlxspec.engine.capability import Capability, finite, joint_mode
 from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.joint import Joint, JointMode
 from mlxspec.engine.params import CacheOptions
@@ -37,6 +37,9 @@ MODES = {
     "gpt_oss": JointMode.SPLIT,
     "deepseek_v3": JointMode.BLOCK,
     "gemma2": JointMode.BLOCK,
+    "qwen3_next": JointMode.SPLIT,
+    "recurrent_gemma": JointMode.SPLIT,
+    "kimi_linear": JointMode.BLOCK,
 }
 DRAFTERS = {
     "plain": lambda truth: NoDraft(),
@@ -89,14 +92,20 @@ class Member:
     logprobs: list[mx.array]
 
 
-def member_of(model: nn.Module, plan: Plan) -> Member:
+def member_of(model: nn.Module, plan: Plan, capability: Capability) -> Member:
     params = SamplingParams(temp=plan.temp, seed=3)
     options = CacheOptions(max_kv_size=12 if plan.bounded else None)
     alone = run(
-        model, plan.prompt, NoDraft(), max_tokens=plan.max_tokens, params=params, cache=options
+        model,
+        plan.prompt,
+        NoDraft(),
+        max_tokens=plan.max_tokens,
+        params=params,
+        cache=options,
+        capability=capability,
     )
     sequence = Sequence(
-        new_target(model, cache=options),
+        new_target(model, capability, options),
         plan.prompt,
         DRAFTERS[plan.drafter](alone.tokens),
         Chooser(params),
@@ -133,7 +142,7 @@ def test_whoever_joins_and_leaves_each_sequence_writes_what_it_writes_alone(
     @settings(max_examples=examples(3, long=200), deadline=None)
     @given(st.lists(PLANS, min_size=2, max_size=8))
     def check(plans: list[Plan]) -> None:
-        members = [member_of(model, plan) for plan in plans]
+        members = [member_of(model, plan, ARCHITECTURES[name].capability) for plan in plans]
         for number in itertools.count():
             for member in members:
                 if member.plan.joins == number:

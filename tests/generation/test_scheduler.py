@@ -25,8 +25,13 @@ PROMPTS = [
     "one two three four one two three four one two",
     "[INST] Count from one to ten, twice. [/INST]",
 ]
-# A hybrid's sequences take turns, those of the others share their forwards.
-KINDS = {"llama3": JointMode.SPLIT, "deepseek_v3": JointMode.BLOCK, "mamba2": JointMode.ALONE}
+# Llama 4's sequences take turns, those of the others share their forwards.
+KINDS = {
+    "llama3": JointMode.SPLIT,
+    "mamba2": JointMode.SPLIT,
+    "deepseek_v3": JointMode.BLOCK,
+    "llama4": JointMode.ALONE,
+}
 
 
 def new_decoder() -> mlxspec.AutoDecoder:

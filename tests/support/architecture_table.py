@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING
 
 from mlxspec.engine.caches import parts
-from mlxspec.engine.capability import Finding, examine
+from mlxspec.engine.capability import Finding, JointFinding, examine, examine_joint
 from tests.support.architectures import ARCHITECTURES, Architecture
 from tests.support.rarer_architectures import NOT_TRIED
 
@@ -24,14 +24,23 @@ out for any model. **tree**: branching drafts. **chain**: one continuation. **re
 continuation, and after a rejection the accepted tokens run once more with the next step.
 **plain**: no drafts, token by token.
 
-| Models | mlx-lm's architecture | caches | drafts | why |
-|---|---|---|---|---|
+The last column says how several sequences share a forward. **joint**: attention is computed for
+each by itself, recurrent blocks for those with equally many rows, all else for the rows of all.
+**joint with a block mask**: attention sees the keys of all, under a mask that hides each from the
+others. **one at a time**: each has forwards of its own.
+
+| Models | mlx-lm's architecture | caches | drafts | why | several sequences |
+|---|---|---|---|---|---|
 """
 
 
 def page() -> str:
     """The page as Markdown."""
-    rows = [row(architecture) for architecture in ARCHITECTURES.values()]
+    rows = [
+        row(architecture, examine(model), examine_joint(model))
+        for architecture in ARCHITECTURES.values()
+        for model in (architecture.model(),)
+    ]
     return "\n".join([_INTRODUCTION.rstrip(), *rows, "", *notes(), ""])
 
 
@@ -47,14 +56,15 @@ def notes() -> list[str]:
     ]
 
 
-def row(architecture: Architecture, finding: Finding | None = None) -> str:
-    """One architecture's line; it is tried unless what was found is given."""
-    model = architecture.model()
-    finding = finding or examine(model)
-    caches = sorted({type(cache).__name__ for cache in parts(make_prompt_cache(model))})
+def row(architecture: Architecture, finding: Finding, joint: JointFinding | None = None) -> str:
+    """One architecture's line, or its beginning where ``joint`` is not given."""
+    caches = sorted(
+        {type(cache).__name__ for cache in parts(make_prompt_cache(architecture.model()))}
+    )
     return (
         f"| {architecture.published} | `{architecture.model_type}` | {', '.join(caches)} "
         f"| {finding.capability.value} | {finding.reason} |"
+        + (f" {joint.mode.value} |" if joint else "")
     )
 
 
