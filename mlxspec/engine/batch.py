@@ -24,9 +24,17 @@ class Batch:
         mode: the model's, from :func:`mlxspec.engine.capability.joint_mode`. With ``ALONE`` the
             sequences take turns: each has a forward of its own in every step.
         costs: what rows cost, to share them where drafts are planned; None where none are.
+        patient: whether a sequence may wait for others' drafts as long as all gain together.
     """
 
-    def __init__(self, model: nn.Module, mode: JointMode, costs: LiveCosts | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        mode: JointMode,
+        costs: LiveCosts | None = None,
+        patient: bool = False,
+    ) -> None:
+        self._patient = patient
         self._joint = None if mode is JointMode.ALONE else Joint(model, mode)
         self._costs = costs
         self._costs_of: dict[int, LiveCosts] = {}
@@ -92,5 +100,6 @@ class Batch:
                 costs,
                 sequences=count,
                 rows_taken=sum(len(sequence.target.pending) for sequence in sequences),
+                patient=self._patient,
             )
         return costs

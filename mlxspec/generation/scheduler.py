@@ -60,8 +60,9 @@ class Scheduler:
         decoder: its model, tokenizer and drafter are used.
         max_active: how many generations run at once at most; the others wait.
         stall: seconds for which running generations may wait for others' prompts between two
-            steps. Chunks are made so long by the speed of those before. With ``math.inf`` all
-            prompts run first, which takes the least time in all.
+            steps. Chunks are made so long by the speed of those before. With ``math.inf`` nobody
+            reads the answers as they come, and all that counts is the time that they take
+            together: prompts run first, and no generation minds waiting for others' drafts.
 
     Raises:
         OptionError: ``max_active`` is below 1, or ``stall`` is no positive number.
@@ -292,4 +293,5 @@ class Scheduler:
     @cached_property
     def _batch(self) -> Batch:
         costs = self._decoder.costs if self._decoder.plans else None
-        return Batch(self._decoder.model, self._decoder.joint_mode, costs)
+        patient = self._stall == math.inf
+        return Batch(self._decoder.model, self._decoder.joint_mode, costs, patient)

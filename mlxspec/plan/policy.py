@@ -20,6 +20,9 @@ _FIRST_BANK = 0.35
 _INCOME = 1.02  # per emitted token, so that the bank keeps its level at 98 % of plain speed
 _RISKED_SHARE = 0.15
 
+_FIRST_PATIENCE, _MOST_PATIENCE = 0.35, 4.0  # plain joint steps
+_PATIENCE_PER_STEP = 0.1  # so no sequence runs at less than about nine tenths of its speed
+
 _STEEP = 0.6  # plain steps that each further row costs; published curves of Macs stay below 0.3
 _PATIENCE = 8  # steps without a draft
 _STEPS_PER_SEARCH = 4
@@ -56,12 +59,15 @@ class Policy:
         rate: running average of tokens per plain step's time.
         gain: running average of the chosen drafts' gains; a step without a draft counts 0.
         bank: what the guard has left, in plain steps.
+        patience: for how long the sequence may yet wait for the drafts of others, in plain joint
+            steps.
     """
 
     def __init__(self, guarded: bool = True) -> None:
         self.rate = _FIRST_RATE
         self.gain = 0.0
         self.bank = _FIRST_BANK
+        self.patience = _FIRST_PATIENCE
         self._guarded = guarded
         self._drafted_last = False
         self._steps_without_draft = 0
@@ -161,6 +167,8 @@ class Policy:
         self.gain += _CHANGE * (gain - self.gain)
         self.rate += _CHANGE * (emitted / cost - self.rate)
         self.bank += _INCOME * emitted - (cost if charge is None else charge)
+        patience = self.patience + _PATIENCE_PER_STEP + emitted - cost
+        self.patience = min(max(patience, 0.0), _MOST_PATIENCE)
 
 
 def expected_tokens(p_reached: Sequence[float]) -> list[float]:

@@ -20,6 +20,7 @@ def share_rows(
     *,
     sequences: int,
     rows_taken: int = 0,
+    patient: bool = False,
 ) -> None:
     """Plan the next step of several sequences together.
 
@@ -27,10 +28,13 @@ def share_rows(
     which the tokens expected of all sequences less the price of the step's time are greatest, as
     far as the guard allows: for one sequence that is what :class:`Planner` does. A token counts
     by the time that it saves, the less the faster its sequence is: what is easily copied waits,
-    and is still there to be copied. Everybody waits
-    for a draft, so the sequences guard their time together: what their banks hold in all pays for
-    a step that fails, and what a step costs beyond a plain one is charged to those who draft, in
-    proportion to their rows.
+    and is still there to be copied.
+
+    Everybody waits for a draft, so there are two guards. The sequences share their banks: what
+    these hold in all pays for a step that fails, and what a step costs beyond a plain one is
+    charged to those who draft, in proportion to their rows. And none waits for the others longer
+    than its patience, so that each runs at about nine tenths of its speed in plain joint steps
+    at least.
 
     Args:
         planners: of the sequences that plan their drafts, in the middle of a generation.
@@ -39,6 +43,7 @@ def share_rows(
             row is one of a draft.
         sequences: how many sequences share the step, those without a planner included.
         rows_taken: draft rows and pending rows that the step has in any case.
+        patient: whether sequences may wait for others as long as all gain together.
     """
     max_nodes = max(0, costs.curve.widest - 1 - rows_taken)
     weights = _weights(planners)
@@ -61,7 +66,9 @@ def share_rows(
         )
     )
     order = [(index, -p) for p, index in best_first][:max_nodes]
-    gain, shares = _best(order, drafting, table, planners, weights, sequences, costs.sync_overhead)
+    gain, shares = _best(
+        order, drafting, table, planners, weights, sequences, costs.sync_overhead, patient
+    )
     n_draft = sum(shares.values())
     further = sequences * (table[n_draft + 1] / table[1] - 1)
     pipelined = not n_draft and (
@@ -108,6 +115,7 @@ def _best(
     weights: Sequence[float],
     sequences: int,
     sync_overhead: float,
+    patient: bool,
 ) -> tuple[float, Counter[int]]:
     """The greatest gain that the guard allows, and each planner's part of the nodes that have it.
 
@@ -116,6 +124,7 @@ def _best(
         drafting: the candidates of those who may draft.
         table: ``table[1 + n]`` is what a step with ``n`` nodes costs, in plain joint steps.
         weights: what a token of each planner's sequence counts.
+        patient: as for :func:`share_rows`.
     """
     policies = [planner.policy for planner in planners]
     expected = [sequences - 1 + tokens for tokens in expected_tokens([p for _, p in order])]
@@ -133,11 +142,19 @@ def _best(
     while gains:
         gain, n = max(gains)
         shares = Counter(index for index, _ in order[:n])
+        further = table[n + 1] / table[1] - 1
         shortfall = _joint_shortfall(
-            sequences * (table[n + 1] / table[1] - 1),
+            sequences * further,
             [drafting[index].p_by_depth(own) for index, own in shares.items()],
         )
-        if shortfall <= allowed:
+        waits = (
+            further - sum(drafting[index].p_reached[: shares[index]]) if shares[index] else further
+            for index in range(len(policies))
+        )
+        endured = patient or all(
+            wait <= policy.patience for wait, policy in zip(waits, policies, strict=True)
+        )
+        if shortfall <= allowed and endured:
             return gain, shares
         # Few tries, since each takes a while: a little less would hardly be safer.
         gains = [(fewer_gain, fewer) for fewer_gain, fewer in gains if fewer <= n // 2]

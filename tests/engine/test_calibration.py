@@ -12,6 +12,7 @@ from mlxspec.engine.calibration import ModelSteps, calibrate
 from mlxspec.engine.target import Capability
 from mlxspec.errors import OptionError
 from mlxspec.plan.measurement import CAREFUL, QUICK
+from tests.support.architectures import ARCHITECTURES
 from tests.support.random_models import MAMBA_2, SLIDING_GEMMA_3, random_model
 
 SMALL = replace(QUICK, rows=(2, 4, 16), rounds=2, plain_tokens=2, seconds=1e9, context=8)
@@ -100,12 +101,11 @@ def test_a_shared_step_has_a_row_of_each_sequence_and_the_drafts_between_them(ll
 
 @pytest.mark.parametrize(
     ("model", "sequences", "message"),
-    [("llama", 0, "choose 1 or more"), ("mamba2", 2, "a forward of this model takes 1")],
+    [("llama3", 0, "choose 1 or more"), ("llama4", 2, "a forward of this model takes 1")],
 )
 def test_what_cannot_be_shared_is_refused(model: str, sequences: int, message: str):
-    made = random_model(model, **(MAMBA_2 if model == "mamba2" else {}))
     with pytest.raises(OptionError, match=f"sequences is {sequences}: {message}"):
-        calibrate(made, SMALL, sequences=sequences)
+        calibrate(ARCHITECTURES[model].model(), SMALL, sequences=sequences)
 
 
 def test_where_accepted_tokens_run_again_a_step_is_measured_with_them(

@@ -11,6 +11,8 @@ from tests.support.planners import suffix_planner
 
 # Few rows are nearly free, the others cost more than they could earn.
 FOUR_FREE = CostCurve([(1, 1), (5, 1.01), (6, 20), (64, 80)])
+# A draft of eight tokens makes a step half as long again.
+DEAR = CostCurve([(1, 1), (2, 1.5), (9, 1.5), (10, 20), (64, 80)])
 TEXT = list(range(100, 130)) * 2 + list(range(100, 110))
 
 
@@ -41,3 +43,14 @@ def test_rows_go_to_the_slower_of_equal_drafts() -> None:
 @pytest.mark.parametrize("rate", [1.0, 4.0])
 def test_one_sequence_drafts_whatever_its_rate(rate: float) -> None:
     assert drafts(copying(rate)) == [4]
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_nobody_waits_long_for_the_drafts_of_others(patient: bool) -> None:
+    copies, waits = copying(1.2), suffix_planner(DEAR)
+    waits.begin(range(200, 240))  # nothing repeats
+    for planner in (copies, waits):
+        planner.policy.bank = 100.0
+    costs = FixedCosts(DEAR, sync_overhead=0.0)
+    share_rows([copies, waits], [64, 64], costs, sequences=2, patient=patient)
+    assert (len(copies.propose(64)) > 1) is patient
