@@ -318,12 +318,12 @@ class Answers:
             self._fail(answer, answer.job.error)
             return
         result = answer.result()
+        report = result_report(result, self._model)
+        del report["step_times"]
+        answer.write(report)  # first: what an interrupt finds written is not counted again
         if self._learner:
             self._learner.add(result.tokens)
         self.totals.add(result)
-        report = result_report(result, self._model)
-        del report["step_times"]
-        answer.write(report)
 
     def _fail(self, answer: _Answer, error: Exception) -> None:
         """Make a result of an error, and tell it."""

@@ -52,6 +52,19 @@ class Slots:
         self.keys, self.values = grown(self.keys), grown(self.values)
         self._shape = slots, positions
 
+    @property
+    def capacity(self) -> int:
+        """How many positions there are in all slots."""
+        return self._shape[0] * self._shape[1]
+
+    def cut(self, slots: int, positions: int) -> None:
+        """Shrink to so many slots, and about so many positions."""
+        positions = min(self._shape[1], -(-positions // _STEP) * _STEP)
+        self.keys = mx.contiguous(self.keys[:slots, :, :positions])
+        self.values = mx.contiguous(self.values[:slots, :, :positions])
+        mx.eval(self.keys, self.values)
+        self._shape = slots, positions
+
     def write(self, places: mx.array, end: int, keys: mx.array, values: mx.array) -> None:
         """Write a step's rows into the first slots.
 

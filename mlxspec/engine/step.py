@@ -302,8 +302,9 @@ def begin_together(sequences: abc.Sequence[Sequence], joint: Joint) -> Faults:
         with faults.of(sequence):
             sequence.open_drafter()
     begun = [sequence for sequence in sequences if sequence not in faults]
-    with mx.stream(generation_stream):
-        joint.prefill([(sequence.target, sequence.to_prefill) for sequence in begun])
+    if begun:
+        with mx.stream(generation_stream):
+            joint.prefill([(sequence.target, sequence.to_prefill) for sequence in begun])
     return faults
 
 

@@ -152,13 +152,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         while self._waiting and len(self._prefilling) + len(self._active) < self._max_active:
-            job = self._waiting.popleft()
+            job = self._waiting[0]
+            self._prefilling.append(job)  # first, so that an interrupt finds it in one place
+            self._waiting.popleft()
             try:
                 job.sequence = job.generation.take()
             except Exception as error:
                 self._end(job, error)
-                continue
-            self._prefilling.append(job)
 
     def _prefill(self) -> None:
         """Run a chunk of a prompt, and others while running generations may wait."""
@@ -169,7 +169,7 @@ class Scheduler:
             short = self._short_prompts()
             if len(short) > 1:
                 self._run_together(short)
-            else:
+            if self._prefilling:  # longer ones have their turn however many short ones come
                 self._prefilling.rotate(-1)
                 self._run_chunk(self._prefilling[-1])
             if self._active and time.perf_counter() >= self._deadline:
@@ -191,27 +191,33 @@ class Scheduler:
     def _run_together(self, short: dict[Job, Sequence]) -> None:
         """Run several prompts in one forward; their generations become active."""
         started = time.perf_counter()
-        for job, sequence in short.items():
-            job.generation.on_progress(0, len(sequence.to_prefill))
+        for job, sequence in [*short.items()]:
+            try:
+                job.generation.on_progress(0, len(sequence.to_prefill))
+            except Exception as error:
+                self._end(job, error)
+                del short[job]
         try:
             faults = self._batch.begin([*short.values()])
         except Exception as error:  # of the forward itself
             for job in short:
                 self._end(job, error)
             return
-        for job, sequence in short.items():
-            if sequence in faults:
-                self._end(job, faults[sequence])
-                continue
-            job.generation.on_progress(len(sequence.to_prefill), len(sequence.to_prefill))
-            self._activate(job, sequence)
         self._note_speed(sum(len(s.to_prefill) for s in short.values()), started)
+        for job, sequence in short.items():
+            try:
+                if sequence in faults:
+                    raise faults[sequence]
+                job.generation.on_progress(len(sequence.to_prefill), len(sequence.to_prefill))
+                self._activate(job, sequence)
+            except Exception as error:
+                self._end(job, error)
 
     def _activate(self, job: Job, sequence: Sequence) -> None:
         """The prompt has run: take part in steps."""
+        self._active.append(job)
         self._prefilling.remove(job)
         self._batch.join(sequence)
-        self._active.append(job)
 
     def _note_speed(self, tokens: int, started: float) -> None:
         """So many tokens of prompts have run since then."""
@@ -278,17 +284,22 @@ class Scheduler:
     def _end(self, job: Job, error: Exception | None = None) -> None:
         """Close a generation wherever it is."""
         job.finished, job.error = True, job.error or error
+        try:
+            with ExitStack() as ending:  # all of it, whatever fails or is interrupted
+                ending.callback(self._forget, job)
+                ending.callback(job.generation.close)
+                if job.prefill:
+                    ending.callback(job.prefill.close)
+                if job.sequence:
+                    keeps = job.generation.owner.keeps
+                    ending.callback(self._batch.leave, job.sequence, keep=keeps)
+        except Exception as failure:
+            job.error = job.error or failure
+
+    def _forget(self, job: Job) -> None:
         for jobs in (self._waiting, self._prefilling, self._active):
             if job in jobs:
                 jobs.remove(job)
-        try:
-            if job.sequence:
-                self._batch.leave(job.sequence, keep=job.generation.owner.keeps)
-            if job.prefill:
-                job.prefill.close()
-            job.generation.close()
-        except Exception as failure:
-            job.error = job.error or failure
 
     @cached_property
     def _batch(self) -> Batch:

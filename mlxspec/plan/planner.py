@@ -178,6 +178,7 @@ class Planner(Drafter):
         self._last = prompt[-1]
         self._pending = 0
         self._given: Plan | None = None
+        self._fault: Exception | None = None
         self.costs.move_to(len(prompt))
         self.policy = Policy(self._guarded)
         self._plan = _NO_PLAN
@@ -209,7 +210,13 @@ class Planner(Drafter):
         """Take a plan for the next proposal that was made for several sequences together."""
         self._given = plan
 
+    def fails_with(self, error: Exception) -> None:
+        """Raise this with the next proposal: a source's fault, found while others were planned."""
+        self._fault = error
+
     def propose(self, max_depth: int) -> DraftTree:
+        if self._fault:
+            raise self._fault
         self._plan = plan = self._given or self._choose(max_depth)
         self._given = None
         if plan.candidates is None:
@@ -284,7 +291,8 @@ class Planner(Drafter):
             source.observe(step, searched=plan.candidates is not None)
         # First: a lent cache may have made it longer than the prompt.
         self.costs.move_to(step.context)
-        if not plan.joint:
+        # Nor those that were dispatched while another sequence shared them.
+        if not plan.joint and step.sequences == 1:
             self.costs.record(step.rows, seconds, step.pipelined)
 
     def end(self) -> None:

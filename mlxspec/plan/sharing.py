@@ -42,17 +42,21 @@ def share_rows(
         costs: of joint steps of so many sequences: one row is a plain step of all, each further
             row is one of a draft.
         sequences: how many sequences share the step, those without a planner included.
-        rows_taken: draft rows and pending rows that the step has in any case.
+        rows_taken: rows that the step has in any case, beside one of each sequence.
         patient: whether sequences may wait for others as long as all gain together.
     """
     max_nodes = max(0, costs.curve.widest - 1 - rows_taken)
     weights = _weights(planners)
-    found = []
+    found: list[Candidates | None] = []
     for planner, max_depth, weight in zip(planners, max_depths, weights, strict=True):
         # A row takes time from all sequences.
         least_p = [sequences / weight * cost for cost in costs.curve.cheapest_rows]
-        found.append(planner.search(max_nodes, max_depth, costs.curve, least_p))
-    table = [0.0, *costs.curve.table[1 + rows_taken :]]
+        try:
+            found.append(planner.search(max_nodes, max_depth, costs.curve, least_p))
+        except Exception as error:  # of a drafter of the user's own: the others go on
+            planner.fails_with(error)
+            found.append(None)
+    table = [0.0, *costs.curve.table[1 + min(rows_taken, costs.curve.widest - 1) :]]
     drafting = {
         index: candidates
         for index, (planner, candidates) in enumerate(zip(planners, found, strict=True))

@@ -13,6 +13,8 @@ from mlxspec.draft.drafter import Drafter, DraftTree, VerifiedStep
 from mlxspec.engine.joint import JointMode
 from mlxspec.errors import OptionError, PromptError
 from mlxspec.generation.scheduler import Job, Scheduler
+from mlxspec.plan.drafter_source import DrafterSource
+from mlxspec.plan.planner import Planner
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import FLAT, endless_tokenizer, given_costs, stand_in_decoder
 from tests.support.examples import examples
@@ -114,6 +116,10 @@ class Failing(Drafter):
         self._last = step.tokens[-1]
 
 
+def failing_progress(done: int, total: int) -> None:
+    raise RuntimeError("a progress's fault")
+
+
 @mlxspec.pure
 def failing_processor(tokens: mx.array, logits: mx.array) -> mx.array:
     if len(tokens) > 6:
@@ -121,7 +127,9 @@ def failing_processor(tokens: mx.array, logits: mx.array) -> mx.array:
     return logits
 
 
-@pytest.mark.parametrize("fault", ["drafter", "drafter's begin", "processor", "consumer"])
+@pytest.mark.parametrize(
+    "fault", ["drafter", "drafter's begin", "processor", "consumer", "progress"]
+)
 def test_a_fault_ends_the_generation_that_has_it_and_no_other(fault: str) -> None:
     decoder = small_decoder()
     prompts = [[7, 3, 9, 3], [5, 8, 1], [2, 2, 4, 6]]
@@ -140,17 +148,55 @@ def test_a_fault_ends_the_generation_that_has_it_and_no_other(fault: str) -> Non
     found = [Collected(), Consumer(), Collected()]
     jobs: list[Job] = []
     for index, (prompt, collected) in enumerate(zip(prompts, found, strict=True)):
-        own = (
-            {"logits_processors": [failing_processor]}
-            if fault == "processor" and index == 1
-            else {}
-        )
+        own: dict[str, Any] = {}
+        if fault == "processor" and index == 1:
+            own = {"logits_processors": [failing_processor]}
+        if fault == "progress" and index == 1:
+            own = {"on_progress": failing_progress}
         jobs.append(scheduler.submit(prompt, collected.add, 12, **own))
     scheduler.run()
     assert [job.error and str(job.error) for job in jobs] == [None, f"a {fault}'s fault", None]
     assert [found[0].tokens, found[2].tokens] == [expected[0], expected[2]]
     assert found[1].tokens == expected[1][: len(found[1].tokens)]
     assert len(found[1].tokens) < 12
+
+
+def test_a_fault_of_a_drafter_that_is_planned_with_others_is_its_own() -> None:
+    decoder = new_decoder()
+    expected = [alone(decoder, prompt, 12) for prompt in PROMPTS[:3]]
+    faults = iter(["", "drafter", ""])
+
+    def planner(session: Any) -> Drafter:
+        fault = next(faults)
+        extra = Failing(fault) if fault else mlxspec.PromptLookupDrafter()
+        sources = [DrafterSource(extra)]
+        return Planner(given_costs(FLAT), sources)
+
+    scheduler = Scheduler(new_decoder())
+    found = [Collected() for _ in expected]
+    jobs = [
+        scheduler.submit(prompt, collected.add, 12, make_drafter=planner)
+        for prompt, collected in zip(PROMPTS, found, strict=False)
+    ]
+    scheduler.run()
+    assert [job.error and str(job.error) for job in jobs] == [None, "a drafter's fault", None]
+    assert [found[0].tokens, found[2].tokens] == [expected[0], expected[2]]
+
+
+def test_a_long_context_leaves_no_wide_slots_to_those_that_stay() -> None:
+    decoder = small_decoder()
+    scheduler = Scheduler(decoder, max_active=8)
+    stays, prompt = Collected(), [5, 8, 1]
+    expected = alone(decoder, prompt, 40)
+    scheduler.submit(prompt, stays.add, 40)
+    for number in range(6):
+        scheduler.submit([(number + 7 * i) % 64 for i in range(1200)], lambda response: None, 3)
+    while len(stays.tokens) < 30:
+        scheduler.turn()
+    (slots, *_) = scheduler._batch._joint._slots  # type: ignore[union-attr]
+    assert slots.capacity < 5000
+    scheduler.run()
+    assert stays.tokens == expected
 
 
 def test_a_cancelled_generation_writes_nothing_more() -> None:
