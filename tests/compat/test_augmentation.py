@@ -51,7 +51,7 @@ def test_a_program_speculates_until_it_is_undone(loaded: tuple, program: ModuleT
         answers = program.batch_generate(*loaded, [loaded[1].encode(REPEAT)], max_tokens=8)
         assert answers.stats.generation_steps < 8
     assert fields(responses) == expected
-    assert responses[-1].stats.steps < 16
+    assert responses[-1].stats.steps < 24  # fewer than tokens: drafts were accepted
     assert program.answer is ORIGINALS["generate"]
 
 
