@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -101,7 +101,6 @@ class Joint:
             or len(lengths) * max(lengths) > _MOST_PADDING * sum(lengths) + _SHORT
         ):
             return
-        self._cut_slots()
         slots = self._slots or [Slots() for _ in layers]
         numbers = itertools.count()
 
@@ -136,18 +135,18 @@ class Joint:
 
     def _cut_slots(self) -> None:
         """Give back what those who have left took, where that is much."""
-        lengths = [target.length for target in self._seated]
-        if not lengths:
+        held = [
+            cache.offset
+            for target in self._seated
+            for cache in target.cache
+            if isinstance(cache, SlotKVCache)
+        ]
+        if not held:
             self._slots = []
+        needed = _MOST_PADDING * _MOST_PADDING * sum(target.length for target in self._seated)
         for slots in self._slots:
-            if slots.capacity > _MOST_PADDING * _MOST_PADDING * sum(lengths) + _SHORT:
-                slots.cut(len(lengths), max(cache.offset for cache in self._caches_in(slots)))
-
-    def _caches_in(self, slots: Slots) -> Iterator[SlotKVCache]:
-        for target in self._seated:
-            for cache in target.cache:
-                if isinstance(cache, SlotKVCache) and cache.slots is slots:
-                    yield cache
+            if slots.capacity > needed + _SHORT:
+                slots.cut(len(self._seated), max(held))
 
     def prefill(self, prompts: Sequence[tuple[Target, Sequence[int]]]) -> None:
         """Put prompt tokens of several sequences into their caches in one forward.

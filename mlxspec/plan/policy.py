@@ -24,7 +24,7 @@ _FIRST_PATIENCE, _MOST_PATIENCE = 0.35, 4.0  # plain joint steps
 _PATIENCE_PER_STEP = 0.1  # so no sequence runs at less than about nine tenths of its speed
 
 _STEEP = 0.6  # plain steps that each further row costs; published curves of Macs stay below 0.3
-_PATIENCE = 8  # steps without a draft
+_STEPS_BEFORE_BACK_OFF = 8  # steps without a draft
 _STEPS_PER_SEARCH = 4
 
 _PROBE_ROUND = 30  # steps
@@ -76,7 +76,7 @@ class Policy:
     def skips_search(self, curve: CostCurve) -> bool:
         """Whether the next step shall not search for a draft."""
         return (
-            self._steps_without_draft >= _PATIENCE
+            self._steps_without_draft >= _STEPS_BEFORE_BACK_OFF
             and self._steps_without_draft % _STEPS_PER_SEARCH != 0
             and curve.cheapest_rows[0] > _STEEP
         )
@@ -116,15 +116,8 @@ class Policy:
         Returns:
             0.0 and 0 where no draft gains anything.
         """
-        price = price_of_time(expected, costs, self.rate)
-        plain = expected[0] - price * costs[1]
-        gains = [
-            (gain, n_draft)
-            for n_draft, tokens in enumerate(expected)
-            if (gain := tokens - price * (costs[n_draft + 1] + restart_cost) - plain) > 0
-        ]
-        gains.sort(reverse=True)
-        for gain, n_draft in gains:
+        gains = gains_of(expected, costs, self.rate, restart_cost)
+        for gain, n_draft in sorted(gains, reverse=True):
             shortfall = expected_shortfall(costs[n_draft + 1], p_by_depth(n_draft)) - earned
             if not guarded or self.allows(shortfall):
                 return gain, n_draft
@@ -199,6 +192,26 @@ def price_of_time(expected: Sequence[float], costs: Sequence[float], rate: float
     """
     best = max(tokens / costs[rows] for rows, tokens in enumerate(expected, start=1))
     return float(best**_SHARE_OF_NOW * rate ** (1 - _SHARE_OF_NOW))
+
+
+def gains_of(
+    expected: Sequence[float], costs: Sequence[float], rate: float, restart_cost: float
+) -> list[tuple[float, int]]:
+    """The drafts that gain anything: what each gains, and its number of nodes.
+
+    Args:
+        expected: E(n) as from :func:`expected_tokens`.
+        costs: ``costs[rows]`` is T(rows) / T(1).
+        rate: as for :func:`price_of_time`.
+        restart_cost: what any draft costs besides its rows.
+    """
+    price = price_of_time(expected, costs, rate)
+    plain = expected[0] - price * costs[1]
+    return [
+        (gain, n_draft)
+        for n_draft, tokens in enumerate(expected)
+        if (gain := tokens - price * (costs[n_draft + 1] + restart_cost) - plain) > 0
+    ]
 
 
 def expected_shortfall(cost: float, p_by_depth: Sequence[float]) -> float:

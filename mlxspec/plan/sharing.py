@@ -10,7 +10,7 @@ import numpy as np
 
 from .cost_curve import Costs
 from .planner import Candidates, JointStep, Plan, Planner
-from .policy import expected_tokens, price_of_time
+from .policy import expected_tokens, gains_of
 
 
 def share_rows(
@@ -134,14 +134,8 @@ def _best(
     expected = [sequences - 1 + tokens for tokens in expected_tokens([p for _, p in order])]
     rates = (policy.rate * weight for policy, weight in zip(policies, weights, strict=True))
     rate = sum(rates) + sequences - len(policies)
-    price = price_of_time(expected, table, rate)
     restart = min((policy.restart_cost(sync_overhead) for policy in policies), default=0.0)
-    plain = expected[0] - price * table[1]
-    gains = [
-        (gain, n)
-        for n, tokens in enumerate(expected)
-        if n and (gain := tokens - price * (table[n + 1] + restart) - plain) > 0
-    ]
+    gains = gains_of(expected, table, rate, restart)
     allowed = sum(policy.allowed_shortfall for policy in policies)
     while gains:
         gain, n = max(gains)
