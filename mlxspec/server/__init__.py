@@ -1,0 +1,1 @@
+"""The server: an OpenAI-compatible API over the scheduler of joint steps."""
