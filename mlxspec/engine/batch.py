@@ -80,13 +80,25 @@ class Batch:
             costs.record(rows, time.perf_counter() - started, together[0].pipelined)
         return outcomes
 
-    def _share(self, sequences: Several[Sequence]) -> LiveCosts:
-        """Plan the drafts of all sequences together."""
+    def plain_seconds(self, count: int) -> float | None:
+        """How long a step of so many sequences takes without drafts; None if costs are unknown."""
+        if self._costs is None:
+            return None
+        if self._joint is None:
+            return count * self._costs.seconds(1)
+        return (self._costs if count == 1 else self._costs_for(count)).seconds(1)
+
+    def _costs_for(self, count: int) -> LiveCosts:
+        """What joint steps of so many sequences cost."""
         assert self._costs
-        count = len(sequences)
         if count not in self._costs_of:
             self._costs_of[count] = self._costs.for_sequences(count)
-        costs = self._costs_of[count]
+        return self._costs_of[count]
+
+    def _share(self, sequences: Several[Sequence]) -> LiveCosts:
+        """Plan the drafts of all sequences together."""
+        count = len(sequences)
+        costs = self._costs_for(count)
         costs.move_to(max(sequence.length for sequence in sequences))
         planned = {
             sequence: sequence.drafter

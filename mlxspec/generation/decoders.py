@@ -17,6 +17,7 @@ from ..draft.context_index import OutputMemory
 from ..draft.custom import checked_drafter
 from ..draft.drafter import Drafter
 from ..draft.lookahead import LookaheadDrafter, check_sizes
+from ..draft.prediction import PredictionDrafter
 from ..draft.prompt_lookup import lookup_drafter
 from ..engine.draft_model import DraftModelDrafter
 from ..engine.target import Capability
@@ -110,6 +111,14 @@ class AutoDecoder(_PlannedDecoder):
         if extra is not None:
             others = [DrafterSource(extra), *others]
         return self._look_ups(session, others)
+
+    def drafting_with(self, *, prediction: Sequence[int] = ()) -> MakeDrafter:
+        """What makes the drafter of one generation.
+
+        Args:
+            prediction: token ids that the output is expected to follow, to draft from too.
+        """
+        return lambda session: self.new_drafter(session, _predicted(prediction))
 
     def _look_ups(
         self, session: Session | None, others: Sequence[Source] = (), costs: Costs | None = None
@@ -384,12 +393,15 @@ class CombinedDecoder(AutoDecoder):
         guess_set_size: int | None = None,
         pool_from_prompt: bool = True,
         drafter: Drafter | None = None,
+        *,
+        prediction: Sequence[int] = (),
     ) -> MakeDrafter:
         """What makes the drafter of one generation.
 
         Args:
             window_size, ngram_size, guess_set_size, pool_from_prompt, drafter: as in
                 :meth:`stream`.
+            prediction: as for :meth:`AutoDecoder.drafting_with`; ``drafter`` takes its place.
 
         Raises:
             OptionError: a size is out of range.
@@ -399,10 +411,11 @@ class CombinedDecoder(AutoDecoder):
 
         def new_drafter(session: Session | None) -> Drafter:
             if isinstance(looks_ahead, Drafter):
-                first = self.new_drafter(session) if drafter is None else checked_drafter(drafter)
+                look_ups = self.new_drafter(session, _predicted(prediction))
+                first = look_ups if drafter is None else checked_drafter(drafter)
                 return CombinedDrafter(first, looks_ahead)
             if drafter is None:
-                return self.new_drafter(session, [looks_ahead])
+                return self.new_drafter(session, [*_predicted(prediction), looks_ahead])
             sources = [DrafterSource(drafter), looks_ahead]
             # A draft model's forwards are in the steps' times.
             costs = self._fixed_costs() if isinstance(drafter, DraftModelDrafter) else None
@@ -410,6 +423,11 @@ class CombinedDecoder(AutoDecoder):
             return self._plan(sources, branching=branching, costs=costs)
 
         return new_drafter
+
+
+def _predicted(prediction: Sequence[int]) -> list[Source]:
+    """The source of drafts from a text that the output is expected to follow, if there is one."""
+    return [DrafterSource(PredictionDrafter(prediction))] if prediction else []
 
 
 def _lookahead(

@@ -34,6 +34,7 @@ class Job:
     Attributes:
         error: what has ended it, if that was a fault.
         finished: whether it has ended, in whatever way.
+        paused: whether it takes no part in steps for now; see :meth:`Scheduler.pause`.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Job:
     ) -> None:
         self.error: Exception | None = None
         self.finished = False
+        self.paused = False
         self.generation = generation
         self.on_response = on_response
         self.sequence: Sequence | None = None
@@ -70,6 +72,8 @@ class Scheduler:
     Attributes:
         prefill_seconds: the time that prompts have taken so far.
         steps: how many steps have run so far, those of several generations counted once.
+        step_seconds: the wall time of the last one.
+        plain_seconds: what it would have taken without drafts; None where costs are not known.
     """
 
     def __init__(self, decoder: Decoder, *, max_active: int = 32, stall: float = 0.15) -> None:
@@ -82,6 +86,8 @@ class Scheduler:
         self._stall = stall
         self.prefill_seconds = 0.0
         self.steps = 0
+        self.step_seconds = 0.0
+        self.plain_seconds: float | None = None
         self._prefill_speed = 0.0  # tokens per second
         self._waiting: deque[Job] = deque()
         self._prefilling: deque[Job] = deque()
@@ -118,6 +124,10 @@ class Scheduler:
         if not job.finished:
             self._end(job)
 
+    def pause(self, job: Job, paused: bool = True) -> None:
+        """Leave a generation out of steps, since nobody takes its responses, or let it go on."""
+        job.paused = paused
+
     def run(self) -> None:
         """Take turns until all generations have ended."""
         with self.running():
@@ -136,14 +146,15 @@ class Scheduler:
         """Run prompts for a while, and one step of each active generation.
 
         Returns:
-            whether there is anything left to do.
+            whether there is anything left to do for generations that are not paused.
         """
         self._admit()
         self._prefill()
-        if self._active:
-            self._step()
+        going_on = self._going_on
+        if going_on:
+            self._step(going_on)
         await_at_exit()
-        return bool(self._waiting or self._prefilling or self._active)
+        return bool(self._waiting or self._prefilling or self._going_on)
 
     def close(self) -> None:
         """End all generations."""
@@ -164,7 +175,7 @@ class Scheduler:
         """Run a chunk of a prompt, and others while running generations may wait."""
         self._deadline = math.inf
         while self._prefilling:
-            if self._active and self._deadline == math.inf:
+            if self._going_on and self._deadline == math.inf:
                 self._deadline = time.perf_counter() + self._stall
             short = self._short_prompts()
             if len(short) > 1:
@@ -172,7 +183,7 @@ class Scheduler:
             if self._prefilling:  # longer ones have their turn however many short ones come
                 self._prefilling.rotate(-1)
                 self._run_chunk(self._prefilling[-1])
-            if self._active and time.perf_counter() >= self._deadline:
+            if self._going_on and time.perf_counter() >= self._deadline:
                 return
 
     def _short_prompts(self) -> dict[Job, Sequence]:
@@ -254,12 +265,19 @@ class Scheduler:
         job.prefilled = done
         self._note_speed(max(0, done - before), started)
 
-    def _step(self) -> None:
-        jobs = self._active.copy()
+    @property
+    def _going_on(self) -> list[Job]:
+        return [job for job in self._active if not job.paused]
+
+    def _step(self, jobs: list[Job]) -> None:
+        """Run one step of generations whose prompts are done."""
         sequences = [job.sequence for job in jobs if job.sequence]
         self.steps += 1
+        self.plain_seconds = self._batch.plain_seconds(len(sequences))
+        started = time.perf_counter()
         try:
             outcomes = self._batch.step(sequences)
+            self.step_seconds = time.perf_counter() - started
         except Exception as error:  # of the forward itself: nobody's fault, and nobody can go on
             for job in jobs:
                 self._end(job, error)

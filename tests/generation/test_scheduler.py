@@ -316,3 +316,24 @@ def test_without_parameters_a_generation_drafts_as_stream_does() -> None:
     scheduler.run()
     assert found[-1].stats == [*decoder.stream(PROMPTS[2], 24)][-1].stats
     assert found[-1].stats.drafted > 0
+
+
+def test_a_paused_generation_waits_and_the_others_go_on() -> None:
+    """And goes on as if it had not been paused."""
+    decoder = new_decoder()
+    scheduler, first, second = Scheduler(decoder), Collected(), Collected()
+    job = scheduler.submit([1, 2, 3], first.add, 30)
+    scheduler.submit([4, 5], second.add, 12)
+    with scheduler.running():
+        while len(first.tokens) < 5:
+            scheduler.turn()
+        held = len(first.tokens)
+        scheduler.pause(job)
+        while scheduler.turn():
+            pass
+        assert len(first.tokens) == held
+        assert second.tokens == alone(decoder, [4, 5], 12)
+        scheduler.pause(job, paused=False)
+        while scheduler.turn():
+            pass
+    assert first.tokens == alone(decoder, [1, 2, 3], 30)
