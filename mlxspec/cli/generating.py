@@ -351,7 +351,7 @@ class Generation:
             more: what :meth:`mlxspec.Decoder.decode` takes besides.
         """
         options = {**self.options(decoder), **more}
-        return decoder.stream(tokens, max_tokens, **self._drafter_arguments(), **options)
+        return decoder.stream(tokens, max_tokens, **self.drafter_arguments(), **options)
 
     def submit(
         self,
@@ -371,7 +371,7 @@ class Generation:
         Raises:
             PromptError, OptionError: as :meth:`mlxspec.Decoder.decode`.
         """
-        make_drafter = decoder.drafting_with(**self._drafter_arguments())
+        make_drafter = decoder.drafting_with(**self.drafter_arguments())
         options = self.options(decoder)
         return scheduler.submit(tokens, on_response, max_tokens, make_drafter, **options)
 
@@ -383,7 +383,7 @@ class Generation:
         options = {**vars(self.ends), **vars(self.caches), "sampling": sampling}
         return cast("GenerationOptions", options)
 
-    def _drafter_arguments(self) -> dict[str, Any]:
+    def drafter_arguments(self) -> dict[str, Any]:
         """What the decoder's ``stream`` and ``drafting_with`` get of how to draft."""
         return _DECODERS[self.drafting.kind].arguments(self.drafting)
 

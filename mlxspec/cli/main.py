@@ -10,7 +10,7 @@ import mlxspec
 
 _COMMANDS = (
     *("bench", "cache-prompt", "calibrate", "chat", "convert", "explain"),
-    *("generate", "inspect", "replay", "run", "store"),
+    *("generate", "inspect", "replay", "run", "serve", "store"),
 )
 
 

@@ -427,7 +427,7 @@ class CombinedDecoder(AutoDecoder):
 
 def _predicted(prediction: Sequence[int]) -> list[Source]:
     """The source of drafts from a text that the output is expected to follow, if there is one."""
-    return [DrafterSource(PredictionDrafter(prediction))] if prediction else []
+    return [DrafterSource(PredictionDrafter(prediction), "prediction")] if prediction else []
 
 
 def _lookahead(

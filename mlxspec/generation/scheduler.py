@@ -74,6 +74,7 @@ class Scheduler:
         steps: how many steps have run so far, those of several generations counted once.
         step_seconds: the wall time of the last one.
         plain_seconds: what it would have taken without drafts; None where costs are not known.
+        on_step: called with each step of each generation before its responses, to watch them.
     """
 
     def __init__(self, decoder: Decoder, *, max_active: int = 32, stall: float = 0.15) -> None:
@@ -88,6 +89,7 @@ class Scheduler:
         self.steps = 0
         self.step_seconds = 0.0
         self.plain_seconds: float | None = None
+        self.on_step: Callable[[Job, DecodedStep], object] = lambda job, step: None
         self._prefill_speed = 0.0  # tokens per second
         self._waiting: deque[Job] = deque()
         self._prefilling: deque[Job] = deque()
@@ -290,6 +292,7 @@ class Scheduler:
 
     def _respond(self, job: Job, step: DecodedStep) -> None:
         try:
+            self.on_step(job, step)
             for response in job.generation.responses_of(step):
                 if response.finish_reason:
                     self._end(job)

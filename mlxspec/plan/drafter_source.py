@@ -27,11 +27,12 @@ class DrafterSource(Source):
 
     Args:
         drafter: proposes the drafts; it serves one generation at a time.
+        name: where drafts say that they come from; by default the drafter's class.
     """
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, name: str | None = None) -> None:
         self._drafter = checked_drafter(drafter)
-        self.name = type(drafter).__name__
+        self.name = name or type(drafter).__name__
         self._p_accept = [[_FIRST_P_ACCEPT] * _DEPTHS for _ in range(_RANKS)]
 
     def begin(self, prompt: Sequence[int]) -> None:

@@ -1,0 +1,352 @@
+"""``mlxspec serve``: models behind OpenAI's API, for editors, agents and chat pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.text import Text
+
+from ..distributed.launch import launched_rank
+from ..engine.params import CacheOptions, SamplingParams
+from ..errors import OptionError
+from .generating import Drafting, Ends, Generation, model_or_default, tell_of_default
+from .options import FILE, NAME, check_least, color_option, command, option, options_of
+from .outcome import note
+from .output import error_console, figures_grid, shown, size_in_words
+
+if TYPE_CHECKING:
+    from ..generation.options import GenerationOptions
+    from ..server.errors import ApiError
+    from ..server.events import Ended
+    from ..server.worker import ServedModel, Ticket, Worker
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_KEY = "MLXSPEC_API_KEY"
+_MOST_PORT = 65535
+
+
+class _Size(click.ParamType):
+    """A number of bytes: 8G, 512M, 1.5 GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        if isinstance(value, int):
+            return value
+        found = _SIZE.fullmatch(value.strip())
+        if not found:
+            self.fail(f"{value!r} is no size: write it as 512M or 8G", param, ctx)
+        number, unit = found.groups()
+        return int(float(number) * 1024 ** " KMGT".index(unit.upper() or " "))
+
+
+@command("serve")
+@option(
+    "--model MODEL",
+    "A directory, a Hugging Face repository, or demo; repeatable. Requests name it so.  "
+    "[default: mlx_model if it exists, else demo]",
+    "models",
+    multiple=True,
+    type=NAME,
+    group="Models and address",
+)
+@option("--host HOST", "The address to listen at.", default="127.0.0.1", group="Models and address")
+@option("--port N", "The port; 0 takes a free one.", default=8080, group="Models and address")
+@option(
+    "--allowed-host NAME",
+    "Also answer requests that call the server so; repeatable.",
+    "allowed_hosts",
+    multiple=True,
+    group="Models and address",
+)
+@option(
+    "--api-key-file FILE",
+    f"Ask for one of the keys in this file, one a line. {_KEY} in the environment is one, too.",
+    type=FILE,
+    group="Models and address",
+)
+@option(
+    "--concurrency N", "Generate for N requests of a model at once.", default=8, group="Requests"
+)
+@option("--queue N", "Let N more wait; others are told to come again.", default=128, group="Requests")
+@option(
+    "--max-tokens N",
+    "Generate at most N where a request does not say.",
+    default=8192,
+    group="Requests",
+)
+@option(
+    "--stall SECONDS",
+    "How long running answers may wait for others' prompts between two tokens.",
+    default=0.15,
+    group="Requests",
+)
+@options_of(Drafting, "drafting", "Drafting", leave_out=("learn",))
+@options_of(CacheOptions, "caches", "Memory")
+@option(
+    "--cache-bytes SIZE",
+    "Keep so much of earlier prompts, as 8G.  [default: a share of the free memory]",
+    type=_Size(),
+    group="Memory",
+)
+@option(
+    "--cache-dir DIR", "Keep them there from one start to the next.", type=FILE, group="Memory"
+)
+@option("-q --quiet", "Print no line for each request.", group="Output")
+@option("--log-json", "Print these lines as JSON, on standard output.", group="Output")
+@color_option("Output", "Colour the panel and the lines.")
+def serve_command(
+    *,
+    models: tuple[str, ...],
+    host: str,
+    port: int,
+    allowed_hosts: tuple[str, ...],
+    api_key_file: Path | None,
+    concurrency: int,
+    queue: int,
+    max_tokens: int,
+    stall: float,
+    drafting: Drafting,
+    caches: CacheOptions,
+    cache_bytes: int | None,
+    cache_dir: Path | None,
+    quiet: bool,
+    log_json: bool,
+    color: bool | None,
+) -> None:
+    """Serve models behind OpenAI's API.
+
+    Several requests are answered at once, all with drafts: one forward verifies the rows of all
+    of them. What earlier prompts have in common with a new one does not run again.
+
+    \b
+    Examples:
+      mlxspec serve --model mlx-community/Mistral-7B-Instruct-v0.3-4bit
+      export OPENAI_BASE_URL=http://127.0.0.1:8080/v1 OPENAI_API_KEY=none
+      curl $OPENAI_BASE_URL/chat/completions -H 'Content-Type: application/json' \\
+          -d '{"messages": [{"role": "user", "content": "Name a river."}]}'
+
+    The address in a browser shows what requests do and what drafts earn. Beyond this machine
+    (--host 0.0.0.0) a key is needed. Ctrl-C lets running requests come to their end, a second one
+    does not.
+    """
+    if launched_rank() is not None:
+        raise OptionError("serve runs in one process: start it without mlx.launch")
+    check_least(1, concurrency=concurrency, max_tokens=max_tokens)
+    check_least(0, queue=queue, port=port)
+    if port > _MOST_PORT:
+        raise OptionError(f"--port is {port}: it is at most {_MOST_PORT}")
+    keys = _keys(api_key_file)
+    hosts = _hosts(host, allowed_hosts, keys)
+
+    console = error_console(color)
+    with ExitStack() as serving:
+        listening = serving.enter_context(_listening(host, port))
+        from ..server.app import create_app
+        from ..server.worker import Limits, Worker
+
+        asked = [
+            Generation(name, max_tokens, drafting, Ends(), SamplingParams(), caches)
+            for name in models or (None,)
+        ]
+        served = [_served(one, console, cache_bytes, len(asked)) for one in asked]
+        names = [one.name for one in served]
+        if len({*names}) < len(names):
+            raise OptionError("--model names one model twice: leave one of them out")
+        worker = Worker(served, Limits(concurrency, queue, stall), _log_line(console, quiet, log_json))
+        if cache_dir is not None:
+            for one in served:
+                one.cache.load(cache_dir)
+            serving.callback(_save, served, cache_dir)
+        worker.start()
+        serving.callback(worker.stop)
+        worker.wait_until_ready()
+        tell_of_default(models[0] if models else None)
+        address = _address(host, listening.getsockname()[1])
+        if not quiet:
+            console.print(_panel(address, worker, bool(keys)))
+        app = create_app(worker, max_tokens=max_tokens, hosts=hosts, keys=keys)
+        _serve(app, listening, worker)
+
+
+def _keys(file: Path | None) -> list[str]:
+    """The keys that requests may have.
+
+    Raises:
+        OptionError: the file has none, or one that no header can carry.
+    """
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file else []
+    keys = [key for line in [*lines, os.environ.get(_KEY, "")] if (key := line.strip())]
+    if file and not keys:
+        raise OptionError(f"--api-key-file {shown(str(file))} has no key: write one a line")
+    if any(not key.isascii() or not key.isprintable() or " " in key for key in keys):
+        raise OptionError("a key has spaces or other characters than ASCII: choose another one")
+    return keys
+
+
+def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | None:
+    """The names by which requests may call the server; None for any.
+
+    Raises:
+        OptionError: others than this machine would reach it without a key.
+    """
+    from ..server.gate import is_loopback
+
+    if is_loopback(host):
+        return {"localhost", "127.0.0.1", "[::1]", _bracketed(host), *allowed}
+    if not keys:
+        raise OptionError(
+            f"--host {host} can be reached from other machines: give a key with --api-key-file or "
+            f"{_KEY}, or listen at 127.0.0.1"
+        )
+    return {_bracketed(host), *allowed} if allowed else None
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _address(host: str, port: int) -> str:
+    return f"http://{_bracketed(host)}:{port}"
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """A socket that listens, before anything takes time.
+
+    Raises:
+        OptionError: it cannot.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=256)
+    except (OSError, UnicodeError) as error:
+        raise OptionError(
+            f"--host {host} --port {port}: {getattr(error, 'strerror', None) or error}; choose "
+            "another one"
+        ) from None
+
+
+def _served(
+    generation: Generation, console: Console, cache_bytes: int | None, models: int
+) -> ServedModel:
+    """Load a model and what serves it."""
+    from ..server.admission import Memory
+    from ..server.prefix_cache import PrefixCache
+    from ..server.worker import ServedModel
+
+    decoder = generation.load(console)
+    memory = Memory(decoder.model, generation.caches)
+    memory.limit //= models
+    kept = memory.default_cache_bytes if cache_bytes is None else cache_bytes
+    return ServedModel(
+        model_or_default(generation.model),
+        decoder,
+        PrefixCache(decoder.model, kept, generation.caches, warn=note),
+        memory,
+        generation.drafter_arguments(),
+        cast("GenerationOptions", vars(generation.caches)),
+    )
+
+
+def _save(served: list[ServedModel], directory: Path) -> None:
+    for one in served:
+        one.cache.save(directory)
+
+
+def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
+    """Where the server is, and how to use it."""
+    rows: list[tuple[str, ...]] = [("address", address)]
+    for served in worker.models.values():
+        length = served.context_length
+        context = f"{length:,} tokens of context" if length else "context length unknown"
+        rows.append(("model", shown(served.name), context))
+        rows.append(("memory", size_in_words(served.memory.limit), "for KV caches"))
+    key = "KEY" if with_key else "none"
+    client = Text(f"export OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}", style="bold")
+    return Panel(
+        Group(figures_grid(rows), "", "Point a client at it:", client),
+        title="mlxspec serve",
+        expand=False,
+        border_style="dim",
+        subtitle="Ctrl-C ends it",
+    )
+
+
+def _log_line(console: Console, quiet: bool, log_json: bool) -> Any:
+    """What tells of a generation that has ended."""
+
+    def tell(ticket: Ticket, ended: Ended | ApiError) -> None:
+        if quiet:
+            return
+        record = _record(ticket, ended)
+        if log_json:
+            click.echo(json.dumps(record))
+        else:
+            console.print(_line(record), soft_wrap=True, highlight=False)
+
+    return tell
+
+
+def _record(ticket: Ticket, ended: Ended | ApiError) -> dict[str, Any]:
+    from ..server.events import Ended
+
+    done = isinstance(ended, Ended)
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "model": ticket.served.name,
+        "outcome": ended.finish_reason if isinstance(ended, Ended) else ended.code or "error",
+        "error": None if isinstance(ended, Ended) else ended.message,
+        "prompt_tokens": len(ticket.request.prompt),
+        "cached_tokens": ended.cached_tokens if isinstance(ended, Ended) else None,
+        "tokens": ended.completion_tokens if done else ticket.emitted,
+        "seconds": round(time.perf_counter() - ticket.asked, 3),
+        "first_token": round(ticket.first_token - ticket.asked, 3) if ticket.first_token else None,
+        "tokens_per_step": round(ticket.emitted / ticket.steps, 2) if ticket.steps else None,
+        "gain": round(ticket.gain, 2) if ticket.gain else None,
+    }
+
+
+def _line(record: dict[str, Any]) -> Text:
+    """A request's line."""
+    parts = [
+        (f"{record['time'][11:19]}  ", "dim"),
+        f"{record['prompt_tokens']:>6} + {record['tokens']:<5} tokens",
+        f"  {record['seconds']:6.2f} s",
+    ]
+    if record["tokens_per_step"]:
+        parts.append(f"  {record['tokens_per_step']:5.2f} tokens/step")
+    if record["gain"]:
+        parts.append((f"  {record['gain']:.2f}x", "green" if record["gain"] >= 1 else ""))
+    if record["cached_tokens"]:
+        parts.append((f"  {record['cached_tokens']} cached", "dim"))
+    if record["error"]:
+        parts.append((f"  {shown(record['error'])}", "red"))
+    return Text.assemble(*parts)
+
+
+def _serve(app: Any, listening: socket.socket, worker: Worker) -> None:
+    """Answer requests until Ctrl-C."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            super().handle_exit(sig, frame)
+            running = len(worker.tickets)
+            if running and not self.force_exit:
+                note(f"{running} running requests end first; Ctrl-C again ends them at once")
+
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", server_header=False
+    )
+    with suppress(KeyboardInterrupt):  # which uvicorn raises again once all has ended
+        Server(config).run(sockets=[listening])

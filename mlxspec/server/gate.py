@@ -1,0 +1,150 @@
+"""Who may talk to the server: the checks that come before any endpoint.
+
+A page that somebody has open can make the browser send requests to a server on loopback. It is
+kept out by the Host header, which has to name this server (DNS rebinding), and by the Origin
+header, which has to be this server's own. There are no CORS headers.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Collection, Sequence
+from ipaddress import ip_address
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .errors import ApiError
+
+MOST_BYTES = 32 * 2**20
+"""Of a request's body."""
+
+_OPEN = ("/", "/health", "/ready")
+"""Paths without a key: the page, which shows nothing by itself, and whether the server lives."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs on this machine reach a server that is bound to ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class Gate:
+    """ASGI middleware: refuses requests that are not meant for this server, or have no key.
+
+    Args:
+        app: gets the others.
+        hosts: names by which this server may be called, without port; None for any.
+        keys: one of which a request must have; without keys everybody may ask.
+    """
+
+    def __init__(
+        self, app: ASGIApp, hosts: Collection[str] | None = None, keys: Sequence[str] = ()
+    ) -> None:
+        self._app = app
+        self._hosts = None if hosts is None else {host.lower() for host in hosts}
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            scope.setdefault("state", {})["partition"] = self._checked(scope)
+        except ApiError as error:
+            response = JSONResponse(error.body, error.status, error.headers)
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _checked(self, scope: Scope) -> str:
+        """The key that a request has, or "".
+
+        Raises:
+            ApiError: 400, 403, 413 or 401.
+        """
+        headers = Headers(scope=scope)
+        host = _name_of(headers.get("host", ""))
+        if self._hosts is not None and host not in self._hosts:
+            raise ApiError(
+                f"the request is for the host {host!r}, which is not this server: "
+                "call it by the address that it prints, or allow the name with --allowed-host",
+                status=403,
+                code="host_not_allowed",
+            )
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != headers.get("host"):
+            raise ApiError(
+                "the request comes from a web page of another server, which may not use this one",
+                status=403,
+                code="origin_not_allowed",
+            )
+        length = headers.get("content-length", "0")
+        if not length.isascii() or not length.isdecimal() or len(length) > 20:
+            raise ApiError("the header Content-Length is no number")
+        if int(length) > MOST_BYTES:
+            raise too_long()
+        if not self._keys or scope["path"] in _OPEN:
+            return ""
+        given = _key_of(headers)
+        # All are compared, each in constant time: how long it takes tells nothing of them.
+        matches = [hmac.compare_digest(given, key) for key in self._keys]
+        if not any(matches):
+            raise ApiError(
+                "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
+                status=401,
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return given.decode()
+
+
+def _name_of(host: str) -> str:
+    """The name in a Host header, without port; IPv6 addresses with their brackets."""
+    if host.startswith("["):
+        return host[: host.find("]") + 1].lower()
+    return host.partition(":")[0].lower()
+
+
+def _key_of(headers: Headers) -> bytes:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not key:
+        key = headers.get("x-api-key", "")
+    return key.strip().encode()
+
+
+def too_long() -> ApiError:
+    """The error for a body that is too long."""
+    return ApiError(
+        f"the body has more than {MOST_BYTES >> 20} MiB: send less",
+        status=413,
+        code="request_too_large",
+    )
+
+
+async def json_body(request: HTTPConnection) -> Any:
+    """A request's body.
+
+    Raises:
+        ApiError: it is too long, or no JSON.
+    """
+    parts, length = [], 0
+    async for part in request.stream():  # type: ignore[attr-defined]  # of a Request
+        length += len(part)
+        if length > MOST_BYTES:
+            raise too_long()
+        parts.append(part)
+    try:
+        return json.loads(b"".join(parts))
+    except RecursionError:
+        raise ApiError("the body is nested too deeply: send a flatter one") from None
+    except (ValueError, UnicodeError) as error:
+        raise ApiError(f"the body is no JSON ({error}): send a JSON object") from None

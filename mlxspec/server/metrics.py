@@ -1,0 +1,110 @@
+"""What the server has done, as Prometheus reads it and as the status page shows it."""
+
+from __future__ import annotations
+
+from collections import Counter as Count
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from ..draft.drafter import VerifiedStep
+from .errors import ApiError
+from .events import Ended
+
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_STEP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1)
+_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_SEQUENCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+class Metrics:
+    """Counters and histograms; the worker's thread adds, others read.
+
+    Attributes:
+        drafted, accepted: draft tokens by their source.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"mlxspec_{name}", help, labels, registry=self.registry)
+
+        def histogram(name: str, help: str, buckets: Sequence[float]) -> Histogram:
+            name = f"mlxspec_{name}"
+            return Histogram(name, help, buckets=buckets, registry=self.registry)
+
+        self._ended = counter("generations", "Generations that have ended.", "outcome")
+        self._prompt = counter("prompt_tokens", "Prompt tokens, those from the cache included.")
+        self._cached = counter("cached_tokens", "Prompt tokens that did not run again.")
+        self._generated = counter("generated_tokens", "Generated tokens.")
+        self._drafted = counter("drafted_tokens", "Draft tokens verified.", "source")
+        self._accepted = counter("accepted_tokens", "Draft tokens accepted.", "source")
+        self._first = histogram("first_token_seconds", "From request to first token.", _SECONDS)
+        self._seconds = histogram("generation_seconds", "From request to end.", _SECONDS)
+        self._between = histogram("step_seconds", "Wall time of steps.", _STEP_SECONDS)
+        self._rows = histogram("step_rows", "Rows of a forward, of all sequences.", _ROWS)
+        self._together = histogram("step_sequences", "Sequences of a forward.", _SEQUENCES)
+        self.drafted: Count[str] = Count()
+        self.accepted: Count[str] = Count()
+        self.totals: Count[str] = Count()
+        """By name: prompt, cached, generated, steps, forwards, and ended generations by outcome."""
+
+    def add_first_token(self, seconds: float, prompt_tokens: int, cached_tokens: int) -> None:
+        """A generation's first token has come."""
+        self._first.observe(seconds)
+        self._prompt.inc(prompt_tokens)
+        self._cached.inc(cached_tokens)
+        self.totals.update(prompt=prompt_tokens, cached=cached_tokens)
+
+    def add_step(self, step: VerifiedStep, origins: Sequence[str]) -> None:
+        """A sequence's part in a step.
+
+        Args:
+            step: of the sequence.
+            origins: per node of its tree, the source that proposed it; the root's first.
+        """
+        self._generated.inc(len(step.tokens))
+        self.totals.update(generated=len(step.tokens), steps=1)
+        drafted = Count(origins[1 : len(step.tree)])
+        accepted = Count(origins[node] for node in step.accepted if node < len(origins))
+        for source, count in drafted.items():
+            self._drafted.labels(source).inc(count)
+        for source, count in accepted.items():
+            self._accepted.labels(source).inc(count)
+        self.drafted += drafted
+        self.accepted += accepted
+
+    def add_forward(self, seconds: float, rows: int, sequences: int) -> None:
+        """A step of all sequences has run."""
+        self._between.observe(seconds)
+        self._rows.observe(rows)
+        self._together.observe(sequences)
+        self.totals.update(forwards=1)
+
+    def add_end(self, ended: Ended | ApiError, seconds: float) -> None:
+        """A generation has ended, or was refused."""
+        outcome = ended.finish_reason if isinstance(ended, Ended) else _OUTCOMES.get(ended.status)
+        self._ended.labels(outcome or "error").inc()
+        self._seconds.observe(seconds)
+        self.totals.update([outcome or "error"])
+
+    def add_gauges(self, collector: Collector) -> None:
+        """Also tell what a collector finds whenever somebody reads."""
+        self.registry.register(collector)
+
+    def text(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+_OUTCOMES = {499: "cancelled", 429: "refused", 503: "ending"}
+
+
+def gauge(name: str, help: str, value: float, **labels: str) -> GaugeMetricFamily:
+    """One value of a collector."""
+    family = GaugeMetricFamily(f"mlxspec_{name}", help, labels=[*labels])
+    family.add_metric([*labels.values()], value)
+    return family

@@ -1,0 +1,88 @@
+"""What the status page shows: requests, what drafts earn, what steps cost, the cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from .metrics import gauge
+from .worker import Ticket, Worker
+
+_WIDEST = 32  # rows of the cost curve that is shown
+
+
+def status_of(worker: Worker) -> dict[str, Any]:
+    """All figures of the status page, as JSON."""
+    metrics, now = worker.metrics, time.perf_counter()
+    totals = metrics.totals
+    tickets = worker.tickets.copy()
+    sources = metrics.drafted.copy()
+    return {
+        "ready": worker.ready.is_set(),
+        "requests": [_ticket(ticket, now) for ticket in tickets],
+        "totals": dict(totals),
+        "tokens_per_step": totals["generated"] / totals["steps"] if totals["steps"] else None,
+        "sequences_per_forward": (
+            totals["steps"] / totals["forwards"] if totals["forwards"] else None
+        ),
+        "sources": {
+            name: {"drafted": drafted, "accepted": metrics.accepted[name]}
+            for name, drafted in sources.most_common()
+        },
+        "models": [
+            {
+                "name": served.name,
+                "context_length": served.context_length,
+                "cost_curve": _curve(worker, served.name),
+                "cache": served.cache.counts(),
+                "memory_limit": served.memory.limit,
+            }
+            for served in worker.models.values()
+        ],
+        "memory": {"active": mx.get_active_memory(), "peak": mx.get_peak_memory()},
+        "limits": worker.limits._asdict(),
+    }
+
+
+def _ticket(ticket: Ticket, now: float) -> dict[str, Any]:
+    return {
+        "model": ticket.served.name,
+        "state": ticket.state,
+        "prompt_tokens": len(ticket.request.prompt),
+        "prefilled": ticket.prefilled,
+        "tokens": ticket.emitted,
+        "max_tokens": ticket.request.max_tokens,
+        "tokens_per_step": ticket.emitted / ticket.steps if ticket.steps else None,
+        "gain": ticket.gain,
+        "seconds": now - ticket.asked,
+    }
+
+
+def _curve(worker: Worker, name: str) -> list[list[float]] | None:
+    """Rows and how long a step over them takes against one row; None where nobody measures."""
+    decoder = worker.models[name].decoder
+    if not decoder.plans or not worker.ready.is_set():
+        return None
+    curve = decoder.costs.curve
+    return [[rows, curve(rows)] for rows in range(1, _WIDEST + 1)]
+
+
+class Gauges(Collector):
+    """What is the case at the moment, for Prometheus."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        tickets = self._worker.tickets.copy()
+        for state in ("queued", "prefill", "decoding"):
+            count = sum(ticket.state == state for ticket in tickets)
+            yield gauge(f"{state}_generations", f"Generations now: {state}.", count)
+        for served in self._worker.models.values():
+            yield gauge("cache_bytes", "Bytes of kept prefixes.", served.cache.nbytes)
+        yield gauge("memory_bytes", "Memory that MLX uses.", mx.get_active_memory())

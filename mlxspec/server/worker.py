@@ -1,0 +1,537 @@
+"""The thread that owns the models: requests come in, the events of their generations go out.
+
+Every MLX call happens in this thread. Others talk to it by two ways only: commands go in by a
+queue, and the events of a step come out together, handed over to the loop that waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from ..draft.drafter import origins_of
+from ..engine.positions import context_length
+from ..engine.step import DecodedStep
+from ..errors import MlxspecError
+from ..generation.decoder import Decoder, MakeDrafter
+from ..generation.decoders import AutoDecoder
+from ..generation.options import GenerationOptions, check_options
+from ..generation.response import GenerationResponse
+from ..generation.scheduler import Job, Scheduler
+from ..generation.session import Session
+from .admission import Memory
+from .errors import ApiError
+from .events import Ended, Event, Piece
+from .metrics import Metrics
+from .prefix_cache import PrefixCache
+
+_log = logging.getLogger("mlxspec.server")
+
+_MOST_UNREAD = 64  # tokens that a slow reader may leave unread before its generation waits
+_LEAST_UNREAD = 16
+_RETRY_AFTER = 5  # seconds, what a client is told that finds the queue full
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One generation that somebody asks for.
+
+    Attributes:
+        prompt: token ids.
+        max_tokens: how many tokens to generate at most.
+        options: as for :meth:`mlxspec.Decoder.stream`.
+        index: of the choice, which its events carry.
+        prediction: token ids that the output is expected to follow.
+        top_logprobs: how many of the likeliest tokens to tell; None tells no log-probability.
+        partition: whose prefixes may be used.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    options: GenerationOptions
+    index: int = 0
+    prediction: tuple[int, ...] = ()
+    top_logprobs: int | None = None
+    partition: str = ""
+
+
+class Limits(NamedTuple):
+    """What the server takes at once.
+
+    Attributes:
+        active: generations of a model at once.
+        queued: generations that wait for their turn.
+        stall: seconds for which running ones may wait for others' prompts.
+    """
+
+    active: int = 8
+    queued: int = 128
+    stall: float = 0.15
+
+
+class Ticket:
+    """A generation that has been asked for, from the queue to its end.
+
+    Attributes:
+        state: "queued", "prefill", "decoding" or "ended".
+        prefilled: prompt tokens that have run or were cached.
+    """
+
+    def __init__(self, request: GenerationRequest, served: ServedModel, answer: Answer) -> None:
+        self.request = request
+        self.served = served
+        self.answer = answer
+        self.state = "queued"
+        self.prefilled = 0
+        self.asked = time.perf_counter()
+        self.first_token: float | None = None
+        self.emitted = 0
+        self.steps = 0
+        self.decode_seconds = 0.0
+        self.plain_seconds = 0.0
+        """How long its tokens would have taken without drafts, beside the same others."""
+        self.job: Job | None = None
+        self.session: Session | None = None
+        self.nbytes = served.memory.bytes_for(len(request.prompt) + request.max_tokens)
+        self.batch: list[Event | ApiError] = []
+        """What has happened since it was last handed over."""
+        self.unread = 0
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast its steps were as plain ones; None where that is unknown."""
+        known = self.plain_seconds and self.decode_seconds
+        return self.plain_seconds / self.decode_seconds if known else None
+
+    def hand_over(self) -> None:
+        """Pass on what has happened; called in the worker's thread."""
+        if self.batch:
+            batch, self.batch = self.batch, []
+            self.unread += len(batch)
+            self.answer.put(self, batch)
+
+
+class Answer:
+    """The generations of one request, for the event loop that made it.
+
+    Attributes:
+        tickets: one for each choice.
+    """
+
+    def __init__(self, worker: Worker, served: ServedModel, requests: Sequence[GenerationRequest]):
+        self._worker = worker
+        self._loop = asyncio.get_running_loop()
+        self._batches: asyncio.Queue[tuple[Ticket, list[Event | ApiError]]] = asyncio.Queue()
+        self.tickets = [Ticket(request, served, self) for request in requests]
+
+    def put(self, ticket: Ticket, batch: list[Event | ApiError]) -> None:
+        """Hand over what has happened to one generation; called in the worker's thread."""
+        with suppress(RuntimeError):  # the loop has ended, and nobody waits
+            self._loop.call_soon_threadsafe(self._batches.put_nowait, (ticket, batch))
+
+    async def events(self, life_sign: float) -> AsyncIterator[list[Event]]:
+        """What happens, until all generations have ended.
+
+        Leaving the loop early ends the generations.
+
+        Args:
+            life_sign: an empty list comes whenever nothing has happened for so many seconds.
+
+        Raises:
+            ApiError: a generation has failed; the others are ended.
+        """
+        left = len(self.tickets)
+        try:
+            while left:
+                try:
+                    ticket, batch = await asyncio.wait_for(self._batches.get(), life_sign)
+                except asyncio.TimeoutError:
+                    yield []
+                    continue
+                yield [event for event in batch if not isinstance(event, ApiError)]
+                if isinstance(batch[-1], ApiError):
+                    raise batch[-1]
+                left -= isinstance(batch[-1], Ended)
+                self._worker.has_read(ticket, len(batch))
+        finally:
+            for ticket in self.tickets:
+                self._worker.cancel(ticket)
+
+
+@dataclass
+class ServedModel:
+    """A model that is served.
+
+    Attributes:
+        name: what requests call it.
+        decoder: loaded, with its costs known.
+        cache: of prefixes.
+        memory: what caches take.
+        arguments: of the decoder's ``drafting_with``.
+        options: defaults of all its generations, which a request's go before.
+        created: when it was loaded, in seconds since 1970.
+    """
+
+    name: str
+    decoder: Decoder
+    cache: PrefixCache
+    memory: Memory
+    arguments: dict[str, Any] = field(default_factory=dict)
+    options: GenerationOptions = field(default_factory=GenerationOptions)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def context_length(self) -> int | None:
+        """In tokens, where the model states it."""
+        return context_length(self.decoder.model)
+
+    def make_drafter(self, prediction: Sequence[int]) -> MakeDrafter:
+        """What makes the drafter of one generation."""
+        arguments = dict(self.arguments)
+        if prediction and isinstance(self.decoder, AutoDecoder):
+            arguments["prediction"] = prediction
+        return self.decoder.drafting_with(**arguments)
+
+
+class Worker:
+    """Runs generations of one or several models in a thread of its own.
+
+    Args:
+        models: those that are served.
+        limits: what is taken at once.
+        on_end: called in the worker's thread with each ticket whose generation has ended.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        limits: Limits = Limits(),  # noqa: B008  # a constant
+        on_end: Callable[[Ticket, Ended | ApiError], object] = lambda ticket, ended: None,
+    ) -> None:
+        self.models = {served.name: served for served in models}
+        self.limits = limits
+        self.metrics = Metrics()
+        self.ready = threading.Event()
+        """Set while requests are answered."""
+        self.tickets: list[Ticket] = []
+        """All that have not ended, in the order in which they came; for looking at them."""
+        self.on_end = on_end
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lanes = {served.name: _Lane(self, served) for served in models}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="mlxspec worker", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; :attr:`ready` is set once models are warmed up."""
+        self._thread.start()
+
+    def wait_until_ready(self) -> None:
+        """Return once requests are answered.
+
+        Raises:
+            MlxspecError: the thread has failed before; its log says how.
+        """
+        while not self.ready.wait(0.1):
+            if not self.alive:
+                raise MlxspecError("the model has failed in its first steps; see above")
+
+    def stop(self) -> None:
+        """End all generations and the thread, and wait for it."""
+
+        def stop() -> None:
+            self._stopping = True
+
+        self._commands.put(stop)
+        self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def check(self, served: ServedModel, request: GenerationRequest) -> None:
+        """Refuse what cannot be generated, before it is queued.
+
+        Raises:
+            ApiError: 400, an option is out of range, or the context would be too long; 413, its
+                caches would not fit into memory whatever else runs.
+        """
+        n_prompt, longest = len(request.prompt), served.context_length
+        if longest is not None and n_prompt + request.max_tokens > longest:
+            raise ApiError(
+                f"the model's context has {longest} tokens; the prompt has {n_prompt} and "
+                f"max_tokens is {request.max_tokens}: shorten the prompt or ask for fewer",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        decoder = served.decoder
+        try:
+            check_options(
+                decoder.model,
+                decoder.tokenizer,
+                decoder.vocab_size,
+                request.max_tokens,
+                {**served.options, **request.options},
+            )
+        except MlxspecError as error:
+            raise ApiError(str(error)) from error
+        needed = served.memory.bytes_for(n_prompt + request.max_tokens)
+        if needed > served.memory.limit:
+            raise ApiError(
+                f"the caches of {n_prompt} prompt tokens and {request.max_tokens} more need "
+                f"{needed >> 20} MiB, and {served.memory.limit >> 20} MiB are there for them: "
+                "shorten the prompt or ask for fewer tokens",
+                status=413,
+                code="out_of_memory",
+            )
+
+    def submit(self, served: ServedModel, requests: Sequence[GenerationRequest]) -> Answer:
+        """Queue generations, all or none; called in an event loop.
+
+        Raises:
+            ApiError: as :meth:`check`; 429, the queue is full; 503, the server is ending.
+        """
+        for request in requests:
+            self.check(served, request)
+        if not self.alive or self._stopping:
+            raise ApiError("the server is ending", status=503)
+        waiting = sum(ticket.state == "queued" for ticket in self.tickets.copy())
+        if waiting and waiting + len(requests) > self.limits.queued:
+            full = ApiError(
+                f"{waiting} generations are waiting already: try again later",
+                status=429,
+                code="queue_full",
+                headers={"Retry-After": str(_RETRY_AFTER)},
+            )
+            self.metrics.add_end(full, 0.0)
+            raise full
+        answer = Answer(self, served, requests)
+        self.tickets += answer.tickets
+        self._commands.put(partial(self._lanes[served.name].queue.extend, answer.tickets))
+        return answer
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a generation before its next step, if it has not ended."""
+        if ticket.state != "ended":
+            lane = self._lanes[ticket.served.name]
+            self._commands.put(partial(lane.end, ticket, ApiError("cancelled", status=499)))
+
+    def has_read(self, ticket: Ticket, count: int) -> None:
+        """So many events have been taken: a generation that waited for it may go on."""
+        self._commands.put(partial(self._lanes[ticket.served.name].has_read, ticket, count))
+
+    def _run(self) -> None:
+        """The thread: obey commands, then a turn of every model that has something to do."""
+        lanes = [*self._lanes.values()]
+        with ExitStack() as running:
+            try:
+                for lane in lanes:
+                    running.enter_context(lane.scheduler.running())
+                    lane.warm_up()
+                self.ready.set()
+                busy = False
+                while not self._stopping:
+                    self._obey(wait=not busy)
+                    busy = any([lane.turn() for lane in lanes])
+            except Exception:
+                _log.exception("the worker has failed")
+            finally:
+                self.ready.clear()
+                for lane in lanes:
+                    lane.close()
+
+    def _obey(self, wait: bool) -> None:
+        """Run the commands that have come; if there is nothing else to do, wait for one."""
+        while wait or not self._commands.empty():
+            self._commands.get()()
+            wait = False
+
+
+class _Lane:
+    """One model's queue, and its generations that run; used in the worker's thread alone."""
+
+    def __init__(self, worker: Worker, served: ServedModel) -> None:
+        self._worker = worker
+        self._served = served
+        self.queue: deque[Ticket] = deque()
+        limits = worker.limits
+        self.scheduler = Scheduler(
+            served.decoder, max_active=limits.active, stall=limits.stall
+        )
+        self.scheduler.on_step = self._watch
+        self._running: dict[Job, Ticket] = {}
+        self._shape = 1, 1
+        """Rows and sequences of the last step."""
+
+    def warm_up(self) -> None:
+        """Find out what the model verifies and what steps cost, before the first request."""
+        make_drafter = self._served.make_drafter(())
+        for prompt in ([1, 1], [1, 1, 1]):
+            self.scheduler.submit(prompt, lambda response: None, 8, make_drafter)
+        while self.scheduler.turn():
+            pass
+
+    def turn(self) -> bool:
+        """Admit what fits, run prompts and a step; whether there is more to do at once."""
+        self._admit()
+        steps = self.scheduler.steps
+        try:
+            busy = self.scheduler.turn()
+            if self.scheduler.steps > steps:
+                self._worker.metrics.add_forward(self.scheduler.step_seconds, *self._shape)
+        except Exception as error:
+            _log.exception("a turn has failed")
+            for ticket in [*self._running.values()]:
+                self.end(ticket, error)
+            busy = False
+        for ticket in [*self._running.values()]:
+            job = ticket.job
+            if job and job.error:
+                self.end(ticket, job.error)
+            ticket.hand_over()
+            if job and ticket.unread > _MOST_UNREAD:
+                self.scheduler.pause(job)
+        return busy or bool(self.queue and self._fits(self.queue[0]))
+
+    def _fits(self, ticket: Ticket) -> bool:
+        """Whether a generation may start: there is room, and its prompt is not being run."""
+        running = self._running.values()
+        if any(
+            other.state == "prefill" and other.request.prompt == ticket.request.prompt
+            for other in running
+        ):
+            return False  # what another one is about to have can be shared then
+        held = sum(other.nbytes for other in running)
+        few = len(self._running) < self._worker.limits.active
+        return few and held + ticket.nbytes <= self._served.memory.limit
+
+    def _admit(self) -> None:
+        """Start those whose caches fit beside those that run, in the order in which they came."""
+        while self.queue and self._fits(self.queue[0]):
+            ticket = self.queue.popleft()
+            held = sum(other.nbytes for other in self._running.values()) + ticket.nbytes
+            cache, memory = self._served.cache, self._served.memory
+            cache.make_room(cache.nbytes - (memory.limit - held))
+            try:
+                self._start(ticket)
+            except Exception as error:
+                self.end(ticket, error)
+
+    def _start(self, ticket: Ticket) -> None:
+        request = ticket.request
+        ticket.session = self._served.cache.lend(request.prompt, request.partition)
+
+        def progress(done: int, total: int) -> None:
+            ticket.prefilled = len(request.prompt) - 1 - total + done
+
+        options = {**self._served.options, **request.options}
+        ticket.job = self.scheduler.submit(
+            list(request.prompt),
+            lambda response: self._respond(ticket, response),
+            request.max_tokens,
+            self._served.make_drafter(request.prediction),
+            session=ticket.session,
+            on_progress=progress,
+            **options,  # type: ignore[misc]
+        )
+        ticket.state = "prefill"
+        self._running[ticket.job] = ticket
+
+    def _watch(self, job: Job, step: DecodedStep) -> None:
+        """Count what a step has done."""
+        ticket = self._running.get(job)
+        if ticket is None or job.sequence is None:
+            return
+        verified = step.verified
+        self._shape = verified.rows, verified.sequences
+        self._worker.metrics.add_step(verified, origins_of(job.sequence.drafter, verified.tree))
+        ticket.steps += 1
+        ticket.emitted += len(verified.tokens)
+        ticket.decode_seconds += self.scheduler.step_seconds
+        if self.scheduler.plain_seconds is not None:
+            ticket.plain_seconds += self.scheduler.plain_seconds * len(verified.tokens)
+
+    def _respond(self, ticket: Ticket, response: GenerationResponse) -> None:
+        """Turn a response into an event."""
+        ticket.state = "decoding"
+        now = time.perf_counter()
+        metrics = self._worker.metrics
+        if ticket.first_token is None:
+            ticket.first_token = now
+            seconds = now - ticket.asked
+            metrics.add_first_token(seconds, response.prompt_tokens, response.reused_tokens)
+        wanted = ticket.request.top_logprobs
+        logprobs = None if wanted is None else response.token_logprobs(wanted)
+        index, stats = ticket.request.index, response.stats
+        ticket.batch.append(
+            Piece(
+                index,
+                response.text,
+                response.token,
+                response.from_draft,
+                logprobs.logprob if logprobs else None,
+                tuple(logprobs.top) if logprobs else (),
+            )
+        )
+        if response.finish_reason:
+            ended = Ended(
+                index,
+                response.finish_reason,
+                response.prompt_tokens,
+                response.reused_tokens,
+                response.generation_tokens,
+                stats.drafted,
+                stats.accepted,
+            )
+            ticket.batch.append(ended)
+            self._close(ticket, ended)
+
+    def has_read(self, ticket: Ticket, count: int) -> None:
+        """Let a generation go on whose reader has caught up."""
+        ticket.unread -= count
+        if ticket.job and ticket.job.paused and ticket.unread <= _LEAST_UNREAD:
+            self.scheduler.pause(ticket.job, paused=False)
+
+    def end(self, ticket: Ticket, error: Exception) -> None:
+        """End a generation wherever it is, which has not come to its end by itself."""
+        if ticket.state == "ended":
+            return
+        if ticket in self.queue:
+            self.queue.remove(ticket)
+        if ticket.job:
+            self.scheduler.cancel(ticket.job)
+        if isinstance(error, ApiError):
+            failure = error
+        elif isinstance(error, MlxspecError):
+            failure = ApiError(str(error))
+        else:
+            _log.error("a generation has failed", exc_info=error)
+            failure = ApiError(f"the generation has failed: {error}", status=500)
+        ticket.batch.append(failure)
+        self._close(ticket, failure)
+        ticket.hand_over()
+
+    def _close(self, ticket: Ticket, ended: Ended | ApiError) -> None:
+        """A generation has ended; its caches stay for prompts that begin with what they hold."""
+        ticket.state = "ended"
+        self._worker.tickets.remove(ticket)
+        self._worker.metrics.add_end(ended, time.perf_counter() - ticket.asked)
+        self._worker.on_end(ticket, ended)
+        if ticket.job:
+            del self._running[ticket.job]
+        if ticket.session:
+            self._served.cache.give_back(ticket.session)
+
+    def close(self) -> None:
+        """End all generations."""
+        for ticket in [*self.queue, *self._running.values()]:
+            self.end(ticket, ApiError("the server is ending", status=503))
