@@ -71,6 +71,10 @@ class StreamingDetokenizer(ABC):
         return segment
 
     @abstractmethod
+    def token_bytes(self, token: int) -> bytes:
+        """What a token stands for, alone; nothing for an id beyond the vocabulary."""
+
+    @abstractmethod
     def _next_text(self, token: int) -> str: ...
 
     @abstractmethod
@@ -91,6 +95,9 @@ class ByteDetokenizer(StreamingDetokenizer):
     def reset(self) -> None:
         super().reset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._bytes_of(token)
 
     def _next_text(self, token: int) -> str:
         return self._decoder.decode(self._bytes_of(token))
@@ -113,6 +120,11 @@ class WindowDetokenizer(StreamingDetokenizer):
         super().reset()
         self._before = [self._first]
         self._waiting: list[int] = []
+
+    def token_bytes(self, token: int) -> bytes:
+        if token >= self._vocabulary_size:
+            return b""
+        return self._decode([self._first, token])[len(self._decode([self._first])) :].encode()
 
     def _next_text(self, token: int) -> str:
         if token >= self._vocabulary_size:
@@ -174,6 +186,14 @@ def detokenizer_of(wrapper: TokenizerWrapper) -> Any:
     fresh = copy.copy(own)
     fresh.reset()
     return fresh
+
+
+def token_bytes(wrapper: TokenizerWrapper, token: int) -> bytes:
+    """What a token stands for, alone: a part of a character, too, where the detokenizer is ours."""
+    own = getattr(wrapper, "_mlxspec_detokenizer", None)
+    if own is None:
+        return str(wrapper.decode([token])).encode()
+    return bytes(own.token_bytes(token))
 
 
 def streaming_detokenizer(tokenizer: PreTrainedTokenizerBase) -> StreamingDetokenizer:

@@ -1,0 +1,533 @@
+"""Answers in the forms of OpenAI's API, from the tokens that the decoder emits.
+
+An answer is fed with events, of any of its choices in any order, and returns the chunks that a
+streamed answer sends for them. When all choices have ended it can be told as a whole.
+
+With ``"mlxspec": {"drafts": true}`` in the request, each streamed choice that has text says which
+of it came from accepted drafts: ``"mlxspec": {"drafts": [["The quick brown", true], [" fox",
+false]]}``, whose texts join to the choice's.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .. import __version__
+from ..loading.detokenizer import token_bytes
+from .output import (
+    Delta,
+    OutputFormat,
+    OutputParser,
+    Reasoning,
+    Text,
+    ToolCallArguments,
+    ToolCallBegun,
+)
+from .requests import ChatRequest, CompletionRequest, Request
+
+_IMPOSSIBLE = -9999.0  # what OpenAI has for minus infinity, which is no JSON
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One generated token of a choice.
+
+    Attributes:
+        index: of the choice.
+        text: the next segment of text; may be empty, and hold text of earlier tokens.
+        token: the token id.
+        accepted: it was an accepted draft token.
+        logprob: the token's, where log-probabilities were asked for.
+        top: the likeliest tokens in its place and theirs, best first.
+    """
+
+    index: int
+    text: str
+    token: int
+    accepted: bool = False
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A choice has ended.
+
+    Attributes:
+        index: of the choice.
+        finish_reason: "stop" or "length".
+        prompt_tokens: tokens in its prompt.
+        cached_tokens: those of them that were in a cache.
+        completion_tokens: tokens generated, the one that ended the output included.
+        drafted: draft tokens proposed.
+        accepted: draft tokens accepted.
+    """
+
+    index: int
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+Event = Piece | Ended
+
+
+class Answer:
+    """What the answers of both APIs have in common.
+
+    Args:
+        request: what was asked.
+        model: the name that the answer gives the model.
+        tokenizer: the model's.
+        n_choices: of all prompts together.
+
+    Attributes:
+        id: of the answer.
+        done: all choices have ended.
+    """
+
+    _prefix = _object = _chunk_object = ""
+
+    def __init__(
+        self, request: Request, model: str, tokenizer: TokenizerWrapper, n_choices: int
+    ) -> None:
+        self.id = f"{self._prefix}-{uuid.uuid4().hex}"
+        self._request = request
+        self._tokenizer = tokenizer
+        self._names = _TokenNames(tokenizer)
+        self._ends: list[Ended | None] = [None] * n_choices
+        self._head = {
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"mlxspec-{__version__}",
+        }
+
+    @property
+    def done(self) -> bool:
+        return all(self._ends)
+
+    def feed(self, events: Iterable[Event]) -> list[dict[str, Any]]:
+        """Take what has happened; returns the chunks of a streamed answer for it.
+
+        What comes for a choice after its end is left out.
+        """
+        chunks: list[dict[str, Any]] = []
+        was_done = self.done
+        for index, group in groupby(events, key=lambda event: event.index):
+            if self._ends[index]:
+                continue
+            pieces: list[Piece] = []
+            for event in group:
+                if isinstance(event, Ended):
+                    self._ends[index] = event
+                    break
+                pieces.append(event)
+            chunks += map(self._chunk, self._feed_choice(index, pieces, self._ends[index]))
+        if self._request.include_usage and self.done and not was_done:
+            chunks.append(self._envelope(self._chunk_object, [], self.usage()))
+        return chunks
+
+    def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        choices = [self._whole_choice(index) for index in range(len(self._ends))]
+        return self._envelope(self._object, choices, self.usage())
+
+    def finished(self, index: int) -> bool:
+        """Whether a choice needs no more tokens, though it has not ended."""
+        return False
+
+    def usage(self) -> dict[str, Any]:
+        """The tokens of the choices that have ended; a prompt of ``n`` choices counts once."""
+        ends = [end for end in self._ends if end]
+        n = self._request.n
+        prompts = [list(group) for _, group in groupby(ends, key=lambda end: end.index // n)]
+        prompt_tokens = sum(group[0].prompt_tokens for group in prompts)
+        completion_tokens = sum(end.completion_tokens for end in ends)
+        accepted = sum(end.accepted for end in ends)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {
+                # Of several choices one computes the prompt, and the others find it cached.
+                "cached_tokens": sum(min(e.cached_tokens for e in group) for group in prompts),
+            },
+            "completion_tokens_details": {
+                "reasoning_tokens": self._reasoning_tokens(),
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": sum(end.drafted for end in ends) - accepted,
+            },
+        }
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return self._envelope(self._chunk_object, [choice], None)
+
+    def _envelope(
+        self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        envelope = {"id": self.id, "object": kind, **self._head, "choices": choices}
+        if usage or self._request.include_usage:
+            envelope["usage"] = usage
+        return envelope
+
+    def _feed_choice(
+        self, index: int, pieces: Sequence[Piece], end: Ended | None
+    ) -> list[dict[str, Any]]:
+        """The choices of the chunks for some tokens of a choice, and its end."""
+        raise NotImplementedError
+
+    def _whole_choice(self, index: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _reasoning_tokens(self) -> int:
+        return 0
+
+    def _marked(self, choice: dict[str, Any], runs: Sequence[_Run]) -> dict[str, Any]:
+        """The choice, with its drafts where they were asked for."""
+        if self._request.drafts and runs:
+            choice["mlxspec"] = {"drafts": [[run.text, run.accepted] for run in runs]}
+        return choice
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Text of tokens that were accepted drafts, or were none."""
+
+    text: str
+    accepted: bool
+
+
+def _runs(texts: Iterable[tuple[str, bool]]) -> list[_Run]:
+    """Texts and whether they were accepted drafts, with neighbours of one kind made one."""
+    return [
+        _Run(text, accepted)
+        for accepted, group in groupby(texts, key=lambda one: one[1])
+        if (text := "".join(text for text, _ in group))
+    ]
+
+
+# --- chat ---
+
+
+@dataclass
+class _ChatChoice:
+    """What a choice of a chat has so far."""
+
+    parser: OutputParser
+    begun: bool = False
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    reasoning_tokens: int = 0
+
+    def add(self, delta: Delta) -> None:
+        if isinstance(delta, Text):
+            self.content.append(delta.text)
+        elif isinstance(delta, Reasoning):
+            self.reasoning.append(delta.text)
+        elif isinstance(delta, ToolCallBegun):
+            function = {"name": delta.name, "arguments": ""}
+            self.calls.append({"id": delta.id, "type": "function", "function": function})
+        else:
+            self.calls[delta.index]["function"]["arguments"] += delta.text
+
+    def read(self, pieces: Sequence[Piece], end: bool) -> list[tuple[Delta, bool]]:
+        """What the tokens say, and whether they were accepted drafts."""
+        said: list[tuple[Delta, bool]] = []
+        for piece in pieces:
+            was_reasoning = self.parser.reasoning
+            said += ((delta, piece.accepted) for delta in self.parser.feed(piece.text))
+            self.reasoning_tokens += was_reasoning or self.parser.reasoning
+        if end:
+            said += ((delta, False) for delta in self.parser.finish())
+        return said
+
+    def finish_reason(self, end: Ended | None) -> str:
+        reason = end.finish_reason if end else "stop"
+        calls = self.calls and (reason == "stop" or self.parser.finished)
+        return "tool_calls" if calls else reason
+
+
+class ChatAnswer(Answer):
+    """The answer of ``/v1/chat/completions``.
+
+    Reasoning is told as ``reasoning_content``. Log-probabilities are of all generated tokens,
+    those of reasoning, markers and calls too, but the one that ends the output.
+
+    Args:
+        format: of the model's output.
+    """
+
+    _prefix, _object, _chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self, request: ChatRequest, model: str, tokenizer: TokenizerWrapper, format: OutputFormat
+    ) -> None:
+        super().__init__(request, model, tokenizer, request.n)
+        self._choices = [_ChatChoice(OutputParser(format)) for _ in range(request.n)]
+
+    def finished(self, index: int) -> bool:
+        return self._choices[index].parser.finished
+
+    def _feed_choice(
+        self, index: int, pieces: Sequence[Piece], end: Ended | None
+    ) -> list[dict[str, Any]]:
+        choice = self._choices[index]
+        chunks = []
+        if not choice.begun:
+            choice.begun = True
+            chunks.append(_chat_chunk(index, {"role": "assistant", "content": ""}))
+        said = choice.read(pieces, end is not None)
+        for _, group in groupby(said, key=lambda one: _place(one[0])):
+            deltas = list(group)
+            for delta, _ in deltas:
+                choice.add(delta)
+            runs = _runs((d.text, a) for d, a in deltas if isinstance(d, (Text, Reasoning)))
+            chunk = _chat_chunk(index, _chunk_delta([delta for delta, _ in deltas]))
+            chunks.append(self._marked(chunk, runs))
+        if self._request.logprobs is not None and (logprobs := self._names.of_chat(pieces)):
+            choice.logprobs += logprobs
+            if not chunks:
+                chunks.append(_chat_chunk(index, {}))
+            chunks[-1]["logprobs"] = {"content": logprobs, "refusal": None}
+        if end:
+            chunks.append(_chat_chunk(index, {}, choice.finish_reason(end)))
+        return chunks
+
+    def _whole_choice(self, index: int) -> dict[str, Any]:
+        choice = self._choices[index]
+        content = "".join(choice.content)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content if content or not choice.calls else None,
+            "refusal": None,
+        }
+        if choice.reasoning:
+            message["reasoning_content"] = "".join(choice.reasoning)
+        if choice.calls:
+            message["tool_calls"] = choice.calls
+        asked = self._request.logprobs is not None
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": {"content": choice.logprobs, "refusal": None} if asked else None,
+            "finish_reason": choice.finish_reason(self._ends[index]),
+        }
+
+    def _reasoning_tokens(self) -> int:
+        return sum(choice.reasoning_tokens for choice in self._choices)
+
+
+def _place(delta: Delta) -> tuple[type, int]:
+    """Deltas of one place become one chunk; a call's name and arguments have a place each."""
+    if isinstance(delta, (Text, Reasoning)):
+        return type(delta), 0
+    return type(delta), delta.index
+
+
+def _chunk_delta(deltas: Sequence[Delta]) -> dict[str, Any]:
+    """Deltas of one place in OpenAI's form."""
+    first = deltas[0]
+    if isinstance(first, ToolCallBegun):
+        function = {"name": first.name, "arguments": ""}
+        call = {"index": first.index, "id": first.id, "type": "function", "function": function}
+        return {"tool_calls": [call]}
+    text = "".join(delta.text for delta in deltas if not isinstance(delta, ToolCallBegun))
+    if isinstance(first, ToolCallArguments):
+        return {"tool_calls": [{"index": first.index, "function": {"arguments": text}}]}
+    return {"content" if isinstance(first, Text) else "reasoning_content": text}
+
+
+def _chat_chunk(
+    index: int, delta: dict[str, Any], finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+# --- completions ---
+
+
+@dataclass
+class _TextChoice:
+    """What a choice of a completion has so far: its texts, the echoed prompt first."""
+
+    echo: str
+    begun: bool = False
+    texts: list[str] = field(default_factory=list)
+    length: int = 0
+    logprobs: dict[str, list[Any]] = field(default_factory=dict)
+
+    def add(self, text: str) -> None:
+        self.texts.append(text)
+        self.length += len(text)
+
+
+class CompletionAnswer(Answer):
+    """The answer of ``/v1/completions``."""
+
+    _prefix, _object, _chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, request: CompletionRequest, model: str, tokenizer: TokenizerWrapper) -> None:
+        super().__init__(request, model, tokenizer, len(request.prompts) * request.n)
+        echoes = [self._text_of(prompt) if request.echo else "" for prompt in request.prompts]
+        self._choices = [_TextChoice(echo) for echo in echoes for _ in range(request.n)]
+
+    def _text_of(self, prompt: str | Sequence[int]) -> str:
+        return prompt if isinstance(prompt, str) else detokenized(self._tokenizer, prompt)
+
+    def _feed_choice(
+        self, index: int, pieces: Sequence[Piece], end: Ended | None
+    ) -> list[dict[str, Any]]:
+        choice, top = self._choices[index], self._request.logprobs
+        said = [(piece.text, piece.accepted) for piece in pieces]
+        if not choice.begun:
+            choice.begun = True
+            choice.add(choice.echo)
+            said.insert(0, (choice.echo, False))
+        logprobs = None
+        if top is not None and (found := self._names.of_completion(pieces, choice.length, top)):
+            logprobs = _legacy(found)
+            for name, values in found.items():
+                choice.logprobs.setdefault(name, []).extend(values)
+        for piece in pieces:
+            choice.add(piece.text)
+        chunks = []
+        text = "".join(text for text, _ in said)
+        if text or logprobs:
+            chunk = _text_choice(index, text, logprobs, None)
+            chunks.append(self._marked(chunk, _runs(said)))
+        if end:
+            chunks.append(_text_choice(index, "", None, end.finish_reason))
+        return chunks
+
+    def _whole_choice(self, index: int) -> dict[str, Any]:
+        choice, end = self._choices[index], self._ends[index]
+        logprobs = None if self._request.logprobs is None else _legacy(choice.logprobs)
+        reason = end.finish_reason if end else "stop"
+        return _text_choice(index, "".join(choice.texts), logprobs, reason)
+
+
+def _text_choice(
+    index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _legacy(found: dict[str, list[Any]]) -> dict[str, Any]:
+    """The lists of a completion's log-probabilities; null where no likeliest were asked for."""
+    names = ("tokens", "token_logprobs", "text_offset")
+    lists: dict[str, Any] = {name: found.get(name, []) for name in names}
+    return lists | {"top_logprobs": found.get("top_logprobs")}
+
+
+# --- log-probabilities ---
+
+
+class _TokenNames:
+    """Log-probabilities with tokens under the names that OpenAI's API gives them.
+
+    That is a token's text, or ``bytes:\\xe2\\x80`` for one that is part of a character. The
+    token that ended the output is left out, as it is from the text.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, list[int]]] = {}
+
+    def of_chat(self, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
+        """An entry of ``logprobs.content`` for each token."""
+        return [
+            {
+                **self._entry(piece.token, piece.logprob),
+                "top_logprobs": [self._entry(*one) for one in piece.top],
+            }
+            for piece in pieces
+            if self._is_told(piece)
+        ]
+
+    def of_completion(self, pieces: Iterable[Piece], offset: int, top: int) -> dict[str, list[Any]]:
+        """The lists of a completion's ``logprobs``; none of them where no token is told.
+
+        Args:
+            pieces: the tokens.
+            offset: where the first of them begins in the choice's text.
+            top: how many of the likeliest tokens were asked for.
+        """
+        found: dict[str, list[Any]] = defaultdict(list)
+        for piece in pieces:
+            if self._is_told(piece):
+                found["tokens"].append(self._name(piece.token)[0])
+                found["token_logprobs"].append(_finite(piece.logprob))
+                found["text_offset"].append(offset)
+                if top:
+                    likeliest = (*piece.top, (piece.token, piece.logprob))
+                    found["top_logprobs"].append(
+                        {self._name(token)[0]: _finite(logprob) for token, logprob in likeliest}
+                    )
+            offset += len(piece.text)
+        return found
+
+    def _is_told(self, piece: Piece) -> bool:
+        return piece.logprob is not None and piece.token not in self._tokenizer.eos_token_ids
+
+    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
+        name, in_bytes = self._name(token)
+        return {"token": name, "logprob": _finite(logprob), "bytes": in_bytes}
+
+    def _name(self, token: int) -> tuple[str, list[int]]:
+        if token not in self._known:
+            in_bytes = token_bytes(self._tokenizer, token)
+            try:
+                name = in_bytes.decode()
+            except UnicodeDecodeError:
+                name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in in_bytes)
+            self._known[token] = name, list(in_bytes)
+        return self._known[token]
+
+
+def _finite(logprob: float | None) -> float:
+    return _IMPOSSIBLE if logprob is None else max(logprob, _IMPOSSIBLE)
+
+
+# --- models and tokens ---
+
+
+def model_entry(name: str, created: int, context_length: int | None) -> dict[str, Any]:
+    """A model of ``/v1/models``; its context is under the two names that clients look for."""
+    entry = {"id": name, "object": "model", "created": created, "owned_by": "mlxspec"}
+    if context_length is None:
+        return entry
+    return entry | {"context_length": context_length, "max_model_len": context_length}
+
+
+def models_answer(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The answer of ``/v1/models``."""
+    return {"object": "list", "data": list(entries)}
+
+
+def tokenize_answer(tokens: Sequence[int], context_length: int | None) -> dict[str, Any]:
+    """The answer of ``/v1/tokenize``."""
+    return {"tokens": list(tokens), "count": len(tokens), "max_model_len": context_length}
+
+
+def detokenize_answer(tokenizer: TokenizerWrapper, tokens: Sequence[int]) -> dict[str, Any]:
+    """The answer of ``/v1/detokenize``."""
+    return {"prompt": detokenized(tokenizer, tokens)}
+
+
+def detokenized(tokenizer: TokenizerWrapper, tokens: Sequence[int]) -> str:
+    """The text of token ids, without the tokenizer's own tokens such as BOS."""
+    known = [token for token in tokens if token < len(tokenizer)]
+    return str(tokenizer.decode(known, skip_special_tokens=True))
