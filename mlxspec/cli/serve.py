@@ -27,7 +27,7 @@ from .output import error_console, figures_grid, shown, size_in_words
 if TYPE_CHECKING:
     from ..generation.options import GenerationOptions
     from ..server.errors import ApiError
-    from ..server.events import Ended
+    from ..server.openai import Ended
     from ..server.worker import ServedModel, Ticket, Worker
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
@@ -298,7 +298,7 @@ def _log_line(console: Console, quiet: bool, log_json: bool) -> Any:
 
 
 def _record(ticket: Ticket, ended: Ended | ApiError) -> dict[str, Any]:
-    from ..server.events import Ended
+    from ..server.openai import Ended
 
     done = isinstance(ended, Ended)
     return {

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from ..generation.options import GenerationOptions
 from ..loading.model import encode_prompt
 from .errors import ApiError
-from .events import Event
+from .openai import Event
 from .gate import Gate, json_body
 from .openai import ChatAnswer, CompletionAnswer, model_entry
 from .prompts import chat_prompt, completion_prompt
@@ -97,20 +97,6 @@ async def _server_error(request: Request, error: Exception) -> Response:
     return JSONResponse(ApiError("the server has failed; its log says how", status=500).body, 500)
 
 
-class AnswerMaker(Protocol):
-    """Makes an answer's JSON from events."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing that may still come belongs to the answer."""
-
-    def feed(self, events: Sequence[Event]) -> list[dict[str, Any]]:
-        """Take events; returns the chunks of a streamed answer."""
-
-    def whole(self) -> dict[str, Any]:
-        """The answer of what has been fed."""
-
-
 class _Api:
     def __init__(self, worker: Worker, max_tokens: int) -> None:
         self._worker = worker
@@ -137,3 +123,214 @@ class _Api:
     async def _tokenized(self, served: ServedModel, make: Callable[..., Any], *args: Any) -> Any:
         async with self._tokenizing[served.name]:
             return await run_in_threadpool(make, *args)
+
+    # --- generating ---
+
+    async def chat(self, request: Request) -> Response:
+        """``/v1/chat/completions``"""
+        body = parse_chat(await json_body(request))
+        served = self._served(body.model)
+        tokenizer = served.decoder.tokenizer
+        prompt = await self._tokenized(served, chat_prompt, body, tokenizer)
+        stream = await self._submitted(request, served, body, [prompt.tokens])
+        answer = ChatAnswer(body, served.name, tokenizer, prompt.format)
+        return await self._answered(request, body, stream, answer)
+
+    async def complete(self, request: Request) -> Response:
+        """``/v1/completions``"""
+        body = parse_completion(await json_body(request))
+        served = self._served(body.model)
+        tokenizer = served.decoder.tokenizer
+        prompts = [
+            await self._tokenized(served, completion_prompt, prompt, body, tokenizer)
+            for prompt in body.prompts
+        ]
+        stream = await self._submitted(request, served, body, prompts)
+        return await self._answered(
+            request, body, stream, CompletionAnswer(body, served.name, tokenizer)
+        )
+
+    async def _submitted(
+        self,
+        request: Request,
+        served: ServedModel,
+        body: ApiRequest,
+        prompts: Sequence[Sequence[int]],
+    ) -> EventStream:
+        """Queue ``n`` generations of each prompt."""
+        decoder = served.decoder
+        prediction: tuple[int, ...] = ()
+        if body.prediction:
+            encode = partial(decoder.tokenizer.encode, add_special_tokens=False)
+            prediction = tuple(await self._tokenized(served, encode, body.prediction))
+        requests = []
+        for prompt in prompts:
+            for choice in range(body.n):
+                options: GenerationOptions = {
+                    "sampling": body.sampling.params(
+                        decoder.vocab_size, choice, served.special_tokens
+                    ),
+                    "stop": body.stop,
+                    "stop_tokens": body.stop_token_ids,
+                }
+                requests.append(
+                    GenerationRequest(
+                        tuple(prompt),
+                        self._room(served, len(prompt), body.max_tokens),
+                        options,
+                        len(requests),
+                        prediction,
+                        body.logprobs,
+                        request.state.partition,
+                    )
+                )
+        return self._worker.submit(served, requests)
+
+    def _room(self, served: ServedModel, n_prompt: int, max_tokens: int | None) -> int:
+        """How many tokens an output may have; a request that does not say takes what there is."""
+        if max_tokens is not None:
+            return max_tokens
+        longest = served.context_length
+        return self._max_tokens if longest is None else max(1, min(self._max_tokens, longest - n_prompt))
+
+    async def _answered(
+        self, request: Request, body: ApiRequest, stream: EventStream, answer: Answer
+    ) -> Response:
+        if body.stream:
+            return StreamingResponse(
+                _server_sent_events(stream, answer),
+                media_type="text/event-stream",
+                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+            )
+        making = asyncio.create_task(_whole(stream, answer))
+        gone = asyncio.create_task(_disconnected(request))
+        try:
+            await asyncio.wait({making, gone}, timeout=_SILENCE, return_when=FIRST_COMPLETED)
+            if making.done():
+                return JSONResponse(making.result())
+            if gone.done():
+                return Response(status_code=499)
+            begun, making = making, asyncio.create_task(asyncio.sleep(0))
+            return StreamingResponse(_with_life_signs(begun), media_type="application/json")
+        finally:
+            gone.cancel()
+            making.cancel()
+
+    # --- telling ---
+
+    async def models(self, request: Request) -> Response:
+        """``/v1/models``"""
+        return JSONResponse(models_answer([*map(_entry, self._worker.models.values())]))
+
+    async def model(self, request: Request) -> Response:
+        """``/v1/models/NAME``"""
+        return JSONResponse(_entry(self._served(request.path_params["name"])))
+
+    async def tokenize(self, request: Request) -> Response:
+        """``/v1/tokenize``"""
+        content = await json_body(request)
+        body = parse_tokenize(content)
+        served = self._served(named_model(content))
+        tokenizer = served.decoder.tokenizer
+        if body.chat:
+            tokens = (await self._tokenized(served, chat_prompt, body.chat, tokenizer)).tokens
+        else:
+            encode = partial(tokenizer.encode, add_special_tokens=body.add_special_tokens)
+            tokens = await self._tokenized(served, encode, body.text)
+        return JSONResponse(tokenize_answer(tokens, served.context_length))
+
+    async def detokenize(self, request: Request) -> Response:
+        """``/v1/detokenize``"""
+        content = await json_body(request)
+        tokens = parse_detokenize(content)
+        served = self._served(named_model(content))
+        wrong = next((token for token in tokens if token >= served.decoder.vocab_size), None)
+        if wrong is not None:
+            raise ApiError(
+                f"tokens has the id {wrong}: the model's are 0 to {served.decoder.vocab_size - 1}",
+                param="tokens",
+            )
+        tokenizer = served.decoder.tokenizer
+        return JSONResponse(await self._tokenized(served, detokenize_answer, tokenizer, tokens))
+
+    async def health(self, request: Request) -> Response:
+        """``/health``: whether the worker lives."""
+        return _state(self._worker.alive, "ok", "the worker has failed")
+
+    async def ready(self, request: Request) -> Response:
+        """``/ready``: whether requests are answered."""
+        return _state(self._worker.ready.is_set(), "ready", "not ready")
+
+    async def metrics(self, request: Request) -> Response:
+        """``/metrics``, for Prometheus"""
+        return Response(self._worker.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def status(self, request: Request) -> Response:
+        """``/status``: the figures of the page"""
+        return JSONResponse(status_of(self._worker))
+
+    async def page(self, request: Request) -> Response:
+        """``/``: the status page"""
+        return HTMLResponse(_PAGE, headers=_PAGE_HEADERS)
+
+
+_PAGE = (files("mlxspec.server") / "page.html").read_text(encoding="utf-8")
+_PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+        "connect-src 'self'; img-src data:; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def _entry(served: ServedModel) -> dict[str, Any]:
+    return model_entry(served.name, served.created, served.context_length)
+
+
+def _state(good: bool, word: str, other: str) -> Response:
+    return JSONResponse({"status": word if good else other}, 200 if good else 503)
+
+
+async def _whole(stream: EventStream, answer: Answer) -> dict[str, Any]:
+    """The answer in one piece."""
+    async with aclosing(stream.events(_LIFE_SIGN)) as happening:
+        async for events in happening:
+            answer.feed(events)
+            stream.cancel_finished(answer.finished)
+    return answer.whole()
+
+
+async def _server_sent_events(stream: EventStream, answer: Answer) -> AsyncIterator[str]:
+    """The chunks of an answer as they come; an error takes the place of what is left."""
+    try:
+        async with aclosing(stream.events(_LIFE_SIGN)) as happening:
+            async for events in happening:
+                if not events:
+                    yield ": still working\n\n"
+                for chunk in answer.feed(events):
+                    yield f"data: {json.dumps(chunk)}\n\n"
+                stream.cancel_finished(answer.finished)
+    except ApiError as error:
+        yield f"data: {json.dumps(error.body)}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+async def _with_life_signs(making: asyncio.Task[dict[str, Any]]) -> AsyncIterator[str]:
+    """JSON that takes long: spaces, which belong to no value, say that all is well."""
+    try:
+        while not making.done():
+            yield " "
+            await asyncio.wait({making}, timeout=_LIFE_SIGN)
+        try:
+            yield json.dumps(making.result())
+        except ApiError as error:  # it is too late for a status
+            yield json.dumps(error.body)
+    finally:
+        making.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    """Return once the client has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -30,7 +30,7 @@ from ..generation.scheduler import Job, Scheduler
 from ..generation.session import Session
 from .admission import Memory
 from .errors import ApiError
-from .events import Ended, Event, Piece
+from .openai import Ended, Event, Piece
 from .metrics import Metrics
 from .prefix_cache import PrefixCache
 
@@ -86,10 +86,10 @@ class Ticket:
         prefilled: prompt tokens that have run or were cached.
     """
 
-    def __init__(self, request: GenerationRequest, served: ServedModel, answer: Answer) -> None:
+    def __init__(self, request: GenerationRequest, served: ServedModel, stream: EventStream) -> None:
         self.request = request
         self.served = served
-        self.answer = answer
+        self.stream = stream
         self.state = "queued"
         self.prefilled = 0
         self.asked = time.perf_counter()
@@ -117,10 +117,10 @@ class Ticket:
         if self.batch:
             batch, self.batch = self.batch, []
             self.unread += len(batch)
-            self.answer.put(self, batch)
+            self.stream.put(self, batch)
 
 
-class Answer:
+class EventStream:
     """The generations of one request, for the event loop that made it.
 
     Attributes:
@@ -294,7 +294,7 @@ class Worker:
                 code="out_of_memory",
             )
 
-    def submit(self, served: ServedModel, requests: Sequence[GenerationRequest]) -> Answer:
+    def submit(self, served: ServedModel, requests: Sequence[GenerationRequest]) -> EventStream:
         """Queue generations, all or none; called in an event loop.
 
         Raises:
@@ -314,10 +314,10 @@ class Worker:
             )
             self.metrics.add_end(full, 0.0)
             raise full
-        answer = Answer(self, served, requests)
-        self.tickets += answer.tickets
-        self._commands.put(partial(self._lanes[served.name].queue.extend, answer.tickets))
-        return answer
+        stream = EventStream(self, served, requests)
+        self.tickets += stream.tickets
+        self._commands.put(partial(self._lanes[served.name].queue.extend, stream.tickets))
+        return stream
 
     def cancel(self, ticket: Ticket) -> None:
         """End a generation before its next step, if it has not ended."""
