@@ -61,6 +61,15 @@ def for_steps(cache: Any) -> Any:
     return cache
 
 
+def compact(caches: Iterable[Any]) -> None:
+    """Let states be arrays of their own: one may be a view of all rows of a prefill."""
+    for cache in parts(caches):
+        if isinstance(cache, ArraysCache):
+            cache.cache = [
+                state if state is None else mx.contiguous(state) for state in cache.cache
+            ]
+
+
 def parts(caches: Iterable[Any]) -> list[Any]:
     """All caches, with the members of mlx-lm's ``CacheList`` in its place."""
     found = []

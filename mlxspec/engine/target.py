@@ -22,6 +22,7 @@ from .caches import (
     cached_length,
     can_be_cut,
     check_cut,
+    compact,
     cut,
     first_positions,
     for_steps,
@@ -222,6 +223,7 @@ class Target:
 
     def _change_for_steps(self) -> None:
         self.use([for_steps(cache) for cache in self.cache])
+        compact(self.cache)
         mx.eval(self.arrays)
 
     def mark(self) -> None:

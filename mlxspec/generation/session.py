@@ -134,6 +134,11 @@ class Session:
             return Session(target.copied(length, room), tokens[:length])
 
     @property
+    def length(self) -> int:
+        """How many tokens the cache holds by now, also while the session is in use."""
+        return self._lent[0].length if self._lent else len(self._tokens)
+
+    @property
     def nbytes(self) -> int:
         """The memory of what is kept in MLX's arrays, between two generations."""
         held = self._target.kept_arrays if self._target else held_arrays(parts(self._first_cache))
