@@ -80,7 +80,7 @@ def replaced(path: Path, error: type[MlxspecError], mode: int = PRIVATE) -> Iter
     check_writable(path, error)
     partial = _temporary(path)
     with _os_errors_as(error, path):
-        _remove_leftovers(path)
+        remove_leftovers(path)
         try:
             with _new_file(partial, mode) as file:
                 yield file
@@ -173,7 +173,17 @@ def recover_directory(path: Path) -> None:
             old.rename(_temporary(path))  # a "replaced" one is whole, and this will not be
         elif not new.exists():
             old.rename(path)
-    _remove_leftovers(path)
+    remove_leftovers(path)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what processes that are gone have written for ``path``."""
+    for leftover in _beside(path, "partial"):
+        with suppress(OSError), _locked(leftover):
+            if leftover.is_dir():
+                shutil.rmtree(leftover, ignore_errors=True)
+            else:
+                leftover.unlink()
 
 
 def _exchange(new: Path, old: Path) -> None:
@@ -231,16 +241,6 @@ def _beside(path: Path, kind: str) -> list[Path]:
                 if is_ours and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
                     found.append(path.parent / entry.name)
     return found
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Remove what processes that are gone have written for ``path``."""
-    for leftover in _beside(path, "partial"):
-        with suppress(OSError), _locked(leftover):
-            if leftover.is_dir():
-                shutil.rmtree(leftover, ignore_errors=True)
-            else:
-                leftover.unlink()
 
 
 def _new_file(path: Path, mode: int) -> BinaryIO:

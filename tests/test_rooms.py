@@ -14,7 +14,7 @@ PACKAGE = Path(mlxspec.__file__).parent
 ROOMS = (
     *("errors", "files", "jsonl", "process", "terminal"),
     *("draft", "plan", "store", "loading", "engine", "distributed"),
-    *("generation", "compat", "convert", "eval", "cli"),
+    *("generation", "compat", "convert", "eval", "server", "cli"),
 )
 WITHOUT_MLX = ("draft", "plan", "store", "errors", "files", "jsonl", "process", "terminal")
 

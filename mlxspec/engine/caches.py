@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -58,6 +59,15 @@ def for_steps(cache: Any) -> Any:
     if type(cache) is CacheList:
         return CacheList(*map(for_steps, cache.caches))
     return cache
+
+
+def compact(caches: Iterable[Any]) -> None:
+    """Let states be arrays of their own: one may be a view of all rows of a prefill."""
+    for cache in parts(caches):
+        if isinstance(cache, ArraysCache):
+            cache.cache = [
+                state if state is None else mx.contiguous(state) for state in cache.cache
+            ]
 
 
 def parts(caches: Iterable[Any]) -> list[Any]:
@@ -148,6 +158,51 @@ def cut(caches: Iterable[Any], length: int) -> None:
         cache.trim(max(0, cache.offset - length))
 
 
+def can_be_cut(cache: Any, length: int) -> bool:
+    """Whether a cache still holds all that a row after its first ``length`` positions sees."""
+    if isinstance(cache, WindowKVCache):
+        return cache.reaches_back_to(length)
+    if isinstance(cache, ChunkedKVCache):
+        return bool(cache.start_position <= length // cache.chunk_size * cache.chunk_size)
+    return is_trimmable(cache)
+
+
+def first_positions(cache: Any, length: int, room: int) -> Any:
+    """mlx-lm's cache with a copy of what a cache holds of its first ``length`` positions.
+
+    Args:
+        cache: one that :func:`can_be_cut` to the length, or ends there. It may be in use.
+        length: at least 1.
+        room: for how many positions plain caches get room, so that writing up to there
+            copies nothing again.
+    """
+    if isinstance(cache, CacheList):
+        return CacheList(*(first_positions(part, length, room) for part in cache.caches))
+    if isinstance(cache, WindowKVCache):
+        cut_back = copy.copy(cache)
+        cut_back.offset = length
+        return RotatingKVCache.from_state(cut_back.rotating_state())
+    if isinstance(cache, SlotKVCache | KVCache | QuantizedKVCache):
+        kind = QuantizedKVCache if isinstance(cache, QuantizedKVCache) else KVCache
+        if cache.keys is None:  # a layer that has seen nothing yet
+            return copy.copy(cache)
+
+        def taken(array: mx.array) -> mx.array:
+            held = array[cache.place if isinstance(cache, TreeSteps) else slice(None)]
+            size = -(-max(length, room) // kind.step) * kind.step
+            new = mx.zeros((*held.shape[:2], size, held.shape[3]), held.dtype)
+            new[..., :length, :] = held[..., :length, :]
+            return new
+
+        keys, values = tree_map(taken, (cache.keys, cache.values))
+        settings = cache.state[3:] if kind is QuantizedKVCache else ()
+        return kind.from_state((keys, values, length, *settings))
+    taken_over = copy.deepcopy(cache)
+    if isinstance(taken_over, ChunkedKVCache):
+        taken_over.trim(taken_over.offset - length)
+    return taken_over
+
+
 def check_cut(caches: Iterable[Any], length: int) -> None:
     """Check that caches, once they are cut, still hold what the next rows should see.
 
@@ -155,10 +210,9 @@ def check_cut(caches: Iterable[Any], length: int) -> None:
         ValueError: chunked attention has dropped some of it. (A window refuses the cut itself.)
     """
     for cache in caches:
-        if isinstance(cache, ChunkedKVCache) and length < cache.offset:
-            chunk_start = length // cache.chunk_size * cache.chunk_size
-            if cache.start_position > chunk_start:
-                raise ValueError(f"the chunk at {length} positions has been dropped")
+        shorter = isinstance(cache, ChunkedKVCache) and length < cache.offset
+        if shorter and not can_be_cut(cache, length):
+            raise ValueError(f"the chunk at {length} positions has been dropped")
 
 
 class Snapshot:
@@ -176,6 +230,19 @@ class Snapshot:
         """Give the caches back what they held; may be called more than once."""
         for cache, held in self._held:
             vars(cache).update(_copied(cache, held))
+
+    def content_of(self, cache: Any) -> Any:
+        """A cache of its own with what one of these caches held."""
+        found = copy.copy(cache)
+        (held,) = (held for own, held in self._held if own is cache)
+        vars(found).update(_copied(cache, held))
+        return found
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All that the caches held."""
+        held = tree_flatten([held for _, held in self._held])
+        return [value for _, value in held if isinstance(value, mx.array)]
 
 
 def _copied(cache: Any, held: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -24,7 +25,7 @@ from ..errors import PromptCacheError
 from ..files import check_writable, replaced
 from ..loading.safetensors_header import DamagedHeader
 from .caches import cached_length, parts
-from .prompt_cache_reading import holds_caches, read_caches
+from .prompt_cache_reading import holds_caches, read_caches, read_metadata
 
 _ATTENTION = {KVCache, QuantizedKVCache, RotatingKVCache}
 _SUFFIX = ".safetensors"
@@ -87,15 +88,34 @@ def load_prompt_cache(
         PromptCacheError: there is no such file, or it is damaged or of another kind.
     """
     path = Path(file_name)
-    try:
-        if not path.exists():
-            raise PromptCacheError(
-                f"{file_name}: there is no such file; make it with 'mlxspec cache-prompt'"
-            )
+    with _unreadable(path):
         cache, metadata = read_caches(path)
         if (named := _named_tokens(metadata)) and not tokens_in(cache, metadata):
             raise ValueError(f"it names {len(named)} tokens and holds {cached_length(cache)}")
         mx.eval([part.state for part in cache])
+    return (cache, metadata) if return_metadata else cache
+
+
+def read_prompt_cache_metadata(path: Path) -> tuple[list[int], dict[str, str]]:
+    """The tokens that a prompt cache names, and its metadata; the cache itself is not read.
+
+    Raises:
+        PromptCacheError: as :func:`load_prompt_cache`.
+    """
+    with _unreadable(path):
+        metadata = read_metadata(path)
+        return _named_tokens(metadata), metadata
+
+
+@contextmanager
+def _unreadable(file_name: Path) -> Iterator[None]:
+    """Say what is wrong with a file in one line that names it."""
+    try:
+        if not file_name.exists():
+            raise PromptCacheError(
+                f"{file_name}: there is no such file; make it with 'mlxspec cache-prompt'"
+            )
+        yield
     except OSError as error:
         raise PromptCacheError(
             f"{file_name} cannot be read ({error.strerror}): name a file that you can read"
@@ -109,7 +129,6 @@ def load_prompt_cache(
             f"{file_name} holds no prompt cache that this version of mlx-lm reads ({error}): make "
             "it with 'mlxspec cache-prompt'"
         ) from error
-    return (cache, metadata) if return_metadata else cache
 
 
 def prompt_cache_path(file_name: str | os.PathLike[str]) -> Path:

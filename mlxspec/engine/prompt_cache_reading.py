@@ -66,6 +66,15 @@ def read_caches(path: Path) -> tuple[list[Any], dict[str, str]]:
     return [*map(_cache, classes, states)], _below("0", flat)
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a file.
+
+    Raises:
+        OSError, DamagedHeader, RuntimeError, ValueError: as for :func:`read_caches`.
+    """
+    return _below("0", _load(path)[1])
+
+
 def holds_caches(path: Path) -> bool:
     """Whether a file's header says of which classes its caches are.
 

@@ -13,15 +13,18 @@ from typing import Any, NamedTuple, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, make_prompt_cache
 
 from ..draft.drafter import DraftTree
 from .caches import (
     Snapshot,
     TreeKVCache,
     cached_length,
+    can_be_cut,
     check_cut,
+    compact,
     cut,
+    first_positions,
     for_steps,
     held_arrays,
     is_trimmable,
@@ -132,7 +135,8 @@ class Target:
         self.vocab_size = vocab_size
         self.pending: tuple[int, ...] = ()
         self.options = options or CacheOptions()
-        self._quantizes_later = self.options.kv_bits is not None
+        quantized = any(isinstance(part, QuantizedKVCache) for part in parts(cache or ()))
+        self._quantizes_later = self.options.kv_bits is not None and not quantized
         self._replays = capability in (Capability.REPLAY, Capability.PLAIN)
         if cache is None:
             cache = make_prompt_cache(model, self.options.max_kv_size)
@@ -195,7 +199,7 @@ class Target:
             while start < len(tokens):
                 yield start
                 if marks and start == early:
-                    self._mark()
+                    self.mark()
                 size = self.options.prefill_step_size
                 if chunk and not self._quantizes_later:
                     size = min(size, chunk())
@@ -219,13 +223,14 @@ class Target:
 
     def _change_for_steps(self) -> None:
         self.use([for_steps(cache) for cache in self.cache])
+        compact(self.cache)
         mx.eval(self.arrays)
 
-    def _mark(self) -> None:
+    def mark(self) -> None:
         """Keep the state of the caches that cannot be cut back to this length."""
         self._change_for_steps()
         untrimmable = [cache for cache in parts(self.cache) if not is_trimmable_anywhere(cache)]
-        if self.length:
+        if self.length and untrimmable:
             self._marks.append(Checkpoint(self.length, (), Snapshot(untrimmable)))
 
     @property
@@ -335,6 +340,47 @@ class Target:
                 raise
             self._checkpoints.clear()
             self._return_to(self._marks[-1])
+
+    def reach(self, length: int) -> int:
+        """The most positions up to ``length`` that :meth:`copied` takes; 0 for none.
+
+        This and :meth:`copied` may be called between any two steps of a generation, and between
+        two chunks of its prompt.
+        """
+        length = min(length, self.length - len(self.pending))
+        start = self.options.quantized_kv_start
+        quantized = self.options.kv_bits is not None and not self._quantizes_later
+        if quantized and length < min(start, self.length):
+            return 0  # at that length nothing was quantised yet
+        if all(can_be_cut(cache, length) for cache in parts(self.cache)):
+            return length
+        return max((mark.length for mark in self._marks if mark.length <= length), default=0)
+
+    def copied(self, length: int, room: int) -> list[Any]:
+        """mlx-lm's caches with a copy of the first positions.
+
+        Args:
+            length: of :meth:`reach`, not 0, or all that the caches hold between two generations.
+            room: as for :func:`mlxspec.engine.caches.first_positions`.
+        """
+        marks = {mark.length: mark.state for mark in self._marks}
+
+        def taken(cache: Any) -> Any:
+            if isinstance(cache, CacheList):
+                return CacheList(*map(taken, cache.caches))
+            if not can_be_cut(cache, length) and length in marks:
+                cache = marks[length].content_of(cache)
+            return first_positions(cache, length, room)
+
+        copies = list(map(taken, self.cache))
+        mx.eval(held_arrays(parts(copies)))
+        return copies
+
+    @property
+    def kept_arrays(self) -> list[mx.array]:
+        """All that the caches hold, and that is kept of them to return to."""
+        states = [each.state.arrays for each in (*self._marks, *self._checkpoints)]
+        return [*self.arrays, *(array for arrays in states for array in arrays)]
 
     def _forget_marks_behind(self) -> None:
         """Forget the marks in what was cut off: other tokens will take its place."""

@@ -137,11 +137,15 @@ class WindowKVCache:
         """
         length = self.offset - n
         if n > 0:
-            oldest_seen = length + 1 - (self.max_size - self.keep)
-            if self._start > max(self.keep, oldest_seen):
+            if not self.reaches_back_to(length):
                 raise ValueError(f"the window has moved on too far to be cut to {length} positions")
             self.offset = length
         return n
+
+    def reaches_back_to(self, length: int) -> bool:
+        """Whether all is still there that a row after the first ``length`` positions sees."""
+        oldest_seen = length + 1 - (self.max_size - self.keep)
+        return self._start <= max(self.keep, oldest_seen)
 
     @property
     def state(self) -> tuple[Any, Any]:

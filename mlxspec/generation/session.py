@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..draft.context_index import ContextIndex, common_length
+from ..engine.caches import can_be_cut, first_positions, for_steps, held_arrays, parts
 from ..engine.capability import capability_with
 from ..engine.params import CacheOptions
 from ..engine.prompt_cache import as_mlx_lms
@@ -71,6 +72,8 @@ class Session:
         self._first_cache: Sequence[Any] = copy.deepcopy(cache)  # MLX copies when it writes
         self._tokens = list(tokens)
         self._target: Target | None = None
+        self._lent: tuple[Target, list[int]] | None = None
+        """While a generation has the target: that, and the generation's prompt."""
         self._in_use = threading.Lock()
 
     @classmethod
@@ -91,6 +94,56 @@ class Session:
             )
         return cls(cache, tokens)
 
+    def reach(self, length: int) -> int:
+        """How many of the first ``length`` tokens another session can begin with, at most.
+
+        While the session is in use, its tokens are its generation's prompt, as far as that has
+        run. It may be asked in the thread of the generation alone, between two steps or two chunks
+        of the prompt.
+        """
+        if self._first_cache:
+            layers = [for_steps(layer) for layer in self._first_cache]
+            whole = len(self._tokens) <= length
+            cuttable = whole or all(can_be_cut(layer, length) for layer in parts(layers))
+            return min(length, len(self._tokens)) if cuttable else 0
+        if self._lent:
+            target, prompt = self._lent
+            return target.reach(min(length, len(prompt)))
+        if self._target is None:
+            return 0
+        if length >= len(self._tokens):
+            return len(self._tokens)
+        return self._target.reach(length)
+
+    def fork(self, length: int, room: int = 0) -> Session:
+        """A new session that begins with a copy of the first tokens.
+
+        Args:
+            length: of :meth:`reach`, which says when this may be called; not 0.
+            room: for how many tokens the copy gets room.
+        """
+        with mx.stream(generation_stream):
+            if self._first_cache:
+                layers = [for_steps(layer) for layer in self._first_cache]
+                copies = [first_positions(layer, length, room) for layer in layers]
+                return Session(copies, self._tokens[:length])
+            target, tokens = self._lent or (self._target, self._tokens)
+            assert target is not None
+            if not self._lent and length == len(tokens):
+                target.flush_pending()
+            return Session(target.copied(length, room), tokens[:length])
+
+    @property
+    def length(self) -> int:
+        """How many tokens the cache holds by now, also while the session is in use."""
+        return self._lent[0].length if self._lent else len(self._tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of what is kept in MLX's arrays, between two generations."""
+        held = self._target.kept_arrays if self._target else held_arrays(parts(self._first_cache))
+        return sum(array.nbytes for array in {id(array): array for array in held}.values())
+
     def save(
         self, file_name: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
     ) -> None:
@@ -101,13 +154,15 @@ class Session:
             PromptCacheError: the file cannot be written; an older one stays as it was.
         """
         with self._used(), mx.stream(generation_stream):
-            if self._target is None:
+            cache = list(self._first_cache)
+            if self._target:
+                try:
+                    self._target.flush_pending()
+                finally:  # an interrupted one leaves a shorter context
+                    del self._tokens[self._target.length :]
+                cache = [as_mlx_lms(layer) for layer in self._target.cache]
+            if not cache:
                 raise OptionError("session has no cache to save: finish a generation first")
-            try:
-                self._target.flush_pending()
-            finally:  # an interrupted one leaves a shorter context
-                del self._tokens[self._target.length :]
-            cache = [as_mlx_lms(layer) for layer in self._target.cache]
             save_prompt_cache(file_name, cache, metadata, tokens=self._tokens)
 
     @contextmanager
@@ -149,6 +204,7 @@ class Session:
             target = new(capability_with(lent, capability), cache=lent)
             target.prefill([])  # its caches can be cut from now on
             target.length = len(tokens)
+            target.mark()
         if target is None or not _serves(target, model, capability, options):
             return new(capability)
         # The prompt's last token belongs to the first step.
@@ -209,13 +265,18 @@ class SessionTurn(CacheOwner):
                 target = self._session._take(self._prompt, *self._of_target)
             self._ending = ending.pop_all()
         self._close, self._target = close, target
+        self._session._lent = target, self._prompt
         return target, target.length
 
     def give_back(self, context: Sequence[int]) -> None:
+        target, self._target = self._target, None
         with self._ending:
-            if self._target:
-                self._close()
-                self._session._put_back(self._target, context)
+            if target:
+                self._session._lent = None
+                # Not a reference to the generation any more, so that no cycle keeps the caches.
+                close, self._close = self._close, lambda: None
+                close()
+                self._session._put_back(target, context)
 
 
 def _serves(

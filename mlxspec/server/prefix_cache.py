@@ -1,0 +1,423 @@
+"""The prefix cache: what earlier requests have put into KV caches, for later ones to go on from.
+
+An entry is a :class:`mlxspec.Session`. A request whose prompt continues an entry gets that session
+itself, one that shares a beginning with it gets a copy of that beginning. While a session is lent
+others may still copy from it, so requests that run at once share what they have in common.
+
+Nothing here is locked: one thread owns the cache, its model and the generations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from ..engine.caches import for_steps, is_trimmable_anywhere, parts
+from ..engine.costs import model_identity
+from ..engine.params import CacheOptions
+from ..engine.prompt_cache_file import read_prompt_cache_metadata
+from ..errors import PromptCacheError
+from ..files import remove_leftovers
+from ..generation.session import Session
+from .radix_tree import RadixTree
+
+_LEAST = 16  # tokens; a shorter common beginning is not worth a copy
+_OPENING = 16  # tokens at a prompt's end that open the answer; a later prompt may lack them
+_WORTH_WAITING = 64  # tokens of prefill; of fewer, two requests run each its own
+_NEW_FILE = "new.safetensors"
+_CHUNK = 1 << 20  # bytes of a file that are read at a time
+_FORMAT = 1
+_SAMPLES = 64  # numbers or so that are looked at in each of a model's weights
+# Keys of a file's metadata.
+_MODEL, _PARTITION, _N_PROMPT = "model_fingerprint", "partition", "prompt_tokens"
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A context that is kept.
+
+    Attributes:
+        tokens: what the tree has it under: those of the session, or while it is lent the prompt.
+        n_prompt: how many of them a client has sent; an answer follows.
+        partition: digest of the partition's name.
+        session: None for an entry that is on disk only.
+        nbytes: the memory of the session.
+        lent: whether the session is in use.
+        file: holds the session's tokens as well, if there is one.
+    """
+
+    tokens: array[int]
+    n_prompt: int
+    partition: str
+    session: Session | None
+    nbytes: int = 0
+    lent: bool = False
+    file: Path | None = None
+
+
+class PrefixCache:
+    """Keeps the caches of requests to one model, within a bound.
+
+    A session that is lent counts for nothing here: its memory is that of its request.
+
+    Args:
+        model: an mlx-lm model.
+        max_bytes: how much memory entries may take that are not in use. Those that were used
+            longest ago make room.
+        options: of the caches; all generations have the same.
+        warn: called with a line about a file that cannot be used or written.
+
+    Attributes:
+        hits: how many prompts have found a beginning of theirs.
+        misses: how many have not.
+        forks: how many of the hits were copies.
+        evictions: how many entries have made room for others.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        max_bytes: int,
+        options: CacheOptions | None = None,
+        warn: Callable[[str], object] = lambda line: None,
+    ) -> None:
+        self.max_bytes = max_bytes
+        self.hits = self.misses = self.forks = self.evictions = 0
+        self._model = model
+        self._options = options or CacheOptions()
+        self._warn = warn
+        self._trees: dict[str, RadixTree[_Entry]] = {}
+        self._idle: dict[_Entry, None] = {}
+        """The one that was used last is the last."""
+        self._lent: dict[Session, _Entry] = {}
+        self._files: set[Path] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of all entries that are not in use."""
+        return sum(entry.nbytes for entry in self._idle)
+
+    @property
+    def entries(self) -> int:
+        """How many entries are in memory and not in use."""
+        return sum(entry.session is not None for entry in self._idle)
+
+    # --- lending ---
+
+    def lend(self, prompt: Sequence[int], partition: str = "") -> Session:
+        """A session for a generation with this prompt, which holds as much of it as possible.
+
+        It is the caller's until :meth:`give_back`.
+
+        Args:
+            prompt: token ids.
+            partition: such as the client's key. Entries of others are never used.
+        """
+        tokens, name = array("i", prompt), _digest(partition)
+        entry, length, moves = self._best(tokens, name)
+        if entry and moves:
+            assert entry.session
+            session = entry.session
+            self._remove(entry)
+        elif entry and length >= _LEAST:
+            assert entry.session
+            session = entry.session.fork(length, room=len(tokens))
+            if not entry.lent:
+                self._touch(entry)
+            self.forks += 1
+        else:
+            session, entry = Session(), None
+        if entry:
+            self.hits += 1
+        else:
+            self.misses += 1
+        lent = _Entry(tokens, len(tokens), name, session, lent=True)
+        self._lent[session] = lent
+        self._tree(name).insert(tokens, lent)
+        return session
+
+    def worth_waiting(self, prompt: Sequence[int], partition: str = "") -> bool:
+        """Whether a request that is running is about to run a beginning of this prompt.
+
+        Whoever waits with :meth:`lend` until this is no longer so saves running it again. Of
+        several requests that come at once with one long beginning, all but the first should.
+        """
+        tokens, name = array("i", prompt), _digest(partition)
+        now: int | None = None
+        for common, entry in self._tree(name).matches(tokens):
+            common = min(common, len(tokens) - 1)
+            if common < _WORTH_WAITING:
+                return False
+            if not entry.lent:
+                continue
+            assert entry.session
+            coming = common
+            if not self._cuttable:  # it will be marked near its end, and can be copied there alone
+                mark = len(entry.tokens) - 1 - _OPENING
+                coming = mark if mark <= common else 0
+            # It has come, or the whole prompt has been run.
+            if entry.session.length >= min(coming, len(entry.tokens) - 1):
+                continue
+            if now is None:
+                now = self._best(tokens, name)[1]
+            if coming - now >= _WORTH_WAITING:
+                return True
+        return False
+
+    def give_back(self, session: Session) -> None:
+        """Keep what a session holds, after its generation has ended in whatever way."""
+        lent = self._lent.pop(session)
+        self._tree(lent.partition).remove(lent.tokens, lent)
+        tokens = array("i", session.tokens)
+        entry = _Entry(tokens, min(lent.n_prompt, len(tokens)), lent.partition, session)
+        entry.nbytes = session.nbytes
+        if not tokens or entry.nbytes > self.max_bytes or self._is_in_another(entry):
+            return
+        for shorter in self._tree(entry.partition).prefixes(tokens):
+            if not shorter.lent and session.reach(len(shorter.tokens)) == len(shorter.tokens):
+                self._remove(shorter)
+        self._add(entry)
+        self._evict(self.nbytes - self.max_bytes)
+
+    def make_room(self, nbytes: int) -> int:
+        """Drop entries that are not in use, those that were used longest ago first.
+
+        Returns:
+            how many bytes that has freed; fewer than asked for where there are no more.
+        """
+        freed = self._evict(nbytes)
+        if freed:
+            mx.clear_cache()
+        return freed
+
+    def _best(self, tokens: array[int], partition: str) -> tuple[_Entry | None, int, bool]:
+        """What holds most of a prompt's beginning.
+
+        Returns:
+            the entry, how many tokens of the prompt it holds in a state to go on from, and whether
+            the prompt continues it, so that nobody will miss what else it holds.
+        """
+        best: tuple[_Entry | None, int, bool] = (None, 0, False)
+        tree, unusable = self._tree(partition), []
+        for common, entry in tree.matches(tokens):
+            # The prompt's last token belongs to the first step.
+            usable = min(common, len(tokens) - 1)
+            if usable < max(1, best[1]):
+                break
+            if not entry.session:
+                whole = common == len(entry.tokens)
+                if usable <= max(best[1], _LEAST) or not (whole or self._cuttable):
+                    continue
+                if not self._opened(entry):
+                    unusable.append(entry)
+                    continue
+            assert entry.session
+            # An answer that the client has changed or left out is not missed, nor is what opens it,
+            # unless it is worth more than a copy.
+            in_prompt, tail = entry.n_prompt - common, len(entry.tokens) - common
+            moves = not entry.lent and in_prompt <= min(_OPENING, common // 2)
+            moves = moves and tail <= max(common, _OPENING)
+            found = entry.session.reach(usable)
+            if found and (found, moves) > best[1:]:
+                best = entry, found, moves
+        for entry in unusable:
+            self._remove(entry)
+        return best
+
+    def _is_in_another(self, entry: _Entry) -> bool:
+        """Whether an entry is the mere beginning of another one, which can go on from there."""
+        length = len(entry.tokens)
+        for common, other in self._tree(entry.partition).matches(entry.tokens):
+            if common < length:
+                return False
+            if not other.lent and other.session and other.session.reach(length) == length:
+                self._touch(other)
+                return True
+        return False
+
+    # --- the entries ---
+
+    def _tree(self, partition: str) -> RadixTree[_Entry]:
+        return self._trees.setdefault(partition, RadixTree())
+
+    def _add(self, entry: _Entry) -> None:
+        self._tree(entry.partition).insert(entry.tokens, entry)
+        self._idle[entry] = None
+
+    def _remove(self, entry: _Entry) -> None:
+        self._tree(entry.partition).remove(entry.tokens, entry)
+        del self._idle[entry]
+
+    def _touch(self, entry: _Entry) -> None:
+        """It has been used just now."""
+        del self._idle[entry]
+        self._idle[entry] = None
+
+    def _evict(self, nbytes: int) -> int:
+        """Take entries out of memory until so many bytes are free."""
+        freed = 0
+        for entry in [entry for entry in self._idle if entry.session]:
+            if freed >= nbytes:
+                break
+            freed += entry.nbytes
+            self.evictions += 1
+            entry.session, entry.nbytes = None, 0
+            if not entry.file:
+                self._remove(entry)
+        return freed
+
+    @cached_property
+    def _cuttable(self) -> bool:
+        """Whether a copy can be taken of any number of a cache's first positions."""
+        caches = make_prompt_cache(self._model, self._options.max_kv_size)
+        return all(map(is_trimmable_anywhere, parts(map(for_steps, caches))))
+
+    # --- on disk ---
+
+    def save(self, directory: Path) -> None:
+        """Write the entries that are not in use, one file each, for :meth:`load`.
+
+        Together they are no larger than ``max_bytes``: those used last are written. Files that
+        were read or written before and are not needed any more go. What cannot be written is
+        reported and left out.
+        """
+        kept: list[Path] = []
+        left = self.max_bytes
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for entry in reversed(self._idle):
+                path = entry.file or self._write(entry, directory, left)
+                size = path.stat().st_size if path else 0
+                if path and size <= left:
+                    left -= size
+                    kept.append(path)
+            for path in self._files - set(kept):
+                path.unlink(missing_ok=True)
+            now = time.time()
+            for age, path in enumerate(kept):  # which tells the order to the next process
+                os.utime(path, (now - age, now - age))
+        except (OSError, PromptCacheError) as error:
+            self._warn(f"the prefix cache cannot be saved: {error}")
+        self._files.update(kept)
+
+    def _write(self, entry: _Entry, directory: Path, most: int) -> Path | None:
+        """Write an entry's file if it is no larger than ``most``; its name is its checksum."""
+        if not entry.session or entry.nbytes > most:
+            return None
+        new = directory / _NEW_FILE
+        described = {
+            _MODEL: self._fingerprint,
+            _PARTITION: entry.partition,
+            _N_PROMPT: str(entry.n_prompt),
+        }
+        entry.session.save(new, described)
+        entry.file = new.with_stem(_checksum(new))
+        os.replace(new, entry.file)
+        return entry.file
+
+    def load(self, directory: Path) -> int:
+        """Make entries of files that :meth:`save` has written; each is read once it is needed.
+
+        A file that is another model's, or is none of these, is reported and left alone.
+
+        Returns:
+            how many entries there are.
+        """
+        remove_leftovers(directory / _NEW_FILE)
+        with suppress(OSError):
+            (directory / _NEW_FILE).unlink()  # whole, but not yet named by its checksum
+        try:
+            found = [path for path in directory.iterdir() if path.suffix == ".safetensors"]
+            found.sort(key=lambda path: path.lstat().st_mtime)
+        except FileNotFoundError:
+            return 0
+        except OSError as error:
+            self._warn(f"{directory} cannot be read ({error.strerror}); no prefix is taken from it")
+            return 0
+        entries = [entry for path in found if (entry := self._described(path))]
+        for entry in entries:
+            self._add(entry)
+            self._files.add(cast(Path, entry.file))
+        return len(entries)
+
+    def _described(self, path: Path) -> _Entry | None:
+        """The entry of a file, which is not read yet."""
+        try:
+            tokens, metadata = read_prompt_cache_metadata(path)
+            n_prompt = int(metadata.get(_N_PROMPT, ""))
+            partition = metadata[_PARTITION]
+        except (PromptCacheError, ValueError, KeyError):
+            self._warn(f"{path}: ignored, since it is damaged or no entry of a prefix cache")
+            return None
+        if metadata.get(_MODEL) != self._fingerprint:
+            self._warn(f"{path}: ignored, since another model, version or cache option made it")
+            return None
+        return _Entry(array("i", tokens), n_prompt, partition, None, file=path)
+
+    def _opened(self, entry: _Entry) -> bool:
+        """Read an entry's file, if that is still to be done; returns whether it can be used."""
+        if entry.session:
+            return True
+        path = cast(Path, entry.file)
+        try:
+            if _checksum(path) != path.stem:
+                raise PromptCacheError("its content has changed")
+            session = Session.load(path)
+            if array("i", session.tokens) != entry.tokens:
+                raise PromptCacheError("its content has changed")
+        except (OSError, PromptCacheError):
+            self._warn(f"{path}: ignored, since it is gone or damaged")
+            return False
+        entry.session, entry.nbytes = session, session.nbytes
+        return True
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        """Tells models and cache options apart, fine-tuned models too."""
+        options = asdict(self._options)
+        del options["prefill_step_size"]
+        versions = [version("mlx"), version("mlx-lm")]
+        told = json.dumps([_FORMAT, model_identity(self._model)["digest"], options, versions])
+        digest = hashlib.sha256(told.encode())
+        samples = []
+        for _, weight in sorted(tree_flatten(self._model.parameters())):
+            spread = weight.reshape(-1)[:: max(1, weight.size // _SAMPLES)]
+            samples.append(mx.contiguous(spread).view(mx.uint8))
+        mx.eval(samples)
+        for sample in samples:
+            digest.update(np.array(sample).tobytes())
+        return digest.hexdigest()
+
+
+def _digest(partition: str) -> str:
+    """What partitions are told apart by; it reveals no key."""
+    return hashlib.sha256(partition.encode()).hexdigest()
+
+
+def _checksum(path: Path) -> str:
+    """Of a file's content.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,517 @@
+"""Requests that go on from what earlier ones have left write what they write alone."""
+
+from __future__ import annotations
+
+import os
+import stat
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mlxspec
+from mlxspec.engine.caches import held_arrays
+from mlxspec.engine.params import CacheOptions
+from mlxspec.generation.scheduler import Job, Scheduler
+from mlxspec.server.prefix_cache import PrefixCache
+from tests.support.architectures import ARCHITECTURES
+from tests.support.demo import endless_tokenizer
+from tests.support.examples import examples
+
+ENOUGH = 1 << 30
+KINDS = {
+    "plain": "llama3",
+    "sliding and full": "gemma3",
+    "latent": "deepseek_v3",
+    "lists": "deepseek_v32",
+    "chunked": "llama4",
+    "state": "mamba2",
+    "state and window": "recurrent_gemma",
+    "state and full": "lfm2",
+}
+CUTTABLE = ("plain", "latent", "lists")
+cuttable = pytest.mark.parametrize(
+    "kind", ["plain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in CUTTABLE[1:])]
+)
+each_kind = pytest.mark.parametrize(
+    "kind",
+    [
+        "plain",
+        "sliding and full",
+        "state and full",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[2:7]),
+    ],
+)
+
+
+@cache
+def decoder_of(kind: str) -> mlxspec.Decoder:
+    return mlxspec.Decoder(ARCHITECTURES[KINDS[kind]].model(), endless_tokenizer())
+
+
+def tokens_of(n: int, seed: int = 0) -> list[int]:
+    return [(7 * i * i + 13 * seed * i + i // 5 + seed) % 60 + 3 for i in range(n)]
+
+
+class Requests:
+    """Requests to a decoder, as a server runs them."""
+
+    def __init__(
+        self, kind: str | mlxspec.Decoder = "plain", max_bytes: int = ENOUGH, **options: Any
+    ) -> None:
+        self.decoder = decoder_of(kind) if isinstance(kind, str) else kind
+        self.lines: list[str] = []
+        self.cache = PrefixCache(
+            self.decoder.model, max_bytes, CacheOptions(**options), self.lines.append
+        )
+        self.scheduler = Scheduler(self.decoder)
+        self.options = options
+        self.running: list[Request] = []
+
+    def start(self, prompt: Sequence[int], n: int = 6, partition: str = "") -> Request:
+        session = self.cache.lend(prompt, partition)
+        request = Request(session, prompt)
+        request.job = self.scheduler.submit(
+            list(prompt), request.add, n, session=session, **self.options
+        )
+        self.running.append(request)
+        return request
+
+    def end(self, request: Request) -> None:
+        self.scheduler.cancel(request.job)
+        self.running.remove(request)
+        self.cache.give_back(request.session)
+        assert request.job.error is None
+        del request.job
+
+    def run(self) -> None:
+        while self.scheduler.turn():
+            pass
+        for request in [*self.running]:
+            self.end(request)
+
+    def answer(self, prompt: Sequence[int], n: int = 6, partition: str = "") -> Request:
+        """Run one request, and compare it with one that runs alone."""
+        request = self.start(prompt, n, partition)
+        self.run()
+        assert request.tokens == self.alone(prompt, n)
+        return request
+
+    def alone(self, prompt: Sequence[int], n: int) -> list[int]:
+        return [r.token for r in self.decoder.stream(list(prompt), n, **self.options)]
+
+
+class Request:
+    job: Job
+
+    def __init__(self, session: mlxspec.Session, prompt: Sequence[int]) -> None:
+        self.session = session
+        self.prompt = prompt
+        self.tokens: list[int] = []
+        self.reused = 0
+
+    def add(self, response: mlxspec.GenerationResponse) -> None:
+        self.tokens.append(response.token)
+        self.reused = response.reused_tokens
+
+
+@each_kind
+def test_a_conversation_of_ten_turns_runs_each_token_once(kind: str) -> None:
+    requests, context = Requests(kind), []
+    for turn in range(10):
+        prompt = [*context, *tokens_of(12, turn)]
+        request = requests.answer(prompt)
+        assert request.reused == max(0, len(context) - 1)
+        context = prompt + request.tokens
+    assert (requests.cache.hits, requests.cache.misses, requests.cache.forks) == (9, 1, 0)
+    assert requests.cache.entries == 1
+
+
+@each_kind
+def test_an_answer_that_the_client_changes_costs_no_more_than_itself(kind: str) -> None:
+    requests, prompt = Requests(kind), tokens_of(60)
+    requests.answer(prompt)
+    changed = requests.answer([*prompt, 1, 2, 1, 2, *tokens_of(9, 4)])
+    again = requests.answer(prompt)
+    least = len(prompt) - 1 if kind in CUTTABLE else len(prompt) - 17
+    assert least <= changed.reused <= len(prompt)
+    assert least <= again.reused < len(prompt)
+
+
+@cuttable
+def test_agents_that_share_a_system_prompt_share_it_one_after_the_other(kind: str) -> None:
+    requests, system = Requests(kind), tokens_of(300)
+    contexts = [[*system, 1], [*system, 2, 2]]
+    reused = []
+    for turn in range(3):
+        for agent, context in enumerate(contexts):
+            prompt = [*context, *tokens_of(30, agent + 2 * turn + 1)]
+            request = requests.answer(prompt)
+            reused.append((request.reused, len(context)))
+            context[:] = prompt + request.tokens
+    assert reused[0][0] == 0
+    assert reused[1][0] == len(system)
+    assert all(found == length - 1 for found, length in reused[2:])
+    assert requests.cache.forks == 1
+
+
+@cuttable
+def test_requests_that_run_at_once_share_what_one_of_them_has_run(kind: str) -> None:
+    requests, system = Requests(kind), tokens_of(300)
+    first = requests.start([*system, *tokens_of(20, 1)], n=40)
+    second = [*system, *tokens_of(20, 2)]
+    assert requests.cache.worth_waiting(second)
+    while requests.cache.worth_waiting(second):
+        requests.scheduler.turn()
+    other = requests.start(second, n=40)
+    assert not first.job.finished
+    same = [requests.start(first.prompt, n=40) for _ in range(2)]
+    requests.run()
+    assert first.tokens == requests.alone(first.prompt, 40)
+    assert other.tokens == requests.alone(second, 40)
+    assert [request.tokens for request in same] == [first.tokens] * 2
+    assert other.reused == len(system)
+    assert [request.reused for request in same] == [319, 319]
+
+
+@pytest.mark.parametrize("kind", ["state and full", "sliding and full"])
+def test_several_answers_to_one_prompt_run_it_once(kind: str) -> None:
+    requests, prompt = Requests(kind), tokens_of(200)
+    first = requests.start(prompt)
+    while requests.cache.worth_waiting(prompt):
+        requests.scheduler.turn()
+    others = [requests.start(prompt) for _ in range(2)]
+    requests.run()
+    least = len(prompt) - 17 if kind == "state and full" else len(prompt) - 1
+    assert [request.reused for request in others] == [least] * 2
+    assert {tuple(r.tokens) for r in [first, *others]} == {tuple(requests.alone(prompt, 6))}
+
+
+def test_nobody_waits_for_a_short_beginning_or_for_who_has_passed_it() -> None:
+    requests, prompt = Requests(), tokens_of(200)
+    assert not requests.cache.worth_waiting(prompt)
+    first = requests.start(prompt, n=40)
+    assert requests.cache.worth_waiting(prompt)
+    assert not requests.cache.worth_waiting(prompt, "another")
+    assert not requests.cache.worth_waiting([*prompt[:40], 1, *prompt])
+    requests.end(first)
+    assert not requests.cache.worth_waiting(prompt)
+
+
+@each_kind
+def test_what_was_run_for_a_cancelled_request_is_kept(kind: str) -> None:
+    requests, prompt = Requests(kind), tokens_of(200)
+    running = requests.start(tokens_of(30, 5), n=40)
+    requests.scheduler.turn()
+    requests.scheduler._stall = 1e-9  # so chunks are as short as may be
+    cancelled = requests.start(prompt)
+    for _ in range(4):
+        requests.scheduler.turn()
+    done = cancelled.session.length
+    assert 16 <= done < len(prompt) - 1
+    requests.end(cancelled)
+    assert requests.cache.entries == 1
+    again = requests.start(prompt)
+    requests.run()
+    assert again.reused == done
+    assert again.tokens == requests.alone(prompt, 6)
+    assert running.tokens == requests.alone(running.prompt, 40)
+
+
+def test_a_request_that_ends_before_it_has_begun_leaves_its_entry_as_it_was() -> None:
+    requests, prompt = Requests(), tokens_of(50)
+    context = prompt + requests.answer(prompt).tokens
+    requests.end(requests.start([*context, 1, 2]))
+    assert requests.answer([*context, 3, 4]).reused == len(context) - 1
+
+
+def test_entries_of_another_partition_are_never_used() -> None:
+    requests, prompt = Requests(), tokens_of(50)
+    requests.answer(prompt, partition="one")
+    assert requests.answer(prompt, partition="other").reused == 0
+    assert requests.answer(prompt).reused == 0
+    assert requests.answer(prompt, partition="one").reused == len(prompt) - 1
+
+
+def test_a_mere_beginning_of_another_entry_is_dropped() -> None:
+    requests, prompt = Requests(), tokens_of(100)
+    requests.end(requests.start(prompt))  # nothing has been run of it
+    assert requests.cache.entries == 0
+    for prompts in ([prompt[:60], prompt], [prompt, prompt[:60]]):
+        for each in prompts:
+            requests.start(each, n=1)
+        requests.run()
+        (entry,) = requests.cache._idle
+        assert entry.tokens.tolist() == prompt
+        requests.cache.make_room(ENOUGH)
+
+
+def test_eight_bits_a_value_can_be_shared_from_where_they_begin() -> None:
+    wide = replace(ARCHITECTURES["llama3"], config={"head_dim": 32})
+    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 100}
+    requests = Requests(mlxspec.Decoder(wide.model(), endless_tokenizer()), **options)
+    system = tokens_of(120)
+    requests.answer([*system, *tokens_of(30, 1)])
+    assert requests.answer([*system, *tokens_of(30, 2)]).reused == len(system)
+    assert requests.answer([*system[:90], *tokens_of(30, 3)]).reused == 0
+
+
+# --- memory ---
+
+
+def test_the_entries_that_were_used_longest_ago_make_room() -> None:
+    requests = Requests()
+    prompts = [tokens_of(100, seed) for seed in range(5)]
+    requests.answer(prompts[0])
+    size = requests.cache.nbytes
+    requests = Requests(max_bytes=3 * size)
+    for prompt in prompts[:3]:
+        requests.answer(prompt)
+    assert (requests.cache.entries, requests.cache.evictions) == (3, 0)
+    requests.answer(prompts[0])
+    requests.answer(prompts[3])
+    assert requests.cache.nbytes == 3 * size
+    assert requests.answer(prompts[1]).reused == 0  # which makes the third one go
+    assert requests.answer(prompts[0]).reused == len(prompts[0]) - 1
+    assert requests.cache.evictions == 2
+    assert requests.cache.make_room(size + 1) == 2 * size
+    assert requests.cache.entries == 1
+    assert requests.cache.make_room(ENOUGH) == size
+    assert requests.cache.make_room(ENOUGH) == 0
+
+
+def test_what_is_larger_than_the_bound_is_not_kept() -> None:
+    requests = Requests(max_bytes=1000)
+    requests.answer(tokens_of(100))
+    assert (requests.cache.entries, requests.cache.nbytes) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "state and full"])
+def test_the_memory_of_entries_is_what_is_counted_and_goes_back(kind: str) -> None:
+    requests = Requests(kind)
+    requests.answer(tokens_of(20, 9))
+    requests.cache.make_room(ENOUGH)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    system = tokens_of(600)
+    for seed in range(1, 5):
+        requests.start([*system, *tokens_of(100, seed)])
+        requests.run()
+    mx.synchronize()
+    taken = mx.get_active_memory() - before
+    # States may be views of a few rows, and masks and the like are kept beside them.
+    assert 0.9 * taken - 50_000 <= requests.cache.nbytes <= 1.1 * taken + 50_000
+    requests.cache.make_room(ENOUGH)
+    mx.synchronize()
+    assert mx.get_active_memory() - before < 0.02 * taken
+
+
+def address(values: mx.array) -> int:
+    """Where in memory the values stand."""
+    return int(np.asarray(memoryview(values)).ctypes.data)
+
+
+def test_a_copy_holds_its_own_part_alone_and_is_written_where_it_stands() -> None:
+    requests, prompt = Requests(), tokens_of(2000)
+    requests.answer(prompt[:1990])
+    (entry,) = requests.cache._idle
+    size, start = entry.nbytes, mx.get_active_memory()
+    session = requests.cache.lend([*prompt[:300], *prompt[:400]])
+    assert session.nbytes == size * 768 // 2048
+    del entry
+    requests.cache.make_room(ENOUGH)
+    mx.synchronize()
+    assert abs(start - mx.get_active_memory() - (size - session.nbytes)) < 100
+    (before, *_) = map(address, held_arrays(session._first_cache))
+    for response in requests.decoder.stream([*prompt[:300], *prompt[:400]], 9, session=session):
+        assert response.reused_tokens == 300
+    assert session._target
+    (after, *_) = map(address, held_arrays(session._target.cache))
+    assert before == after
+
+
+# --- whatever comes, in whatever order ---
+
+steps = st.tuples(
+    st.sampled_from(["start", "start", "start", "turn", "turn", "cancel", "room"]),
+    st.integers(0, 3),  # whose conversation
+    st.floats(0, 1),  # how much of an earlier one it begins with
+    st.integers(1, 60),  # tokens of its own
+    st.integers(1, 8),  # of the answer
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=examples(6), deadline=None, derandomize=True)
+@given(st.lists(steps, min_size=8, max_size=24), st.sampled_from([ENOUGH, 300_000]))
+def test_whatever_runs_beside_and_before_a_request_its_answer_is_its_own(
+    kind: str, schedule: list, max_bytes: int
+) -> None:
+    requests = Requests(kind, max_bytes)
+    contexts: list[list[int]] = [tokens_of(40)]
+    started: list[Request] = []
+    for number, (change, which, share, own, n) in enumerate(schedule):
+        if change == "start":
+            context = contexts[which % len(contexts)]
+            prompt = [*context[: int(share * 1.3 * len(context))], *tokens_of(own, number)]
+            partition = "ab"[which % 2]
+            request = requests.start(prompt, n, partition)
+            started.append(request)
+        elif change == "turn":
+            requests.scheduler.turn()
+        elif change == "cancel" and requests.running:
+            requests.end(requests.running[which % len(requests.running)])
+        elif change == "room":
+            requests.cache.make_room(100_000)
+        for request in [r for r in requests.running if r.job.finished]:
+            requests.end(request)
+            contexts.append([*request.prompt, *request.tokens])
+        assert requests.cache.nbytes <= max_bytes
+        assert len(requests.cache._lent) == len(requests.running)
+    requests.run()
+    for request in started:
+        assert request.tokens == requests.alone(request.prompt, 8)[: len(request.tokens)]
+        assert request.reused < len(request.prompt)
+    tree = {
+        entry for tree in requests.cache._trees.values() for _, entry in tree.matches(array("i"))
+    }
+    assert tree == set(requests.cache._idle)
+    assert not any(entry.lent for entry in tree)
+
+
+# --- on disk ---
+
+
+@each_kind
+def test_a_cache_outlives_its_process(kind: str, tmp_path: Path) -> None:
+    before, contexts = Requests(kind), []
+    for seed in range(3):
+        prompt = tokens_of(50 + seed, seed)
+        contexts.append(prompt + before.answer(prompt, partition="key").tokens)
+    directory = tmp_path / "made" / "cache"
+    before.cache.save(directory)
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    files = list(directory.iterdir())
+    assert [stat.S_IMODE(path.stat().st_mode) for path in files] == [0o600] * 3
+    assert not any(b"key" in path.read_bytes() for path in files if kind == "plain")
+    after = Requests(kind)
+    assert after.cache.load(directory) == 3
+    assert (after.cache.entries, after.cache.nbytes) == (0, 0)  # nothing is read yet
+    assert after.answer([*contexts[1], 9], partition="another").reused == 0
+    request = after.answer([*contexts[1], 1, 2], partition="key")
+    assert request.reused == len(contexts[1]) - 1
+    after.cache.save(directory)
+    assert len(set(directory.iterdir()) & set(files)) == 2  # one has been continued
+    assert after.lines == []
+    third = Requests(kind)
+    assert third.cache.load(directory) == 4
+    shared = third.answer([*contexts[0][:40], 1, 2], partition="key")
+    assert shared.reused == (40 if kind in CUTTABLE else 0)
+
+
+def test_what_was_used_last_is_what_the_disk_keeps(tmp_path: Path) -> None:
+    requests, prompts = Requests(), [tokens_of(100, seed) for seed in range(4)]
+    for prompt in prompts:
+        requests.answer(prompt)
+    requests.cache.save(tmp_path)
+    sizes = {path.stat().st_size for path in tmp_path.iterdir()}
+    again = Requests(max_bytes=2 * max(sizes))
+    assert again.cache.load(tmp_path) == 4
+    again.answer(prompts[0])
+    again.cache.save(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+    last = Requests()
+    last.cache.load(tmp_path)
+    assert [last.answer(prompt).reused > 0 for prompt in prompts] == [True, False, False, True]
+
+
+def damaged(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def foreign(path: Path) -> None:
+    mx.save_safetensors(str(path), {"weight": mx.zeros(3)})
+
+
+def unreadable(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("spoil", [damaged, truncated, foreign, unreadable, Path.unlink])
+def test_a_file_that_cannot_be_used_is_left_out_with_a_line(
+    spoil: Callable[[Path], None], tmp_path: Path
+) -> None:
+    before, prompts = Requests(), [tokens_of(50, seed) for seed in range(2)]
+    before.answer(prompts[0])
+    before.cache.save(tmp_path)
+    (path,) = tmp_path.iterdir()
+    before.answer(prompts[1])
+    before.cache.save(tmp_path)
+    after = Requests()
+    late = spoil in (damaged, Path.unlink)  # which the header does not tell
+    if late:
+        after.cache.load(tmp_path)
+    spoil(path)
+    if not late:
+        assert after.cache.load(tmp_path) == 1
+    assert [after.answer(prompt).reused for prompt in prompts] == [0, 49]
+    (line,) = after.lines
+    assert str(path) in line
+    assert "ignored" in line
+
+
+def test_other_models_and_other_options_do_not_use_a_file(tmp_path: Path) -> None:
+    before = Requests()
+    before.answer(tokens_of(50))
+    before.cache.save(tmp_path)
+    model = ARCHITECTURES["llama3"].model()
+    same, tuned = PrefixCache(model, ENOUGH), ARCHITECTURES["llama3"].model()
+    tuned.update({"model": {"norm": {"weight": tuned.model.norm.weight * 1.001}}})
+    assert same.load(tmp_path) == 1
+    lines: list[str] = []
+    assert PrefixCache(tuned, ENOUGH, warn=lines.append).load(tmp_path) == 0
+    assert (
+        PrefixCache(model, ENOUGH, CacheOptions(max_kv_size=64), lines.append).load(tmp_path) == 0
+    )
+    assert len(lines) == 2
+    assert all("another model, version or cache option" in line for line in lines)
+
+
+def test_what_a_killed_process_leaves_is_removed(tmp_path: Path) -> None:
+    requests = Requests()
+    requests.answer(tokens_of(50))
+    requests.cache.save(tmp_path)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    (tmp_path / ".new.safetensors.0123456789abcdef.partial").write_bytes(whole[:1000])
+    (tmp_path / "new.safetensors").write_bytes(whole)
+    after = Requests()
+    assert after.cache.load(tmp_path) == 1
+    assert (list(tmp_path.iterdir()), after.lines) == ([path], [])
+
+
+def test_a_directory_that_cannot_be_written_or_read_is_reported(tmp_path: Path) -> None:
+    requests = Requests()
+    requests.answer(tokens_of(50))
+    file = tmp_path / "file"
+    file.write_text("not a directory")
+    requests.cache.save(file)
+    assert requests.cache.load(tmp_path / "nowhere") == 0
+    assert requests.cache.load(file) == 0
+    assert ["saved" in line or "read" in line for line in requests.lines] == [True, True]
