@@ -78,7 +78,9 @@ class _Size(click.ParamType):
 @option(
     "--concurrency N", "Generate for N requests of a model at once.", default=8, group="Requests"
 )
-@option("--queue N", "Let N more wait; others are told to come again.", default=128, group="Requests")
+@option(
+    "--queue N", "Let N more wait; others are told to come again.", default=128, group="Requests"
+)
 @option(
     "--max-tokens N",
     "Generate at most N where a request does not say.",
@@ -99,9 +101,7 @@ class _Size(click.ParamType):
     type=_Size(),
     group="Memory",
 )
-@option(
-    "--cache-dir DIR", "Keep them there from one start to the next.", type=FILE, group="Memory"
-)
+@option("--cache-dir DIR", "Keep them there from one start to the next.", type=FILE, group="Memory")
 @option("-q --quiet", "Print no line for each request.", group="Output")
 @option("--log-json", "Print these lines as JSON, on standard output.", group="Output")
 @color_option("Output", "Colour the panel and the lines.")
@@ -163,7 +163,9 @@ def serve_command(
         names = [one.name for one in served]
         if len({*names}) < len(names):
             raise OptionError("--model names one model twice: leave one of them out")
-        worker = Worker(served, Limits(concurrency, queue, stall), _log_line(console, quiet, log_json))
+        worker = Worker(
+            served, Limits(concurrency, queue, stall), _log_line(console, quiet, log_json)
+        )
         if cache_dir is not None:
             for one in served:
                 one.cache.load(cache_dir)
@@ -300,25 +302,28 @@ def _log_line(console: Console, quiet: bool, log_json: bool) -> Any:
 def _record(ticket: Ticket, ended: Ended | ApiError) -> dict[str, Any]:
     from ..server.openai import Ended
 
-    done = isinstance(ended, Ended)
-    return {
+    record: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "model": ticket.served.name,
-        "outcome": ended.finish_reason if isinstance(ended, Ended) else ended.code or "error",
-        "error": None if isinstance(ended, Ended) else ended.message,
+        "outcome": "error",
         "prompt_tokens": len(ticket.request.prompt),
-        "cached_tokens": ended.cached_tokens if isinstance(ended, Ended) else None,
-        "tokens": ended.completion_tokens if done else ticket.emitted,
+        "cached_tokens": None,
+        "tokens": ticket.emitted,
         "seconds": round(time.perf_counter() - ticket.asked, 3),
         "first_token": round(ticket.first_token - ticket.asked, 3) if ticket.first_token else None,
         "tokens_per_step": round(ticket.emitted / ticket.steps, 2) if ticket.steps else None,
         "gain": round(ticket.gain, 2) if ticket.gain else None,
+        "error": None,
     }
+    if isinstance(ended, Ended):
+        told = {"outcome": ended.finish_reason, "cached_tokens": ended.cached_tokens}
+        return {**record, **told, "tokens": ended.completion_tokens}
+    return {**record, "error": ended.message}
 
 
 def _line(record: dict[str, Any]) -> Text:
     """A request's line."""
-    parts = [
+    parts: list[str | tuple[str, str]] = [
         (f"{record['time'][11:19]}  ", "dim"),
         f"{record['prompt_tokens']:>6} + {record['tokens']:<5} tokens",
         f"  {record['seconds']:6.2f} s",

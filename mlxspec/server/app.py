@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from asyncio import FIRST_COMPLETED
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import aclosing
+from functools import partial
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -19,23 +20,22 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from ..generation.options import GenerationOptions
-from ..loading.model import encode_prompt
 from .errors import ApiError
-from .openai import Event
 from .gate import Gate, json_body
-from .openai import ChatAnswer, CompletionAnswer, model_entry
-from .prompts import chat_prompt, completion_prompt
-from .requests import (
-    Request as ApiRequest,
-    parse_chat,
-    parse_completion,
-    parse_detokenize,
-    parse_tokenize,
+from .openai import (
+    Answer,
+    ChatAnswer,
+    CompletionAnswer,
+    detokenize_answer,
+    model_entry,
+    models_answer,
+    tokenize_answer,
 )
-from .status import status_of
-from .worker import Answer, GenerationRequest, ServedModel, Worker
-
-_log = logging.getLogger("mlxspec.server")
+from .prompts import chat_prompt, completion_prompt
+from .requests import Request as ApiRequest
+from .requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from .status import Gauges, status_of
+from .worker import EventStream, GenerationRequest, ServedModel, Worker
 
 _LIFE_SIGN = 10.0  # seconds of silence in a stream before a comment says that all is well
 _SILENCE = 60.0  # before an answer that is no stream begins with spaces, for the same purpose
@@ -56,6 +56,7 @@ def create_app(
         hosts, keys: as for :class:`mlxspec.server.gate.Gate`.
     """
     api = _Api(worker, max_tokens)
+    worker.metrics.registry.register(Gauges(worker))
     routes = [
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.complete, methods=["POST"]),
@@ -104,7 +105,6 @@ class _Api:
         self._default = next(iter(worker.models.values()))
         # A tokenizer serves one thread at a time.
         self._tokenizing = {name: asyncio.Lock() for name in worker.models}
-        self._started = time.time()
 
     def _served(self, name: str | None) -> ServedModel:
         if name is None:
@@ -163,7 +163,7 @@ class _Api:
         if body.prediction:
             encode = partial(decoder.tokenizer.encode, add_special_tokens=False)
             prediction = tuple(await self._tokenized(served, encode, body.prediction))
-        requests = []
+        requests: list[GenerationRequest] = []
         for prompt in prompts:
             for choice in range(body.n):
                 options: GenerationOptions = {
@@ -191,7 +191,11 @@ class _Api:
         if max_tokens is not None:
             return max_tokens
         longest = served.context_length
-        return self._max_tokens if longest is None else max(1, min(self._max_tokens, longest - n_prompt))
+        return (
+            self._max_tokens
+            if longest is None
+            else max(1, min(self._max_tokens, longest - n_prompt))
+        )
 
     async def _answered(
         self, request: Request, body: ApiRequest, stream: EventStream, answer: Answer
@@ -206,15 +210,18 @@ class _Api:
         gone = asyncio.create_task(_disconnected(request))
         try:
             await asyncio.wait({making, gone}, timeout=_SILENCE, return_when=FIRST_COMPLETED)
-            if making.done():
-                return JSONResponse(making.result())
-            if gone.done():
-                return Response(status_code=499)
-            begun, making = making, asyncio.create_task(asyncio.sleep(0))
-            return StreamingResponse(_with_life_signs(begun), media_type="application/json")
-        finally:
-            gone.cancel()
+        except asyncio.CancelledError:
             making.cancel()
+            raise
+        finally:
+            left = gone.done()
+            gone.cancel()
+        if making.done():
+            return JSONResponse(making.result())
+        if left:
+            making.cancel()
+            return Response(status_code=499)
+        return StreamingResponse(_with_life_signs(making), media_type="application/json")
 
     # --- telling ---
 
@@ -230,7 +237,7 @@ class _Api:
         """``/v1/tokenize``"""
         content = await json_body(request)
         body = parse_tokenize(content)
-        served = self._served(named_model(content))
+        served = self._served(_model_of(content))
         tokenizer = served.decoder.tokenizer
         if body.chat:
             tokens = (await self._tokenized(served, chat_prompt, body.chat, tokenizer)).tokens
@@ -243,7 +250,7 @@ class _Api:
         """``/v1/detokenize``"""
         content = await json_body(request)
         tokens = parse_detokenize(content)
-        served = self._served(named_model(content))
+        served = self._served(_model_of(content))
         wrong = next((token for token in tokens if token >= served.decoder.vocab_size), None)
         if wrong is not None:
             raise ApiError(
@@ -284,6 +291,14 @@ _PAGE_HEADERS = {
 }
 
 
+def _model_of(body: Any) -> str | None:
+    """The model that a checked body asks for."""
+    name = body.get("model")
+    if name is None or isinstance(name, str):
+        return name
+    raise ApiError("model is no string: send the name of a model", param="model")
+
+
 def _entry(served: ServedModel) -> dict[str, Any]:
     return model_entry(served.name, served.created, served.context_length)
 
@@ -297,7 +312,7 @@ async def _whole(stream: EventStream, answer: Answer) -> dict[str, Any]:
     async with aclosing(stream.events(_LIFE_SIGN)) as happening:
         async for events in happening:
             answer.feed(events)
-            stream.cancel_finished(answer.finished)
+            stream.finish(answer.finished)
     return answer.whole()
 
 
@@ -310,7 +325,7 @@ async def _server_sent_events(stream: EventStream, answer: Answer) -> AsyncItera
                     yield ": still working\n\n"
                 for chunk in answer.feed(events):
                     yield f"data: {json.dumps(chunk)}\n\n"
-                stream.cancel_finished(answer.finished)
+                stream.finish(answer.finished)
     except ApiError as error:
         yield f"data: {json.dumps(error.body)}\n\n"
     yield "data: [DONE]\n\n"

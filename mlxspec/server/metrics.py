@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from ..draft.drafter import VerifiedStep
 from .errors import ApiError
@@ -90,10 +89,6 @@ class Metrics:
         self._ended.labels(outcome or "error").inc()
         self._seconds.observe(seconds)
         self.totals.update([outcome or "error"])
-
-    def add_gauges(self, collector: Collector) -> None:
-        """Also tell what a collector finds whenever somebody reads."""
-        self.registry.register(collector)
 
     def text(self) -> bytes:
         """In Prometheus' text format."""

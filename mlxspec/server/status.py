@@ -11,6 +11,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from .metrics import gauge
+from .prefix_cache import PrefixCache
 from .worker import Ticket, Worker
 
 _WIDEST = 32  # rows of the cost curve that is shown
@@ -39,7 +40,7 @@ def status_of(worker: Worker) -> dict[str, Any]:
                 "name": served.name,
                 "context_length": served.context_length,
                 "cost_curve": _curve(worker, served.name),
-                "cache": served.cache.counts(),
+                "cache": _cache(served.cache),
                 "memory_limit": served.memory.limit,
             }
             for served in worker.models.values()
@@ -60,6 +61,18 @@ def _ticket(ticket: Ticket, now: float) -> dict[str, Any]:
         "tokens_per_step": ticket.emitted / ticket.steps if ticket.steps else None,
         "gain": ticket.gain,
         "seconds": now - ticket.asked,
+    }
+
+
+def _cache(cache: PrefixCache) -> dict[str, int]:
+    return {
+        "entries": cache.entries,
+        "bytes": cache.nbytes,
+        "max_bytes": cache.max_bytes,
+        "hits": cache.hits,
+        "misses": cache.misses,
+        "forks": cache.forks,
+        "evictions": cache.evictions,
     }
 
 

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple, cast
 
 from ..draft.drafter import origins_of
 from ..engine.positions import context_length
@@ -30,8 +30,8 @@ from ..generation.scheduler import Job, Scheduler
 from ..generation.session import Session
 from .admission import Memory
 from .errors import ApiError
-from .openai import Ended, Event, Piece
 from .metrics import Metrics
+from .openai import Ended, Event, Piece
 from .prefix_cache import PrefixCache
 
 _log = logging.getLogger("mlxspec.server")
@@ -86,7 +86,9 @@ class Ticket:
         prefilled: prompt tokens that have run or were cached.
     """
 
-    def __init__(self, request: GenerationRequest, served: ServedModel, stream: EventStream) -> None:
+    def __init__(
+        self, request: GenerationRequest, served: ServedModel, stream: EventStream
+    ) -> None:
         self.request = request
         self.served = served
         self.stream = stream
@@ -99,6 +101,7 @@ class Ticket:
         self.decode_seconds = 0.0
         self.plain_seconds = 0.0
         """How long its tokens would have taken without drafts, beside the same others."""
+        self.last: GenerationResponse | None = None
         self.job: Job | None = None
         self.session: Session | None = None
         self.nbytes = served.memory.bytes_for(len(request.prompt) + request.max_tokens)
@@ -137,6 +140,12 @@ class EventStream:
         """Hand over what has happened to one generation; called in the worker's thread."""
         with suppress(RuntimeError):  # the loop has ended, and nobody waits
             self._loop.call_soon_threadsafe(self._batches.put_nowait, (ticket, batch))
+
+    def finish(self, finished: Callable[[int], bool]) -> None:
+        """End generations, by the indices of their choices, as if the model had ended them."""
+        for ticket in self.tickets:
+            if ticket.state == "decoding" and finished(ticket.request.index):
+                self._worker.finish(ticket)
 
     async def events(self, life_sign: float) -> AsyncIterator[list[Event]]:
         """What happens, until all generations have ended.
@@ -193,6 +202,12 @@ class ServedModel:
     def context_length(self) -> int | None:
         """In tokens, where the model states it."""
         return context_length(self.decoder.model)
+
+    @cached_property
+    def special_tokens(self) -> list[int]:
+        """Those that XTC never drops: line breaks and ends."""
+        tokenizer = self.decoder.tokenizer
+        return [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
 
     def make_drafter(self, prediction: Sequence[int]) -> MakeDrafter:
         """What makes the drafter of one generation."""
@@ -280,7 +295,7 @@ class Worker:
                 decoder.tokenizer,
                 decoder.vocab_size,
                 request.max_tokens,
-                {**served.options, **request.options},
+                cast(GenerationOptions, {**served.options, **request.options}),
             )
         except MlxspecError as error:
             raise ApiError(str(error)) from error
@@ -319,6 +334,10 @@ class Worker:
         self._commands.put(partial(self._lanes[served.name].queue.extend, stream.tickets))
         return stream
 
+    def finish(self, ticket: Ticket) -> None:
+        """End a generation before its next step, of which all is known that is needed."""
+        self._commands.put(partial(self._lanes[ticket.served.name].finish, ticket))
+
     def cancel(self, ticket: Ticket) -> None:
         """End a generation before its next step, if it has not ended."""
         if ticket.state != "ended":
@@ -341,7 +360,7 @@ class Worker:
                 busy = False
                 while not self._stopping:
                     self._obey(wait=not busy)
-                    busy = any([lane.turn() for lane in lanes])
+                    busy = max(lane.turn() for lane in lanes)
             except Exception:
                 _log.exception("the worker has failed")
             finally:
@@ -364,9 +383,7 @@ class _Lane:
         self._served = served
         self.queue: deque[Ticket] = deque()
         limits = worker.limits
-        self.scheduler = Scheduler(
-            served.decoder, max_active=limits.active, stall=limits.stall
-        )
+        self.scheduler = Scheduler(served.decoder, max_active=limits.active, stall=limits.stall)
         self.scheduler.on_step = self._watch
         self._running: dict[Job, Ticket] = {}
         self._shape = 1, 1
@@ -400,31 +417,38 @@ class _Lane:
             ticket.hand_over()
             if job and ticket.unread > _MOST_UNREAD:
                 self.scheduler.pause(job)
-        return busy or bool(self.queue and self._fits(self.queue[0]))
-
-    def _fits(self, ticket: Ticket) -> bool:
-        """Whether a generation may start: there is room, and its prompt is not being run."""
-        running = self._running.values()
-        if any(
-            other.state == "prefill" and other.request.prompt == ticket.request.prompt
-            for other in running
-        ):
-            return False  # what another one is about to have can be shared then
-        held = sum(other.nbytes for other in running)
-        few = len(self._running) < self._worker.limits.active
-        return few and held + ticket.nbytes <= self._served.memory.limit
+        return busy or self._next() is not None
 
     def _admit(self) -> None:
-        """Start those whose caches fit beside those that run, in the order in which they came."""
-        while self.queue and self._fits(self.queue[0]):
-            ticket = self.queue.popleft()
-            held = sum(other.nbytes for other in self._running.values()) + ticket.nbytes
+        """Start generations that have room beside those that run."""
+        while ticket := self._next():
+            self.queue.remove(ticket)
             cache, memory = self._served.cache, self._served.memory
-            cache.make_room(cache.nbytes - (memory.limit - held))
+            cache.make_room(cache.nbytes + self._held + ticket.nbytes - memory.limit)
             try:
                 self._start(ticket)
             except Exception as error:
                 self.end(ticket, error)
+
+    def _next(self) -> Ticket | None:
+        """Who starts next: the first in the queue if its caches fit beside those that run.
+
+        One whose prompt begins with what another one is about to run lets others pass, and finds
+        it in the cache later.
+        """
+        for ticket in self.queue:
+            full = len(self._running) >= self._worker.limits.active
+            if full or self._held + ticket.nbytes > self._served.memory.limit:
+                return None
+            request = ticket.request
+            if not self._served.cache.worth_waiting(request.prompt, request.partition):
+                return ticket
+        return None
+
+    @property
+    def _held(self) -> int:
+        """Bytes that running generations may come to take."""
+        return sum(ticket.nbytes for ticket in self._running.values())
 
     def _start(self, ticket: Ticket) -> None:
         request = ticket.request
@@ -433,7 +457,7 @@ class _Lane:
         def progress(done: int, total: int) -> None:
             ticket.prefilled = len(request.prompt) - 1 - total + done
 
-        options = {**self._served.options, **request.options}
+        options = cast(GenerationOptions, {**self._served.options, **request.options})
         ticket.job = self.scheduler.submit(
             list(request.prompt),
             lambda response: self._respond(ticket, response),
@@ -441,7 +465,7 @@ class _Lane:
             self._served.make_drafter(request.prediction),
             session=ticket.session,
             on_progress=progress,
-            **options,  # type: ignore[misc]
+            **options,
         )
         ticket.state = "prefill"
         self._running[ticket.job] = ticket
@@ -471,10 +495,9 @@ class _Lane:
             metrics.add_first_token(seconds, response.prompt_tokens, response.reused_tokens)
         wanted = ticket.request.top_logprobs
         logprobs = None if wanted is None else response.token_logprobs(wanted)
-        index, stats = ticket.request.index, response.stats
         ticket.batch.append(
             Piece(
-                index,
+                ticket.request.index,
                 response.text,
                 response.token,
                 response.from_draft,
@@ -482,18 +505,31 @@ class _Lane:
                 tuple(logprobs.top) if logprobs else (),
             )
         )
+        ticket.last = response
         if response.finish_reason:
-            ended = Ended(
-                index,
-                response.finish_reason,
-                response.prompt_tokens,
-                response.reused_tokens,
-                response.generation_tokens,
-                stats.drafted,
-                stats.accepted,
-            )
-            ticket.batch.append(ended)
-            self._close(ticket, ended)
+            self._finished(ticket, response.finish_reason)
+
+    def finish(self, ticket: Ticket) -> None:
+        """End a generation as if the model had ended it."""
+        if ticket.state == "decoding" and ticket.job:
+            self.scheduler.cancel(ticket.job)
+            self._finished(ticket, "stop")
+            ticket.hand_over()
+
+    def _finished(self, ticket: Ticket, reason: str) -> None:
+        assert ticket.last
+        last, stats = ticket.last, ticket.last.stats
+        ended = Ended(
+            ticket.request.index,
+            reason,
+            last.prompt_tokens,
+            last.reused_tokens,
+            last.generation_tokens,
+            stats.drafted,
+            stats.accepted,
+        )
+        ticket.batch.append(ended)
+        self._close(ticket, ended)
 
     def has_read(self, ticket: Ticket, count: int) -> None:
         """Let a generation go on whose reader has caught up."""
