@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -147,7 +147,7 @@ class EventStream:
             if ticket.state == "decoding" and finished(ticket.request.index):
                 self._worker.finish(ticket)
 
-    async def events(self, life_sign: float) -> AsyncIterator[list[Event]]:
+    async def events(self, life_sign: float) -> AsyncGenerator[list[Event], None]:
         """What happens, until all generations have ended.
 
         Leaving the loop early ends the generations.
@@ -457,14 +457,13 @@ class _Lane:
         def progress(done: int, total: int) -> None:
             ticket.prefilled = len(request.prompt) - 1 - total + done
 
-        options = cast(GenerationOptions, {**self._served.options, **request.options})
+        with_cache = {"session": ticket.session, "on_progress": progress}
+        options = cast(GenerationOptions, {**self._served.options, **request.options, **with_cache})
         ticket.job = self.scheduler.submit(
             list(request.prompt),
             lambda response: self._respond(ticket, response),
             request.max_tokens,
             self._served.make_drafter(request.prediction),
-            session=ticket.session,
-            on_progress=progress,
             **options,
         )
         ticket.state = "prefill"

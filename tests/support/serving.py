@@ -1,0 +1,82 @@
+"""A server that answers at a free port of this machine, in the test's own process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from openai import OpenAI
+
+import mlxspec
+from mlxspec.engine.params import CacheOptions
+from mlxspec.server.admission import Memory
+from mlxspec.server.app import create_app
+from mlxspec.server.prefix_cache import PrefixCache
+from mlxspec.server.worker import Limits, ServedModel, Worker
+from tests.support.demo import FLAT, given_costs, stand_in_decoder
+
+
+@dataclass
+class Running:
+    """A server that runs.
+
+    Attributes:
+        address: of its root, without a slash at the end.
+        worker: its worker.
+        decoder: of the model that it serves, for runs beside it.
+    """
+
+    address: str
+    worker: Worker
+    decoder: mlxspec.Decoder
+
+    def client(self, **options: Any) -> OpenAI:
+        """OpenAI's client, which does not try again."""
+        given = {"api_key": "none", "max_retries": 0, **options}
+        return OpenAI(base_url=f"{self.address}/v1", **given)
+
+
+def served(name: str = "small", cache_bytes: int = 1 << 28, **options: Any) -> ServedModel:
+    """The small model that repeats itself, ready to be served."""
+    decoder = stand_in_decoder(mlxspec.AutoDecoder, memory_tokens=0)
+    decoder.costs = given_costs(FLAT)
+    caches = CacheOptions(**options)
+    memory = Memory(decoder.model, caches)
+    cache = PrefixCache(decoder.model, cache_bytes, caches)
+    return ServedModel(name, decoder, cache, memory, options=vars(caches))  # type: ignore[arg-type]
+
+
+@contextmanager
+def running_server(
+    model: ServedModel | None = None, limits: Limits | None = None, **options: Any
+) -> Iterator[Running]:
+    """A server that answers until the end of the block.
+
+    Args:
+        model: what it serves.
+        limits: of its worker.
+        options: as for :func:`mlxspec.server.app.create_app`.
+    """
+    model = model or served()
+    worker = Worker([model], limits or Limits())
+    worker.start()
+    worker.wait_until_ready()
+    app = create_app(worker, **options)
+    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield Running(f"http://127.0.0.1:{port}", worker, model.decoder)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        worker.stop()
