@@ -9,15 +9,17 @@ own takes as long to start as a model to load.
 A single operation cannot be stopped in this way. So powers, a few digits of which can take hours,
 are refused; no template has a use for them. Texts of gigabytes, which a product or a filter can
 make at once, are refused by the system where it bounds a process's memory (on Linux, not on macOS).
+In a process that does something else meanwhile, that bound would hit the wrong one.
 """
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -29,8 +31,9 @@ from ..errors import PromptError
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-Messages = list[dict[str, str]]
-"""Turns of a conversation, as chat templates take them: "role" and "content"."""
+Messages = list[dict[str, Any]]
+"""Turns of a conversation, as chat templates take them: "role", "content", and what else they
+know."""
 
 _SECONDS = 5.0
 _BYTES = 500_000_000
@@ -44,15 +47,24 @@ class _Endless(BaseException):
     """A BaseException, so that nothing between here and the template handles it."""
 
 
-def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: bool) -> Any:
+def apply_template(
+    tokenizer: TokenizerWrapper, messages: Messages, *, bound_memory: bool = True, **how: Any
+) -> Any:
     """What ``tokenizer.apply_chat_template`` returns.
+
+    Args:
+        tokenizer: the model's.
+        messages: the conversation.
+        bound_memory: bound the memory that the template takes, too, not only its time; for
+            processes in which no other thread takes any.
+        how: what else ``apply_chat_template`` is called with.
 
     Raises:
         PromptError: the template does not apply, or does not end.
     """
     try:
         _check(tokenizer.chat_template)
-        with _watched():
+        with _watched(bound_memory):
             return tokenizer.apply_chat_template(messages, **how)
     except (_Endless, MemoryError):
         cause = "it does not end, or takes too much memory"
@@ -73,10 +85,10 @@ def _check(template: object) -> None:
 
 
 @contextmanager
-def _watched() -> Iterator[None]:
+def _watched(bound_memory: bool) -> Iterator[None]:
     """Raise _Endless in this thread once a template has run too long, or takes too much memory."""
     deadline, lines = 0.0, 0
-    most = _most_memory() + _BYTES
+    most = _most_memory() + _BYTES if bound_memory else math.inf
 
     def on_line(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal deadline, lines
@@ -92,7 +104,7 @@ def _watched() -> Iterator[None]:
         return on_line if frame.f_code.co_filename in _WATCHED else None
 
     previous = sys.gettrace()
-    with _bounded_memory():
+    with _bounded_memory() if bound_memory else nullcontext():
         sys.settrace(on_call)
         try:
             yield

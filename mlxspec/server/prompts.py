@@ -1,0 +1,263 @@
+"""From a request to token ids: chat templates, plain texts, and what a model fills in."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import PromptError
+from ..loading.chat_template import apply_template
+from ..loading.detokenizer import detokenizer_of
+from ..loading.model import encode_prompt
+from .errors import ApiError
+from .output import OutputFormat, call_opening, output_format
+from .requests import ChatRequest, CompletionRequest
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is given.
+
+    Attributes:
+        tokens: the ids.
+        stop: texts that end the output, besides those of the request.
+        stop_tokens: tokens that end it, besides the model's own.
+    """
+
+    tokens: list[int]
+    stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ChatPrompt(Prompt):
+    """A conversation as a model is given it, and how to read what the model answers."""
+
+    format: OutputFormat = field(kw_only=True)
+
+
+# --- chat ---
+
+
+def chat_prompt(request: ChatRequest, tokenizer: TokenizerWrapper) -> ChatPrompt:
+    """Put a conversation into the model's chat template.
+
+    Args:
+        request: with the conversation.
+        tokenizer: the model's.
+
+    Raises:
+        ApiError: the template does not take the messages, or the model knows no tools, or no
+            way to make it call one.
+    """
+    if not tokenizer.has_chat_template:
+        return _plain_chat(request, tokenizer)
+    if request.tools and not tokenizer.has_tool_calling:
+        raise ApiError("This model knows no tools: leave tools out.", param="tools")
+    text = _templated(request, tokenizer)
+    format = replace(
+        output_format(tokenizer, request.tools), several_calls=request.parallel_tool_calls
+    )
+    state = tokenizer.response_initial_state or "normal"
+    if _is_reasoning(request, tokenizer, text):
+        state = "reasoning"
+    if request.tool_choice == "auto":
+        # A text that goes on has its spaces from the model.
+        trims = not request.continued and _puts_space_first(tokenizer)
+        format = replace(format, initial=state, trims_space=trims)
+    else:
+        opening = _call_opening(request, tokenizer)
+        if state == "reasoning":  # a call within it would be none
+            text += f"\n{tokenizer.think_end}\n\n"
+        text += tokenizer.tool_call_start + opening
+        format = replace(format, initial="tool", call_begun=opening)
+    return ChatPrompt(tokenizer.encode(text, add_special_tokens=False), format=format)
+
+
+def _templated(request: ChatRequest, tokenizer: TokenizerWrapper) -> str:
+    for name in request.template_kwargs:
+        if name in _OWN_ARGUMENTS:
+            raise ApiError(
+                f"chat_template_kwargs has {name}, which the server sets: leave it out.",
+                param=f"chat_template_kwargs.{name}",
+            )
+    messages, how = list(request.messages), {**request.template_kwargs, "tokenize": False}
+    if request.continued:
+        how["continue_final_message"] = True
+    else:
+        how["add_generation_prompt"] = True
+    if request.tools:
+        how["tools"] = list(request.tools)
+    try:
+        return cast(str, apply_template(tokenizer, messages, bound_memory=False, **how))
+    except PromptError as error:
+        raise ApiError(
+            f"{error}: send messages of roles and in an order that this model knows.",
+            param="messages",
+        ) from error
+
+
+_OWN_ARGUMENTS = {
+    *inspect.signature(apply_template).parameters,
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+}
+"""Names that are the template's caller's; among them is that of a template to use instead."""
+
+
+def _is_reasoning(request: ChatRequest, tokenizer: TokenizerWrapper, text: str) -> bool:
+    """Whether the answer begins, or goes on, within reasoning."""
+    if not tokenizer.has_thinking:
+        return False
+    start, end = tokenizer.think_start, tokenizer.think_end
+    if request.continued:
+        written = request.messages[-1]["content"]
+        return bool(written.rfind(start) > written.rfind(end))
+    return text.rstrip().endswith(start)
+
+
+def _puts_space_first(tokenizer: TokenizerWrapper) -> bool:
+    return bool(getattr(detokenizer_of(tokenizer), "prefix_space", False))
+
+
+def _call_opening(request: ChatRequest, tokenizer: TokenizerWrapper) -> str:
+    opening = call_opening(tokenizer, request.forced_tool)
+    if opening is None:
+        what = "a function" if request.forced_tool is None else "a given function"
+        raise ApiError(
+            f'tool_choice: how to make this model call {what} is not known; send "auto".',
+            param="tool_choice",
+        )
+    return opening
+
+
+_SPEAKERS = {"user": "User", "assistant": "Assistant", "tool": "Tool"}
+
+
+def _plain_chat(request: ChatRequest, tokenizer: TokenizerWrapper) -> ChatPrompt:
+    """A conversation as plain text, for a model without a chat template.
+
+    What the system says comes first and without a name; the others speak a line each, and the
+    output ends where the model speaks for the user.
+    """
+    if request.tools:
+        raise ApiError(
+            "This model has no chat template and knows no tools: leave tools out.", param="tools"
+        )
+    lines = []
+    for message in request.messages:
+        if message["role"] == "system":
+            lines.append(f"{message['content']}\n")
+        else:
+            lines.append(f"{_SPEAKERS[message['role']]}: {message['content']}".rstrip())
+    if not request.continued:
+        lines.append("Assistant:")
+    tokens = encode_prompt(tokenizer, "\n".join(lines))
+    format = replace(output_format(tokenizer), trims_space=not request.continued)
+    return ChatPrompt(tokens, stop=("\nUser:",), format=format)
+
+
+# --- completions ---
+
+
+def completion_prompts(
+    request: CompletionRequest, tokenizer: TokenizerWrapper, vocab_size: int
+) -> list[Prompt]:
+    """The prompts of a request for completions, in its order.
+
+    Args:
+        request: with texts or ids, and what comes after the output.
+        tokenizer: the model's.
+        vocab_size: the number of token ids that the model knows.
+
+    Raises:
+        ApiError: a prompt has no token, or one that the model does not know, or a suffix is
+            given and the model cannot fill in.
+    """
+    middle = _fill_in_tokens(tokenizer) if request.suffix else None
+    prompts = []
+    for index, prompt in enumerate(request.prompts):
+        param = "prompt" if len(request.prompts) == 1 else f"prompt[{index}]"
+        if not isinstance(prompt, str):
+            for token in prompt:
+                if token >= vocab_size:
+                    raise ApiError(
+                        f"{param} has the id {token}: the model's are 0 to {vocab_size - 1}.",
+                        param=param,
+                    )
+        if middle and request.suffix:
+            prompts.append(_fill_in(prompt, request.suffix, middle, tokenizer))
+            continue
+        tokens = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+        if not tokens:
+            raise ApiError(f"{param} is empty: send a text of one token or more.", param=param)
+        prompts.append(Prompt(tokens))
+    return prompts
+
+
+@dataclass(frozen=True)
+class _FillInTokens:
+    """The tokens by which a model is asked to fill in the middle of a text.
+
+    Attributes:
+        prefix: before the text in front of the output.
+        suffix: before the text behind it.
+        middle: after both. None for a format in which the suffix comes first, and the output
+            goes on with the prefix.
+    """
+
+    prefix: int
+    suffix: int
+    middle: int | None
+
+
+_FILL_IN = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    ("<PRE>", "<SUF>", "<MID>"),
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    ("[PREFIX]", "[SUFFIX]", None),
+)
+"""Names of these tokens, as families of models have them."""
+
+_FILL_IN_ENDS = (
+    *("<|endoftext|>", "<|end_of_text|>", "<|fim_pad|>", "<|file_sep|>", "<|file_separator|>"),
+    *("<|repo_name|>", "<|cursor|>", "<file_sep>", "▁<EOT>", "<EOT>"),
+)
+"""Tokens that end what was filled in, and are not always among a model's end tokens."""
+
+
+def _fill_in_tokens(tokenizer: TokenizerWrapper) -> _FillInTokens:
+    vocabulary = tokenizer.get_vocab()
+    for prefix, suffix, middle in _FILL_IN:
+        if prefix in vocabulary and suffix in vocabulary and (not middle or middle in vocabulary):
+            return _FillInTokens(
+                vocabulary[prefix], vocabulary[suffix], vocabulary[middle] if middle else None
+            )
+    raise ApiError(
+        "suffix: this model has no tokens for filling in the middle of a text; leave it out.",
+        param="suffix",
+    )
+
+
+def _fill_in(
+    prompt: str | Sequence[int], suffix: str, middle: _FillInTokens, tokenizer: TokenizerWrapper
+) -> Prompt:
+    def ids(text: str) -> list[int]:
+        return cast(list[int], tokenizer.encode(text, add_special_tokens=False))
+
+    before = [middle.prefix, *(ids(prompt) if isinstance(prompt, str) else prompt)]
+    after = [middle.suffix, *ids(suffix)]
+    tokens = encode_prompt(tokenizer, "")  # BOS, where there is one
+    tokens += [*after, *before] if middle.middle is None else [*before, *after, middle.middle]
+    vocabulary: dict[str, Any] = tokenizer.get_vocab()
+    ends = [vocabulary[name] for name in _FILL_IN_ENDS if name in vocabulary]
+    own = [middle.prefix, middle.suffix, *([] if middle.middle is None else [middle.middle])]
+    return Prompt(tokens, stop_tokens=(*own, *ends))
