@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import stat
 from array import array
 from collections.abc import Callable, Sequence
@@ -58,7 +59,7 @@ def decoder_of(kind: str) -> mlxspec.Decoder:
 
 
 def tokens_of(n: int, seed: int = 0) -> list[int]:
-    return [(7 * i * i + 13 * seed * i + i // 5 + seed) % 60 + 3 for i in range(n)]
+    return random.Random(seed).choices(range(3, 63), k=n)
 
 
 class Requests:
