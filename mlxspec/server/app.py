@@ -31,7 +31,7 @@ from .openai import (
     models_answer,
     tokenize_answer,
 )
-from .prompts import chat_prompt, completion_prompt
+from .prompts import Prompt, chat_prompt, completion_prompts
 from .requests import Request as ApiRequest
 from .requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from .status import Gauges, status_of
@@ -132,7 +132,7 @@ class _Api:
         served = self._served(body.model)
         tokenizer = served.decoder.tokenizer
         prompt = await self._tokenized(served, chat_prompt, body, tokenizer)
-        stream = await self._submitted(request, served, body, [prompt.tokens])
+        stream = await self._submitted(request, served, body, [prompt])
         answer = ChatAnswer(body, served.name, tokenizer, prompt.format)
         return await self._answered(request, body, stream, answer)
 
@@ -141,10 +141,8 @@ class _Api:
         body = parse_completion(await json_body(request))
         served = self._served(body.model)
         tokenizer = served.decoder.tokenizer
-        prompts = [
-            await self._tokenized(served, completion_prompt, prompt, body, tokenizer)
-            for prompt in body.prompts
-        ]
+        vocab_size = served.decoder.vocab_size
+        prompts = await self._tokenized(served, completion_prompts, body, tokenizer, vocab_size)
         stream = await self._submitted(request, served, body, prompts)
         return await self._answered(
             request, body, stream, CompletionAnswer(body, served.name, tokenizer)
@@ -155,7 +153,7 @@ class _Api:
         request: Request,
         served: ServedModel,
         body: ApiRequest,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
     ) -> EventStream:
         """Queue ``n`` generations of each prompt."""
         decoder = served.decoder
@@ -170,13 +168,13 @@ class _Api:
                     "sampling": body.sampling.params(
                         decoder.vocab_size, choice, served.special_tokens
                     ),
-                    "stop": body.stop,
-                    "stop_tokens": body.stop_token_ids,
+                    "stop": (*body.stop, *prompt.stop),
+                    "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
                 }
                 requests.append(
                     GenerationRequest(
-                        tuple(prompt),
-                        self._room(served, len(prompt), body.max_tokens),
+                        tuple(prompt.tokens),
+                        self._room(served, len(prompt.tokens), body.max_tokens),
                         options,
                         len(requests),
                         prediction,
