@@ -513,7 +513,6 @@ class _Lane:
         if ticket.state == "decoding" and ticket.job:
             self.scheduler.cancel(ticket.job)
             self._finished(ticket, "stop")
-            ticket.hand_over()
 
     def _finished(self, ticket: Ticket, reason: str) -> None:
         assert ticket.last
@@ -553,7 +552,6 @@ class _Lane:
             failure = ApiError(f"the generation has failed: {error}", status=500)
         ticket.batch.append(failure)
         self._close(ticket, failure)
-        ticket.hand_over()
 
     def _close(self, ticket: Ticket, ended: Ended | ApiError) -> None:
         """A generation has ended; its caches stay for prompts that begin with what they hold."""
@@ -565,6 +563,7 @@ class _Lane:
             del self._running[ticket.job]
         if ticket.session:
             self._served.cache.give_back(ticket.session)
+        ticket.hand_over()
 
     def close(self) -> None:
         """End all generations."""
