@@ -107,6 +107,7 @@ class Answer:
         self._tokenizer = tokenizer
         self._names = _TokenNames(tokenizer)
         self._ends: list[Ended | None] = [None] * n_choices
+        self._begun = False
         self._head = {
             "created": int(time.time()),
             "model": model,
@@ -117,12 +118,23 @@ class Answer:
     def done(self) -> bool:
         return all(self._ends)
 
+    def begin(self) -> list[dict[str, Any]]:
+        """The chunks that begin the choices, in order; the first :meth:`feed` has them otherwise.
+
+        OpenAI's Python library fails where the first chunk is of another choice than 0.
+        """
+        if self._begun:
+            return []
+        self._begun = True
+        choices = [c for index in range(len(self._ends)) for c in self._begin_choice(index)]
+        return [self._chunk(choice) for choice in choices]
+
     def feed(self, events: Iterable[Event]) -> list[dict[str, Any]]:
         """Take what has happened; returns the chunks of a streamed answer for it.
 
         What comes for a choice after its end is left out.
         """
-        chunks: list[dict[str, Any]] = []
+        chunks = self.begin()
         was_done = self.done
         for index, group in groupby(events, key=lambda event: event.index):
             if self._ends[index]:
@@ -181,6 +193,10 @@ class Answer:
             envelope["usage"] = usage
         return envelope
 
+    def _begin_choice(self, index: int) -> list[dict[str, Any]]:
+        """The choices of the chunks before any token of a choice."""
+        raise NotImplementedError
+
     def _feed_choice(
         self, index: int, pieces: Sequence[Piece], end: Ended | None
     ) -> list[dict[str, Any]]:
@@ -225,7 +241,6 @@ class _ChatChoice:
     """What a choice of a chat has so far."""
 
     parser: OutputParser
-    begun: bool = False
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -281,14 +296,14 @@ class ChatAnswer(Answer):
     def finished(self, index: int) -> bool:
         return self._choices[index].parser.finished
 
+    def _begin_choice(self, index: int) -> list[dict[str, Any]]:
+        return [_chat_chunk(index, {"role": "assistant", "content": ""})]
+
     def _feed_choice(
         self, index: int, pieces: Sequence[Piece], end: Ended | None
     ) -> list[dict[str, Any]]:
         choice = self._choices[index]
-        chunks = []
-        if not choice.begun:
-            choice.begun = True
-            chunks.append(_chat_chunk(index, {"role": "assistant", "content": ""}))
+        chunks: list[dict[str, Any]] = []
         said = choice.read(pieces, end is not None)
         for _, group in groupby(said, key=lambda one: _place(one[0])):
             deltas = list(group)
@@ -361,10 +376,8 @@ def _chat_chunk(
 
 @dataclass
 class _TextChoice:
-    """What a choice of a completion has so far: its texts, the echoed prompt first."""
+    """What a choice of a completion has so far: its texts, an echoed prompt first."""
 
-    echo: str
-    begun: bool = False
     texts: list[str] = field(default_factory=list)
     length: int = 0
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
@@ -381,21 +394,22 @@ class CompletionAnswer(Answer):
 
     def __init__(self, request: CompletionRequest, model: str, tokenizer: TokenizerWrapper) -> None:
         super().__init__(request, model, tokenizer, len(request.prompts) * request.n)
-        echoes = [self._text_of(prompt) if request.echo else "" for prompt in request.prompts]
-        self._choices = [_TextChoice(echo) for echo in echoes for _ in range(request.n)]
+        self._echoes = [self._text_of(prompt) if request.echo else "" for prompt in request.prompts]
+        self._choices = [_TextChoice() for _ in self._ends]
 
     def _text_of(self, prompt: str | Sequence[int]) -> str:
         return prompt if isinstance(prompt, str) else detokenized(self._tokenizer, prompt)
+
+    def _begin_choice(self, index: int) -> list[dict[str, Any]]:
+        echo = self._echoes[index // self._request.n]
+        self._choices[index].add(echo)
+        choice = _text_choice(index, echo, None, None)
+        return [self._marked(choice, _runs([(echo, False)]))] if echo else []
 
     def _feed_choice(
         self, index: int, pieces: Sequence[Piece], end: Ended | None
     ) -> list[dict[str, Any]]:
         choice, top = self._choices[index], self._request.logprobs
-        said = [(piece.text, piece.accepted) for piece in pieces]
-        if not choice.begun:
-            choice.begun = True
-            choice.add(choice.echo)
-            said.insert(0, (choice.echo, False))
         logprobs = None
         if top is not None and (found := self._names.of_completion(pieces, choice.length, top)):
             logprobs = _legacy(found)
@@ -404,10 +418,10 @@ class CompletionAnswer(Answer):
         for piece in pieces:
             choice.add(piece.text)
         chunks = []
-        text = "".join(text for text, _ in said)
+        text = "".join(piece.text for piece in pieces)
         if text or logprobs:
             chunk = _text_choice(index, text, logprobs, None)
-            chunks.append(self._marked(chunk, _runs(said)))
+            chunks.append(self._marked(chunk, _runs((p.text, p.accepted) for p in pieces)))
         if end:
             chunks.append(_text_choice(index, "", None, end.finish_reason))
         return chunks

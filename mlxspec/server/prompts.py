@@ -76,7 +76,7 @@ def chat_prompt(request: ChatRequest, tokenizer: TokenizerWrapper) -> ChatPrompt
             text += f"\n{tokenizer.think_end}\n\n"
         text += tokenizer.tool_call_start + opening
         format = replace(format, initial="tool", call_begun=opening)
-    return ChatPrompt(tokenizer.encode(text, add_special_tokens=False), format=format)
+    return ChatPrompt(_ids(text, tokenizer), format=format)
 
 
 def _templated(request: ChatRequest, tokenizer: TokenizerWrapper) -> str:
@@ -250,14 +250,26 @@ def _fill_in_tokens(tokenizer: TokenizerWrapper) -> _FillInTokens:
 def _fill_in(
     prompt: str | Sequence[int], suffix: str, middle: _FillInTokens, tokenizer: TokenizerWrapper
 ) -> Prompt:
-    def ids(text: str) -> list[int]:
-        return cast(list[int], tokenizer.encode(text, add_special_tokens=False))
-
-    before = [middle.prefix, *(ids(prompt) if isinstance(prompt, str) else prompt)]
-    after = [middle.suffix, *ids(suffix)]
+    before = [middle.prefix, *(_ids(prompt, tokenizer) if isinstance(prompt, str) else prompt)]
+    after = [middle.suffix, *_continuing_ids(suffix, tokenizer)]
     tokens = encode_prompt(tokenizer, "")  # BOS, where there is one
     tokens += [*after, *before] if middle.middle is None else [*before, *after, middle.middle]
     vocabulary: dict[str, Any] = tokenizer.get_vocab()
     ends = [vocabulary[name] for name in _FILL_IN_ENDS if name in vocabulary]
     own = [middle.prefix, middle.suffix, *([] if middle.middle is None else [middle.middle])]
     return Prompt(tokens, stop_tokens=(*own, *ends))
+
+
+def _ids(text: str, tokenizer: TokenizerWrapper) -> list[int]:
+    return cast(list[int], tokenizer.encode(text, add_special_tokens=False))
+
+
+_ANCHOR = "☺"  # which is part of no other token
+
+
+def _continuing_ids(text: str, tokenizer: TokenizerWrapper) -> list[int]:
+    """The ids of a text that does not begin with a word, so that it gets no space in front."""
+    anchor, anchored = _ids(_ANCHOR, tokenizer), _ids(_ANCHOR + text, tokenizer)
+    if anchored[: len(anchor)] == anchor:
+        return anchored[len(anchor) :]
+    return _ids(text, tokenizer)

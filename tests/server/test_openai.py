@@ -1,0 +1,362 @@
+"""Answers have OpenAI's forms, by the types of its own client library."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
+
+from mlxspec.server.openai import (
+    ChatAnswer,
+    CompletionAnswer,
+    Ended,
+    Event,
+    Piece,
+    detokenize_answer,
+    model_entry,
+    models_answer,
+    tokenize_answer,
+)
+from mlxspec.server.output import output_format
+from mlxspec.server.requests import parse_chat, parse_completion
+from tests.support.chat_tokenizer import chat_tokenizer
+
+TOKENIZER = chat_tokenizer()
+EOS = TOKENIZER.eos_token_id
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+CALLS = (
+    '<think>\nHm.\n</think>\nI ask. <tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n'
+    '</tool_call>\n<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+)
+
+
+def chat(**fields: Any) -> ChatAnswer:
+    request = parse_chat({"messages": [{"role": "user", "content": "?"}], **fields})
+    format = output_format(TOKENIZER, request.tools)
+    format = type(format)(**{**vars(format), "several_calls": request.parallel_tool_calls})
+    return ChatAnswer(request, "model", TOKENIZER, format)
+
+
+def completion(**fields: Any) -> CompletionAnswer:
+    return CompletionAnswer(parse_completion({"prompt": "Hi", **fields}), "model", TOKENIZER)
+
+
+def pieces(text: str, index: int = 0, length: int = 3, **fields: Any) -> list[Event]:
+    """A text as tokens of some characters each, every second of them from a draft."""
+    return [
+        Piece(index, text[at : at + length], 65 + at % 20, accepted=at // length % 2 == 1, **fields)
+        for at in range(0, len(text), length)
+    ]
+
+
+def ended(index: int = 0, reason: str = "stop", **figures: int) -> Ended:
+    return Ended(index, reason, **{"prompt_tokens": 5, "completion_tokens": 7, **figures})
+
+
+def valid(kind: type[BaseModel], answer: dict[str, Any]) -> Any:
+    """The answer as the client library has it: no field missing, wrong, or unknown but ours."""
+    parsed = kind.model_validate(json.loads(json.dumps(answer, allow_nan=False)))
+    assert extras(parsed) <= {"reasoning_content", "mlxspec"}
+    return parsed
+
+
+def extras(value: Any) -> set[str]:
+    """Names of the fields that a parsed answer has and its type does not."""
+    if isinstance(value, list):
+        return set().union(*map(extras, value))
+    if not isinstance(value, BaseModel):
+        return set()
+    inner = (getattr(value, name) for name in type(value).model_fields)
+    return set(value.model_extra or ()).union(*map(extras, inner))
+
+
+def deltas(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+
+
+# --- chat ---
+
+
+def test_a_streamed_chat_has_one_role_and_one_end() -> None:
+    answer = chat(stream=True)
+    chunks = [c for e in [*pieces("Hello world"), ended()] for c in answer.feed([e])]
+    for chunk in chunks:
+        valid(ChatCompletionChunk, chunk)
+        assert "usage" not in chunk
+    assert answer.done
+    assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
+    assert chunks[0]["id"].startswith("chatcmpl-")
+    first, *rest, last = deltas(chunks)
+    assert first == {"role": "assistant", "content": ""}
+    assert "".join(delta["content"] for delta in rest) == "Hello world"
+    assert last == {}
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["stop"]
+    assert answer.feed([Piece(0, "late", 65)]) == []
+
+
+def test_usage_comes_last_in_a_chunk_without_choices() -> None:
+    answer = chat(stream=True, stream_options={"include_usage": True})
+    chunks = answer.feed([*pieces("Hello"), ended(cached_tokens=3, drafted=4, accepted=2)])
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["choices"] == []
+    usage = valid(ChatCompletionChunk, chunks[-1]).usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 7, 12)
+    assert usage.prompt_tokens_details.cached_tokens == 3
+    details = usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (2, 2)
+    assert details.reasoning_tokens == 0
+
+
+def test_a_whole_chat() -> None:
+    answer = chat()
+    answer.feed([*pieces("Hello"), ended(reason="length")])
+    whole = valid(ChatCompletion, answer.whole())
+    (choice,) = whole.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", "Hello")
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls is None
+    assert whole.usage.total_tokens == 12
+    assert whole.model == "model"
+    assert whole.system_fingerprint.startswith("mlxspec-")
+
+
+def test_an_empty_answer_is_an_empty_text() -> None:
+    answer = chat()
+    answer.feed([ended()])
+    assert valid(ChatCompletion, answer.whole()).choices[0].message.content == ""
+
+
+def test_calls_and_reasoning_whole() -> None:
+    answer = chat(tools=TOOLS)
+    answer.feed([*pieces(CALLS), ended()])
+    choice = valid(ChatCompletion, answer.whole()).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I ask."
+    assert choice.message.reasoning_content == "Hm."
+    assert [
+        (call.function.name, call.function.arguments) for call in choice.message.tool_calls
+    ] == [
+        ("f", '{"a": "é"}'),
+        ("g", "{}"),
+    ]
+    assert answer.usage()["completion_tokens_details"]["reasoning_tokens"] > 3
+
+
+def test_content_is_null_beside_calls_alone() -> None:
+    answer = chat(tools=TOOLS)
+    answer.feed([Piece(0, '<tool_call>{"name": "f", "arguments": {}}</tool_call>', 65), ended()])
+    assert valid(ChatCompletion, answer.whole()).choices[0].message.content is None
+
+
+def test_an_answer_that_was_cut_off_says_so() -> None:
+    answer = chat(tools=TOOLS)
+    answer.feed([Piece(0, '<tool_call>{"name": "f", "arguments": {"a', 65), ended(reason="length")])
+    assert valid(ChatCompletion, answer.whole()).choices[0].finish_reason == "length"
+
+
+def test_one_call_is_enough_where_only_one_may_be() -> None:
+    answer = chat(tools=TOOLS, parallel_tool_calls=False)
+    assert not answer.finished(0)
+    answer.feed(pieces(CALLS))
+    assert answer.finished(0)
+    answer.feed([ended(reason="length")])
+    choice = valid(ChatCompletion, answer.whole()).choices[0]
+    assert len(choice.message.tool_calls) == 1
+    assert choice.finish_reason == "tool_calls"
+
+
+@settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])  # as simple as they get
+@given(
+    st.lists(st.sampled_from([CALLS, "Hello", "", "<think>x"]), min_size=1, max_size=3),
+    st.integers(1, 9),
+    st.randoms(use_true_random=False),
+)
+def test_the_client_puts_the_chunks_together_to_the_whole_answer(
+    outputs: list[str], length: int, random: Random
+) -> None:
+    """However the events come, by OpenAI's own accumulation."""
+    answer = chat(
+        stream=True,
+        n=len(outputs),
+        tools=TOOLS,
+        logprobs=True,
+        top_logprobs=1,
+        stream_options={"include_usage": True},
+    )
+    left: list[list[Event]] = [
+        [*pieces(text, index, length, logprob=-0.5, top=((65, -0.5),)), ended(index)]
+        for index, text in enumerate(outputs)
+    ]
+    state: Any = ChatCompletionStreamState()
+    while any(left):
+        batch: list[Event] = []
+        for _ in range(random.randint(1, 9)):
+            if waiting := [events for events in left if events]:
+                batch.append(random.choice(waiting).pop(0))
+        for chunk in answer.feed(batch):
+            state.handle_chunk(valid(ChatCompletionChunk, chunk))
+    joined = json.loads(state.current_completion_snapshot.model_dump_json())
+    whole = json.loads(ChatCompletion.model_validate(answer.whole()).model_dump_json())
+    assert joined["usage"] == whole["usage"]
+    for ours, theirs in zip(whole["choices"], joined["choices"], strict=True):
+        for call in theirs["message"]["tool_calls"] or ():
+            call.pop("index")
+            call["function"].pop("parsed_arguments", None)
+        assert theirs["message"]["content"] == (ours["message"]["content"] or "")
+        assert theirs["message"].get("reasoning_content") == ours["message"].get(
+            "reasoning_content"
+        )
+        assert (theirs["message"]["tool_calls"] or None) == ours["message"]["tool_calls"]
+        assert (theirs["logprobs"] or {"content": []})["content"] == ours["logprobs"]["content"]
+        assert theirs["finish_reason"] == ours["finish_reason"]
+
+
+def test_a_prompt_of_several_choices_counts_once() -> None:
+    answer = chat(n=2)
+    answer.feed([ended(1, cached_tokens=4), ended(0, cached_tokens=1)])
+    usage = answer.usage()
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 14)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 1
+    answers = completion(prompt=["a", "b"], n=2)
+    answers.feed([ended(index) for index in range(4)])
+    assert answers.usage()["prompt_tokens"] == 10
+
+
+def test_drafts_are_told_where_they_are_asked_for() -> None:
+    events = [Piece(0, "The", 65), Piece(0, " qu", 66, True), Piece(0, "ick", 67, True)]
+    answer = chat(stream=True, mlxspec={"drafts": True})
+    chunks = answer.feed([*events, ended()])
+    assert [chunk["choices"][0].get("mlxspec") for chunk in chunks] == [
+        None,
+        {"drafts": [["The", False], [" quick", True]]},
+        None,
+    ]
+    text = completion(stream=True, mlxspec={"drafts": True}, echo=True)
+    echo, first, _ = text.feed([*events, ended()])
+    assert echo["choices"][0]["mlxspec"] == {"drafts": [["Hi", False]]}
+    assert first["choices"][0]["mlxspec"] == {"drafts": [["The", False], [" quick", True]]}
+
+
+def test_the_choices_begin_before_any_token() -> None:
+    answer = chat(stream=True, n=2)
+    chunks = answer.begin()
+    assert [chunk["choices"][0]["index"] for chunk in chunks] == [0, 1]
+    assert [delta["role"] for delta in deltas(chunks)] == ["assistant"] * 2
+    assert answer.begin() == []
+    assert deltas(answer.feed([Piece(1, "a", 65)])) == [{"content": "a"}]
+
+
+# --- log-probabilities ---
+
+
+def test_logprobs_of_a_chat_have_the_bytes_of_tokens() -> None:
+    e_acute = TOKENIZER.encode("é", add_special_tokens=False)
+    assert len(e_acute) == 2
+    letter = TOKENIZER.encode("a", add_special_tokens=False)[0]
+    events = [
+        Piece(0, "", e_acute[0], logprob=-0.25, top=((e_acute[0], -0.25), (letter, -2.0))),
+        Piece(0, "é", e_acute[1], logprob=float("-inf")),
+        Piece(0, "", EOS, logprob=-0.1),
+    ]
+    answer = chat(stream=True, logprobs=True, top_logprobs=2)
+    chunks = answer.feed([*events, ended()])
+    streamed = [
+        entry
+        for chunk in chunks
+        for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
+    ]
+    content = valid(ChatCompletion, answer.whole()).choices[0].logprobs.content
+    assert [entry.model_dump() for entry in content] == streamed
+    assert [(one.token, one.bytes, one.logprob) for one in content] == [
+        ("bytes:\\xc3", [0xC3], -0.25),
+        ("bytes:\\xa9", [0xA9], -9999.0),
+    ]
+    assert [(one.token, one.logprob) for one in content[0].top_logprobs] == [
+        ("bytes:\\xc3", -0.25),
+        ("a", -2.0),
+    ]
+
+
+def test_logprobs_of_completions_have_offsets_into_the_text() -> None:
+    a, b = TOKENIZER.encode("ab", add_special_tokens=False)
+    events = [
+        Piece(0, "a", a, logprob=-1.0, top=((b, -0.5),)),
+        Piece(0, "b", b, logprob=-2.0, top=((b, -2.0),)),
+    ]
+    answer = completion(logprobs=1)
+    for event in [*events, Piece(0, "", EOS, logprob=0.0), ended()]:
+        answer.feed([event])
+    logprobs = valid(Completion, answer.whole()).choices[0].logprobs
+    assert logprobs.tokens == ["a", "b"]
+    assert logprobs.token_logprobs == [-1.0, -2.0]
+    assert logprobs.text_offset == [0, 1]
+    assert logprobs.top_logprobs == [{"b": -0.5, "a": -1.0}, {"b": -2.0}]
+    without = completion(logprobs=0)
+    without.feed([*events, ended()])
+    assert valid(Completion, without.whole()).choices[0].logprobs.top_logprobs is None
+
+
+# --- completions ---
+
+
+def test_a_streamed_completion() -> None:
+    answer = completion(stream=True, stream_options={"include_usage": True}, logprobs=1)
+    events = [*pieces("Hello", logprob=-1.0), ended()]
+    chunks = [chunk for event in events for chunk in answer.feed([event])]
+    for chunk in chunks:
+        if chunk["choices"] and chunk["choices"][0]["finish_reason"] is None:
+            chunk = json.loads(json.dumps(chunk))  # the library's type has only whole answers
+            chunk["choices"][0]["finish_reason"] = "stop"
+        valid(Completion, chunk)
+    *texts, end, usage = chunks
+    assert "".join(chunk["choices"][0]["text"] for chunk in texts) == "Hello"
+    assert end["choices"][0]["finish_reason"] == "stop"
+    assert (usage["choices"], usage["usage"]["total_tokens"]) == ([], 12)
+    offsets = [at for chunk in texts for at in chunk["choices"][0]["logprobs"]["text_offset"]]
+    assert offsets == [0, 3]
+
+
+def test_choices_of_several_prompts_stand_in_their_order() -> None:
+    ids = TOKENIZER.encode("Yo", add_special_tokens=False)
+    answer = completion(prompt=["Hi", ids], n=2, echo=True)
+    for index in (2, 0, 3, 1):
+        answer.feed([Piece(index, str(index), 65), ended(index)])
+    whole = valid(Completion, answer.whole())
+    assert [choice.text for choice in whole.choices] == ["Hi0", "Hi1", "Yo2", "Yo3"]
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert whole.id.startswith("cmpl-")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echoed_prompt_comes_once(stream: bool) -> None:
+    answer = completion(echo=True, stream=stream)
+    chunks = [c for event in [*pieces("Hello"), ended()] for c in answer.feed([event])]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "HiHello"
+    assert answer.whole()["choices"][0]["text"] == "HiHello"
+
+
+# --- models and tokens ---
+
+
+def test_models_tell_their_context() -> None:
+    entry = model_entry("demo", 1, 4096)
+    assert valid(Model, {k: v for k, v in entry.items() if "len" not in k}).id == "demo"
+    assert (entry["context_length"], entry["max_model_len"]) == (4096, 4096)
+    assert "context_length" not in model_entry("demo", 1, None)
+    assert models_answer([entry]) == {"object": "list", "data": [entry]}
+
+
+def test_texts_and_tokens() -> None:
+    ids = TOKENIZER.encode("é", add_special_tokens=False)
+    assert tokenize_answer(ids, 9) == {"tokens": ids, "count": 2, "max_model_len": 9}
+    assert detokenize_answer(TOKENIZER, [*ids, 10**6]) == {"prompt": "é"}
+    assert detokenize_answer(TOKENIZER, []) == {"prompt": ""}

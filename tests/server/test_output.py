@@ -1,0 +1,283 @@
+"""What a model writes is told apart: text, reasoning, calls; however it is cut into segments."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.tool_parsers import glm47, json_tools, kimi_k2, mistral, pythonic, qwen3_coder
+
+from mlxspec.server.output import (
+    Delta,
+    OutputFormat,
+    OutputParser,
+    Reasoning,
+    Text,
+    ToolCallArguments,
+    ToolCallBegun,
+    call_opening,
+    joined,
+    output_format,
+)
+from tests.support.chat_tokenizer import chat_tokenizer
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            },
+        },
+    }
+    for name in ("weather", "write")
+]
+
+Call = tuple[str, Any]
+
+
+def format_of(parser: str | None = "json_tools", **changes: Any) -> OutputFormat:
+    format = output_format(chat_tokenizer(parser), TOOLS if parser else ())
+    return OutputFormat(**{**vars(format), **changes})
+
+
+def read(format: OutputFormat, *segments: str) -> list[Delta]:
+    """All deltas, neighbours joined."""
+    parser = OutputParser(format)
+    deltas = [delta for segment in segments for delta in parser.feed(segment)]
+    return joined(deltas + parser.finish())
+
+
+def anonymous(deltas: list[Delta]) -> list[object]:
+    """The deltas without the ids of calls, which are drawn."""
+    return [
+        (delta.index, delta.name) if isinstance(delta, ToolCallBegun) else delta for delta in deltas
+    ]
+
+
+def calls_of(deltas: list[Delta]) -> list[Call]:
+    """The calls, with parsed arguments."""
+    names = [delta.name for delta in deltas if isinstance(delta, ToolCallBegun)]
+    texts = [""] * len(names)
+    for delta in deltas:
+        if isinstance(delta, ToolCallArguments):
+            texts[delta.index] += delta.text
+    return [(name, json.loads(text)) for name, text in zip(names, texts, strict=True)]
+
+
+def text_of(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas if isinstance(delta, Text))
+
+
+ARGUMENTS = '{"city": "Pa\\"r}is\\\\", "days": [1, {"a": "{"}]}'
+WEATHER = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+WRITE = '<tool_call>{"name":"write","arguments":{}}</tool_call>'
+
+OUTPUTS = {
+    "json_tools": [
+        "Hello  world\n",
+        "<think>\nHm.\n\nWell.\n</think>\n\nHello <b>",
+        f"I look.\n\n{WEATHER}\n{WRITE}",
+        f"<think>a</think>{WEATHER}",
+        f"<think>never closed {WEATHER}",
+        "<tool_call>\nno JSON\n</tool_call> and on",
+        '<tool_call>{"arguments": {"a": 1}, "name": "write"}</tool_call>',
+        '<tool_call>{"name": "write", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        '<tool_call>{"name": "wr\\u0069te", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "write", "arguments": {"a": 1}, "id": "x"}</tool_call>',
+        '<tool_call>{"name": "write", "arguments": {"a": 1',
+        '<tool_call>{"name": "wri',
+        f"{WEATHER[:-12]}</tool_cal",
+        "<tool_call>[]</tool_call><tool_call>5</tool_call>",
+        '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "write", "arguments": {"a": "\\ud800"}} x</tool_call>',
+        "<tool",
+        "",
+    ],
+    "mistral": [
+        f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}",
+        f"So:[TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]write[ARGS]{{}}",
+        f'[TOOL_CALLS][{{"name": "weather", "arguments": {ARGUMENTS}, "id": "abcdefghi"}}]',
+        "[TOOL_CALLS]nothing",
+        '[TOOL_CALLS]weather[ARGS]{"city',
+    ],
+    "qwen3_coder": [
+        "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=weather>\n<parameter=days>\nmany\n</parameter>\n</function>"
+        "\n</tool_call>",
+    ],
+    "pythonic": [
+        '<|tool_call_start|>[weather(city="Paris", days=3), write()]<|tool_call_end|>',
+        "<|tool_call_start|>[weather(<|tool_call_end|>",
+    ],
+    "glm47": [
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>",
+    ],
+    "kimi_k2": [
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+        '<|tool_call_argument_begin|>{"city": "Paris"}<|tool_call_end|>'
+        "<|tool_calls_section_end|>",
+    ],
+}
+CASES = [(parser, output) for parser, outputs in OUTPUTS.items() for output in outputs]
+MODULES = {
+    "json_tools": json_tools,
+    "mistral": mistral,
+    "qwen3_coder": qwen3_coder,
+    "pythonic": pythonic,
+    "glm47": glm47,
+    "kimi_k2": kimi_k2,
+}
+
+
+@pytest.mark.parametrize(("parser", "output"), CASES)
+def test_calls_are_those_that_mlx_lm_reads(parser: str, output: str) -> None:
+    module = MODULES[parser]
+    start, end = module.tool_call_start, module.tool_call_end
+    expected: list[Call] = []
+    for span in output.split(start)[1:] if end else output.split(start, 1)[1:]:
+        try:
+            parsed = module.parse_tool_call(span.split(end)[0] if end else span, TOOLS)
+        except Exception:
+            continue
+        for one in parsed if isinstance(parsed, list) else [parsed]:
+            if isinstance(one, dict) and isinstance(one.get("name"), str):
+                arguments = one["arguments"]
+                expected.append(
+                    (
+                        one["name"],
+                        json.loads(arguments) if isinstance(arguments, str) else arguments,
+                    )
+                )
+    deltas = read(format_of(parser), output)
+    try:
+        found = calls_of(deltas)
+    except json.JSONDecodeError:
+        assert not expected  # the output was cut off within the arguments
+    else:
+        assert [*found[: len(expected)]] == expected
+
+
+@given(st.data())
+def test_the_cuts_between_segments_make_no_difference(data: st.DataObject) -> None:
+    parser, output = data.draw(st.sampled_from(CASES))
+    changes = data.draw(
+        st.sampled_from([{}, {"several_calls": False}, {"trims_space": True}, {"calls": None}])
+    )
+    if changes == {"calls": None}:
+        format = output_format(chat_tokenizer(parser))
+    else:
+        format = format_of(parser, **changes)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(output)), max_size=12)))
+    segments = [output[a:b] for a, b in zip([0, *cuts], [*cuts, len(output)], strict=True)]
+    assert anonymous(read(format, *segments)) == anonymous(read(format, output))
+    assert anonymous(read(format, *output)) == anonymous(read(format, output))
+
+
+@given(st.text(alphabet='<>tol_ca/{}"name:\\ \nhik[]', max_size=60))
+def test_text_without_markers_arrives_as_it_is(output: str) -> None:
+    assert text_of(read(format_of(), output)) == output
+
+
+def test_reasoning_and_text_lose_the_white_space_beside_markers_alone() -> None:
+    deltas = read(format_of(), " <think>\n a\n b \n</think>\n\n c\n d \n")
+    assert deltas == [Reasoning("a\n b"), Text("c\n d \n")]
+    deltas = read(format_of(initial="reasoning"), "\na\n</think>\nb")
+    assert deltas == [Reasoning("a"), Text("b")]
+    deltas = read(format_of(), f"  I look.\n{WRITE}\n{WRITE}\n")
+    assert [type(delta) for delta in deltas] == [
+        Text,
+        *(ToolCallBegun, ToolCallArguments) * 2,
+    ]
+    assert deltas[0] == Text("  I look.")
+
+
+def test_arguments_come_while_they_are_written() -> None:
+    parser = OutputParser(format_of())
+    assert parser.feed('<tool_call>{"name": "write", "argu') == []
+    assert parser.feed('ments": ') == []
+    begun, first = parser.feed("{")
+    assert first == ToolCallArguments(0, "{")
+    assert isinstance(begun, ToolCallBegun)
+    assert (begun.index, begun.name) == (0, "write")
+    assert len(begun.id) == 9
+    assert begun.id.isalnum()
+    assert parser.feed('"city": "P') == [ToolCallArguments(0, '"city": "P')]
+    assert parser.feed('aris"}}') == [ToolCallArguments(0, 'aris"}')]
+    assert parser.feed("</tool_call>") == parser.finish() == []
+
+
+def test_what_cannot_be_read_comes_back_as_text() -> None:
+    for output in ("<tool_call>\nno JSON\n</tool_call>", "<tool_call>[]</tool_call>"):
+        assert read(format_of(), output) == [Text(output)]
+    assert read(format_of(), '<tool_call>{"name": "wri') == [Text('<tool_call>{"name": "wri')]
+    assert read(format_of("mistral"), "a[TOOL_CALLS]b") == [Text("a[TOOL_CALLS]b")]
+    broken = f"{WRITE[:-12]} and more</tool_call>"
+    assert text_of(read(format_of(), broken)) == "} and more"
+
+
+def test_without_tools_calls_are_text() -> None:
+    format = output_format(chat_tokenizer())
+    assert read(format, f"<think>a</think>{WEATHER}") == [Reasoning("a"), Text(WEATHER)]
+
+
+def test_a_model_without_markers_writes_text() -> None:
+    tokenizer = chat_tokenizer(None, markers=("<a>", "<b>"))
+    assert read(output_format(tokenizer, TOOLS), "<think>", WEATHER) == [Text(f"<think>{WEATHER}")]
+
+
+def test_after_the_one_call_that_there_may_be_nothing_follows() -> None:
+    for parser, output in (
+        ("json_tools", WEATHER + WRITE + "text"),
+        ("mistral", OUTPUTS["mistral"][1]),
+        ("pythonic", OUTPUTS["pythonic"][0]),
+    ):
+        reader = OutputParser(format_of(parser, several_calls=False))
+        assert not reader.finished
+        deltas = reader.feed(output) + reader.finish()
+        assert reader.finished
+        assert [name for name, _ in calls_of(deltas)] == ["weather"]
+        assert text_of(deltas) in ("", "So:")
+
+
+def test_a_space_of_the_tokenizer_is_dropped_once() -> None:
+    assert read(format_of(trims_space=True), "", " ", " a") == [Text(" a")]
+    assert read(format_of(trims_space=True), "a", " b") == [Text("a b")]
+
+
+@pytest.mark.parametrize(
+    ("parser", "name", "output"),
+    [
+        ("json_tools", "write", f" {ARGUMENTS}}}\n</tool_call>"),
+        ("json_tools", None, f'\n{{"name": "write", "arguments": {ARGUMENTS}}}\n</tool_call>'),
+        ("mistral", "write", f" {ARGUMENTS}}}]"),
+        ("mistral", None, f"write[ARGS]{ARGUMENTS}"),
+        (
+            "qwen3_coder",
+            "write",
+            "<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>",
+        ),
+        ("pythonic", None, "[write(city='Rome')]<|tool_call_end|>"),
+    ],
+)
+def test_a_call_that_the_prompt_begins_is_read(parser: str, name: str | None, output: str) -> None:
+    opening = call_opening(chat_tokenizer(parser), name)
+    assert opening is not None
+    format = format_of(parser, initial="tool", call_begun=opening)
+    ((called, arguments),) = calls_of(read(format, *output))
+    assert called == "write"
+    assert arguments in (json.loads(ARGUMENTS), {"city": "Rome"})
+
+
+def test_of_a_begun_call_only_what_the_model_wrote_comes_back() -> None:
+    opening = call_opening(chat_tokenizer(), "write")
+    format = format_of(initial="tool", call_begun=opening)
+    assert read(format, " no</tool_call>") == [Text(" no</tool_call>")]
+    assert call_opening(chat_tokenizer("pythonic"), "write") is None
+    assert call_opening(chat_tokenizer(None), None) is None

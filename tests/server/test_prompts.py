@@ -1,0 +1,246 @@
+"""Conversations and texts become the tokens that the model's own template and tokenizer give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlxspec.loading.tokenizer import load_tokenizer_of
+from mlxspec.server.errors import ApiError
+from mlxspec.server.output import OutputParser, Reasoning, Text, ToolCallArguments, ToolCallBegun
+from mlxspec.server.prompts import ChatPrompt, Prompt, chat_prompt, completion_prompts
+from mlxspec.server.requests import parse_chat, parse_completion
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.demo import demo
+from tests.support.hostile import json_values
+
+HELLO = [{"role": "user", "content": "Hello"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+def chat(tokenizer: TokenizerWrapper | None = None, **fields: Any) -> ChatPrompt:
+    return chat_prompt(parse_chat({"messages": HELLO, **fields}), tokenizer or chat_tokenizer())
+
+
+def text_of(prompt: Prompt, tokenizer: TokenizerWrapper | None = None) -> str:
+    return str((tokenizer or chat_tokenizer()).decode(prompt.tokens))
+
+
+def completions(
+    tokenizer: TokenizerWrapper | None = None, vocab_size: int = 1000, **fields: Any
+) -> list[Prompt]:
+    request = parse_completion({"prompt": "Once", **fields})
+    return completion_prompts(request, tokenizer or chat_tokenizer(), vocab_size)
+
+
+@pytest.fixture(scope="module")
+def mistral(shared: Path) -> TokenizerWrapper:
+    """Mistral's published tokenizer, version 3."""
+    path = shared / "tokenizers/mistral/mistral_instruct_tokenizer_240323.model.v3"
+    return load_tokenizer_of(path)
+
+
+def refused(**fields: Any) -> str | None:
+    """The field that the error names."""
+    with pytest.raises(ApiError) as caught:
+        chat(**fields)
+    assert caught.value.status == 400
+    return caught.value.param
+
+
+# --- chat ---
+
+
+def test_a_conversation_is_in_the_template() -> None:
+    assert text_of(chat()) == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    expected = chat_tokenizer().apply_chat_template(HELLO, add_generation_prompt=True)
+    assert chat().tokens == expected
+
+
+def test_the_bundled_model_is_asked_as_in_the_command_line() -> None:
+    tokenizer = demo().tokenizer
+    messages = [{"role": "system", "content": "Be brief."}, *HELLO]
+    prompt = chat(tokenizer, messages=messages)
+    assert prompt.tokens == tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    assert prompt.format.trims_space
+
+
+def test_a_published_tokenizer_gives_the_tokens_of_its_template(mistral: TokenizerWrapper) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "Hi."}, *HELLO]
+    prompt = chat(mistral, messages=messages)
+    assert prompt.tokens == mistral.apply_chat_template(messages, add_generation_prompt=True)
+
+
+def test_a_prefill_is_gone_on_with() -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "Well, "}]
+    assert text_of(chat(messages=messages)).endswith("<|im_start|>assistant\nWell, ")
+    reasoning = [*HELLO, {"role": "assistant", "content": "<think>\nHm"}]
+    assert chat(messages=reasoning).format.initial == "reasoning"
+    assert chat(messages=messages).format.initial == "normal"
+
+
+def test_the_prompt_decides_where_the_output_begins() -> None:
+    assert chat().format.initial == "normal"
+    thinking = chat(chat_template_kwargs={"force_thinking": True})
+    assert thinking.format.initial == "reasoning"
+    parser = OutputParser(thinking.format)
+    assert parser.feed("Hm.\n</think>\n\nHi") + parser.finish() == [Reasoning("Hm."), Text("Hi")]
+    quiet = chat(enable_thinking=False)
+    assert quiet.format.initial == "normal"
+    assert text_of(quiet).endswith("<think>\n\n</think>\n\n")
+    # What the user writes is no marker of the answer.
+    said = chat(messages=[{"role": "user", "content": "<think>"}])
+    assert said.format.initial == "normal"
+
+
+def test_tools_are_shown_unless_none_may_be_called() -> None:
+    assert '"name": "f"' in text_of(chat(tools=[TOOL]))
+    hidden = chat(tools=[TOOL], tool_choice="none")
+    assert hidden.tokens == chat().tokens
+    assert hidden.format.calls is None
+
+
+def test_calls_and_results_are_in_the_template() -> None:
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    text = text_of(chat(messages=messages, tools=[TOOL]))
+    assert '{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>' in text
+    assert "<|im_start|>tool\n2<|im_end|>" in text
+
+
+@pytest.mark.parametrize(
+    ("choice", "begun", "output"),
+    [
+        ("required", "<tool_call>", '\n{"name": "f", "arguments": {}}'),
+        (NAMED, '<tool_call>\n{"name": "f", "arguments":', " {}}"),
+    ],
+)
+def test_a_call_that_must_be_is_begun_for_the_model(choice: Any, begun: str, output: str) -> None:
+    prompt = chat(tools=[TOOL], tool_choice=choice)
+    assert text_of(prompt) == text_of(chat(tools=[TOOL])) + begun
+    parser = OutputParser(prompt.format)
+    deltas = parser.feed(output + "\n</tool_call>") + parser.finish()
+    (call, arguments) = deltas
+    assert isinstance(call, ToolCallBegun)
+    assert call.name == "f"
+    assert arguments == ToolCallArguments(0, "{}")
+
+
+def test_a_call_that_must_be_ends_the_reasoning() -> None:
+    thinking = {"force_thinking": True}
+    prompt = chat(tools=[TOOL], tool_choice="required", chat_template_kwargs=thinking)
+    assert text_of(prompt).endswith("<think>\n\n</think>\n\n<tool_call>")
+    assert prompt.format.initial == "tool"
+
+
+def test_what_the_template_or_the_model_does_not_know_is_refused() -> None:
+    assert refused(tokenizer=chat_tokenizer(None), tools=[TOOL]) == "tools"
+    pythonic = chat_tokenizer("pythonic")
+    assert refused(tokenizer=pythonic, tools=[TOOL], tool_choice=NAMED) == "tool_choice"
+    tool = {"role": "tool", "content": "x"}
+    assert refused(tokenizer=demo().tokenizer, messages=[*HELLO, tool]) == "messages"
+    for name in ("chat_template", "messages", "tokenizer", "tools", "self", "tokenize"):
+        kwargs = {"chat_template_kwargs": {name: "x"}}
+        assert refused(**kwargs) == f"chat_template_kwargs.{name}"
+
+
+@given(
+    st.dictionaries(st.text(max_size=8) | st.sampled_from(["bos_token", "thinking"]), json_values)
+)
+def test_any_arguments_of_the_template_give_a_prompt_or_a_400(kwargs: dict[str, Any]) -> None:
+    try:
+        assert chat(chat_template_kwargs=kwargs).tokens
+    except ApiError as refused:
+        error = refused
+    else:
+        return
+    assert error.status == 400
+
+
+def test_without_a_template_the_conversation_is_plain_text() -> None:
+    tokenizer = chat_tokenizer(template=None)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "Who?"},
+    ]
+    prompt = chat(tokenizer, messages=messages)
+    assert text_of(prompt) == "Be brief.\n\nUser: Hello\nAssistant: Hi.\nUser: Who?\nAssistant:"
+    assert prompt.stop == ("\nUser:",)
+    parser = OutputParser(prompt.format)
+    assert parser.feed(" Me.") + parser.finish() == [Text("Me.")]
+    prefill = chat(tokenizer, messages=[*messages, {"role": "assistant", "content": "I "}])
+    assert text_of(prefill).endswith("\nAssistant: I")
+    assert refused(tokenizer=tokenizer, tools=[TOOL]) == "tools"
+
+
+# --- completions ---
+
+
+def test_texts_and_ids_become_prompts() -> None:
+    once, ids = completions(prompt=["Once", [1, 2]])
+    assert once.tokens == chat_tokenizer().encode("Once")
+    assert ids == Prompt([1, 2])
+    tokenizer = demo().tokenizer
+    assert completions(tokenizer, prompt="")[0].tokens == [tokenizer.bos_token_id]
+    (prompt,) = completions(tokenizer, prompt="Once")
+    assert prompt.tokens == tokenizer.encode("Once")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"), [("", "prompt"), ([5, 1000], "prompt"), (["a", [1000]], "prompt[1]")]
+)
+def test_prompts_without_tokens_of_the_model_are_refused(prompt: Any, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        completions(prompt=prompt)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("markers", "expected"),
+    [
+        (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), "{0}ab{1}cd{2}"),
+        (("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"), "{0}ab{1}cd{2}"),
+        (("▁<PRE>", "▁<SUF>", "▁<MID>"), "{0}ab{1}cd{2}"),
+        (("[PREFIX]", "[SUFFIX]"), "{1}cd{0}ab"),
+    ],
+)
+def test_the_middle_is_asked_for_in_the_models_way(markers: tuple[str, ...], expected: str) -> None:
+    tokenizer = chat_tokenizer(markers=("<s>", "</s>", "<|endoftext|>", *markers))
+    (prompt,) = completions(tokenizer, prompt="ab", suffix="cd")
+    assert text_of(prompt, tokenizer) == expected.format(*markers)
+    vocabulary = tokenizer.get_vocab()
+    assert set(prompt.stop_tokens) == {vocabulary[name] for name in ("<|endoftext|>", *markers)}
+    (ids,) = completions(tokenizer, prompt=tokenizer.encode("ab"), suffix="cd")
+    assert ids == prompt
+
+
+def test_a_model_that_fills_in_nothing_says_so() -> None:
+    with pytest.raises(ApiError) as caught:
+        completions(suffix="x")
+    assert caught.value.param == "suffix"
+
+
+def test_codestrals_tokens_are_found_in_a_published_tokenizer(mistral: TokenizerWrapper) -> None:
+    names = ("[PREFIX]", "[SUFFIX]")
+    (prompt,) = completions(mistral, 40_000, prompt="a", suffix="b")
+    assert prompt.stop_tokens[:2] == tuple(mistral.get_vocab()[name] for name in names)
+    # Mistral's own library puts a space before the prefix, and none before the suffix.
+    assert mistral.convert_ids_to_tokens(prompt.tokens) == [
+        "<s>",
+        "[SUFFIX]",
+        "b",
+        "[PREFIX]",
+        "▁a",
+    ]

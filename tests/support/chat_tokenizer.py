@@ -1,0 +1,74 @@
+"""Tokenizers of bytes with the markers and templates of well-known chat models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mlxspec.loading.detokenizer import wrap
+
+CHATML = """\
+{%- if tools %}<|im_start|>tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role not in ['system', 'user', 'assistant', 'tool'] %}
+{{- raise_exception('unknown role') }}
+{%- endif %}
+{{- '<|im_start|>' + message.role + '\n' + message.content }}
+{%- for tool_call in message.tool_calls or [] %}
+{{- '<tool_call>\n{"name": "' + tool_call.function.name + '", "arguments": ' }}
+{{- tool_call.function.arguments | tojson }}{{ '}\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\n' }}
+{%- if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}
+{%- elif force_thinking %}{{ '<think>\n' }}
+{%- endif %}
+{%- endif %}"""
+"""As Qwen 3's, with a switch for models that always think."""
+
+_MARKERS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
+
+
+@cache
+def chat_tokenizer(
+    parser: str | None = "json_tools",
+    template: str | None = CHATML,
+    markers: Sequence[str] = _MARKERS,
+) -> TokenizerWrapper:
+    """A tokenizer whose tokens are the 256 bytes and some markers.
+
+    Args:
+        parser: mlx-lm's name of the way in which the model calls tools; None for no tools.
+        template: for chats.
+        markers: further tokens.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: index for index, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(markers))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=markers[1],
+        chat_template=template,
+        name_or_path="bytes",
+    )
+    if parser is None:
+        return wrap(fast)
+    module = import_module(f"mlx_lm.tool_parsers.{parser}")
+    return wrap(
+        fast,
+        tool_parser=module.parse_tool_call,
+        tool_call_start=module.tool_call_start,
+        tool_call_end=module.tool_call_end,
+    )
