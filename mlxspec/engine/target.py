@@ -24,6 +24,7 @@ from .caches import (
     check_cut,
     compact,
     cut,
+    drop_unseen,
     first_positions,
     for_steps,
     held_arrays,
@@ -228,6 +229,8 @@ class Target:
 
     def mark(self) -> None:
         """Keep the state of the caches that cannot be cut back to this length."""
+        self.use([for_steps(cache) for cache in self.cache])
+        drop_unseen(self.cache)
         self._change_for_steps()
         untrimmable = [cache for cache in parts(self.cache) if not is_trimmable_anywhere(cache)]
         if self.length and untrimmable:

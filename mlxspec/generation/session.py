@@ -30,7 +30,11 @@ from ..engine.target import Capability, Target
 from ..errors import OptionError, PromptCacheError
 from .responses import CacheOwner
 
-_MARKS = 2  # prefills to return to where a cache cannot be cut; each holds its state once more
+MARKS = 2
+"""Prefills to return to where a cache cannot be cut; each holds its state once more."""
+UNDOABLE = 2
+"""Forwards of a generation that can be undone; each holds states that cannot be cut once more."""
+
 _TRIMMABLE = {Capability.TREE, Capability.CHAIN}
 
 
@@ -196,7 +200,14 @@ class Session:
         if self._first_cache:
             check_fits(self._first_cache, model, "the session's cache")
             check_lengths(self._first_cache, "the session's cache")
-        new = partial(Target, model, vocab_size=vocab_size, options=options, marks=_MARKS)
+        new = partial(
+            Target,
+            model,
+            vocab_size=vocab_size,
+            options=options,
+            undoable=UNDOABLE,
+            marks=MARKS,
+        )
         target, self._target = self._target, None
         tokens, self._tokens = self._tokens, []
         if self._first_cache:
