@@ -81,7 +81,8 @@ class Memory:
     def forward_bytes(self) -> int:
         """What a forward takes beside the caches: a chunk of a prompt, or a step.
 
-        Found out with a forward of a few rows.
+        Found out with a forward of a few rows. What attention takes for its scores over a long
+        context, as it does on a CPU, has to come from the reserve.
         """
         with mx.stream(generation_stream):
             caches = make_prompt_cache(self._model, self.options.max_kv_size)

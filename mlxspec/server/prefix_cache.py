@@ -302,13 +302,16 @@ class PrefixCache:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             for entry in reversed(self._idle):
-                path = entry.file or self._write(entry, directory, left)
+                path = entry.file
+                if not path or path.parent != directory or not path.exists():
+                    path = self._write(entry, directory, left)
                 size = path.stat().st_size if path else 0
                 if path and size <= left:
                     left -= size
                     kept.append(path)
             for path in self._files - set(kept):
-                path.unlink(missing_ok=True)
+                if path.parent == directory:
+                    path.unlink(missing_ok=True)
             now = time.time()
             for age, path in enumerate(kept):  # which tells the order to the next process
                 os.utime(path, (now - age, now - age))
@@ -327,9 +330,10 @@ class PrefixCache:
             _N_PROMPT: str(entry.n_prompt),
         }
         entry.session.save(new, described)
-        entry.file = new.with_stem(_checksum(new))
-        os.replace(new, entry.file)
-        return entry.file
+        path = new.with_stem(_checksum(new))
+        os.replace(new, path)
+        entry.file = path
+        return path
 
     def load(self, directory: Path) -> int:
         """Make entries of files that :meth:`save` has written; each is read once it is needed.

@@ -17,12 +17,20 @@ from mlxspec.server.admission import Memory
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
 
-# One of each kind of cache; those marked slow have nothing that the others lack.
+# Caches of all positions, of windows, and of states; the others have these in other ways.
 NAMES = [
-    *("llama3", "gemma3", "mamba2", "lfm2"),
+    *("llama3", "gemma3", "lfm2"),
     *(
         pytest.param(name, marks=pytest.mark.slow)
-        for name in ("deepseek_v32", "llama4", "recurrent_gemma", "qwen3_next", "gemma4", "jamba")
+        for name in (
+            "mamba2",
+            "deepseek_v32",
+            "llama4",
+            "recurrent_gemma",
+            "qwen3_next",
+            "gemma4",
+            "jamba",
+        )
     ),
 ]
 
@@ -41,6 +49,12 @@ def taken(model: nn.Module, n: int, **options: Any) -> int:
     return session.nbytes
 
 
+def wide(name: str) -> nn.Module:
+    """A model whose keys and values can be quantised."""
+    config = {**ARCHITECTURES[name].config, "head_dim": 32}
+    return replace(ARCHITECTURES[name], config=config).model()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_estimate_is_what_caches_take(name: str) -> None:
     model = ARCHITECTURES[name].model()
@@ -53,7 +67,7 @@ def test_the_estimate_is_what_caches_take(name: str) -> None:
     if name == "mamba2":
         assert growth == 0
     if name == "llama3":
-        assert growth == pytest.approx(10_000 * (real / 1536), rel=0.01)
+        assert growth == pytest.approx(10_000 * real / 1536, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +79,7 @@ def test_the_estimate_is_what_caches_take(name: str) -> None:
     ],
 )
 def test_options_that_save_memory_are_taken_into_account(options: dict[str, int]) -> None:
-    model = replace(ARCHITECTURES["llama3"], config={"head_dim": 32}).model()
+    model = wide("qwen3")
     memory, plain = Memory(model, CacheOptions(**options)), Memory(model)
     for n in (100, 1500):
         real = taken(model, n, **options)
@@ -89,12 +103,12 @@ def test_the_limit_leaves_room_for_a_forward(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_a_forward_takes_is_found_out_with_few_rows() -> None:
     model = ARCHITECTURES["llama3"].model()
-    memory = Memory(model, CacheOptions(prefill_step_size=256))
-    assert memory.forward_bytes > 0
+    memory = Memory(model, CacheOptions(prefill_step_size=64))
     mx.synchronize()
     mx.reset_peak_memory()
-    before, real = mx.get_active_memory(), taken(model, 500, prefill_step_size=256)
-    assert mx.get_peak_memory() - before - real <= 2 * memory.forward_bytes
+    before, real = mx.get_active_memory(), taken(model, 130, prefill_step_size=64)
+    most = mx.get_peak_memory() - before - real
+    assert 0.1 * memory.forward_bytes < most < memory.forward_bytes
 
 
 def test_free_memory_is_asked_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,9 +46,8 @@ each_kind = pytest.mark.parametrize(
     "kind",
     [
         "plain",
-        "sliding and full",
         "state and full",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[2:7]),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[1:7]),
     ],
 )
 
@@ -321,12 +320,13 @@ def address(values: mx.array) -> int:
 
 
 def test_a_copy_holds_its_own_part_alone_and_is_written_where_it_stands() -> None:
-    requests, prompt = Requests(), tokens_of(2000)
-    requests.answer(prompt[:1990])
+    requests, prompt = Requests(), tokens_of(1000)
+    requests.start(prompt)
+    requests.run()
     (entry,) = requests.cache._idle
     size, start = entry.nbytes, mx.get_active_memory()
     session = requests.cache.lend([*prompt[:300], *prompt[:400]])
-    assert session.nbytes == size * 768 // 2048
+    assert session.nbytes == size * 768 // 1024
     del entry
     requests.cache.make_room(ENOUGH)
     mx.synchronize()
