@@ -73,6 +73,8 @@ class Session:
     def __init__(self, cache: Sequence[Any] = (), tokens: Sequence[int] = ()) -> None:
         self.index = ContextIndex()
         """The drafter's index of the conversation."""
+        self.mark_at = 0
+        """A length to which the cache shall be able to return after the next prompt."""
         self._first_cache: Sequence[Any] = copy.deepcopy(cache)  # MLX copies when it writes
         self._tokens = list(tokens)
         self._target: Target | None = None
@@ -275,6 +277,7 @@ class SessionTurn(CacheOwner):
             with mx.stream(generation_stream):
                 target = self._session._take(self._prompt, *self._of_target)
             self._ending = ending.pop_all()
+        target.mark_at, self._session.mark_at = self._session.mark_at, 0
         self._close, self._target = close, target
         self._session._lent = target, self._prompt
         return target, target.length
