@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -59,6 +60,7 @@ def _report(model: nn.Module) -> dict[str, Any]:
     ``bits_per_weight`` is the average in memory, scales included. On the CPU half-precision
     weights and scales have become float32, so it is more than the checkpoint's.
     """
+    from ..engine.cache_memory import cache_kinds
     from ..engine.capability import examine, examine_joint
     from ..engine.costs import model_identity
     from ..engine.positions import context_length
@@ -73,7 +75,7 @@ def _report(model: nn.Module) -> dict[str, Any]:
         "layers": len(model.layers),
         "vocabulary": vocabulary_size(model),
         "context": context_length(model),
-        "caches": _caches(model),
+        "caches": [asdict(kind) for kind in cache_kinds(model)],
         "tier": finding.capability.value,
         "draft_end": finding.draft_end,
         "reason": finding.reason,
@@ -93,45 +95,6 @@ def _quantised_layers(model: nn.Module) -> list[dict[str, int]]:
         {"bits": bits, "group_size": size, "layers": count}
         for (bits, size), count in found.most_common()
     ]
-
-
-def _caches(model: nn.Module) -> list[dict[str, Any]]:
-    """The model's caches by their kinds.
-
-    Of a kind that grows, ``positions`` is how many a cache holds at most, None for all, and
-    ``bytes_per_position`` what one takes in one cache. ``state_bytes`` is a cache's size, of a
-    kind that stays the same however long the context.
-    """
-    import mlx.core as mx
-    from mlx_lm.models.cache import make_prompt_cache
-
-    from ..engine.caches import parts
-
-    caches = make_prompt_cache(model)
-    model(mx.array([[0]]), cache=caches)  # for the shapes; the graph is never evaluated
-    kinds = Counter(map(_kind_of, parts(caches)))
-    return [
-        {
-            "name": name,
-            "count": count,
-            "positions": positions,
-            "bytes_per_position": each,
-            "state_bytes": state,
-        }
-        for (name, positions, each, state), count in kinds.items()
-    ]
-
-
-def _kind_of(cache: Any) -> tuple[str, int | None, int | None, int | None]:
-    from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
-
-    name = type(cache).__name__
-    if isinstance(cache, ArraysCache):
-        return name, None, None, cache.nbytes
-    if isinstance(cache, KVCache | RotatingKVCache | ChunkedKVCache):
-        positions = getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None)
-        return name, positions, cache.nbytes // cache.keys.shape[2], None
-    return name, None, None, None
 
 
 def _table(report: dict[str, Any]) -> Table:

@@ -70,6 +70,16 @@ def compact(caches: Iterable[Any]) -> None:
             ]
 
 
+def drop_unseen(caches: Iterable[Any]) -> None:
+    """Let windows and chunks drop what the next row does not see."""
+    for cache in parts(caches):
+        if isinstance(cache, WindowKVCache):
+            cache.compact()
+        elif isinstance(cache, ChunkedKVCache) and cache.keys is not None:
+            cache.maybe_trim_front()
+            cache.keys, cache.values = mx.contiguous(cache.keys), mx.contiguous(cache.values)
+
+
 def parts(caches: Iterable[Any]) -> list[Any]:
     """All caches, with the members of mlx-lm's ``CacheList`` in its place."""
     found = []

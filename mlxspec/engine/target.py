@@ -24,6 +24,7 @@ from .caches import (
     check_cut,
     compact,
     cut,
+    drop_unseen,
     first_positions,
     for_steps,
     held_arrays,
@@ -118,6 +119,7 @@ class Target:
     Attributes:
         length: positions of the context that the target has seen, pending ones included.
         pending: accepted tokens that the caches do not hold (REPLAY).
+        mark_at: a length at which the next prefill makes a mark, too; 0 for none.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class Target:
         self.capability = capability
         self.vocab_size = vocab_size
         self.pending: tuple[int, ...] = ()
+        self.mark_at = 0
         self.options = options or CacheOptions()
         quantized = any(isinstance(part, QuantizedKVCache) for part in parts(cache or ()))
         self._quantizes_later = self.options.kv_bits is not None and not quantized
@@ -193,17 +196,20 @@ class Target:
         marks = self._marks.maxlen and not all(
             map(is_trimmable_anywhere, parts(map(for_steps, self.cache)))
         )
-        early = max(0, len(tokens) - _AFTER_MARK) if marks else 0
+        early = max(0, len(tokens) - _AFTER_MARK)
+        wanted = self.mark_at - self.length
+        places = {early, *([wanted] if 0 < wanted < early else [])} if marks else set()
         start = 0
         try:
             while start < len(tokens):
                 yield start
-                if marks and start == early:
+                if start in places:
                     self.mark()
                 size = self.options.prefill_step_size
                 if chunk and not self._quantizes_later:
                     size = min(size, chunk())
-                end = min(start + size, early if start < early else len(tokens))
+                following = (place for place in places if place > start)
+                end = min(start + size, len(tokens), *following)
                 self._prefill_chunk(tokens[start:end])
                 start = end
         finally:
@@ -228,6 +234,8 @@ class Target:
 
     def mark(self) -> None:
         """Keep the state of the caches that cannot be cut back to this length."""
+        self.use([for_steps(cache) for cache in self.cache])
+        drop_unseen(self.cache)
         self._change_for_steps()
         untrimmable = [cache for cache in parts(self.cache) if not is_trimmable_anywhere(cache)]
         if self.length and untrimmable:
@@ -363,18 +371,19 @@ class Target:
             length: of :meth:`reach`, not 0, or all that the caches hold between two generations.
             room: as for :func:`mlxspec.engine.caches.first_positions`.
         """
-        marks = {mark.length: mark.state for mark in self._marks}
-
-        def taken(cache: Any) -> Any:
-            if isinstance(cache, CacheList):
-                return CacheList(*map(taken, cache.caches))
-            if not can_be_cut(cache, length) and length in marks:
-                cache = marks[length].content_of(cache)
-            return first_positions(cache, length, room)
-
-        copies = list(map(taken, self.cache))
+        held = (self._content_at(length, cache) for cache in self.cache)
+        copies = [first_positions(cache, length, room) for cache in held]
         mx.eval(held_arrays(parts(copies)))
         return copies
+
+    def _content_at(self, length: int, cache: Any) -> Any:
+        """A cache that ends at a length or can be cut to it."""
+        if isinstance(cache, CacheList):
+            return CacheList(*(self._content_at(length, part) for part in cache.caches))
+        marks = [mark for mark in self._marks if mark.length == length]
+        return (
+            marks[-1].state.content_of(cache) if marks and not can_be_cut(cache, length) else cache
+        )
 
     @property
     def kept_arrays(self) -> list[mx.array]:

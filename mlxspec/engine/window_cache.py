@@ -168,14 +168,21 @@ class WindowKVCache:
 
     def _make_room(self, rows: int) -> None:
         """If the buffers are full, drop what no row will see and grow them for so many rows."""
+        if self.keys is not None and self.index(self.offset) + rows > self.keys.shape[2]:
+            self._drop_unseen(math.ceil(rows / _STEP) * _STEP)
+
+    def compact(self) -> None:
+        """Drop what no row will see, if that is much: a prefill leaves all its rows."""
+        if self.keys is not None and self.keys.shape[2] > self.max_size + _SLACK + _STEP:
+            self._drop_unseen(0)
+
+    def _drop_unseen(self, room: int) -> None:
+        """Drop what no row will see, and leave room for so many rows."""
         end = self.index(self.offset)
-        if self.keys is None or end + rows <= self.keys.shape[2]:
-            return
         start = max(self._start, self.offset - self.max_size - _SLACK)
         first, latest = slice(0, self.keep), slice(self.keep + start - self._start, end)
         if end <= self.keep:
             first, latest = slice(0, end), slice(0, 0)
-        room = math.ceil(rows / _STEP) * _STEP
 
         def moved(old: mx.array) -> mx.array:
             empty = mx.zeros((*old.shape[:2], room, old.shape[3]), old.dtype)

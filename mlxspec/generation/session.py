@@ -30,7 +30,11 @@ from ..engine.target import Capability, Target
 from ..errors import OptionError, PromptCacheError
 from .responses import CacheOwner
 
-_MARKS = 2  # prefills to return to where a cache cannot be cut; each holds its state once more
+MARKS = 2
+"""Prefills to return to where a cache cannot be cut; each holds its state once more."""
+UNDOABLE = 2
+"""Forwards of a generation that can be undone; each holds states that cannot be cut once more."""
+
 _TRIMMABLE = {Capability.TREE, Capability.CHAIN}
 
 
@@ -69,6 +73,8 @@ class Session:
     def __init__(self, cache: Sequence[Any] = (), tokens: Sequence[int] = ()) -> None:
         self.index = ContextIndex()
         """The drafter's index of the conversation."""
+        self.mark_at = 0
+        """A length to which the cache shall be able to return after the next prompt."""
         self._first_cache: Sequence[Any] = copy.deepcopy(cache)  # MLX copies when it writes
         self._tokens = list(tokens)
         self._target: Target | None = None
@@ -196,7 +202,14 @@ class Session:
         if self._first_cache:
             check_fits(self._first_cache, model, "the session's cache")
             check_lengths(self._first_cache, "the session's cache")
-        new = partial(Target, model, vocab_size=vocab_size, options=options, marks=_MARKS)
+        new = partial(
+            Target,
+            model,
+            vocab_size=vocab_size,
+            options=options,
+            undoable=UNDOABLE,
+            marks=MARKS,
+        )
         target, self._target = self._target, None
         tokens, self._tokens = self._tokens, []
         if self._first_cache:
@@ -264,6 +277,7 @@ class SessionTurn(CacheOwner):
             with mx.stream(generation_stream):
                 target = self._session._take(self._prompt, *self._of_target)
             self._ending = ending.pop_all()
+        target.mark_at, self._session.mark_at = self._session.mark_at, 0
         self._close, self._target = close, target
         self._session._lent = target, self._prompt
         return target, target.length

@@ -45,7 +45,8 @@ _CHUNK = 1 << 20  # bytes of a file that are read at a time
 _FORMAT = 1
 _SAMPLES = 64  # numbers or so that are looked at in each of a model's weights
 # Keys of a file's metadata.
-_MODEL, _PARTITION, _N_PROMPT = "model_fingerprint", "partition", "prompt_tokens"
+_MODEL, _PARTITION = "model_fingerprint", "partition"
+_N_PROMPT, _SHARED = "prompt_tokens", "shared"
 
 
 @dataclass(eq=False)
@@ -59,6 +60,8 @@ class _Entry:
         session: None for an entry that is on disk only.
         nbytes: the memory of the session.
         lent: whether the session is in use.
+        branch: where others have gone on in another way, if it is to be kept for them; 0 if not.
+        shared: whether it is such a beginning, which is never continued itself.
         file: holds the session's tokens as well, if there is one.
     """
 
@@ -68,6 +71,8 @@ class _Entry:
     session: Session | None
     nbytes: int = 0
     lent: bool = False
+    branch: int = 0
+    shared: bool = False
     file: Path | None = None
 
 
@@ -75,6 +80,10 @@ class PrefixCache:
     """Keeps the caches of requests to one model, within a bound.
 
     A session that is lent counts for nothing here: its memory is that of its request.
+
+    Where caches cannot be cut to any length (states, windows), a prompt that leaves the others
+    somewhere makes its state there an entry, which later ones copy: the third of them that has a
+    beginning in common finds it.
 
     Args:
         model: an mlx-lm model.
@@ -148,6 +157,11 @@ class PrefixCache:
         else:
             self.misses += 1
         lent = _Entry(tokens, len(tokens), name, session, lent=True)
+        if not self._cuttable:
+            # Where the prompt leaves the others no state was kept. The next one shall find one.
+            common = min(next(self._tree(name).matches(tokens), (0, None))[0], len(tokens) - 1)
+            if common - length >= _WORTH_WAITING:
+                session.mark_at = lent.branch = common
         self._lent[session] = lent
         self._tree(name).insert(tokens, lent)
         return session
@@ -169,8 +183,8 @@ class PrefixCache:
             assert entry.session
             coming = common
             if not self._cuttable:  # it will be marked near its end, and can be copied there alone
-                mark = len(entry.tokens) - 1 - _OPENING
-                coming = mark if mark <= common else 0
+                marks = (entry.branch, len(entry.tokens) - 1 - _OPENING)
+                coming = max((mark for mark in marks if mark <= common), default=0)
             # It has come, or the whole prompt has been run.
             if entry.session.length >= min(coming, len(entry.tokens) - 1):
                 continue
@@ -190,10 +204,23 @@ class PrefixCache:
         if not tokens or entry.nbytes > self.max_bytes or self._is_in_another(entry):
             return
         for shorter in self._tree(entry.partition).prefixes(tokens):
-            if not shorter.lent and session.reach(len(shorter.tokens)) == len(shorter.tokens):
+            length = len(shorter.tokens)
+            if not (shorter.lent or shorter.shared) and session.reach(length) == length:
                 self._remove(shorter)
         self._add(entry)
+        if lent.branch and session.reach(lent.branch) == lent.branch:
+            self._keep_beginning(entry, lent.branch)
         self._evict(self.nbytes - self.max_bytes)
+
+    def _keep_beginning(self, entry: _Entry, length: int) -> None:
+        """Keep what several prompts begin with, where a later state cannot be cut back to it."""
+        assert entry.session
+        tokens = entry.tokens[:length]
+        known = self._tree(entry.partition).prefixes(tokens)
+        if any(len(other.tokens) == length and other.shared for other in known):
+            return
+        session = entry.session.fork(length)
+        self._add(_Entry(tokens, length, entry.partition, session, session.nbytes, shared=True))
 
     def make_room(self, nbytes: int) -> int:
         """Drop entries that are not in use, those that were used longest ago first.
@@ -231,7 +258,7 @@ class PrefixCache:
             # An answer that the client has changed or left out is not missed, nor is what opens it,
             # unless it is worth more than a copy.
             in_prompt, tail = entry.n_prompt - common, len(entry.tokens) - common
-            moves = not entry.lent and in_prompt <= min(_OPENING, common // 2)
+            moves = not (entry.lent or entry.shared) and in_prompt <= min(_OPENING, common // 2)
             moves = moves and tail <= max(common, _OPENING)
             found = entry.session.reach(usable)
             if found and (found, moves) > best[1:]:
@@ -302,13 +329,16 @@ class PrefixCache:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             for entry in reversed(self._idle):
-                path = entry.file or self._write(entry, directory, left)
+                path = entry.file
+                if not path or path.parent != directory or not path.exists():
+                    path = self._write(entry, directory, left)
                 size = path.stat().st_size if path else 0
                 if path and size <= left:
                     left -= size
                     kept.append(path)
             for path in self._files - set(kept):
-                path.unlink(missing_ok=True)
+                if path.parent == directory:
+                    path.unlink(missing_ok=True)
             now = time.time()
             for age, path in enumerate(kept):  # which tells the order to the next process
                 os.utime(path, (now - age, now - age))
@@ -325,11 +355,13 @@ class PrefixCache:
             _MODEL: self._fingerprint,
             _PARTITION: entry.partition,
             _N_PROMPT: str(entry.n_prompt),
+            _SHARED: str(int(entry.shared)),
         }
         entry.session.save(new, described)
-        entry.file = new.with_stem(_checksum(new))
-        os.replace(new, entry.file)
-        return entry.file
+        path = new.with_stem(_checksum(new))
+        os.replace(new, path)
+        entry.file = path
+        return path
 
     def load(self, directory: Path) -> int:
         """Make entries of files that :meth:`save` has written; each is read once it is needed.
@@ -361,14 +393,14 @@ class PrefixCache:
         try:
             tokens, metadata = read_prompt_cache_metadata(path)
             n_prompt = int(metadata.get(_N_PROMPT, ""))
-            partition = metadata[_PARTITION]
+            partition, shared = metadata[_PARTITION], metadata[_SHARED] == "1"
         except (PromptCacheError, ValueError, KeyError):
             self._warn(f"{path}: ignored, since it is damaged or no entry of a prefix cache")
             return None
         if metadata.get(_MODEL) != self._fingerprint:
             self._warn(f"{path}: ignored, since another model, version or cache option made it")
             return None
-        return _Entry(array("i", tokens), n_prompt, partition, None, file=path)
+        return _Entry(array("i", tokens), n_prompt, partition, None, file=path, shared=shared)
 
     def _opened(self, entry: _Entry) -> bool:
         """Read an entry's file, if that is still to be done; returns whether it can be used."""

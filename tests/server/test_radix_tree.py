@@ -20,7 +20,7 @@ def common(first: list[int], second: list[int]) -> int:
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
-@settings(max_examples=examples(300), deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(st.lists(changes, max_size=30), st.lists(sequences, min_size=1, max_size=4))
 def test_look_ups_find_what_comparing_with_all_finds(changes: list, prompts: list) -> None:
     tree: RadixTree[int] = RadixTree()

@@ -1,0 +1,120 @@
+"""What a request is said to take is what its caches take in the end, and hardly more."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+import mlxspec
+from mlxspec.engine.params import CacheOptions
+from mlxspec.server import admission
+from mlxspec.server.admission import Memory
+from tests.support.architectures import ARCHITECTURES
+from tests.support.demo import endless_tokenizer
+
+# Caches of all positions, of windows, and of states; the others have these in other ways.
+NAMES = [
+    *("llama3", "gemma3", "lfm2"),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in (
+            "mamba2",
+            "deepseek_v32",
+            "llama4",
+            "recurrent_gemma",
+            "qwen3_next",
+            "gemma4",
+            "jamba",
+        )
+    ),
+]
+
+
+def random_tokens(n: int) -> list[int]:
+    return random.Random(n).choices(range(3, 63), k=n)
+
+
+def taken(model: nn.Module, n: int, **options: Any) -> int:
+    """The bytes that a conversation's second turn leaves in its session."""
+    decoder, session = mlxspec.PromptLookupDecoder(model, endless_tokenizer()), mlxspec.Session()
+    prompt = random_tokens(n)
+    for end in (n // 2, n):
+        for _ in decoder.stream(prompt[:end], 8, session=session, **options):
+            pass
+    return session.nbytes
+
+
+def wide(name: str) -> nn.Module:
+    """A model whose keys and values can be quantised."""
+    config = {**ARCHITECTURES[name].config, "head_dim": 32}
+    return replace(ARCHITECTURES[name], config=config).model()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_estimate_is_what_caches_take(name: str) -> None:
+    model = ARCHITECTURES[name].model()
+    memory = Memory(model)
+    slack = memory.bytes_for(0)  # what caches grow by at once, and all states
+    for n in (20, 300, 1500):
+        real = taken(model, n)
+        assert real <= memory.bytes_for(n + 8) <= 1.05 * real + slack
+    growth = memory.bytes_for(20_000) - memory.bytes_for(10_000)
+    if name == "mamba2":
+        assert growth == 0
+    if name == "llama3":
+        assert growth == pytest.approx(10_000 * real / 1536, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0, "prefill_step_size": 64},
+        {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 700, "prefill_step_size": 64},
+        {"max_kv_size": 64, "prefill_step_size": 128},
+    ],
+)
+def test_options_that_save_memory_are_taken_into_account(options: dict[str, int]) -> None:
+    model = wide("qwen3")
+    memory, plain = Memory(model, CacheOptions(**options)), Memory(model)
+    for n in (100, 1500):
+        real = taken(model, n, **options)
+        assert real <= memory.bytes_for(n + 8)
+    start = options.get("quantized_kv_start", 0)
+    if not start:
+        assert memory.bytes_for(n + 8) <= 1.05 * real + memory.bytes_for(0)
+    assert memory.bytes_for(50_000) < 0.5 * plain.bytes_for(50_000)
+
+
+def test_the_limit_leaves_room_for_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ARCHITECTURES["llama3"].model()
+    assert Memory(model, limit=12345).limit == 12345
+    assert Memory(model, limit=12345).default_cache_bytes == 12345 // 2
+    monkeypatch.setattr(admission, "free_memory", lambda: 1 << 30)
+    memory = Memory(model)
+    assert 0 < memory.default_cache_bytes < memory.limit < (1 << 30) - memory.forward_bytes
+    monkeypatch.setattr(admission, "free_memory", lambda: 1000)
+    assert Memory(model).limit == 0
+
+
+def test_what_a_forward_takes_is_found_out_with_few_rows() -> None:
+    model = ARCHITECTURES["llama3"].model()
+    memory = Memory(model, CacheOptions(prefill_step_size=64))
+    mx.synchronize()
+    mx.reset_peak_memory()
+    before, real = mx.get_active_memory(), taken(model, 130, prefill_step_size=64)
+    most = mx.get_peak_memory() - before - real
+    assert 0.1 * memory.forward_bytes < most < memory.forward_bytes
+
+
+def test_free_memory_is_asked_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 1 << 20 < admission.free_memory() < 1 << 50
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(
+        mx, "device_info", lambda device: {"max_recommended_working_set_size": 1 << 34}
+    )
+    assert admission.free_memory() == (1 << 34) - mx.get_active_memory()
