@@ -16,7 +16,7 @@ from ..loading.detokenizer import detokenizer_of
 from ..loading.model import encode_prompt
 from .errors import ApiError
 from .output import OutputFormat, call_opening, output_format
-from .requests import ChatRequest, CompletionRequest
+from .requests import ChatRequest, CompletionRequest, check_ids
 
 
 @dataclass(frozen=True)
@@ -183,12 +183,7 @@ def completion_prompts(
     for index, prompt in enumerate(request.prompts):
         param = "prompt" if len(request.prompts) == 1 else f"prompt[{index}]"
         if not isinstance(prompt, str):
-            for token in prompt:
-                if token >= vocab_size:
-                    raise ApiError(
-                        f"{param} has the id {token}: the model's are 0 to {vocab_size - 1}.",
-                        param=param,
-                    )
+            check_ids(prompt, vocab_size, param)
         if middle and request.suffix:
             prompts.append(_fill_in(prompt, request.suffix, middle, tokenizer))
             continue

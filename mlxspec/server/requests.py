@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,12 +72,7 @@ class Sampling:
         Raises:
             ApiError: a logit bias is for an id that is no token.
         """
-        for token in self.logit_bias:
-            if token >= vocab_size:
-                raise ApiError(
-                    f"logit_bias has the id {token}: the model's are 0 to {vocab_size - 1}.",
-                    param=f"logit_bias.{token}",
-                )
+        check_ids(self.logit_bias, vocab_size, "logit_bias")
         return SamplingParams(
             temp=self.temperature,
             top_p=self.top_p,
@@ -271,6 +266,24 @@ def parse_detokenize(body: object) -> tuple[int, ...]:
     if tokens is None:
         fields.refuse("tokens", "send a list of token ids")
     return _ids(tokens, "tokens")
+
+
+def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
+    """Refuse ids that are no tokens of the model.
+
+    Args:
+        ids: as they were sent.
+        vocab_size: the number of token ids that the model knows.
+        param: the field that has them.
+
+    Raises:
+        ApiError: one of them is too large.
+    """
+    for token in ids:
+        if token >= vocab_size:
+            raise ApiError(
+                f"{param} has the id {token}: the model's are 0 to {vocab_size - 1}.", param=param
+            )
 
 
 # --- fields of both kinds ---

@@ -76,6 +76,19 @@ def test_one_that_takes_ever_more_memory_is_stopped(tokenizer: Any) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the system bounds no memory")
+def test_where_others_take_memory_only_the_time_is_bounded(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "_BYTES", -(1 << 40))  # as if others had taken it all
+    tokenizer.chat_template = "{% for a in range(100) %}{{ a }}{% endfor %}"
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    assert apply_template(tokenizer, MESSAGES, bound_memory=False)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    tokenizer.chat_template = ENDLESS
+    with pytest.raises(PromptError, match="does not end"):
+        apply_template(tokenizer, MESSAGES, bound_memory=False)
+
+
 @pytest.mark.parametrize(
     "template",
     [

@@ -10,7 +10,13 @@ from mlx_lm.tokenizer_utils import NewlineTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from mlxspec.loading.detokenizer import ByteDetokenizer, WindowDetokenizer, streaming_detokenizer
+from mlxspec.loading.detokenizer import (
+    ByteDetokenizer,
+    WindowDetokenizer,
+    streaming_detokenizer,
+    token_bytes,
+    wrap,
+)
 from tests.support.examples import examples
 from tests.support.tokenizer_kinds import DEMO, SENTENCEPIECE, byte_level, sentencepiece, word_piece
 
@@ -128,6 +134,20 @@ def test_ids_beyond_the_vocabulary_have_no_text(tokenizer: PreTrainedTokenizerFa
     ids = tokenizer.encode("two words", add_special_tokens=False)
     padded = [ids[0], len(tokenizer) + 7, *ids[1:], len(tokenizer)]
     assert "".join(stream(tokenizer, padded)) == "".join(stream(tokenizer, ids))
+
+
+def test_the_bytes_of_tokens_join_to_the_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    wrapper = wrap(tokenizer)
+    ids = tokenizer.encode("quick é 👩", add_special_tokens=False)
+    text = b"".join(token_bytes(wrapper, token) for token in ids).decode()
+    assert text == continuation(tokenizer, ids)
+    assert token_bytes(wrapper, len(tokenizer)) == b""
+
+
+def test_the_bytes_of_tokens_by_mlx_lms_wrapper() -> None:
+    tokenizer = byte_level()
+    (first, *_) = tokenizer.encode("a")
+    assert token_bytes(TokenizerWrapper(tokenizer), first) == tokenizer.decode([first]).encode()
 
 
 def test_the_first_token_keeps_its_space() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -40,8 +41,9 @@ CALLS = (
 
 def chat(**fields: Any) -> ChatAnswer:
     request = parse_chat({"messages": [{"role": "user", "content": "?"}], **fields})
-    format = output_format(TOKENIZER, request.tools)
-    format = type(format)(**{**vars(format), "several_calls": request.parallel_tool_calls})
+    format = replace(
+        output_format(TOKENIZER, request.tools), several_calls=request.parallel_tool_calls
+    )
     return ChatAnswer(request, "model", TOKENIZER, format)
 
 

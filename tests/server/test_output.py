@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ Call = tuple[str, Any]
 
 def format_of(parser: str | None = "json_tools", **changes: Any) -> OutputFormat:
     format = output_format(chat_tokenizer(parser), TOOLS if parser else ())
-    return OutputFormat(**{**vars(format), **changes})
+    return replace(format, **changes)
 
 
 def read(format: OutputFormat, *segments: str) -> list[Delta]:
@@ -230,6 +231,22 @@ def test_without_tools_calls_are_text() -> None:
 def test_a_model_without_markers_writes_text() -> None:
     tokenizer = chat_tokenizer(None, markers=("<a>", "<b>"))
     assert read(output_format(tokenizer, TOOLS), "<think>", WEATHER) == [Text(f"<think>{WEATHER}")]
+
+
+def test_headers_between_messages_are_no_text() -> None:
+    tokenizer = chat_tokenizer("muse_spark", module="muse_spark")
+    call = (
+        '<atem:function_calls><atem:invoke name="f"><atem:parameter name="a">1</atem:parameter>'
+        "</atem:invoke></atem:function_calls>"
+    )
+    thought = " to=self<|message|>Hm.<|eom|><|start|>assistant to="
+    said = f"{thought}user<|message|>Hi.<|eot|>"
+    for tools in (TOOLS, []):
+        format = replace(output_format(tokenizer, tools), initial="header")
+        assert read(format, said) == [Reasoning("Hm."), Text("Hi.")]
+    deltas = read(replace(output_format(tokenizer, TOOLS), initial="header"), thought + call)
+    assert calls_of(deltas) == [("f", {"a": 1})]
+    assert call_opening(tokenizer, None) is None
 
 
 def test_after_the_one_call_that_there_may_be_nothing_follows() -> None:

@@ -44,6 +44,7 @@ def chat_tokenizer(
     parser: str | None = "json_tools",
     template: str | None = CHATML,
     markers: Sequence[str] = _MARKERS,
+    module: str | None = None,
 ) -> TokenizerWrapper:
     """A tokenizer whose tokens are the 256 bytes and some markers.
 
@@ -51,6 +52,7 @@ def chat_tokenizer(
         parser: mlx-lm's name of the way in which the model calls tools; None for no tools.
         template: for chats.
         markers: further tokens.
+        module: mlx-lm's with the form of the model's messages, where they have headers.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: index for index, c in enumerate(alphabet)}, []))
@@ -63,12 +65,13 @@ def chat_tokenizer(
         chat_template=template,
         name_or_path="bytes",
     )
-    if parser is None:
-        return wrap(fast)
-    module = import_module(f"mlx_lm.tool_parsers.{parser}")
-    return wrap(
-        fast,
-        tool_parser=module.parse_tool_call,
-        tool_call_start=module.tool_call_start,
-        tool_call_end=module.tool_call_end,
-    )
+    settings = {}
+    if parser is not None:
+        calls = import_module(f"mlx_lm.tool_parsers.{parser}")
+        settings["tool_parser"] = calls.parse_tool_call
+        settings["tool_call_start"] = calls.tool_call_start
+        settings["tool_call_end"] = calls.tool_call_end
+    if module is not None:
+        form = import_module(f"mlx_lm.chat_templates.{module}").RESPONSE_FORMAT
+        settings["response_format"] = form
+    return wrap(fast, **settings)
