@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from io import TextIOWrapper
@@ -25,6 +25,7 @@ from .output import counted, error_console, figures_grid
 from .prompts import model_option
 
 if TYPE_CHECKING:
+    from ..generation.decoder import Decoder
     from ..generation.response import GenerationResponse, SpeculationStats
     from ..store.learner import Learner
     from .conversation import Conversation
@@ -35,10 +36,17 @@ if TYPE_CHECKING:
 @option(
     "--system-prompt TEXT", "What the model is told before all turns.", group="Model and prompt"
 )
+@option(
+    "--server URL",
+    "Talk with a model of 'mlxspec serve' at this address.",
+    group="Model and prompt",
+)
 @option("--max-tokens N", "Generate at most N per answer.", default=2048, group="Model and prompt")
 @options_of(Generation, "generation")
 @color_option("Output")
-def chat_command(generation: Generation, system_prompt: str | None, color: bool | None) -> None:
+def chat_command(
+    generation: Generation, system_prompt: str | None, server: str | None, color: bool | None
+) -> None:
     """Talk with a model.
 
     Each turn goes on where the last one ended: what the KV cache and the drafter's index hold
@@ -48,6 +56,7 @@ def chat_command(generation: Generation, system_prompt: str | None, color: bool 
     Examples:
       mlxspec chat --system-prompt "Answer in one sentence."
       printf 'Name a river.\\nAnd its source?\\n' | mlxspec chat
+      mlxspec chat --server http://127.0.0.1:8080
 
     From a pipe every line is a turn.
 
@@ -64,25 +73,55 @@ def chat_command(generation: Generation, system_prompt: str | None, color: bool 
     """
     if launched_rank() is not None:
         raise OptionError("chat runs in one process: start it without mlx.launch")
-    from ..engine.positions import context_length
-    from .conversation import Conversation
+    turns, console = ChatInput(), error_console(color)
+    with ExitStack() as talking:
+        learner = None
+        if server is not None:
+            conversation, name = _remote(server, generation, system_prompt)
+        else:
+            decoder = generation.load(console)
+            conversation = _local(decoder, generation, system_prompt)
+            name = model_or_default(generation.model)
+            tell_of_default(generation.model)
+            learner = talking.enter_context(generation.learner(decoder))
+        if turns.interactive:
+            hint = f"Chatting with {one_line(name)}. /help says what can be typed."
+            console.print(hint, style="dim")
+        _Chat(conversation, console, color, learner, turns.interactive, _Figures()).take(turns)
 
-    turns = ChatInput()
-    console = error_console(color)
-    decoder = generation.load(console)
-    conversation = Conversation(
-        decoder.tokenizer,
+
+def _local(decoder: Decoder, generation: Generation, system_prompt: str | None) -> Conversation:
+    from ..engine.positions import context_length
+    from ..loading.detokenizer import detokenizer_of
+    from .conversation import Conversation, template_of
+
+    return Conversation(
+        template_of(decoder.tokenizer),
         partial(generation.stream, decoder),
         context_length(decoder.model),
         generation.max_tokens,
         system_prompt,
+        detokenizer_of(decoder.tokenizer).prefix_space,
     )
-    tell_of_default(generation.model)
-    if turns.interactive:
-        name = one_line(model_or_default(generation.model))
-        console.print(f"Chatting with {name}. /help says what can be typed.", style="dim")
-    with generation.learner(decoder) as learner:
-        _Chat(conversation, console, color, learner, turns.interactive, _Figures()).take(turns)
+
+
+def _remote(
+    server: str, generation: Generation, system_prompt: str | None
+) -> tuple[Conversation, str]:
+    """A conversation with a server's model, and the model's name."""
+    from .conversation import Conversation
+    from .remote import RemoteModel
+
+    model = RemoteModel(server, generation)
+    conversation = Conversation(
+        model.tokenize,
+        model.stream,
+        model.context_length,
+        generation.max_tokens,
+        system_prompt,
+        trims_first_space=True,
+    )
+    return conversation, f"{model.name} at {server}"
 
 
 _QUOTES = '"""'

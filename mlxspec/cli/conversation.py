@@ -4,21 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..engine.target import Progress
-from ..errors import OptionError
+from ..errors import OptionError, PromptError
 from ..generation.response import GenerationResponse
 from ..generation.session import Session
 from ..loading.chat_template import Messages
-from ..loading.detokenizer import detokenizer_of
 from .generating import room_for
 from .prompts import in_template
 
 _ANSWERS_SHARE = 4  # of the context a quarter is left for an answer, unless it may have less
 
 Answering = Callable[..., Generator[GenerationResponse, None, None]]
+
+
+def template_of(tokenizer: TokenizerWrapper) -> Callable[[Messages], list[int]]:
+    """What puts messages into a model's chat template.
+
+    Raises:
+        OptionError: it has none.
+    """
+    if not tokenizer.has_chat_template:
+        raise OptionError(
+            "this model's tokenizer has no chat template: choose a model that was trained to "
+            "chat, or 'mlxspec generate --raw'"
+        )
+    return partial(in_template, tokenizer=tokenizer)
 
 
 class Conversation:
@@ -29,36 +43,33 @@ class Conversation:
     again each time.
 
     Args:
-        tokenizer: the model's.
+        tokenize: puts messages into the model's chat template; see :func:`template_of`.
         stream: called with the prompt's tokens, ``max_tokens`` and ``session``.
         context_length: the model's, in tokens, where it is known.
         max_tokens: per answer.
         system_prompt: comes before all turns.
+        trims_first_space: an answer, which is a text of its own, comes with a first space that
+            the tokenizer has put there.
 
     Raises:
-        OptionError: the model has no chat template, or one that takes no system prompt.
+        OptionError: the model's chat template takes no system prompt.
     """
 
     def __init__(
         self,
-        tokenizer: TokenizerWrapper,
+        tokenize: Callable[[Messages], list[int]],
         stream: Answering,
         context_length: int | None,
         max_tokens: int,
         system_prompt: str | None = None,
+        trims_first_space: bool = False,
     ) -> None:
-        if not tokenizer.has_chat_template:
-            raise OptionError(
-                "this model's tokenizer has no chat template: choose a model that was trained to "
-                "chat, or 'mlxspec generate --raw'"
-            )
-        self._tokenizer = tokenizer
+        self._tokenize = tokenize
         self._stream = stream
         self.context_length = context_length
         self.max_tokens = max_tokens
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        # The answer is a text of its own, whose first space the tokenizer has put there.
-        self._trims = detokenizer_of(tokenizer).prefix_space
+        self._trims = trims_first_space
         self._check_template()
         self.reset()
 
@@ -116,15 +127,15 @@ class Conversation:
         return tokens
 
     def _tokens(self) -> list[int]:
-        return in_template([*self._system, *self.messages], self._tokenizer)
+        return self._tokenize([*self._system, *self.messages])
 
     def _check_template(self) -> None:
         """Find out before the first turn that the template does not know system prompts."""
         if self._system:
             messages = [*self._system, {"role": "user", "content": "?"}]
             try:
-                in_template(messages, self._tokenizer)
-            except OptionError as error:
+                self._tokenize(messages)
+            except (OptionError, PromptError) as error:
                 raise OptionError(
                     "--system-prompt: this model's chat template takes none; write it into the "
                     "first message"

@@ -10,10 +10,12 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import quote
 
 import click
 from rich.console import Console, Group
 from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
 from ..distributed.launch import launched_rank
@@ -22,9 +24,10 @@ from ..errors import OptionError
 from .generating import Drafting, Ends, Generation, model_or_default, tell_of_default
 from .options import FILE, NAME, check_least, color_option, command, option, options_of
 from .outcome import note
-from .output import error_console, figures_grid, shown, size_in_words
+from .output import error_console, shown
 
 if TYPE_CHECKING:
+    from ..generation.decoder import Decoder
     from ..generation.options import GenerationOptions
     from ..server.errors import ApiError
     from ..server.openai import Ended
@@ -159,7 +162,12 @@ def serve_command(
             Generation(name, max_tokens, drafting, Ends(), SamplingParams(), caches)
             for name in models or (None,)
         ]
-        served = [_served(one, console, cache_bytes, len(asked)) for one in asked]
+        # All are loaded before anybody asks how much memory is left.
+        decoders = [one.load(console) for one in asked]
+        served = [
+            _served(one, decoder, cache_bytes, len(asked))
+            for one, decoder in zip(asked, decoders, strict=True)
+        ]
         names = [one.name for one in served]
         if len({*names}) < len(names):
             raise OptionError("--model names one model twice: leave one of them out")
@@ -168,7 +176,7 @@ def serve_command(
         )
         if cache_dir is not None:
             for one in served:
-                one.cache.load(cache_dir)
+                one.cache.load(_directory_of(one, cache_dir))
             serving.callback(_save, served, cache_dir)
         worker.start()
         serving.callback(worker.stop)
@@ -239,16 +247,15 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _served(
-    generation: Generation, console: Console, cache_bytes: int | None, models: int
+    generation: Generation, decoder: Decoder, cache_bytes: int | None, models: int
 ) -> ServedModel:
-    """Load a model and what serves it."""
+    """A model and what serves it, with its share of the memory."""
     from ..server.admission import Memory
     from ..server.prefix_cache import PrefixCache
     from ..server.worker import ServedModel
 
-    decoder = generation.load(console)
     memory = Memory(decoder.model, generation.caches)
-    memory.limit //= models
+    memory = Memory(decoder.model, generation.caches, memory.limit // models)
     kept = memory.default_cache_bytes if cache_bytes is None else cache_bytes
     return ServedModel(
         model_or_default(generation.model),
@@ -260,23 +267,29 @@ def _served(
     )
 
 
+def _directory_of(served: ServedModel, directory: Path) -> Path:
+    """Where a model's prefixes are kept."""
+    return directory / quote(served.name, safe="")
+
+
 def _save(served: list[ServedModel], directory: Path) -> None:
     for one in served:
-        one.cache.save(directory)
+        one.cache.save(_directory_of(one, directory))
 
 
 def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
     """Where the server is, and how to use it."""
-    rows: list[tuple[str, ...]] = [("address", address)]
+    rows = Table.grid(padding=(0, 2))
+    rows.add_row("address", address)
     for served in worker.models.values():
         length = served.context_length
         context = f"{length:,} tokens of context" if length else "context length unknown"
-        rows.append(("model", shown(served.name), context))
-        rows.append(("memory", size_in_words(served.memory.limit), "for KV caches"))
+        rows.add_row("model", f"{shown(served.name)}, {context}")
+        rows.add_row("memory", f"{served.memory.limit / 2**30:,.1f} GiB for KV caches")
     key = "KEY" if with_key else "none"
     client = Text(f"export OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}", style="bold")
     return Panel(
-        Group(figures_grid(rows), "", "Point a client at it:", client),
+        Group(rows, "", "Point a client at it:", client),
         title="mlxspec serve",
         expand=False,
         border_style="dim",

@@ -1,0 +1,194 @@
+"""A model that a server of ours runs, as the commands use one of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import fields
+from http.client import HTTPException, HTTPResponse
+from typing import Any
+
+import mlx.core as mx
+
+from ..engine.params import CacheOptions
+from ..errors import OptionError, PromptError
+from ..generation.response import GenerationResponse, SpeculationStats
+from ..loading.chat_template import Messages
+from .generating import Drafting, Generation
+
+_KEY = "MLXSPEC_API_KEY"
+_RENAMED = {"temp": "temperature"}
+_OURS = {"min_tokens_to_keep", "logits_processors", "sampler", "xtc_special_tokens"}
+
+
+class RemoteModel:
+    """A model of a server.
+
+    Args:
+        address: of the server, as it prints it.
+        generation: which of its models, and how to sample.
+
+    Attributes:
+        name: the model's.
+        context_length: in tokens, where it is known.
+
+    Raises:
+        OptionError: the server does not answer, has no such model, or options are given that
+            only a server can be started with.
+    """
+
+    def __init__(self, address: str, generation: Generation) -> None:
+        if generation.drafting != Drafting() or generation.caches != CacheOptions():
+            raise OptionError(
+                "how to draft and what caches hold is for 'mlxspec serve': leave these options "
+                "out with --server"
+            )
+        self._address = address.rstrip("/").removesuffix("/v1")
+        self._generation = generation
+        models = self._asked("/v1/models", None)["data"]
+        names = [model["id"] for model in models]
+        if generation.model not in (None, *names):
+            raise OptionError(f"--model is {generation.model}: the server has {', '.join(names)}")
+        model = models[names.index(generation.model) if generation.model else 0]
+        self.name: str = model["id"]
+        self.context_length: int | None = model.get("context_length")
+
+    def tokenize(self, messages: Messages) -> list[int]:
+        """A conversation's tokens, in the model's chat template."""
+        body = {"model": self.name, "messages": messages}
+        return [*self._asked("/v1/tokenize", body)["tokens"]]
+
+    def stream(
+        self, tokens: Sequence[int], max_tokens: int, **unused: Any
+    ) -> Generator[GenerationResponse, None, None]:
+        """Generate, as :meth:`mlxspec.Decoder.stream` does; a response may have several tokens.
+
+        The figures are in the last response, which has no text.
+
+        Args:
+            tokens: the prompt.
+            max_tokens: how many to generate at most.
+            unused: session and progress, which the server has itself.
+        """
+        sampling, ends = self._generation.sampling, self._generation.ends
+        given = {own.name: getattr(sampling, own.name) for own in fields(sampling)}
+        body = {
+            **{
+                _RENAMED.get(name, name): value
+                for name, value in given.items()
+                if name not in _OURS
+            },
+            "model": self.name,
+            "prompt": list(tokens),
+            "max_tokens": max_tokens,
+            "stop": ends.stop,
+            "stop_token_ids": ends.stop_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "mlxspec": {"drafts": True},
+        }
+        started, begun = time.perf_counter(), None
+        reason, count = None, 0
+        with closing(self._opened("/v1/completions", body)) as answer:
+            for chunk in _events(answer):
+                if "error" in chunk:
+                    raise PromptError(f"the server: {chunk['error'].get('message')}")
+                for choice in chunk["choices"]:
+                    begun = begun or time.perf_counter()
+                    reason = choice["finish_reason"] or reason
+                    for text, accepted in choice.get("mlxspec", {}).get("drafts", ()):
+                        count += 1
+                        yield _response(text, accepted, count)
+                if usage := chunk.get("usage"):
+                    yield _last(usage, reason, started, begun or started)
+
+    def _asked(self, path: str, body: dict[str, Any] | None) -> Any:
+        with closing(self._opened(path, body)) as answer:
+            try:
+                return json.loads(answer.read())
+            except (OSError, ValueError, HTTPException) as error:
+                raise OptionError(f"--server {self._address}: {error}; is it ours?") from error
+
+    def _opened(self, path: str, body: dict[str, Any] | None) -> HTTPResponse:
+        """Send a request.
+
+        Raises:
+            OptionError: there is no server of ours.
+            PromptError: it says that something is wrong.
+        """
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(_KEY):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(self._address + path, data, headers)
+            opened: HTTPResponse = urllib.request.urlopen(request)
+            return opened
+        except urllib.error.HTTPError as error:
+            raise PromptError(f"the server: {_told(error)}") from error
+        except (OSError, ValueError, HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise OptionError(
+                f"--server {self._address}: {reason}; give the address that 'mlxspec serve' prints"
+            ) from error
+
+
+def _told(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.loads(error.read())["error"]["message"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return f"{error.code} {error.reason}"
+
+
+def _events(answer: HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The chunks of server-sent events.
+
+    Raises:
+        PromptError: the server has gone.
+    """
+    try:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                yield json.loads(line.removeprefix(b"data: "))
+    except (OSError, HTTPException) as error:
+        raise PromptError(f"the server has gone: {error}") from error
+
+
+def _response(text: str, accepted: bool, count: int) -> GenerationResponse:
+    return GenerationResponse(
+        text=text,
+        token=-1,
+        logprobs=mx.array([]),
+        from_draft=accepted,
+        prompt_tokens=0,
+        prompt_tps=0.0,
+        generation_tokens=count,
+        generation_tps=0.0,
+        peak_memory=0.0,
+        stats=SpeculationStats(),
+    )
+
+
+def _last(
+    usage: dict[str, Any], reason: str | None, started: float, begun: float
+) -> GenerationResponse:
+    """The response with the figures."""
+    prompt, generated = usage["prompt_tokens"], usage["completion_tokens"]
+    details = usage["completion_tokens_details"]
+    accepted = details["accepted_prediction_tokens"]
+    drafted = accepted + details["rejected_prediction_tokens"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    ended = time.perf_counter()
+    steps = max(1, generated - accepted)
+    response = _response("", False, generated)
+    response.prompt_tokens, response.reused_tokens = prompt, cached
+    response.prompt_tps = (prompt - cached) / (begun - started) if begun > started else 0.0
+    response.generation_tps = generated / max(ended - begun, 1e-6)
+    response.finish_reason = reason
+    response.stats = SpeculationStats(steps, steps + drafted, drafted, accepted, generated)
+    return response
