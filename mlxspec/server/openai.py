@@ -209,25 +209,17 @@ class Answer:
     def _reasoning_tokens(self) -> int:
         return 0
 
-    def _marked(self, choice: dict[str, Any], runs: Sequence[_Run]) -> dict[str, Any]:
-        """The choice, with its drafts where they were asked for."""
-        if self._request.drafts and runs:
-            choice["mlxspec"] = {"drafts": [[run.text, run.accepted] for run in runs]}
+    def _marked(self, choice: dict[str, Any], texts: Iterable[tuple[str, bool]]) -> dict[str, Any]:
+        """The choice, with its drafts where they were asked for and it has text."""
+        if self._request.drafts and (runs := _runs(texts)):
+            choice["mlxspec"] = {"drafts": runs}
         return choice
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Text of tokens that were accepted drafts, or were none."""
-
-    text: str
-    accepted: bool
-
-
-def _runs(texts: Iterable[tuple[str, bool]]) -> list[_Run]:
+def _runs(texts: Iterable[tuple[str, bool]]) -> list[list[Any]]:
     """Texts and whether they were accepted drafts, with neighbours of one kind made one."""
     return [
-        _Run(text, accepted)
+        [text, accepted]
         for accepted, group in groupby(texts, key=lambda one: one[1])
         if (text := "".join(text for text, _ in group))
     ]
@@ -309,9 +301,9 @@ class ChatAnswer(Answer):
             deltas = list(group)
             for delta, _ in deltas:
                 choice.add(delta)
-            runs = _runs((d.text, a) for d, a in deltas if isinstance(d, (Text, Reasoning)))
+            texts = ((d.text, a) for d, a in deltas if isinstance(d, (Text, Reasoning)))
             chunk = _chat_chunk(index, _chunk_delta([delta for delta, _ in deltas]))
-            chunks.append(self._marked(chunk, runs))
+            chunks.append(self._marked(chunk, texts))
         if self._request.logprobs is not None and (logprobs := self._names.of_chat(pieces)):
             choice.logprobs += logprobs
             if not chunks:
@@ -404,7 +396,7 @@ class CompletionAnswer(Answer):
         echo = self._echoes[index // self._request.n]
         self._choices[index].add(echo)
         choice = _text_choice(index, echo, None, None)
-        return [self._marked(choice, _runs([(echo, False)]))] if echo else []
+        return [self._marked(choice, [(echo, False)])] if echo else []
 
     def _feed_choice(
         self, index: int, pieces: Sequence[Piece], end: Ended | None
@@ -421,7 +413,7 @@ class CompletionAnswer(Answer):
         text = "".join(piece.text for piece in pieces)
         if text or logprobs:
             chunk = _text_choice(index, text, logprobs, None)
-            chunks.append(self._marked(chunk, _runs((p.text, p.accepted) for p in pieces)))
+            chunks.append(self._marked(chunk, ((p.text, p.accepted) for p in pieces)))
         if end:
             chunks.append(_text_choice(index, "", None, end.finish_reason))
         return chunks
@@ -512,7 +504,7 @@ class _TokenNames:
 
 
 def _finite(logprob: float | None) -> float:
-    return _IMPOSSIBLE if logprob is None else max(logprob, _IMPOSSIBLE)
+    return logprob if logprob is not None and logprob > _IMPOSSIBLE else _IMPOSSIBLE
 
 
 # --- models and tokens ---

@@ -573,7 +573,7 @@ def _message(fields: Fields) -> dict[str, Any]:
         message["name"] = name
     if role == "assistant":
         _add_answer(fields, message)
-    elif fields["content"] is None:
+    elif fields["content"] is None and message["role"] != "tool":  # which may give nothing
         fields.refuse("content", "send a string, or a list of text parts")
     else:
         message["content"] = _content(fields)

@@ -326,7 +326,7 @@ def test_messages_come_in_the_form_of_chat_templates() -> None:
                 {"role": "tool", "tool_call_id": "1", "content": "sunny"},
                 {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
                 {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
-                {"role": "function", "name": "f", "content": ""},
+                {"role": "function", "name": "f", "content": None},
             ]
         }
     )
