@@ -240,10 +240,8 @@ def _listening(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=256)
     except (OSError, UnicodeError) as error:
-        raise OptionError(
-            f"--host {host} --port {port}: {getattr(error, 'strerror', None) or error}; choose "
-            "another one"
-        ) from None
+        reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
+        raise OptionError(f"--host {host} --port {port}: {reason}; choose another one") from None
 
 
 def _served(

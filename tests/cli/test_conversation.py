@@ -9,8 +9,9 @@ import mlx_lm
 import pytest
 
 from mlxspec import PromptLookupDecoder
-from mlxspec.cli.conversation import Conversation
+from mlxspec.cli.conversation import Conversation, template_of
 from mlxspec.errors import OptionError, PromptError
+from mlxspec.loading.detokenizer import detokenizer_of
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +29,9 @@ def decoder() -> PromptLookupDecoder:
 
 def conversation_with(decoder: PromptLookupDecoder, **options: object) -> Conversation:
     options = {"context_length": 1024, "max_tokens": 40, **options}
-    return Conversation(decoder.tokenizer, decoder.stream, **options)
+    trims = detokenizer_of(decoder.tokenizer).prefix_space
+    tokenize = template_of(decoder.tokenizer)
+    return Conversation(tokenize, decoder.stream, trims_first_space=trims, **options)
 
 
 def ask(conversation: Conversation, question: str, taken: int | None = None) -> str:
@@ -96,7 +99,7 @@ def test_a_message_that_nothing_was_said_to_is_forgotten(decoder: PromptLookupDe
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    conversation = Conversation(decoder.tokenizer, interrupted, 1024, 40)
+    conversation = Conversation(template_of(decoder.tokenizer), interrupted, 1024, 40)
     with pytest.raises(KeyboardInterrupt):
         ask(conversation, "Anyone?")
     assert conversation.messages == []
