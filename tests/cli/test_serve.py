@@ -1,0 +1,149 @@
+"""``mlxspec serve`` as a process, and ``mlxspec chat --server`` with it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mlxspec.cli.chat import chat_command
+from mlxspec.cli.serve import serve_command
+
+pytestmark = pytest.mark.slow
+
+PLAIN = ("--decoder", "prompt-lookup")
+LINE = "one two three four\n"
+
+
+class Server:
+    """A server as a process, with the address that it has printed."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        assert process.stderr
+        self.panel = ""
+        while "Ctrl-C ends it" not in self.panel:
+            line = process.stderr.readline()
+            assert line, self.panel
+            self.panel += line
+        found = re.search(r"http://\S+:\d+", self.panel)
+        assert found
+        self.address = found[0]
+
+    def ask(self, path: str, **body: Any) -> Any:
+        data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.address + path, data, headers)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+    def end(self) -> tuple[str, str]:
+        """Press Ctrl-C once; what is left of both streams."""
+        self.process.send_signal(signal.SIGINT)
+        return self.process.communicate(timeout=30)
+
+
+@contextmanager
+def serving(*arguments: object) -> Iterator[Server]:
+    start = "from mlxspec.cli.start import main; main()"
+    command = [sys.executable, "-c", start, "serve", "--port", "0", *map(str, arguments)]
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **streams) as process:
+        try:
+            yield Server(process)
+        finally:
+            process.kill()
+
+
+def refused(*arguments: object) -> Result:
+    result = CliRunner().invoke(serve_command, list(map(str, arguments)))
+    assert result.exit_code
+    assert isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def test_a_server_answers_logs_and_ends_with_ctrl_c(endless: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    with serving("--model", endless, *PLAIN, "--log-json", "--cache-dir", kept) as server:
+        assert f"OPENAI_BASE_URL={server.address}/v1" in server.panel
+        prompt = [1, *[7] * 40]
+        answer = server.ask("/v1/completions", prompt=prompt, max_tokens=4)
+        assert answer["choices"][0]["text"].split() == LINE.split()
+        answered = CliRunner().invoke(
+            chat_command, ["--server", server.address, "--max-tokens", "5"], input="a\nb\n"
+        )
+        assert answered.stdout == LINE * 2, answered.stderr
+        other = ["--server", server.address, "--model", "other"]
+        told = CliRunner().invoke(chat_command, other, input="a\n").stderr
+        assert told == f"Error: --model is other: the server has {endless}\n"
+        output, errors = server.end()
+        assert server.process.returncode == 0
+        assert errors == ""
+        records = [json.loads(line) for line in output.splitlines()]
+        assert [record["outcome"] for record in records] == ["length"] * 3
+        assert records[0]["prompt_tokens"] == len(prompt)
+        assert records[0]["tokens"] == 4
+    files = [path for path in kept.rglob("*") if path.is_file()]
+    assert files
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    with serving("--model", endless, *PLAIN, "--cache-dir", kept) as server:
+        usage = server.ask("/v1/completions", prompt=prompt, max_tokens=4)["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == len(prompt) - 1
+
+
+def test_running_requests_end_first_and_a_second_ctrl_c_ends_them(endless: Path) -> None:
+    with serving("--model", endless, *PLAIN, "--queue", 1) as server:
+        address = server.address.removeprefix("http://").split(":")
+        with socket.create_connection((address[0], int(address[1]))) as client:
+            body = json.dumps({"prompt": "a", "max_tokens": 30000, "stream": True})
+            client.sendall(
+                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+                f"\r\n\r\n{body}".encode()
+            )
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.stderr
+            note = server.process.stderr.readline()
+            assert note.startswith("Note: 1 running")
+            assert server.process.poll() is None
+            server.process.send_signal(signal.SIGINT)
+            server.process.wait(timeout=20)
+            assert server.process.returncode == 0
+
+
+def test_what_cannot_be_served_is_told_in_a_line(endless: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert "Address already in use" in refused("--model", endless, "--port", port).stderr
+    assert "give a key" in refused("--model", endless, "--host", "0.0.0.0").stderr
+    keys = tmp_path / "keys"
+    keys.write_text("\n \n")
+    assert "has no key" in refused("--model", endless, "--api-key-file", keys).stderr
+    missing = tmp_path / "nothing"
+    assert str(missing) in refused("--model", endless, "--api-key-file", missing).stderr
+    assert "no size" in refused("--cache-bytes", "5Q").stderr
+    twice = ("--model", endless, "--model", endless, *PLAIN, "--port", 0)
+    assert "names one model twice" in refused(*twice).stderr
+
+
+def test_a_chat_says_what_is_wrong_with_the_server(endless: Path) -> None:
+    def said(*arguments: object) -> str:
+        result = CliRunner().invoke(chat_command, list(map(str, arguments)), input="a\n")
+        assert result.exit_code == 1
+        assert result.stderr.count("\n") == 1
+        return result.stderr
+
+    nobody = "http://127.0.0.1:1"
+    assert "Connection refused" in said("--server", nobody)
+    assert "leave these options out" in said("--server", nobody, "--kv-bits", 8)
