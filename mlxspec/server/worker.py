@@ -371,7 +371,11 @@ class Worker:
     def _obey(self, wait: bool) -> None:
         """Run the commands that have come; if there is nothing else to do, wait for one."""
         while wait or not self._commands.empty():
-            self._commands.get()()
+            command = self._commands.get()
+            try:
+                command()
+            except Exception:  # nobody waits for what it returns, and others go on
+                _log.exception("a command has failed")
             wait = False
 
 
