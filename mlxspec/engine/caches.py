@@ -22,7 +22,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from .slots import SlotKVCache
+from .slots import SlotKVCache, Slots
 from .tree_attention import TreeRows, TreeSteps
 from .window_cache import WindowKVCache
 
@@ -75,16 +75,19 @@ def cached_length(caches: Iterable[Any]) -> int:
 
 def held_arrays(caches: Iterable[Any]) -> list[mx.array]:
     """The arrays in caches; pass :func:`parts` of them if there may be lists of caches."""
-    found = []
+    found: list[mx.array] = []
+    slots: set[Slots] = set()  # each is many sequences'
     for cache in caches:
         if isinstance(cache, SlotKVCache):
-            found += [cache.keys, cache.values]
+            slots.add(cache.slots)
             continue
         for value in vars(cache).values():  # at each step: tree_flatten takes many times as long
             if isinstance(value, mx.array):
                 found.append(value)
             elif isinstance(value, list | tuple):
                 found += [part for part in value if isinstance(part, mx.array)]
+    for layer in slots:
+        found += [layer.keys, layer.values]
     return found
 
 

@@ -221,9 +221,10 @@ def _held(target: Target) -> int:
 
 def _with_pending(target: Target, tree: DraftTree) -> DraftTree:
     """The rows of a forward over a tree, pending ones included."""
-    # Where there are pending tokens, no draft branches.
-    tokens = (*target.pending, *tree.tokens)
-    return DraftTree.chain(tokens[0], tokens[1:]) if target.pending else tree
+    if not target.pending:
+        return tree
+    tokens = (*target.pending, *tree.tokens)  # no draft branches where tokens are pending
+    return DraftTree.chain(tokens[0], tokens[1:])
 
 
 def _unseated(cache: Any) -> Any:

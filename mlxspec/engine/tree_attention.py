@@ -111,7 +111,7 @@ class TreeSteps:
         return position
 
 
-class _RowRoPE(nn.Module):
+class _RowRoPE:
     """Stands in for a RoPE module during a tree step: row i gets the position offset + depth_i.
 
     ``mx.fast.rope`` takes one offset per batch entry, so the rows move onto the batch axis.
@@ -120,7 +120,6 @@ class _RowRoPE(nn.Module):
     """
 
     def __init__(self, rope: nn.Module, positions: RowPositions) -> None:
-        super().__init__()
         self._rope = rope
         self._positions = positions
 
@@ -165,13 +164,13 @@ class RowPositions:
             try:
                 self._step = threading.get_ident(), depths
                 for parent, name, rope in self._ropes:
-                    setattr(parent, name, _RowRoPE(rope, self))
+                    parent[name] = _RowRoPE(rope, self)  # as setattr does, which takes longer
                 yield
             finally:
                 # First of all, since an interrupt of what follows leaves stand-ins in the model.
                 self._step = None
                 for parent, name, rope in self._ropes:
-                    setattr(parent, name, rope)
+                    parent[name] = rope
 
     def depths_here(self) -> mx.array | None:
         """Of the rows of the tree step that this thread runs; None if it runs none."""
