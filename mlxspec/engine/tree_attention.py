@@ -128,6 +128,8 @@ class _RowRoPE:
         if depths is None:
             return self._rope(x, offset=offset, **kwargs)
         positions = depths if isinstance(offset, int) and offset == 0 else offset + depths
+        if len(x) > 1:  # rows of several sequences that are a batch already
+            return self._rope(x, offset=positions, **kwargs)
         # x: (1, heads, rows, head_dim) -> (rows, heads, 1, head_dim) and back
         rotated = self._rope(x.transpose(2, 1, 0, 3), offset=positions, **kwargs)
         return rotated.transpose(2, 1, 0, 3)
