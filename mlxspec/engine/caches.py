@@ -1,7 +1,7 @@
 """The KV caches of a step: made from mlx-lm's, masked for a tree, cut to what was accepted.
 
 In the order in which a step needs them: :func:`for_steps` makes caches that can be cut back,
-:func:`masked_for` lets them answer with the mask of a draft tree, :func:`keep_rows` and :func:`cut`
+:func:`masked_for` lets them answer with the mask of a draft tree, :func:`move_rows` and :func:`cut`
 commit what was accepted, and a :class:`Snapshot` brings back what cannot be cut.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -114,27 +114,47 @@ def masked_for(rows: TreeRows, caches: Sequence[Any]) -> Iterator[None]:
             cache.rows = None
 
 
-def keep_rows(caches: Sequence[Any], start: int, rows: Sequence[int]) -> None:
-    """Move some of the rows that were written from ``start`` on together, and cut the others.
+class Kept(NamedTuple):
+    """What a step keeps of one sequence's rows.
+
+    Attributes:
+        caches: of the sequence, all of which can be cut.
+        start: where the rows were written.
+        rows: which of them stay, in order.
+    """
+
+    caches: Sequence[Any]
+    start: int
+    rows: Sequence[int]
+
+
+def move_rows(kept: Iterable[Kept]) -> None:
+    """Move rows that stay together, to where the first of all rows stands; one wait for all.
 
     Their RoPE positions are right already: a row's position is its depth, and kept rows have
-    consecutive depths.
+    consecutive depths. What stands behind them is still to be :func:`cut`.
     """
-    if rows and rows[-1] != len(rows) - 1:
-        moved = []
+    moved: list[tuple[mx.array, Any, mx.array]] = []
+    changed: list[Any] = []
+    for caches, start, rows in kept:
+        if not rows or rows[-1] == len(rows) - 1:
+            continue
+        changed += caches
         for cache in caches:
             first = cache.index(start)
             taken = mx.array([first + row for row in rows])
+            place = cache.place, ..., slice(first, first + len(rows)), slice(None)
             for array in held_arrays([cache]):
-                moved.append((array, cache.place, first, array[cache.place, ..., taken, :]))
-        # MLX writes into an array in place once nothing is left to read it. Without this, each
-        # of these small writes would copy the cache of the whole context.
-        mx.eval([new for *_, new in moved])
-        for array, place, first, new in moved:
-            array[place, ..., first : first + len(rows), :] = new
-        # Otherwise they would be lazy until the next step, and could not be read in its thread.
-        mx.async_eval(held_arrays(caches))
-    cut(caches, start + len(rows))
+                moved.append((array, place, array[cache.place, ..., taken, :]))
+    if not moved:
+        return
+    # MLX writes into an array in place once nothing is left to read it. Without this, each
+    # of these small writes would copy the cache of the whole context.
+    mx.eval([new for *_, new in moved])
+    for array, place, new in moved:
+        array[place] = new
+    # Otherwise they would be lazy until the next step, and could not be read in its thread.
+    mx.async_eval(held_arrays(changed))
 
 
 def cut(caches: Iterable[Any], length: int) -> None:

@@ -16,7 +16,7 @@ from mlx_lm.generate import generation_stream
 
 from ..draft.custom import not_a_draft
 from ..draft.drafter import Drafter, DraftTree, VerifiedStep, accept
-from .caches import held_arrays, parts
+from .caches import held_arrays, move_rows, parts
 from .chooser import Chooser
 from .joint import Joint, JointRows
 from .target import Capability, Progress, Target
@@ -160,8 +160,8 @@ class Sequence:
         """Whether the next forward may be dispatched before the proposed step's token is known."""
         return not self._drafts and self.drafter.pipelined
 
-    def settle(self, tree: DraftTree, forward: PendingForward) -> DecodedStep:
-        """Wait for the target's choices, commit what they accept, and tell the drafter.
+    def accept(self, tree: DraftTree, forward: PendingForward) -> Accepted:
+        """Wait for the target's choices; what they accept is to be settled.
 
         Args:
             tree: the rows, from :meth:`propose`.
@@ -176,9 +176,14 @@ class Sequence:
             if self.ends(token):
                 tokens, self.finished = tokens[:count], True
                 break
+        return Accepted(tree, forward, choices, argmaxes, accepted[: len(tokens)], tokens)
+
+    def settle(self, accepted: Accepted) -> DecodedStep:
+        """Commit what the target has accepted, whose rows are moved already; tell the drafter."""
+        tree, forward, choices, argmaxes, nodes, tokens = accepted
         if len(tree) > 1:
             with mx.stream(generation_stream):
-                self.target.commit((0, *accepted[: len(tokens) - 1]))
+                self.target.commit_moved(accepted.rows)
         self.length += len(tokens)
         self.remaining -= len(tokens)
         self.last = tokens[-1]
@@ -192,7 +197,7 @@ class Sequence:
             tree,
             tuple(choices),
             tuple(argmaxes),
-            accepted[: len(tokens)],
+            nodes,
             tokens,
             pending=len(self.target.pending),
             rows=forward.rows,
@@ -242,6 +247,30 @@ class Sequence:
         choices, logprobs = chooser.choose(logits, positions, contexts)
         argmaxes = choices if chooser.greedy else mx.argmax(logprobs, axis=-1)
         return choices, argmaxes, logprobs.squeeze(0) if len(tree) == 1 else logprobs
+
+
+class Accepted(NamedTuple):
+    """What the target's choices make of a step's rows.
+
+    Attributes:
+        tree: the rows.
+        forward: over them.
+        choices, argmaxes: per row a token.
+        nodes: the accepted ones, from the root's child downwards.
+        tokens: the emitted ones, to the end of the output at most.
+    """
+
+    tree: DraftTree
+    forward: PendingForward
+    choices: abc.Sequence[int]
+    argmaxes: abc.Sequence[int]
+    nodes: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Those that stay in the caches."""
+        return 0, *self.nodes[: len(self.tokens) - 1]
 
 
 class PendingForward(NamedTuple):
@@ -355,11 +384,17 @@ def joint_step(
         next_rows = {s: (_NEXT, forwards[s].choices) for s in going_on if s not in faults}
         for sequence, forward in dispatch(next_rows, joint, faults).items():
             sequence.ahead = forward
-    steps: dict[Sequence, DecodedStep] = {}
+    accepted: dict[Sequence, Accepted] = {}
     for sequence, forward in forwards.items():
         if sequence not in faults:
             with faults.of(sequence):
-                steps[sequence] = sequence.settle(trees[sequence], forward)
+                accepted[sequence] = sequence.accept(trees[sequence], forward)
+    with mx.stream(generation_stream):
+        move_rows(s.target.kept(own.rows) for s, own in accepted.items() if len(own.tree) > 1)
+    steps: dict[Sequence, DecodedStep] = {}
+    for sequence, own in accepted.items():
+        with faults.of(sequence):
+            steps[sequence] = sequence.settle(own)
     return [faults.get(sequence) or steps[sequence] for sequence in sequences]
 
 
