@@ -88,6 +88,12 @@ class Joint:
             _dispatch_attention(model)
         dispatch_states(model)
 
+    def takes(self, target: Target) -> bool:
+        """Whether a target's rows can be in a forward with those of others."""
+        # Keys that are copied together have to be of one kind; and models that compute attention
+        # in their own way hardly ever take quantised ones.
+        return self.mode is JointMode.SPLIT or not target.quantized
+
     def join(self, target: Target) -> None:
         """Let a target's caches stand in slots beside the others', where that saves time.
 
@@ -429,8 +435,6 @@ class _JointCache:
         self._alone = len(padded.slots) if padded else 0
         """The first sequence that is served by itself."""
         self._entries: list[tuple[Any, Any]] = []
-        if mode is JointMode.BLOCK and hasattr(members[0], "bits"):
-            self.bits, self.group_size = members[0].bits, members[0].group_size
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append each sequence's rows to its cache; the keys and values that rows may see."""
@@ -450,7 +454,7 @@ class _JointCache:
         """What the last :meth:`update_and_fetch` returned; layers may share it."""
         if self._mode is JointMode.BLOCK:
             keys, values = zip(*self._entries, strict=True)
-            return _concatenated(keys), _concatenated(values)
+            return mx.concatenate([*keys], axis=2), mx.concatenate([*values], axis=2)
         alone = slice(self._alone, None)
         entries = JointEntries(
             self._spans[alone],
@@ -502,13 +506,6 @@ class JointEntries(NamedTuple):
     caches: Sequence[Any]
     padded: PaddedRows | None
     slots: Slots | None
-
-
-def _concatenated(parts: Sequence[Any]) -> Any:
-    """Keys or values of all sequences; quantised ones are tuples of arrays."""
-    if isinstance(parts[0], mx.array):
-        return mx.concatenate(list(parts), axis=2)
-    return tuple(map(_concatenated, zip(*parts, strict=True)))
 
 
 def _block(masks: Sequence[mx.array]) -> mx.array:

@@ -208,6 +208,11 @@ class Target:
         yield start
 
     @property
+    def quantized(self) -> bool:
+        """Whether a cache is quantised, or will be."""
+        return self._quantizes_later or any(hasattr(cache, "bits") for cache in parts(self.cache))
+
+    @property
     def prefills_jointly(self) -> bool:
         """Whether prompt tokens may run in a forward of several sequences."""
         plain = all(type(cache) in (KVCache, TreeKVCache) for cache in parts(self.cache))
