@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
-from mlxspec.draft.drafter import DraftTree, NoDraft
+from mlxspec.draft.drafter import DraftTree, NoDraft, origins_of
 from mlxspec.draft.lookahead import LookaheadDrafter
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine import joint as engine
@@ -174,6 +175,34 @@ def test_whoever_joins_and_leaves_each_sequence_writes_what_it_writes_alone(
             assert_wrote_what_it_writes_alone(member)
 
     check()
+
+
+def test_lookaheads_windows_run_in_joint_steps() -> None:
+    model, joint = joint_model("llama3")
+    plans = [Plan((7, 3, number), 24, "lookahead", 0.0, False, 0, 40) for number in range(4)]
+    members = [member_of(model, plan, Capability.TREE) for plan in plans]
+    for member in members:
+        member.sequence.begin()
+        joint.join(member.sequence.target)
+    verified, accepted = Counter[str](), Counter[str]()
+    while active := [member for member in members if not member.sequence.finished]:
+        outcomes = joint_step([member.sequence for member in active], joint)
+        for member, own in zip(active, outcomes, strict=True):
+            assert isinstance(own, DecodedStep)
+            assert own.verified.sequences == len(active)
+            member.tokens += own.verified.tokens
+            member.logprobs += own.logprobs
+            origins = origins_of(member.sequence.drafter, own.verified.tree)
+            verified.update(origins)
+            accepted.update(origins[node] for node in own.verified.accepted)
+        for member in members:
+            if member.sequence.finished:
+                joint.leave(member.sequence.target)
+    assert verified["window"] > 100
+    assert accepted["guess"] + accepted["window"] > 0, accepted
+    for member in members:
+        member.sequence.close()
+        assert_wrote_what_it_writes_alone(member)
 
 
 @pytest.mark.parametrize(
