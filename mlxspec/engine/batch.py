@@ -101,12 +101,15 @@ class Batch:
             if isinstance(sequence.drafter, Planner)
         }
         if planned:
+            # Others are asked in the step itself: what they propose now is about what they did.
+            others = [sequence for sequence in sequences if sequence not in planned]
+            pending = sum(len(sequence.target.pending) for sequence in sequences)
             share_rows(
                 list(planned.values()),
                 [sequence.max_depth for sequence in planned],
                 costs,
                 sequences=count,
-                rows_taken=sum(len(sequence.target.pending) for sequence in sequences),
+                rows_taken=pending + sum(sequence.proposed for sequence in others),
                 patient=self._patient,
             )
         return costs

@@ -52,6 +52,7 @@ class Sequence:
         remaining: how many tokens may still be emitted.
         finished: whether the output has ended.
         ahead: the next step's forward, if it was dispatched in the last step.
+        proposed: how many draft tokens were proposed last.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Sequence:
         self.remaining = max_tokens
         self.finished = False
         self.ahead: PendingForward | None = None
+        self.proposed = 0
         self.ends = ends
         self._n_cached = n_cached
         self._first_crossing = first_crossing
@@ -142,8 +144,8 @@ class Sequence:
         self._started = time.perf_counter() - self._uncounted
         max_depth = self.max_depth
         tree = self._fitting(self.drafter.propose(max_depth), max_depth)
-        self._drafts = len(tree) > 1
-        return DraftTree.chain(self.last) if self._drafts and self.ahead else tree
+        self.proposed = len(tree) - 1
+        return DraftTree.chain(self.last) if self.proposed and self.ahead else tree
 
     @property
     def max_depth(self) -> int:
@@ -158,7 +160,7 @@ class Sequence:
     @property
     def pipelined(self) -> bool:
         """Whether the next forward may be dispatched before the proposed step's token is known."""
-        return not self._drafts and self.drafter.pipelined
+        return not self.proposed and self.drafter.pipelined
 
     def accept(self, tree: DraftTree, forward: PendingForward) -> Accepted:
         """Wait for the target's choices; what they accept is to be settled.
