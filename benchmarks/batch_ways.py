@@ -6,7 +6,9 @@ On Linux's CPU back end everything runs twice, in processes of their own: with t
 wheel, where a forward over M rows costs nearly M times one, and with OpenBLAS, where it costs
 much less. A figure is all prompts' tokens per second, prefill included, by those of mlx-lm's
 ``batch_generate``: the median over the repeats, in random order. Without a memory of outputs,
-since prompts come several times.
+since prompts come several times. The last column says how many outputs of joint steps with drafts
+are those of one by one, of all repeats; the others part at a near tie, since OpenBLAS sums rows in
+another order where there are more of them.
 """
 
 from __future__ import annotations
@@ -49,18 +51,17 @@ def prompts_of(categories: tuple[str, ...], tokenizer: mlx_lm.tokenizer_utils.To
                 )
 
 
-def in_joint_steps(decoder: mlxspec.Decoder, prompts: Sequence[list[int]]) -> int:
-    """Answer all prompts at once; returns the number of tokens."""
-    scheduler, tokens = Scheduler(decoder, stall=float("inf")), 0
-
-    def count(response: mlxspec.GenerationResponse) -> None:
-        nonlocal tokens
-        tokens += 1
-
-    jobs = [scheduler.submit(prompt, count, _TOKENS) for prompt in prompts]
+def in_joint_steps(decoder: mlxspec.Decoder, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Answer all prompts at once; returns their tokens."""
+    scheduler = Scheduler(decoder, stall=float("inf"))
+    answers: list[list[mlxspec.GenerationResponse]] = [[] for _ in prompts]
+    jobs = [
+        scheduler.submit(prompt, answer.append, _TOKENS)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
     scheduler.run()
     assert not any(job.error for job in jobs)
-    return tokens
+    return [[response.token for response in answer] for answer in answers]
 
 
 def measure(repeats: int) -> None:
@@ -70,34 +71,51 @@ def measure(repeats: int) -> None:
     for decoder in (drafting, plain):
         in_joint_steps(decoder, [[5, 6, 7]] * 2)  # measures steps, and finds out what is verified
 
+    answers: dict[str, list[list[int]]] = {}
+
     def mlx_lms_batch(prompts: Sequence[list[int]]) -> int:
         response = mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=_TOKENS)
         return response.stats.generation_tokens
 
+    def one_by_one(prompts: Sequence[list[int]]) -> int:
+        answers[_ONE_BY_ONE] = [
+            [response.token for response in drafting.stream(prompt, _TOKENS)] for prompt in prompts
+        ]
+        return sum(map(len, answers[_ONE_BY_ONE]))
+
+    def joint_drafts(prompts: Sequence[list[int]]) -> int:
+        answers[_DRAFTS] = in_joint_steps(drafting, prompts)
+        return sum(map(len, answers[_DRAFTS]))
+
     ways: dict[str, Callable[[Sequence[list[int]]], int]] = {
         "mlx-lm's batch": mlx_lms_batch,
-        _ONE_BY_ONE: lambda prompts: sum(
-            1 for prompt in prompts for _ in drafting.stream(prompt, _TOKENS)
-        ),
-        _PLAIN: lambda prompts: in_joint_steps(plain, prompts),
-        _DRAFTS: lambda prompts: in_joint_steps(drafting, prompts),
+        _ONE_BY_ONE: one_by_one,
+        _PLAIN: lambda prompts: sum(map(len, in_joint_steps(plain, prompts))),
+        _DRAFTS: joint_drafts,
     }
     heading = "".join(f"{way:>20}" for way in (_ONE_BY_ONE, _PLAIN, _DRAFTS))
-    print(f"{'prompts':>8} {'kind':>9}{heading} {'tokens/s of the batch':>23}")
+    print(f"{'prompts':>8} {'kind':>9}{heading} {'tokens/s of the batch':>23}{'equal outputs':>15}")
     for kind, categories in _KINDS.items():
         found = list(prompts_of(categories, tokenizer))
         for count in _COUNTS:
             prompts = (found * count)[:count]
             speeds: dict[str, list[float]] = {way: [] for way in ways}
+            equal = 0
             for _ in range(repeats):
                 for way in random.sample(list(ways), len(ways)):
                     started = time.perf_counter()
                     tokens = ways[way](prompts)
                     speeds[way].append(tokens / (time.perf_counter() - started))
+                pairs = zip(answers[_DRAFTS], answers[_ONE_BY_ONE], strict=True)
+                equal += sum(joint == alone for joint, alone in pairs)
             base, *others = speeds.values()
             ratios = [median(own / b for own, b in zip(way, base, strict=True)) for way in others]
             figures = "".join(f"{ratio:20.2f}" for ratio in ratios)
-            print(f"{count:8} {kind:>9}{figures} {median(base):23.0f}", flush=True)
+            print(
+                f"{count:8} {kind:>9}{figures} {median(base):23.0f}"
+                f"{f'{equal} of {repeats * count}':>15}",
+                flush=True,
+            )
 
 
 def main() -> None:

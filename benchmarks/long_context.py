@@ -22,7 +22,7 @@ import mlxspec  # noqa: F401  (before mlx.core, for OpenBLAS)
 import mlx.core as mx
 
 from mlxspec.draft.drafter import DraftTree, VerifiedStep
-from mlxspec.engine.caches import TreeKVCache, TreeQuantizedKVCache, keep_rows
+from mlxspec.engine.caches import Kept, TreeKVCache, TreeQuantizedKVCache, cut, move_rows
 from mlxspec.engine.tree_attention import OpenMask, TreeRows
 from mlxspec.plan.chips import chip_curve
 from mlxspec.plan.cost_curve import FixedCosts
@@ -76,7 +76,8 @@ def _mask(context: int) -> float:
 
 def _commit(caches: list[TreeKVCache] | list[TreeQuantizedKVCache], context: int) -> float:
     def step() -> None:
-        keep_rows(caches, context, _ACCEPTED)
+        move_rows([Kept(caches, context, _ACCEPTED)])
+        cut(caches, context + len(_ACCEPTED))
         mx.eval([cache.state[:2] for cache in caches])
 
     return _median_time(step, _STEPS)

@@ -136,10 +136,10 @@ class LeadingTarget(Target):
             mx.async_eval(logits)
         return logits
 
-    def commit(self, rows: Sequence[int]) -> None:
-        """As :meth:`Target.commit`."""
+    def commit_moved(self, rows: Sequence[int]) -> None:
+        """As :meth:`Target.commit_moved`; the followers move theirs, too."""
         with self._telling("commit", list(rows)):
-            super().commit(rows)
+            super().commit_moved(rows)
 
     def truncate(self, length: int) -> None:
         """As :meth:`Target.truncate`."""

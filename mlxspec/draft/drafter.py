@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import index
 
 import numpy as np
@@ -47,7 +47,9 @@ class DraftTree:
     @classmethod
     def chain(cls, root: int, draft: Iterable[int] = ()) -> DraftTree:
         """The tree whose only branch is ``draft``; without one, the root alone."""
-        tokens = (root, *draft)
+        tokens = (index(root), *draft)
+        if len(tokens) == 1:
+            return _root_alone(tokens[0])
         return cls(tokens, tuple(range(-1, len(tokens) - 1)))
 
     @classmethod
@@ -119,6 +121,12 @@ class DraftTree:
                 tokens.append(token)
                 parents.append(renumbered[parent])
         return DraftTree(tuple(tokens), tuple(parents))
+
+
+@lru_cache(maxsize=1024)
+def _root_alone(token: int) -> DraftTree:
+    """The tree of a step without a draft: every step of a sequence asks for it."""
+    return DraftTree((token,), (-1,))
 
 
 def accept(tree: DraftTree, choices: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -11,7 +11,7 @@ from ..plan.live_costs import LiveCosts
 from ..plan.planner import Planner
 from ..plan.sharing import share_rows
 from .joint import Joint, JointMode
-from .step import DecodedStep, Faults, Sequence, begin_together, joint_step
+from .step import DecodedStep, Faults, Sequence, begin_together, joint_step, step
 
 _SHORT = 128  # tokens; more of them make a forward of their own as good as one for several prompts
 
@@ -68,8 +68,15 @@ class Batch:
 
     def step(self, sequences: Several[Sequence]) -> list[DecodedStep | Exception]:
         """Run one step of each sequence, as :func:`mlxspec.engine.step.joint_step`."""
-        if self._joint is None or len(sequences) == 1:
-            return [outcome for sequence in sequences for outcome in joint_step([sequence])]
+        together = [s for s in sequences if self._joint and self._joint.takes(s.target)]
+        if len(together) < 2:
+            together = []
+        outcomes = dict(zip(together, self._step_together(together), strict=True))
+        return [outcomes[s] if s in outcomes else _step_alone(s) for s in sequences]
+
+    def _step_together(self, sequences: Several[Sequence]) -> list[DecodedStep | Exception]:
+        if not sequences:
+            return []
         started = time.perf_counter()
         costs = self._share(sequences) if self._costs else None
         outcomes = joint_step(sequences, self._joint)
@@ -106,12 +113,23 @@ class Batch:
             if isinstance(sequence.drafter, Planner)
         }
         if planned:
+            # Others are asked in the step itself: what they propose now is about what they did.
+            others = [sequence for sequence in sequences if sequence not in planned]
+            pending = sum(len(sequence.target.pending) for sequence in sequences)
             share_rows(
                 list(planned.values()),
                 [sequence.max_depth for sequence in planned],
                 costs,
                 sequences=count,
-                rows_taken=sum(len(sequence.target.pending) for sequence in sequences),
+                rows_taken=pending + sum(sequence.proposed for sequence in others),
                 patient=self._patient,
             )
         return costs
+
+
+def _step_alone(sequence: Sequence) -> DecodedStep | Exception:
+    """A step of one sequence, with a forward of its own."""
+    try:
+        return step(sequence)
+    except Exception as error:  # of the forward, too: it is nobody else's
+        return error

@@ -1,7 +1,7 @@
 """The KV caches of a step: made from mlx-lm's, masked for a tree, cut to what was accepted.
 
 In the order in which a step needs them: :func:`for_steps` makes caches that can be cut back,
-:func:`masked_for` lets them answer with the mask of a draft tree, :func:`keep_rows` and :func:`cut`
+:func:`masked_for` lets them answer with the mask of a draft tree, :func:`move_rows` and :func:`cut`
 commit what was accepted, and a :class:`Snapshot` brings back what cannot be cut.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from .slots import SlotKVCache
+from .slots import SlotKVCache, Slots
 from .tree_attention import TreeRows, TreeSteps
 from .window_cache import WindowKVCache
 
@@ -95,16 +95,19 @@ def cached_length(caches: Iterable[Any]) -> int:
 
 def held_arrays(caches: Iterable[Any]) -> list[mx.array]:
     """The arrays in caches; pass :func:`parts` of them if there may be lists of caches."""
-    found = []
+    found: list[mx.array] = []
+    slots: set[Slots] = set()  # each is many sequences'
     for cache in caches:
         if isinstance(cache, SlotKVCache):
-            found += [cache.keys, cache.values]
+            slots.add(cache.slots)
             continue
         for value in vars(cache).values():  # at each step: tree_flatten takes many times as long
             if isinstance(value, mx.array):
                 found.append(value)
             elif isinstance(value, list | tuple):
                 found += [part for part in value if isinstance(part, mx.array)]
+    for layer in slots:
+        found += [layer.keys, layer.values]
     return found
 
 
@@ -131,27 +134,47 @@ def masked_for(rows: TreeRows, caches: Sequence[Any]) -> Iterator[None]:
             cache.rows = None
 
 
-def keep_rows(caches: Sequence[Any], start: int, rows: Sequence[int]) -> None:
-    """Move some of the rows that were written from ``start`` on together, and cut the others.
+class Kept(NamedTuple):
+    """What a step keeps of one sequence's rows.
+
+    Attributes:
+        caches: of the sequence, all of which can be cut.
+        start: where the rows were written.
+        rows: which of them stay, in order.
+    """
+
+    caches: Sequence[Any]
+    start: int
+    rows: Sequence[int]
+
+
+def move_rows(kept: Iterable[Kept]) -> None:
+    """Move rows that stay together, to where the first of all rows stands; one wait for all.
 
     Their RoPE positions are right already: a row's position is its depth, and kept rows have
-    consecutive depths.
+    consecutive depths. What stands behind them is still to be :func:`cut`.
     """
-    if rows and rows[-1] != len(rows) - 1:
-        moved = []
+    moved: list[tuple[mx.array, Any, mx.array]] = []
+    changed: list[Any] = []
+    for caches, start, rows in kept:
+        if not rows or rows[-1] == len(rows) - 1:
+            continue
+        changed += caches
         for cache in caches:
             first = cache.index(start)
             taken = mx.array([first + row for row in rows])
+            place = cache.place, ..., slice(first, first + len(rows)), slice(None)
             for array in held_arrays([cache]):
-                moved.append((array, cache.place, first, array[cache.place, ..., taken, :]))
-        # MLX writes into an array in place once nothing is left to read it. Without this, each
-        # of these small writes would copy the cache of the whole context.
-        mx.eval([new for *_, new in moved])
-        for array, place, first, new in moved:
-            array[place, ..., first : first + len(rows), :] = new
-        # Otherwise they would be lazy until the next step, and could not be read in its thread.
-        mx.async_eval(held_arrays(caches))
-    cut(caches, start + len(rows))
+                moved.append((array, place, array[cache.place, ..., taken, :]))
+    if not moved:
+        return
+    # MLX writes into an array in place once nothing is left to read it. Without this, each
+    # of these small writes would copy the cache of the whole context.
+    mx.eval([new for *_, new in moved])
+    for array, place, new in moved:
+        array[place] = new
+    # Otherwise they would be lazy until the next step, and could not be read in its thread.
+    mx.async_eval(held_arrays(changed))
 
 
 def cut(caches: Iterable[Any], length: int) -> None:

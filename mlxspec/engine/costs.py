@@ -162,7 +162,7 @@ class KeptCosts(LiveCosts):
         self._clock = clock
         self._next_save = clock()
 
-    def _begun_with(self, known: Mapping[int, list[KnownTime]], count: int) -> KeptCosts:
+    def _begun_with(self, known: Mapping[int, list[KnownTime]], count: int) -> LiveCosts:
         """What an earlier process has learned of steps of ``count`` sequences comes first."""
         key = self._key.of_sequences(count)
         begun = {end: KnownRange.now(times, "steps") for end, times in known.items()}

@@ -82,9 +82,17 @@ class Joint:
         self._slots: list[Slots] = []
         self._seated: list[Target] = []
         """The targets whose caches stand in slots, in the order of these."""
+        self._in_slots_only = False
+        """Whether these have no other caches."""
         if mode is JointMode.SPLIT:
             _dispatch_attention(model)
         dispatch_states(model)
+
+    def takes(self, target: Target) -> bool:
+        """Whether a target's rows can be in a forward with those of others."""
+        # Keys that are copied together have to be of one kind; and models that compute attention
+        # in their own way hardly ever take quantised ones.
+        return self.mode is JointMode.SPLIT or not target.quantized
 
     def join(self, target: Target) -> None:
         """Let a target's caches stand in slots beside the others', where that saves time.
@@ -112,7 +120,7 @@ class Joint:
             return SlotKVCache(of_layer, len(self._seated), cache.offset)
 
         target.use([seated(cache) for cache in target.cache])
-        self._slots = slots
+        self._slots, self._in_slots_only = slots, len(slots) == len(target.cache)
         self._seated.append(target)
 
     def leave(self, target: Target, keep: bool = True) -> None:
@@ -168,7 +176,10 @@ class Joint:
             pending tokens.
         """
         trees = {target: _with_pending(target, tree) for target, _, tree in members}
-        padded = PaddedRows.of([(_held(target), trees.get(target)) for target in self._seated])
+        padded = PaddedRows.of(
+            [(_held(target), trees.get(target)) for target in self._seated],
+            all_in_slots=len(members) == len(self._seated) and self._in_slots_only,
+        )
         seats = {self._seated[slot]: slot for slot in padded.slots} if padded else {}
         order = sorted(
             range(len(members)), key=lambda index: seats.get(members[index].target, len(trees))
@@ -210,8 +221,10 @@ class Joint:
         ends = list(itertools.accumulate(map(len, tokens)))
         spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         layers = [_joint(each, spans, self.mode, padded) for each in zip(*caches, strict=True)]
+        rows = mx.concatenate(list(tokens))
+        batch = rows[:, None] if padded and padded.are_batch else rows[None]
         with self._positions.follow(mx.array(list(positions), dtype=mx.int32)):
-            return self.model(mx.concatenate(list(tokens))[None], cache=layers)[0], spans
+            return self.model(batch, cache=layers).reshape(len(rows), -1), spans
 
 
 def _held(target: Target) -> int:
@@ -221,9 +234,10 @@ def _held(target: Target) -> int:
 
 def _with_pending(target: Target, tree: DraftTree) -> DraftTree:
     """The rows of a forward over a tree, pending ones included."""
-    # Where there are pending tokens, no draft branches.
-    tokens = (*target.pending, *tree.tokens)
-    return DraftTree.chain(tokens[0], tokens[1:]) if target.pending else tree
+    if not target.pending:
+        return tree
+    tokens = (*target.pending, *tree.tokens)  # no draft branches where tokens are pending
+    return DraftTree.chain(tokens[0], tokens[1:])
 
 
 def _unseated(cache: Any) -> Any:
@@ -242,14 +256,22 @@ class PaddedRows:
         lengths: per slot, how many positions its cache holds.
         trees: per slot the tree of its rows, or None where the sequence is served by itself or
             takes no part. These are the first rows of the forward, in this order.
+        all_in_slots: whether the forward has no other rows, and no layer has other caches.
 
     Attributes:
         slots: those that have rows here.
         n_slots: how many slots there are in all.
         longest: how many positions the longest context has with its rows.
+        are_batch: whether the rows stand in the model's batch dimension: one of each slot, and no
+            others. That saves moving them there and back in each layer.
     """
 
-    def __init__(self, lengths: Sequence[int], trees: Sequence[DraftTree | None]) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        trees: Sequence[DraftTree | None],
+        all_in_slots: bool = False,
+    ) -> None:
         self._lengths, self._trees = lengths, trees
         sizes = [len(tree) if tree else 0 for tree in trees]
         self.slots = [slot for slot, size in enumerate(sizes) if size]
@@ -257,6 +279,7 @@ class PaddedRows:
         self._rows, self._most = sum(sizes), max(sizes)
         self.longest = max(lengths) + self._most
         self._equal = min(sizes) == self._most
+        self.are_batch = all_in_slots and self._equal and self._most == 1
         if not self._equal:
             ends = list(itertools.accumulate(sizes))
             # Any row will do as padding: what comes of it is dropped.
@@ -274,12 +297,15 @@ class PaddedRows:
         self._masks: dict[int | None, mx.array] = {}
 
     @classmethod
-    def of(cls, seated: Sequence[tuple[int, DraftTree | None]]) -> PaddedRows | None:
+    def of(
+        cls, seated: Sequence[tuple[int, DraftTree | None]], all_in_slots: bool = False
+    ) -> PaddedRows | None:
         """The rows that are served together in the least time; None where each is by itself.
 
         Args:
             seated: per slot how many positions its cache holds, and the tree of its rows, or None
                 if it takes no part.
+            all_in_slots: as for the class.
         """
         lengths = [length for length, _ in seated]
         sizes = [len(tree) if tree else 0 for _, tree in seated]
@@ -297,7 +323,8 @@ class PaddedRows:
         most = min({0, *sizes}, key=time_of)
         if not most:
             return None
-        return cls(lengths, [tree if tree and len(tree) <= most else None for _, tree in seated])
+        trees = [tree if tree and len(tree) <= most else None for _, tree in seated]
+        return cls(lengths, trees, all_in_slots)
 
     def write(self, slots: Slots, keys: mx.array, values: mx.array) -> None:
         """Append rows of all, (1, heads, rows, dim), to what stands in a layer's slots.
@@ -309,6 +336,8 @@ class PaddedRows:
 
     def spread(self, rows: mx.array) -> mx.array:
         """Rows of all, (1, heads, rows, dim), as (slots, heads, most rows, dim)."""
+        if self.are_batch:
+            return rows
         each = rows.transpose(2, 1, 0, 3)  # (rows, heads, 1, dim)
         if not self._equal:
             each = each[self._padded]
@@ -320,6 +349,8 @@ class PaddedRows:
 
     def gathered(self, spread: mx.array) -> mx.array:
         """The inverse of :meth:`spread`, without the rows that are not padded."""
+        if self.are_batch:
+            return spread
         each = spread
         if self._most > 1:
             each = each.swapaxes(1, 2).reshape(-1, each.shape[1], 1, each.shape[3])
@@ -404,8 +435,6 @@ class _JointCache:
         self._alone = len(padded.slots) if padded else 0
         """The first sequence that is served by itself."""
         self._entries: list[tuple[Any, Any]] = []
-        if mode is JointMode.BLOCK and hasattr(members[0], "bits"):
-            self.bits, self.group_size = members[0].bits, members[0].group_size
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append each sequence's rows to its cache; the keys and values that rows may see."""
@@ -425,7 +454,7 @@ class _JointCache:
         """What the last :meth:`update_and_fetch` returned; layers may share it."""
         if self._mode is JointMode.BLOCK:
             keys, values = zip(*self._entries, strict=True)
-            return _concatenated(keys), _concatenated(values)
+            return mx.concatenate([*keys], axis=2), mx.concatenate([*values], axis=2)
         alone = slice(self._alone, None)
         entries = JointEntries(
             self._spans[alone],
@@ -477,13 +506,6 @@ class JointEntries(NamedTuple):
     caches: Sequence[Any]
     padded: PaddedRows | None
     slots: Slots | None
-
-
-def _concatenated(parts: Sequence[Any]) -> Any:
-    """Keys or values of all sequences; quantised ones are tuples of arrays."""
-    if isinstance(parts[0], mx.array):
-        return mx.concatenate(list(parts), axis=2)
-    return tuple(map(_concatenated, zip(*parts, strict=True)))
 
 
 def _block(masks: Sequence[mx.array]) -> mx.array:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import sys
 import time
 from collections import abc
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
-from typing import cast
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from ..draft.custom import not_a_draft
 from ..draft.drafter import Drafter, DraftTree, VerifiedStep, accept
+from .caches import held_arrays, move_rows, parts
 from .chooser import Chooser
 from .joint import Joint, JointRows
 from .target import Capability, Progress, Target
@@ -50,6 +52,7 @@ class Sequence:
         remaining: how many tokens may still be emitted.
         finished: whether the output has ended.
         ahead: the next step's forward, if it was dispatched in the last step.
+        proposed: how many draft tokens were proposed last.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Sequence:
         self.remaining = max_tokens
         self.finished = False
         self.ahead: PendingForward | None = None
+        self.proposed = 0
         self.ends = ends
         self._n_cached = n_cached
         self._first_crossing = first_crossing
@@ -140,8 +144,8 @@ class Sequence:
         self._started = time.perf_counter() - self._uncounted
         max_depth = self.max_depth
         tree = self._fitting(self.drafter.propose(max_depth), max_depth)
-        self._drafts = len(tree) > 1
-        return DraftTree.chain(self.last) if self.ahead else tree
+        self.proposed = len(tree) - 1
+        return DraftTree.chain(self.last) if self.proposed and self.ahead else tree
 
     @property
     def max_depth(self) -> int:
@@ -156,11 +160,15 @@ class Sequence:
     @property
     def pipelined(self) -> bool:
         """Whether the next forward may be dispatched before the proposed step's token is known."""
-        return not self._drafts and self.drafter.pipelined
+        return not self.proposed and self.drafter.pipelined
 
-    def settle(self, forward: PendingForward) -> DecodedStep:
-        """Wait for the target's choices, commit what they accept, and tell the drafter."""
-        tree = forward.tree
+    def accept(self, tree: DraftTree, forward: PendingForward) -> Accepted:
+        """Wait for the target's choices; what they accept is to be settled.
+
+        Args:
+            tree: the rows, from :meth:`propose`.
+            forward: over these rows.
+        """
         choices = cast(list[int], forward.choices.tolist())
         greedy = forward.argmaxes is forward.choices
         argmaxes = choices if greedy else cast(list[int], forward.argmaxes.tolist())
@@ -170,9 +178,14 @@ class Sequence:
             if self.ends(token):
                 tokens, self.finished = tokens[:count], True
                 break
+        return Accepted(tree, forward, choices, argmaxes, accepted[: len(tokens)], tokens)
+
+    def settle(self, accepted: Accepted) -> DecodedStep:
+        """Commit what the target has accepted, whose rows are moved already; tell the drafter."""
+        tree, forward, choices, argmaxes, nodes, tokens = accepted
         if len(tree) > 1:
             with mx.stream(generation_stream):
-                self.target.commit((0, *accepted[: len(tokens) - 1]))
+                self.target.commit_moved(accepted.rows)
         self.length += len(tokens)
         self.remaining -= len(tokens)
         self.last = tokens[-1]
@@ -186,7 +199,7 @@ class Sequence:
             tree,
             tuple(choices),
             tuple(argmaxes),
-            accepted[: len(tokens)],
+            nodes,
             tokens,
             pending=len(self.target.pending),
             rows=forward.rows,
@@ -238,12 +251,34 @@ class Sequence:
         return choices, argmaxes, logprobs.squeeze(0) if len(tree) == 1 else logprobs
 
 
-@dataclass(frozen=True)
-class PendingForward:
+class Accepted(NamedTuple):
+    """What the target's choices make of a step's rows.
+
+    Attributes:
+        tree: the rows.
+        forward: over them.
+        choices, argmaxes: per row a token.
+        nodes: the accepted ones, from the root's child downwards.
+        tokens: the emitted ones, to the end of the output at most.
+    """
+
+    tree: DraftTree
+    forward: PendingForward
+    choices: abc.Sequence[int]
+    argmaxes: abc.Sequence[int]
+    nodes: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Those that stay in the caches."""
+        return 0, *self.nodes[: len(self.tokens) - 1]
+
+
+class PendingForward(NamedTuple):
     """A forward that has been dispatched, with the choices after its rows.
 
     Attributes:
-        tree: its rows.
         choices, argmaxes: (rows,).
         logprobs: (rows, vocabulary), of one row (vocabulary,).
         rows: how many rows the forward has, those of other sequences and pending ones included.
@@ -251,20 +286,19 @@ class PendingForward:
         pipelined: whether it was dispatched during the step before its own.
     """
 
-    tree: DraftTree
     choices: mx.array
     argmaxes: mx.array
     logprobs: mx.array
     rows: int
     sequences: int
-    pipelined: bool = False
+    pipelined: bool
 
     def logprobs_of(self, verified: VerifiedStep) -> list[mx.array]:
         """Per emitted token, the log-probabilities from which it was chosen, (vocabulary,).
 
         Each is an array of its own: a slice would keep all rows in memory.
         """
-        if len(self.choices) == 1:
+        if len(verified.tree) == 1:
             return [self.logprobs]
         rows = (0, *verified.accepted)[: len(verified.tokens)]
         with mx.stream(generation_stream):
@@ -338,7 +372,7 @@ def joint_step(
     for sequence in sequences:
         with faults.of(sequence):
             trees[sequence] = sequence.propose()
-    forwards = {s: replace(s.ahead, tree=trees[s], pipelined=True) for s in trees if s.ahead}
+    forwards = {sequence: sequence.ahead for sequence in trees if sequence.ahead}
     forwards |= dispatch({s: (trees[s], None) for s in trees if not s.ahead}, joint, faults)
     for sequence in forwards:
         sequence.ahead = None
@@ -352,24 +386,47 @@ def joint_step(
         next_rows = {s: (_NEXT, forwards[s].choices) for s in going_on if s not in faults}
         for sequence, forward in dispatch(next_rows, joint, faults).items():
             sequence.ahead = forward
-    steps: dict[Sequence, DecodedStep] = {}
+    accepted: dict[Sequence, Accepted] = {}
     for sequence, forward in forwards.items():
         if sequence not in faults:
             with faults.of(sequence):
-                steps[sequence] = sequence.settle(forward)
+                accepted[sequence] = sequence.accept(trees[sequence], forward)
+    with mx.stream(generation_stream):
+        move_rows(s.target.kept(own.rows) for s, own in accepted.items() if len(own.tree) > 1)
+    steps: dict[Sequence, DecodedStep] = {}
+    for sequence, own in accepted.items():
+        with faults.of(sequence):
+            steps[sequence] = sequence.settle(own)
     return [faults.get(sequence) or steps[sequence] for sequence in sequences]
 
 
 class Faults(dict[Sequence, Exception]):
     """What sequences have raised in a step; the others go on without them."""
 
-    @contextmanager
-    def of(self, sequence: Sequence) -> Iterator[None]:
-        """Note what is raised while entered."""
-        try:
-            yield
-        except Exception as error:
-            self[sequence] = error
+    def of(self, sequence: Sequence) -> _Noting:
+        """A context; what is raised in it is noted as the sequence's fault."""
+        return _Noting(self, sequence)
+
+
+class _Noting:
+    """A context of :class:`Faults`; entered some times per sequence and step, so it is small."""
+
+    def __init__(self, faults: Faults, sequence: Sequence) -> None:
+        self._faults, self._sequence = faults, sequence
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, Exception):  # none, or an interrupt
+            return False
+        self._faults[self._sequence] = error
+        return True
 
 
 def dispatch(
@@ -415,16 +472,18 @@ def dispatch(
                     chosen = sequence.choose(
                         logits[span] if len(rows) > 1 else logits, tree, unknown
                     )
-                forwards[sequence] = PendingForward(tree, *chosen, n_rows, len(rows))
+                forwards[sequence] = PendingForward(
+                    *chosen, n_rows, len(rows), pipelined=unknown is not None
+                )
     # Everything that outlives the step, since lazy arrays can be read in this thread only.
     # (The choices need not depend on all of the caches: a recurrent layer's last state, or the
     # keys of a sparse layer's index.)
     mx.async_eval(
         [(forward.choices, forward.argmaxes, forward.logprobs) for forward in forwards.values()],
-        [sequence.target.arrays for sequence in members],
+        held_arrays(cache for sequence in members for cache in parts(sequence.target.cache)),
     )
-    for sequence, forward in forwards.items():
-        if len(forward.tree) == 1:
+    for sequence in forwards:
+        if len(members[sequence][0]) == 1:
             sequence.target.commit((0,))
     return forwards
 

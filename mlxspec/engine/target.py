@@ -17,6 +17,7 @@ from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, make_promp
 
 from ..draft.drafter import DraftTree
 from .caches import (
+    Kept,
     Snapshot,
     TreeKVCache,
     cached_length,
@@ -30,8 +31,8 @@ from .caches import (
     held_arrays,
     is_trimmable,
     is_trimmable_anywhere,
-    keep_rows,
     masked_for,
+    move_rows,
     parts,
 )
 from .params import CacheOptions
@@ -217,6 +218,11 @@ class Target:
         yield start
 
     @property
+    def quantized(self) -> bool:
+        """Whether a cache is quantised, or will be."""
+        return self._quantizes_later or any(hasattr(cache, "bits") for cache in parts(self.cache))
+
+    @property
     def prefills_jointly(self) -> bool:
         """Whether prompt tokens may run in a forward of several sequences."""
         plain = all(type(cache) in (KVCache, TreeKVCache) for cache in parts(self.cache))
@@ -293,13 +299,22 @@ class Target:
 
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these rows of the last forward, by node index, and forget the others."""
+        move_rows([self.kept(rows)])
+        self.commit_moved(rows)
+
+    def kept(self, rows: Sequence[int]) -> Kept:
+        """What has to be moved in the caches if these rows of the last forward are to stay."""
+        return Kept([] if self._replays else self.trimmable, self.length, rows)
+
+    def commit_moved(self, rows: Sequence[int]) -> None:
+        """As :meth:`commit`, of rows that are moved already: those of :meth:`kept`."""
         pending: tuple[int, ...] = ()
         if len(rows) < len(self._tree):
             if self._replays:
                 self._undo_forward()
                 pending = (*self.pending, *(self._tree.tokens[row] for row in rows))
             else:
-                keep_rows(self.trimmable, self.length, rows)
+                cut(self.trimmable, self.length + len(rows))
         # All at once and last: at any interrupt, the length tells what is committed.
         length = self.length + len(rows)
         self.pending, self.length, self._unfinished = pending, length, False

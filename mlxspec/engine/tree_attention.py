@@ -111,7 +111,7 @@ class TreeSteps:
         return position
 
 
-class _RowRoPE(nn.Module):
+class _RowRoPE:
     """Stands in for a RoPE module during a tree step: row i gets the position offset + depth_i.
 
     ``mx.fast.rope`` takes one offset per batch entry, so the rows move onto the batch axis.
@@ -120,7 +120,6 @@ class _RowRoPE(nn.Module):
     """
 
     def __init__(self, rope: nn.Module, positions: RowPositions) -> None:
-        super().__init__()
         self._rope = rope
         self._positions = positions
 
@@ -129,6 +128,8 @@ class _RowRoPE(nn.Module):
         if depths is None:
             return self._rope(x, offset=offset, **kwargs)
         positions = depths if isinstance(offset, int) and offset == 0 else offset + depths
+        if len(x) > 1:  # rows of several sequences that are a batch already
+            return self._rope(x, offset=positions, **kwargs)
         # x: (1, heads, rows, head_dim) -> (rows, heads, 1, head_dim) and back
         rotated = self._rope(x.transpose(2, 1, 0, 3), offset=positions, **kwargs)
         return rotated.transpose(2, 1, 0, 3)
@@ -165,13 +166,13 @@ class RowPositions:
             try:
                 self._step = threading.get_ident(), depths
                 for parent, name, rope in self._ropes:
-                    setattr(parent, name, _RowRoPE(rope, self))
+                    parent[name] = _RowRoPE(rope, self)  # as setattr does, which takes longer
                 yield
             finally:
                 # First of all, since an interrupt of what follows leaves stand-ins in the model.
                 self._step = None
                 for parent, name, rope in self._ropes:
-                    setattr(parent, name, rope)
+                    parent[name] = rope
 
     def depths_here(self) -> mx.array | None:
         """Of the rows of the tree step that this thread runs; None if it runs none."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from mlxspec.engine.caches import (
+    Kept,
     Snapshot,
     TreeKVCache,
     cut,
     for_steps,
     held_arrays,
     is_trimmable,
-    keep_rows,
+    move_rows,
     parts,
 )
 from mlxspec.engine.window_cache import WindowKVCache
@@ -37,20 +40,29 @@ def test_a_commit_moves_rows_without_copying_the_context(bits: int | None) -> No
     expected = [array[..., CONTEXT + 3, :].tolist() for array in held_arrays([cache])]
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    keep_rows([cache], CONTEXT, (0, 3, 5))
+    move_rows([Kept([cache], CONTEXT, (0, 3, 5))])
     mx.eval(cache.state[:2])
     assert mx.get_peak_memory() - before < cache.nbytes / 10
-    assert cache.offset == CONTEXT + 3
     for array, row in zip(held_arrays([cache]), expected, strict=True):
         assert array[..., CONTEXT + 1, :].tolist() == row
+
+
+def test_rows_of_several_sequences_are_moved_with_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[Any] = []
+    caches = [for_steps(filled(KVCache(), 20)) for _ in range(3)]
+    expected = [cache.keys[..., [10, 12], :].tolist() for cache in caches]
+    evaluate = mx.eval
+    monkeypatch.setattr(mx, "eval", lambda *arrays: waits.append(evaluate(*arrays)))
+    move_rows(Kept([cache], 10, (0, 2)) for cache in caches)
+    assert len(waits) == 1
+    assert [cache.keys[..., [10, 11], :].tolist() for cache in caches] == expected
 
 
 def test_rows_that_stand_in_a_row_already_are_not_moved() -> None:
     cache = for_steps(filled(KVCache(), 20))
     keys = cache.keys
-    keep_rows([cache], 12, (0, 1, 2))
+    move_rows([Kept([cache], 12, (0, 1, 2))])
     assert cache.keys is keys
-    assert cache.offset == 15
 
 
 def test_caches_in_lists_are_made_for_steps_too() -> None:

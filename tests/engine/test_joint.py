@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.models.cache import KVCache
 
-from mlxspec.draft.drafter import NoDraft
+from mlxspec.draft.drafter import DraftTree, NoDraft, origins_of
 from mlxspec.draft.lookahead import LookaheadDrafter
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine import joint as engine
 from mlxspec.engine.capability import Capability, finite, joint_mode
 from mlxspec.engine.chooser import Chooser
-from mlxspec.engine.joint import Joint, JointMode
+from mlxspec.engine.joint import Joint, JointMode, JointRows
 from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.step import DecodedStep, Sequence, joint_step
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import HostileDrafter
-from tests.support.examples import examples
+from tests.support.examples import LONG, examples
 from tests.support.harness import Run, new_target, next_logits, run
 
 pytestmark = pytest.mark.slow
@@ -173,3 +175,68 @@ def test_whoever_joins_and_leaves_each_sequence_writes_what_it_writes_alone(
             assert_wrote_what_it_writes_alone(member)
 
     check()
+
+
+def test_lookaheads_windows_run_in_joint_steps() -> None:
+    model, joint = joint_model("llama3")
+    plans = [Plan((7, 3, number), 24, "lookahead", 0.0, False, 0, 40) for number in range(4)]
+    members = [member_of(model, plan, Capability.TREE) for plan in plans]
+    for member in members:
+        member.sequence.begin()
+        joint.join(member.sequence.target)
+    verified, accepted = Counter[str](), Counter[str]()
+    while active := [member for member in members if not member.sequence.finished]:
+        outcomes = joint_step([member.sequence for member in active], joint)
+        for member, own in zip(active, outcomes, strict=True):
+            assert isinstance(own, DecodedStep)
+            assert own.verified.sequences == len(active)
+            member.tokens += own.verified.tokens
+            member.logprobs += own.logprobs
+            origins = origins_of(member.sequence.drafter, own.verified.tree)
+            verified.update(origins)
+            accepted.update(origins[node] for node in own.verified.accepted)
+        for member in members:
+            if member.sequence.finished:
+                joint.leave(member.sequence.target)
+    assert verified["window"] > 100
+    assert accepted["guess"] + accepted["window"] > 0, accepted
+    for member in members:
+        member.sequence.close()
+        assert_wrote_what_it_writes_alone(member)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(ARCHITECTURES) if LONG else ["cohere", "gptj", "llama3", "mixtral"]
+)
+def test_rows_of_plain_steps_are_a_batch_where_all_layers_stand_in_slots(name: str) -> None:
+    model = ARCHITECTURES[name].model()
+    kinds = {type(cache) for cache in new_target(model).cache}
+    if kinds != {KVCache} or joint_mode(model) is not JointMode.SPLIT:
+        pytest.skip("has other caches, or takes the rows of one sequence")
+    joint, shapes = Joint(model, JointMode.SPLIT), []
+
+    def watched(tokens: mx.array, cache: list[Any]) -> mx.array:
+        shapes.append(tokens.shape)
+        return model(tokens, cache=cache)
+
+    joint.model = watched
+    pairs = []
+    for prompt in ([7, 3, 9], [5, 1, 2, 8, 8, 6, 4], [*range(20)]):
+        together, alone = new_target(model), new_target(model)
+        for target in (together, alone):
+            target.prefill(prompt)
+        joint.join(together)
+        pairs.append((together, alone))
+    for step in range(3):
+        trees = [DraftTree.chain(7 * step + number) for number in range(len(pairs))]
+        rows = [
+            JointRows(together, mx.array(tree.tokens), tree)
+            for (together, _), tree in zip(pairs, trees, strict=True)
+        ]
+        logits, _ = joint.forward(rows)
+        for (together, alone), tree, found in zip(pairs, trees, logits, strict=True):
+            expected = alone.forward(mx.array(tree.tokens), tree)[0]
+            assert mx.max(mx.abs(finite(found) - finite(expected))).item() < 1e-4
+            for target in (together, alone):
+                target.commit((0,))
+    assert shapes == [(3, 1)] * 3

@@ -19,9 +19,18 @@ CHOSEN = "demo_model and 0.7 or published_text or random-0.7 or babyllama-0.7 or
 @needs_openblas
 def test_outputs_are_equal_up_to_near_ties_with_openblas() -> None:
     here = Path(__file__).parent
+    assert_passes_with_openblas(here / "test_equality.py", "-k", CHOSEN)
+
+
+@needs_openblas
+def test_drafts_in_joint_steps_change_outputs_at_near_ties_only_with_openblas() -> None:
+    assert_passes_with_openblas(Path(__file__).parents[1] / "generation/test_joint_drafts.py")
+
+
+def assert_passes_with_openblas(*arguments: Path | str) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", here / "test_equality.py", "-k", CHOSEN],
-        cwd=here.parents[1],
+        [sys.executable, "-m", "pytest", *arguments],
+        cwd=Path(__file__).parents[2],
         env={**os.environ, "MLXSPEC_OPENBLAS": "1"},
         capture_output=True,
         text=True,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import RotatingKVCache
 
 from mlxspec.draft.drafter import DraftTree
-from mlxspec.engine.caches import cut, keep_rows
+from mlxspec.engine.caches import Kept, cut, move_rows
 from mlxspec.engine.tree_attention import TreeRows
 from mlxspec.engine.window_cache import WindowKVCache
 from tests.draft.test_drafter import path, trees
@@ -78,8 +78,9 @@ def test_any_steps_and_cuts_show_every_row_its_window(
             window = expected(length + tree.depths[node], size, keep)
             assert visible[node] == before | (ancestors & window)
         kept = path(tree, data.draw(st.integers(0, len(tree) - 1)))
-        keep_rows([cache], length, kept)
+        move_rows([Kept([cache], length, kept)])
         length += len(kept)
+        cut([cache], length)
         assert seen(cache, [length]) == [expected(length, size, keep)]
         cut([cache], length)
 

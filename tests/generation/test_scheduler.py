@@ -18,6 +18,7 @@ from mlxspec.plan.planner import Planner
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import FLAT, endless_tokenizer, given_costs, stand_in_decoder
 from tests.support.examples import examples
+from tests.support.random_models import random_model
 
 pytestmark = pytest.mark.slow
 
@@ -337,3 +338,27 @@ def test_a_paused_generation_waits_and_the_others_go_on() -> None:
         while scheduler.turn():
             pass
     assert first.tokens == alone(decoder, [1, 2, 3], 30)
+
+
+@pytest.mark.parametrize("mode", [JointMode.SPLIT, JointMode.BLOCK])
+def test_sequences_with_quantised_caches_run_beside_others(mode: JointMode) -> None:
+    decoder = mlxspec.PromptLookupDecoder(random_model("llama", head_dim=32), endless_tokenizer())
+    decoder.joint_mode = mode
+    memory: list[dict[str, Any]] = [
+        {},
+        {"kv_bits": 8, "quantized_kv_start": 0},
+        {"kv_bits": 4, "quantized_kv_start": 0},
+        {"kv_bits": 8, "quantized_kv_start": 16},  # in the middle of the output
+        {"kv_bits": 4, "quantized_kv_start": 20},
+        {},
+    ]
+    prompts = [[7, 3, 9, 3, 7, number] for number in range(len(memory))]
+    for own in memory:
+        own |= {"kv_group_size": 32}
+    expected = [alone(decoder, p, 32, **own) for p, own in zip(prompts, memory, strict=True)]
+    scheduler, found = Scheduler(decoder), [Collected() for _ in prompts]
+    for prompt, own, collected in zip(prompts, memory, found, strict=True):
+        scheduler.submit(prompt, collected.add, 32, **own)
+    scheduler.run()
+    assert [collected.tokens for collected in found] == expected
+    assert scheduler.steps < 40  # all in the same ones

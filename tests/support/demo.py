@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -11,6 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxspec import Decoder
 from mlxspec.engine.costs import KeptCosts
 from mlxspec.plan.cost_file import CostCache, CostKey, KnownRange
+from mlxspec.plan.live_costs import LiveCosts
 from mlxspec.plan.live_curve import KnownTime
 from tests.support.examples import LONG
 from tests.support.llamas import repetitive_llama
@@ -64,13 +66,16 @@ def _decoder_like(other: Decoder, kind: type[AnyDecoder], **options: object) -> 
 
 
 class GivenCosts(KeptCosts):
-    """Costs that no step corrects and no file keeps."""
+    """Costs that no step corrects and no file keeps, nor those of joint steps."""
 
     def record(self, rows: int, seconds: float, pipelined: bool) -> None:
         pass
 
     def end(self) -> None:
         pass
+
+    def _begun_with(self, known: Mapping[int, list[KnownTime]], count: int) -> LiveCosts:
+        return LiveCosts(known)
 
 
 def given_costs(curve: dict[int, float]) -> GivenCosts:
