@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -97,6 +97,15 @@ class Drafting:
         "With auto: draft with a class of your own, too, wherever that pays.",
         of=OWN,
     )
+    draft_model: str | None = option_field(
+        "--draft-model MODEL",
+        "With auto: draft with a small model of the same tokenizer, too, where no text repeats.",
+        type=NAME,
+        of=OWN,
+    )
+    num_draft_tokens: int | None = option_field(
+        "--num-draft-tokens N", "That --draft-model drafts at most.  [default: 2]"
+    )
     learn: bool = option_field("--learn", "Add the output to the --store file.", default=False)
     n_draft: int | None = option_field(
         "--n-draft --prompt-lookup-num-tokens N",
@@ -146,6 +155,11 @@ class Drafting:
                 raise OptionError(
                     f"{option} is for --decoder {' and '.join(takers)}, not {self.kind}"
                 )
+        check_least(1, num_draft_tokens=self.num_draft_tokens)
+        if self.num_draft_tokens is not None and self.draft_model is None:
+            raise OptionError("--num-draft-tokens is of a draft model: name it with --draft-model")
+        if self.draft_model is not None and self.drafter is not None:
+            raise OptionError("--drafter and --draft-model are given together: choose one")
         if self.learn and self.store is None:
             raise OptionError("--learn adds to a store: name it with --store FILE")
         _ = self.lookup_drafter, self.sizes  # which are checked
@@ -194,6 +208,18 @@ class Drafting:
             "guess_set_size": guess_set_size,
             "pool_from_prompt": self.pool_from_prompt is not False,
         }
+
+    def load_draft_model(self) -> tuple[nn.Module, Callable[[], Drafter]]:
+        """The draft model, and what makes a drafter of it for each generation.
+
+        Raises:
+            LoadError: it cannot be found or read.
+        """
+        from ..engine.draft_model import DraftModelDrafter
+
+        assert self.draft_model is not None
+        model, _ = mlxspec.load(self.draft_model)
+        return model, partial(DraftModelDrafter, model, _or(self.num_draft_tokens, 2))
 
     def tell_what_has_no_effect(self, max_tokens: int) -> None:
         """Say so where a device list is ignored, or lookahead's window never runs.
@@ -304,6 +330,7 @@ class Generation:
             leader: splits the model over its ranks.
         """
         from ..draft.custom import load_drafter
+        from ..engine.draft_model import check_vocabularies
 
         drafting, choice = self.drafting, _DECODERS[self.drafting.kind]
         drafting.tell_what_has_no_effect(self.max_tokens)
@@ -311,6 +338,9 @@ class Generation:
         options: dict[str, Any] = {}
         if drafting.drafter is not None:
             options["extra_drafter"] = load_drafter(drafting.drafter)
+        draft_model = None
+        if drafting.draft_model is not None:
+            draft_model, options["extra_drafter"] = drafting.load_draft_model()
         with ProgressBar("Measuring step times", console=console) as bar:
             if choice.measures:
                 options["on_measuring"] = bar
@@ -318,6 +348,8 @@ class Generation:
                 options["store"] = None if self._begins_store() else drafting.store
             loaded = leader.load(name) if leader else (name,)
             decoder = getattr(mlxspec, choice.decoder)(*loaded, **options)
+            if draft_model is not None:
+                check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
             if self.plans or (choice.measures and drafting.sizes["window_size"] == "auto"):
                 _ = decoder.costs
         return decoder

@@ -271,3 +271,18 @@ def test_a_drafter_of_ones_own_goes_with_auto(own: str, others: tuple) -> None:
     result = generate("--model", "none", "--prompt", "a", "--drafter", own, *others)
     assert result.exit_code == 1
     assert "is for --decoder" in result.stderr
+
+
+def test_a_draft_model_drafts_where_no_text_repeats(finite: Path, endless: Path) -> None:
+    prompt = ("--model", finite, "--raw", "--prompt", "x y", "--decoder", "auto")
+    plain = report(*prompt)
+    drafted = report(*prompt, "--draft-model", finite, "--num-draft-tokens", 3)
+    assert drafted["text"] == plain["text"]
+    assert drafted["stats"]["steps"] < plain["stats"]["steps"]
+    for wrong, told in (
+        (("--draft-model", "nowhere"), "nowhere"),
+        (("--num-draft-tokens", 3), "--draft-model"),
+        (("--draft-model", endless, "--num-draft-tokens", 0), "--num-draft-tokens is 0"),
+        (("--draft-model", endless, "--drafter", "a:b"), "choose one"),
+    ):
+        assert_one_line_error(generate(*prompt, *wrong), told)
