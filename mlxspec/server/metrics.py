@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter as Count
+from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -17,12 +20,46 @@ _STEP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1)
 _ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _SEQUENCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
+_HISTORY = 300  # seconds
+
+
+class History:
+    """Sums over each of the last seconds, for a page that has just been opened.
+
+    The worker's thread adds, others read.
+    """
+
+    FIGURES = ("generated", "steps", "forwards", "seconds", "plain_seconds")
+
+    def __init__(self) -> None:
+        self._began = int(time.perf_counter())
+        # Of seconds in which something happened, the present one among them.
+        self._sums: deque[tuple[int, dict[str, float]]] = deque(maxlen=_HISTORY + 1)
+
+    def add(self, **figures: float) -> None:
+        """Add to the sums of this second."""
+        second = int(time.perf_counter())
+        if not self._sums or self._sums[-1][0] != second:
+            self._sums.append((second, dict.fromkeys(self.FIGURES, 0)))
+        sums = self._sums[-1][1]
+        for name, value in figures.items():
+            sums[name] += value
+
+    def columns(self) -> dict[str, Any]:
+        """A list for each figure, a sum for each second that is over; ``end`` numbers the next."""
+        end = int(time.perf_counter())
+        known = dict(self._sums.copy())
+        sums = [known.get(second, {}) for second in range(max(self._began, end - _HISTORY), end)]
+        columns = {name: [round(one.get(name, 0), 4) for one in sums] for name in self.FIGURES}
+        return {"end": end, **columns}
+
 
 class Metrics:
     """Counters and histograms; the worker's thread adds, others read.
 
     Attributes:
         drafted, accepted: draft tokens by their source.
+        history: the last minutes.
     """
 
     def __init__(self) -> None:
@@ -46,6 +83,7 @@ class Metrics:
         self._between = histogram("step_seconds", "Wall time of steps.", _STEP_SECONDS)
         self._rows = histogram("step_rows", "Rows of a forward, of all sequences.", _ROWS)
         self._together = histogram("step_sequences", "Sequences of a forward.", _SEQUENCES)
+        self.history = History()
         self.drafted: Count[str] = Count()
         self.accepted: Count[str] = Count()
         self.totals: Count[str] = Count()
@@ -58,15 +96,26 @@ class Metrics:
         self._cached.inc(cached_tokens)
         self.totals.update(prompt=prompt_tokens, cached=cached_tokens)
 
-    def add_step(self, step: VerifiedStep, origins: Sequence[str]) -> None:
+    def add_step(
+        self,
+        step: VerifiedStep,
+        origins: Sequence[str],
+        seconds: float,
+        plain_seconds: float | None,
+    ) -> None:
         """A sequence's part in a step.
 
         Args:
             step: of the sequence.
             origins: per node of its tree, the source that proposed it; the root's first.
+            seconds: the wall time of the step.
+            plain_seconds: what its tokens would have taken without drafts, where that is known.
         """
         self._generated.inc(len(step.tokens))
         self.totals.update(generated=len(step.tokens), steps=1)
+        self.history.add(generated=len(step.tokens), steps=1)
+        if plain_seconds is not None:
+            self.history.add(seconds=seconds, plain_seconds=plain_seconds)
         drafted = Count(origins[1 : len(step.tree)])
         accepted = Count(origins[node] for node in step.accepted if node < len(origins))
         for source, count in drafted.items():
@@ -82,13 +131,14 @@ class Metrics:
         self._rows.observe(rows)
         self._together.observe(sequences)
         self.totals.update(forwards=1)
+        self.history.add(forwards=1)
 
     def add_end(self, ended: Ended | ApiError, seconds: float) -> None:
         """A generation has ended, or was refused."""
-        outcome = ended.finish_reason if isinstance(ended, Ended) else _OUTCOMES.get(ended.status)
-        self._ended.labels(outcome or "error").inc()
+        outcome = outcome_of(ended)
+        self._ended.labels(outcome).inc()
         self._seconds.observe(seconds)
-        self.totals.update([outcome or "error"])
+        self.totals.update([outcome])
 
     def text(self) -> bytes:
         """In Prometheus' text format."""
@@ -96,6 +146,11 @@ class Metrics:
 
 
 _OUTCOMES = {499: "cancelled", 429: "refused", 503: "ending"}
+
+
+def outcome_of(ended: Ended | ApiError) -> str:
+    """How a generation has ended, in a word."""
+    return ended.finish_reason if isinstance(ended, Ended) else _OUTCOMES.get(ended.status, "error")
 
 
 def gauge(name: str, help: str, value: float, **labels: str) -> GaugeMetricFamily:

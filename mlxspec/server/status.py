@@ -10,9 +10,10 @@ import mlx.core as mx
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from .. import __version__
 from .metrics import gauge
 from .prefix_cache import PrefixCache
-from .worker import Ticket, Worker
+from .worker import Worker
 
 _WIDEST = 32  # rows of the cost curve that is shown
 
@@ -24,8 +25,10 @@ def status_of(worker: Worker) -> dict[str, Any]:
     tickets = worker.tickets.copy()
     sources = metrics.drafted.copy()
     return {
+        "version": __version__,
         "ready": worker.ready.is_set(),
-        "requests": [_ticket(ticket, now) for ticket in tickets],
+        "requests": [ticket.figures() for ticket in tickets],
+        "recent": [one | {"ended": now - one["ended"]} for one in worker.recent.copy()],
         "totals": dict(totals),
         "tokens_per_step": totals["generated"] / totals["steps"] if totals["steps"] else None,
         "sequences_per_forward": (
@@ -47,20 +50,7 @@ def status_of(worker: Worker) -> dict[str, Any]:
         ],
         "memory": {"active": mx.get_active_memory(), "peak": mx.get_peak_memory()},
         "limits": worker.limits._asdict(),
-    }
-
-
-def _ticket(ticket: Ticket, now: float) -> dict[str, Any]:
-    return {
-        "model": ticket.served.name,
-        "state": ticket.state,
-        "prompt_tokens": len(ticket.request.prompt),
-        "prefilled": ticket.prefilled,
-        "tokens": ticket.emitted,
-        "max_tokens": ticket.request.max_tokens,
-        "tokens_per_step": ticket.emitted / ticket.steps if ticket.steps else None,
-        "gain": ticket.gain,
-        "seconds": now - ticket.asked,
+        "history": metrics.history.columns(),
     }
 
 

@@ -7,6 +7,7 @@ queue, and the events of a step come out together, handed over to the loop that 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import queue
 import threading
@@ -30,7 +31,7 @@ from ..generation.scheduler import Job, Scheduler
 from ..generation.session import Session
 from .admission import Memory
 from .errors import ApiError
-from .metrics import Metrics
+from .metrics import Metrics, outcome_of
 from .openai import Ended, Event, Piece
 from .prefix_cache import PrefixCache
 
@@ -39,6 +40,7 @@ _log = logging.getLogger("mlxspec.server")
 _MOST_UNREAD = 64  # tokens that a slow reader may leave unread before its generation waits
 _LEAST_UNREAD = 16
 _RETRY_AFTER = 5  # seconds, what a client is told that finds the queue full
+_RECENT = 12  # ended generations whose figures are kept
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,14 @@ class Limits(NamedTuple):
     stall: float = 0.15
 
 
+_numbers = itertools.count(1)
+
+
 class Ticket:
     """A generation that has been asked for, from the queue to its end.
 
     Attributes:
+        number: counts all generations of the process.
         state: "queued", "prefill", "decoding" or "ended".
         prefilled: prompt tokens that have run or were cached.
     """
@@ -89,6 +95,7 @@ class Ticket:
     def __init__(
         self, request: GenerationRequest, served: ServedModel, stream: EventStream
     ) -> None:
+        self.number = next(_numbers)
         self.request = request
         self.served = served
         self.stream = stream
@@ -114,6 +121,23 @@ class Ticket:
         """How many times as fast its steps were as plain ones; None where that is unknown."""
         known = self.plain_seconds and self.decode_seconds
         return self.plain_seconds / self.decode_seconds if known else None
+
+    def figures(self) -> dict[str, Any]:
+        """How it is doing, as JSON."""
+        last = self.last
+        return {
+            "number": self.number,
+            "model": self.served.name,
+            "state": "paused" if self.job and self.job.paused else self.state,
+            "prompt_tokens": len(self.request.prompt),
+            "prefilled": self.prefilled,
+            "cached_tokens": last.reused_tokens if last else None,
+            "tokens": self.emitted,
+            "max_tokens": self.request.max_tokens,
+            "tokens_per_step": self.emitted / self.steps if self.steps else None,
+            "gain": self.gain,
+            "seconds": time.perf_counter() - self.asked,
+        }
 
     def hand_over(self) -> None:
         """Pass on what has happened; called in the worker's thread."""
@@ -239,6 +263,8 @@ class Worker:
         """Set while requests are answered."""
         self.tickets: list[Ticket] = []
         """All that have not ended, in the order in which they came; for looking at them."""
+        self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
+        """Figures of those that have ended last, with their outcome as state and when it was."""
         self.on_end = on_end
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lanes = {served.name: _Lane(self, served) for served in models}
@@ -480,12 +506,15 @@ class _Lane:
             return
         verified = step.verified
         self._shape = verified.rows, verified.sequences
-        self._worker.metrics.add_step(verified, origins_of(job.sequence.drafter, verified.tree))
+        seconds, plain_seconds = self.scheduler.step_seconds, self.scheduler.plain_seconds
+        if plain_seconds is not None:
+            plain_seconds *= len(verified.tokens)
+        origins = origins_of(job.sequence.drafter, verified.tree)
+        self._worker.metrics.add_step(verified, origins, seconds, plain_seconds)
         ticket.steps += 1
         ticket.emitted += len(verified.tokens)
-        ticket.decode_seconds += self.scheduler.step_seconds
-        if self.scheduler.plain_seconds is not None:
-            ticket.plain_seconds += self.scheduler.plain_seconds * len(verified.tokens)
+        ticket.decode_seconds += seconds
+        ticket.plain_seconds += plain_seconds or 0.0
 
     def _respond(self, ticket: Ticket, response: GenerationResponse) -> None:
         """Turn a response into an event."""
@@ -560,6 +589,8 @@ class _Lane:
     def _close(self, ticket: Ticket, ended: Ended | ApiError) -> None:
         """A generation has ended; its caches stay for prompts that begin with what they hold."""
         ticket.state = "ended"
+        told = {"state": outcome_of(ended), "ended": time.perf_counter()}
+        self._worker.recent.append(ticket.figures() | told)
         self._worker.tickets.remove(ticket)
         self._worker.metrics.add_end(ended, time.perf_counter() - ticket.asked)
         self._worker.on_end(ticket, ended)

@@ -24,12 +24,19 @@ def screenshot(page: Path, width: int = 1280, height: int = 1000) -> np.ndarray:
     return np.round(image.imread(picture)[..., :3] * 255).astype(int)
 
 
-def shown_document(page: Path) -> str:
-    """The document that a browser has made of a page, after scripts have run if there are any."""
-    return _browse(page, "--dump-dom")
+def shown_document(page: Path | str) -> str:
+    """The document that a browser has made of a page, after scripts have run if there are any.
+
+    Args:
+        page: a file, or the address of a server on 127.0.0.1, whose page has some seconds, by
+            the browser's own clock, to ask for what it shows.
+    """
+    if isinstance(page, Path):
+        return _browse(page, "--dump-dom")
+    return _browse(page, "--dump-dom", "--virtual-time-budget=2500")
 
 
-def _browse(page: Path, *options: str) -> str:
+def _browse(page: Path | str, *options: str) -> str:
     browser = next(filter(None, map(shutil.which, _NAMES)), None)
     if browser is None:
         pytest.skip("needs Chromium, to see what a page looks like")
@@ -38,9 +45,12 @@ def _browse(page: Path, *options: str) -> str:
             [
                 browser,
                 *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-                *("--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}"),
+                *(
+                    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+                    f"--user-data-dir={profile}",
+                ),
                 *options,
-                page.as_uri(),
+                page.as_uri() if isinstance(page, Path) else page,
             ],
             capture_output=True,
             text=True,

@@ -1,0 +1,107 @@
+"""The status page, as a browser shows it while the server works."""
+
+from __future__ import annotations
+
+import html
+import re
+from importlib.resources import files
+from typing import Any
+
+import httpx
+import pytest
+
+from mlxspec.server import metrics
+from mlxspec.server.metrics import History
+from mlxspec.server.worker import Limits
+from tests.support.browser import shown_document
+from tests.support.serving import running_server
+
+ASK: dict[str, Any] = {
+    "model": "small",
+    "messages": [{"role": "user", "content": "Again: one two."}],
+}
+PAGE = (files("mlxspec.server") / "page.html").read_text(encoding="utf-8")
+
+
+def shown_text(document: str) -> str:
+    """What a document says outside of its scripts, templates and hidden parts."""
+    document = re.sub(r"(?s)<(script|style|template)\b.*?</\1>", "", document)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", document)).split())
+
+
+def rows(document: str) -> list[list[str]]:
+    """The cells of the table of requests."""
+    body = re.search(r"(?s)<tbody.*?</tbody>", document)
+    assert body
+    return [
+        [shown_text(cell) for cell in re.findall(r"(?s)<td.*?</td>", row)]
+        for row in re.findall(r"(?s)<tr.*?</tr>", body[0])
+    ]
+
+
+def test_the_page_shows_the_figures_of_the_status() -> None:
+    with running_server() as server:
+        assert "Nobody has asked anything yet." in shown_text(shown_document(server.address + "/"))
+        for _ in range(3):
+            server.client().chat.completions.create(**ASK, max_tokens=64)
+        page = shown_document(server.address + "/")
+        status = httpx.get(server.address + "/status").json()
+    totals, cache = status["totals"], status["models"][0]["cache"]
+    drafted = status["sources"]["suffix"]
+    text = shown_text(page)
+    assert totals["generated"] == sum(status["history"]["generated"])
+    assert f"{server.address}/v1" in text
+    assert f"generated tokens {totals['generated']} " in text
+    assert f"prompt tokens {totals['prompt']} of them cached {totals['cached']} (" in text
+    assert f"{drafted['accepted']} of {drafted['drafted']} accepted" in text
+    assert f"{cache['hits']} of 3 prompts" in text
+    assert "A step over 8 rows, a draft of 7 tokens, takes" in text
+    assert [row[0] for row in rows(page)] == [str(one["number"]) for one in status["recent"][::-1]]
+    for row, one in zip(rows(page), status["recent"][::-1], strict=True):
+        assert row[2:4] == [str(one["prompt_tokens"]), str(one["tokens"])]
+        assert row[4] == f"{one['tokens_per_step']:.2f}"
+
+
+def test_the_page_shows_requests_that_run_and_that_wait() -> None:
+    with running_server(limits=Limits(active=1)) as server, server.client() as client:
+        asked = [
+            client.chat.completions.create(**ASK, max_tokens=30_000, stream=True) for _ in range(2)
+        ]
+        page = shown_document(server.address + "/")
+        for stream in asked:
+            stream.close()
+    assert "1 active, 1 queued" in shown_text(page)
+    assert [row[1].split(" of ")[0] for row in rows(page)] in (
+        ["writes", "waits"],
+        ["waits for its reader", "waits"],
+    )
+
+
+def test_a_server_with_keys_shows_nothing_without_one() -> None:
+    with running_server(keys=["secret"]) as server:
+        page = shown_document(server.address + "/")
+        text = httpx.get(server.address + "/").text
+    assert text == PAGE
+    assert '<form id="lock">' in page
+    assert '<main hidden="">' in page
+
+
+def test_the_page_asks_nobody_else_for_anything() -> None:
+    assert not re.search(r"//(?!www\.w3\.org/2000/svg)\w|@import|url\(", PAGE)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", PAGE)
+
+
+def test_the_history_has_the_seconds_that_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now)
+    history = History()
+    assert history.columns()["generated"] == []
+    history.add(generated=3, steps=1)
+    now = 1000.9
+    history.add(generated=2, forwards=1)
+    now = 1002.5
+    history.add(generated=7)
+    columns = history.columns()
+    assert (columns["end"], columns["generated"], columns["steps"]) == (1002, [5, 0], [1, 0])
+    now = 1301.0
+    assert history.columns()["generated"] == [0, 7, *[0] * 298]
