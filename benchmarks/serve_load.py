@@ -155,7 +155,7 @@ async def take_turn(address: str, kind: str, clients: int, first_number: int) ->
     """Let so many clients ask at once, each beginning with another prompt."""
     found = [prompt for prompt in bundled_prompts() if prompt.category in _KINDS[kind]]
     started = time.perf_counter()
-    async with httpx.AsyncClient(base_url=address, timeout=300) as client:
+    async with httpx.AsyncClient(base_url=address, timeout=300, verify=False) as client:
         asking = [
             ask_all(
                 client,
