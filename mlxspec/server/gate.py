@@ -14,7 +14,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.requests import HTTPConnection
+from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -134,14 +134,17 @@ async def json_body(request: HTTPConnection) -> Any:
     """A request's body.
 
     Raises:
-        ApiError: it is too long, or no JSON.
+        ApiError: it is too long, or no JSON, or the client has left in the middle of it.
     """
     parts, length = [], 0
-    async for part in request.stream():  # type: ignore[attr-defined]  # of a Request
-        length += len(part)
-        if length > MOST_BYTES:
-            raise too_long()
-        parts.append(part)
+    try:
+        async for part in request.stream():  # type: ignore[attr-defined]  # of a Request
+            length += len(part)
+            if length > MOST_BYTES:
+                raise too_long()
+            parts.append(part)
+    except ClientDisconnect:  # nobody reads the answer
+        raise ApiError("the client has left before the end of its body", status=499) from None
     try:
         return json.loads(b"".join(parts))
     except RecursionError:

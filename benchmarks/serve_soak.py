@@ -1,0 +1,622 @@
+"""Eight clients, good and bad, use `mlxspec serve` for a while; nothing may go wrong.
+
+    python benchmarks/serve_soak.py [MINUTES] [--model MODEL] [--seed SEED]
+
+First the server is killed a few times, in its work and while it writes what it keeps on disk, and
+has to start again without a broken file. Then, for so many minutes (20 by default), clients send
+random requests: streamed or not, several choices, sampled with seeds, conversations that go on.
+They leave in the middle, read slowly, send what is no request, and one is a process that is
+killed. At the end Ctrl-C ends the server, and another one goes on from its files.
+
+It checks that no request fails that should not, that complete answers are those of generations
+alone, that memory stays flat after the first quarter of the time, that the server is healthy all
+the time and has nothing left to do at the end. Exits with 1 if something was wrong. Runs with the
+BLAS of MLX's wheel, where several sequences in one forward get the very numbers that each gets
+alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+os.environ["MLXSPEC_OPENBLAS"] = "0"
+import httpx
+from servers import MLXSPEC, Server, event_in, server
+
+import mlxspec
+from mlxspec.eval.prompts import bundled_prompts
+from mlxspec.generation.response import GenerationResult, Transcript
+from mlxspec.server.prompts import chat_prompt, completion_prompts
+from mlxspec.server.requests import parse_chat, parse_completion
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_CLIENTS = 8
+_CONCURRENCY = 6  # fewer, so that some wait
+_CACHE_BYTES = 16 << 20  # little, so that entries have to make room
+_REQUEST_SECONDS = 120  # after which an answer is taken for lost
+_KILLS = 3
+_SAMPLE_SECONDS = 1.0  # between two looks at memory and health
+_MOST_GROWTH = 1.10  # of memory, from the second quarter of the time to the last
+_COMPARED = 500  # answers that are generated again alone, at most
+_LOG_END = 6000  # characters of a server's log that are shown
+_SHOWN = 20  # failures that are told
+
+_WORDS = (
+    *("river", "table", "Paris", "Oslo", "Grace", "Henry", "42", "json", "list", "of", "the"),
+    *("a", "is", "in", "total", "rows", "city"),
+)
+
+# Streams answers and never ends by itself.
+_VICTIM = """
+import itertools, json, sys, threading, urllib.request
+def ask(number):
+    for turn in itertools.count():
+        text = f"Victim {number}, turn {turn}: repeat this."
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 200, "stream": True}
+        data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        request = urllib.request.Request(sys.argv[1], data, headers)
+        with urllib.request.urlopen(request, timeout=60) as response:
+            for line in response:
+                pass
+for number in range(3):
+    threading.Thread(target=ask, args=[number]).start()
+"""
+
+# Bodies that are none, and what they may be answered with.
+_BAD_BODIES: list[tuple[str, bytes, tuple[int, ...]]] = [
+    (path, body, (400,))
+    for path in (CHAT, COMPLETIONS)
+    for body in (
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"messages": "\xff\xfe"}',
+        b"[" * 100_000,
+        b'{"a": ' * 20_000,
+        b'{"messages": [], "prompt": []}',
+        b'{"messages": [{"role": "user"}], "prompt": {}}',
+        b'{"messages": [{"role": "user", "content": "a"}], "prompt": "a", "stop": 5}',
+        b'{"messages": [{"role": "user", "content": "a"}], "prompt": "a", "n": 0}',
+        b'{"messages": [{"role": "user", "content": "a"}], "prompt": "a", "temperature": NaN}',
+        b'{"messages": [{"role": "user", "content": "a"}], "prompt": "a", "max_tokens": 1e99}',
+        b'{"messages": [{"role": "user", "content": "a"}], "prompt": "a", "seed": "x"}',
+        b'{"messages": [{"role": "user", "content": "a"}], "prompt": [1, 99999999]}'
+        if path == COMPLETIONS
+        else b'{"messages": [{"role": "god", "content": "a"}]}',
+        b'{"messages": [{"role": "user", "content": "a"}], "prompt": "a", '
+        b'"logit_bias": {"99999999": 1}}',
+        json.dumps({"messages": [{"role": "user", "content": "a " * 99_999}]}).encode()
+        if path == CHAT
+        else json.dumps({"prompt": "a " * 99_999}).encode(),
+    )
+] + [
+    (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "model": "other"}', (404,)),
+    ("/v1/nothing", b"{}", (404,)),
+    ("/v1/models", b"{}", (405,)),
+]
+
+
+class Choice(NamedTuple):
+    """What a client has got of one choice."""
+
+    text: str
+    finish_reason: str | None
+
+
+class Body(NamedTuple):
+    """A request, as a client writes it down."""
+
+    path: str
+    json: str
+
+    @property
+    def content(self) -> dict[str, Any]:
+        return json.loads(self.json)
+
+
+class Soak:
+    """The clients, and what they have seen.
+
+    Attributes:
+        counts: what has happened, by kind.
+        failures: what should not have.
+        answers: complete ones, by request; all that it has got.
+    """
+
+    def __init__(self, running: Server, until: float, seed: int) -> None:
+        self._server = running
+        self._until = until
+        self._random = random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.failures: list[str] = []
+        self.answers: dict[Body, set[tuple[tuple[Choice, ...], int]]] = defaultdict(set)
+        self.memory: list[tuple[float, float]] = []
+        """RSS and what MLX uses, in MiB, in the order of time."""
+        self.slowest_health = 0.0
+
+    async def run(self) -> None:
+        """Let all clients do what they do until the time is over."""
+        async with asyncio.TaskGroup() if sys.version_info >= (3, 11) else _group() as group:
+            for _ in range(_CLIENTS):
+                group.create_task(self._client())
+            group.create_task(self._victim())
+            group.create_task(self._watch())
+        await self._check_idle()
+
+    def fail(self, what: str) -> None:
+        self.failures.append(what)
+        if len(self.failures) <= _SHOWN:
+            print(f"  WRONG: {what}", flush=True)
+
+    def _goes_on(self) -> bool:
+        return time.monotonic() < self._until
+
+    async def _client(self) -> None:
+        acts: dict[Callable[[httpx.AsyncClient], Awaitable[None]], int] = {
+            self._ask: 50,
+            self._converse: 10,
+            self._leave: 20,
+            self._read_slowly: 5,
+            self._send_nonsense: 15,
+            self._break_off: 3,
+            self._look: 5,
+        }
+        while self._goes_on():
+            # A client that has left has a connection of its own each time.
+            limits = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]
+            transport = httpx.AsyncHTTPTransport(verify=False, socket_options=limits)
+            address = self._server.address
+            async with httpx.AsyncClient(
+                transport=transport, base_url=address, timeout=_REQUEST_SECONDS
+            ) as client:
+                for _ in range(self._random.randint(1, 10)):
+                    (act,) = self._random.choices([*acts], [*acts.values()])
+                    try:
+                        await asyncio.wait_for(act(client), _REQUEST_SECONDS)
+                    except asyncio.TimeoutError:
+                        self.fail(f"{act.__name__}: no end after {_REQUEST_SECONDS} s")
+                    except Exception as error:
+                        self.fail(f"{act.__name__}: {type(error).__name__}: {error}")
+                    if not self._goes_on():
+                        return
+
+    # --- what clients do ---
+
+    async def _ask(self, client: httpx.AsyncClient) -> None:
+        """One answer, to its end."""
+        await self._complete(client, random_body(self._random))
+
+    async def _converse(self, client: httpx.AsyncClient) -> None:
+        """Some turns, each after the answers to those before."""
+        messages: list[dict[str, str]] = []
+        for _ in range(self._random.randint(2, 4)):
+            messages.append({"role": "user", "content": random_text(self._random)[:150]})
+            options = {"messages": messages, "max_tokens": self._random.randint(1, 48)}
+            choices = await self._complete(client, Body(CHAT, json.dumps(options)))
+            messages.append({"role": "assistant", "content": choices[0].text or "-"})
+
+    async def _complete(self, client: httpx.AsyncClient, body: Body) -> list[Choice]:
+        content = body.content
+        streamed = self._random.random() < 0.6
+        self.counts["streamed" if streamed else "whole"] += 1
+        if streamed:
+            events = [event async for event in self._stream(client, body.path, content)]
+        else:
+            response = await client.post(body.path, json=content)
+            if response.status_code != 200:
+                raise RuntimeError(f"{response.status_code} for {body.json[:300]}: {response.text}")
+            events = [response.json()]
+        return self._note(body, events)
+
+    def _note(self, body: Body, events: list[Any]) -> list[Choice]:
+        """Keep a complete answer, to compare it later."""
+        choices = choices_of(events)
+        usage = next((event["usage"] for event in events if event.get("usage")), None)
+        if usage is None or not all(choice.finish_reason for choice in choices):
+            raise RuntimeError(f"the answer to {body.json[:300]} has no end")
+        self.answers[body].add((tuple(choices), usage["completion_tokens"]))
+        self.counts["tokens"] += usage["completion_tokens"]
+        return choices
+
+    async def _stream(
+        self, client: httpx.AsyncClient, path: str, content: dict[str, Any], pause: float = 0
+    ) -> Any:
+        """The events of a streamed answer."""
+        asked = {**content, "stream": True, "stream_options": {"include_usage": True}}
+        ended = False
+        async with client.stream("POST", path, json=asked) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode()
+                raise RuntimeError(f"{response.status_code} for {asked}: {text}")
+            async for line in response.aiter_lines():
+                ended = ended or line == "data: [DONE]"
+                event = event_in(line.encode())
+                if event and "error" in event:
+                    raise RuntimeError(f"{event} in the answer to {asked}")
+                if event:
+                    yield event
+                if pause and self._random.random() < 0.1:
+                    await asyncio.sleep(pause)
+        if not ended:
+            raise RuntimeError(f"the answer to {asked} has no [DONE]")
+
+    async def _leave(self, client: httpx.AsyncClient) -> None:
+        """Go before the answer has ended."""
+        self.counts["left"] += 1
+        body = random_body(self._random, longest=400)
+        streamed = self._random.random() < 0.6
+        leaving = self._random.choice([0.0, 0.01, 0.1, 1.0]) * self._random.random()
+        with suppress(asyncio.TimeoutError):
+            if streamed:
+                await asyncio.wait_for(self._all_of(client, body), leaving)
+            else:
+                await asyncio.wait_for(client.post(body.path, json=body.content), leaving)
+
+    async def _all_of(self, client: httpx.AsyncClient, body: Body) -> None:
+        async for _ in self._stream(client, body.path, body.content):
+            pass
+
+    async def _read_slowly(self, client: httpx.AsyncClient) -> None:
+        """Take a long answer in small parts."""
+        self.counts["read slowly"] += 1
+        messages = [{"role": "user", "content": random_text(self._random)}]
+        content = {"messages": messages, "max_tokens": 200, "logprobs": True, "top_logprobs": 20}
+        pause = self._random.choice([0.05, 0.5])
+        events = [event async for event in self._stream(client, CHAT, content, pause)]
+        self._note(Body(CHAT, json.dumps(content)), events)
+
+    async def _send_nonsense(self, client: httpx.AsyncClient) -> None:
+        """What is no request gets an error in OpenAI's form."""
+        self.counts["nonsense"] += 1
+        path, body, statuses = self._random.choice(_BAD_BODIES)
+        response = await client.post(path, content=body)
+        if response.status_code not in statuses:
+            self.fail(f"{response.status_code} for {body[:80]!r} at {path}: {response.text[:300]}")
+        elif not response.json()["error"]["message"]:
+            self.fail(f"no message for {body[:80]!r}")
+
+    async def _break_off(self, client: httpx.AsyncClient) -> None:
+        """Promise more than is sent, or send no HTTP at all."""
+        self.counts["broken off"] += 1
+        host, port = client.base_url.host, client.base_url.port
+        _, writer = await asyncio.open_connection(host, port)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 1000\r\n\r\n".encode()
+        chunked = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nTransfer-Encoding: chunked\r\n\r\nzz"
+        writer.write(
+            self._random.choice(
+                [head, head + b'{"messages":', chunked.encode(), b"\x16\x03\x01\x00", b""]
+            )
+        )
+        await writer.drain()
+        await asyncio.sleep(self._random.random() * 0.2)
+        if self._random.random() < 0.5:
+            writer.transport.abort()
+        writer.close()
+
+    async def _look(self, client: httpx.AsyncClient) -> None:
+        """Read what the server tells of itself."""
+        self.counts["looked"] += 1
+        path = self._random.choice(["/", "/status", "/metrics", "/v1/models", "/ready"])
+        (await client.get(path)).raise_for_status()
+        tokens = await client.post("/v1/tokenize", json={"prompt": random_text(self._random)})
+        tokens.raise_for_status()
+        ids = tokens.json()["tokens"]
+        (await client.post("/v1/detokenize", json={"tokens": ids})).raise_for_status()
+
+    async def _victim(self) -> None:
+        """A process with several requests, killed at any time."""
+        while self._goes_on():
+            self.counts["killed clients"] += 1
+            command = [sys.executable, "-c", _VICTIM, self._server.address + CHAT]
+            process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.DEVNULL)
+            await asyncio.sleep(0.5 + 3 * self._random.random())
+            process.kill()
+            await process.wait()
+            await asyncio.sleep(5 * self._random.random())
+
+    # --- what is watched ---
+
+    async def _watch(self) -> None:
+        """Look at health and memory."""
+        async with httpx.AsyncClient(
+            base_url=self._server.address, timeout=30, verify=False
+        ) as client:
+            while self._goes_on():
+                started = time.monotonic()
+                try:
+                    health = await client.get("/health")
+                    metrics = (await client.get("/metrics")).text
+                except httpx.HTTPError as error:
+                    self.fail(f"health: {type(error).__name__}: {error}")
+                    return
+                self.slowest_health = max(self.slowest_health, time.monotonic() - started)
+                if health.status_code != 200:
+                    self.fail(f"health: {health.status_code} {health.text}")
+                used = re.search(r"^mlxspec_memory_bytes (\S+)", metrics, re.MULTILINE)
+                assert used
+                self.memory.append((self._rss(), float(used[1]) / 2**20))
+                await asyncio.sleep(_SAMPLE_SECONDS)
+
+    def _rss(self) -> float:
+        """The server's memory, in MiB."""
+        command = ["ps", "-o", "rss=", "-p", str(self._server.process.pid)]
+        return int(subprocess.run(command, capture_output=True, check=True).stdout) / 1024
+
+    async def _check_idle(self) -> None:
+        """Nothing may be left to do once all clients have gone."""
+        async with httpx.AsyncClient(
+            base_url=self._server.address, timeout=30, verify=False
+        ) as client:
+            for _ in range(50):
+                left = (await client.get("/status")).json()["requests"]
+                if not left:
+                    return
+                await asyncio.sleep(0.1)
+        self.fail(f"requests are left though no client is: {left}")
+
+    def check_memory(self) -> str:
+        """Compare the second quarter's memory with the last one's; returns each quarter's."""
+        told = []
+        for index, name in enumerate(("resident", "MLX")):
+            values = [sample[index] for sample in self.memory]
+            quarter = max(1, len(values) // 4)
+            before, after = median(values[quarter : 2 * quarter]), median(values[-quarter:])
+            if after > before * _MOST_GROWTH:
+                self.fail(f"{name} memory grows from {before:.0f} to {after:.0f} MiB")
+            quarters = (values[quarter * n : quarter * (n + 1)] for n in range(4))
+            told.append(f"{name} {' '.join(f'{median(part or [0]):.0f}' for part in quarters)}")
+        return "; ".join(told)
+
+
+def _group() -> Any:
+    raise SystemExit("this script needs Python 3.11")
+
+
+# --- requests ---
+
+
+def random_text(rng: random.Random) -> str:
+    """One of the bundled tasks, marked or shortened, or words in a row."""
+    kind = rng.random()
+    task = rng.choice(bundled_prompts()).messages[0]["content"]
+    if kind < 0.5:
+        return f"[{rng.randint(0, 9)}] {task}"
+    if kind < 0.7:
+        return task[: rng.randint(5, len(task))]
+    return " ".join(rng.choices(_WORDS, k=rng.randint(1, 80)))
+
+
+def random_body(rng: random.Random, longest: int = 80) -> Body:
+    """A request that is to be answered."""
+    body: dict[str, Any] = {"max_tokens": rng.randint(1, longest)}
+    path = rng.choice([CHAT, CHAT, COMPLETIONS])
+    if path == CHAT:
+        body["messages"] = [{"role": "user", "content": random_text(rng)}]
+        if rng.random() < 0.2:
+            body["messages"].insert(0, {"role": "system", "content": "You repeat what you read."})
+    else:
+        texts = [random_text(rng) for _ in range(rng.choice([1, 1, 1, 2]))]
+        body["prompt"] = texts if len(texts) > 1 else texts[0]
+    if rng.random() < 0.4:
+        body.update(temperature=rng.choice([0.3, 0.8, 1.3]), seed=rng.randint(0, 5))
+        sampling = rng.choice([{}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}])
+        body.update(sampling)
+    if rng.random() < 0.2:
+        name = rng.choice(["presence_penalty", "frequency_penalty", "repetition_penalty"])
+        body[name] = rng.choice([0.5, 1.2])
+    if rng.random() < 0.2:
+        body["n"] = rng.randint(2, 3)
+    if rng.random() < 0.2:
+        body["stop"] = rng.choice([["\n"], [" the", "river"], "."])
+    if rng.random() < 0.1:
+        body["prediction"] = {"type": "content", "content": random_text(rng)}
+    if rng.random() < 0.1:
+        body["logprobs"] = True if path == CHAT else 2
+    return Body(path, json.dumps(body))
+
+
+def choices_of(events: list[Any]) -> list[Choice]:
+    """The choices of an answer, streamed or whole, in their order."""
+    texts: dict[int, list[str]] = defaultdict(list)
+    reasons: dict[int, str] = {}
+    for choice in itertools.chain(*(event["choices"] for event in events)):
+        index = choice["index"]
+        told = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+        texts[index].append(told.get("content") or "")
+        if choice["finish_reason"]:
+            if index in reasons:
+                raise RuntimeError(f"choice {index} has ended twice")
+            reasons[index] = choice["finish_reason"]
+    return [Choice("".join(texts[index]), reasons.get(index)) for index in sorted(texts)]
+
+
+# --- what generations alone give ---
+
+
+def alone(decoder: mlxspec.Decoder, body: Body) -> tuple[tuple[Choice, ...], int]:
+    """The choices of a request and their tokens, generated one after the other."""
+    tokenizer, vocab_size = decoder.tokenizer, decoder.vocab_size
+    if body.path == CHAT:
+        request: Any = parse_chat(body.content)
+        prompts: Any = [chat_prompt(request, tokenizer)]
+    else:
+        request = parse_completion(body.content)
+        prompts = completion_prompts(request, tokenizer, vocab_size)
+    results = [
+        _generated(
+            decoder,
+            prompt.tokens,
+            request.max_tokens,
+            sampling=request.sampling.params(vocab_size, index),
+            stop=(*request.stop, *prompt.stop),
+            stop_tokens=(*request.stop_token_ids, *prompt.stop_tokens),
+        )
+        for prompt in prompts
+        for index in range(request.n)
+    ]
+    trims = body.path == CHAT and prompts[0].format.trims_space
+    return tuple(
+        Choice(result.text.removeprefix(" ") if trims else result.text, result.finish_reason)
+        for result in results
+    ), sum(len(result.tokens) for result in results)
+
+
+def _generated(
+    decoder: mlxspec.Decoder, prompt: list[int], max_tokens: int, **options: Any
+) -> GenerationResult:
+    transcript = Transcript()
+    for response in decoder.stream(prompt, max_tokens, **options):
+        transcript.add(response)
+    return transcript.result([])
+
+
+def compare(soak: Soak, model: str, seed: int) -> int:
+    """Compare answers with those of generations alone; returns of how many requests."""
+    decoder = mlxspec.Decoder(model)
+    bodies = [*soak.answers]
+    random.Random(seed).shuffle(bodies)
+    for body in bodies[:_COMPARED]:
+        expected = alone(decoder, body)
+        for answer in soak.answers[body] - {expected}:
+            soak.fail(f"{body.json} is answered with {answer}, alone with {expected}")
+    return min(len(bodies), _COMPARED)
+
+
+# --- kills and ends ---
+
+
+def serve(model: str, directory: Path) -> Any:
+    """Our server, which keeps prefixes in a directory."""
+    limits = ["--concurrency", str(_CONCURRENCY), "--cache-bytes", str(_CACHE_BYTES)]
+    arguments = ["serve", "--model", model, "-q", "--cache-dir", str(directory), *limits]
+    return server(MLXSPEC, *arguments, openblas=False)
+
+
+def problems_of(directory: Path, log: str) -> Iterator[str]:
+    """What is wrong with the files after a start, or with what a server has written."""
+    for path in directory.iterdir():
+        if path.suffix != ".safetensors" or path.name == "new.safetensors":
+            yield f"{path.name} is left in the directory"
+    if re.search(r"ignored|Traceback|has failed|cannot be", log):
+        yield f"the server has written: {log[-_LOG_END:]}"
+
+
+def kill_again_and_again(model: str, directory: Path, rng: random.Random) -> list[str]:
+    """Kill servers in their work, and while they write files; returns what was wrong."""
+    found: list[str] = []
+    for turn in range(_KILLS + 1):
+        with serve(model, directory) as running:
+            found += problems_of(directory, running.log)
+            if turn == _KILLS:
+                return found
+            work(running.address, rng)
+            if turn:  # while it writes, at a moment of it
+                running.process.send_signal(signal.SIGINT)
+                _wait_for_a_file(directory)
+                time.sleep(rng.random() * 0.02)
+            running.process.kill()
+            running.process.wait()
+    return found
+
+
+def _wait_for_a_file(directory: Path) -> None:
+    before = {*directory.iterdir()}
+    deadline = time.monotonic() + 10
+    while {*directory.iterdir()} <= before and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def work(address: str, rng: random.Random) -> None:
+    """Some requests at once, of which some have not ended when this returns."""
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(
+            base_url=address, timeout=_REQUEST_SECONDS, verify=False
+        ) as client:
+            for size in (4, 12):  # the first are answered before the others come
+                bodies = [random_body(rng) for _ in range(size)]
+                asking = [
+                    asyncio.create_task(client.post(body.path, json=body.content))
+                    for body in bodies
+                ]
+                await asyncio.wait(asking, timeout=None if size == 4 else 1)
+                for task in asking:
+                    task.cancel()
+
+    asyncio.run(ask())
+
+
+def end(running: Server) -> Iterator[str]:
+    """Ctrl-C; what was wrong with the end."""
+    running.process.send_signal(signal.SIGINT)
+    try:
+        status = running.process.wait(60)
+    except subprocess.TimeoutExpired:
+        yield "Ctrl-C does not end the server within 60 s"
+        return
+    if status:
+        yield f"after Ctrl-C the server ends with status {status}"
+
+
+def goes_on(address: str, body: Body) -> bool:
+    """Whether a server finds a prompt in its files that another one has answered."""
+    answer = httpx.post(address + body.path, json=body.content, timeout=_REQUEST_SECONDS)
+    answer.raise_for_status()
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("minutes", nargs="?", type=float, default=20.0)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary) / "cache"
+        directory.mkdir()
+        found = kill_again_and_again(asked.model, directory, random.Random(asked.seed))
+        print(f"killed {_KILLS} times: {len(found)} problems", *found, sep="\n  ", flush=True)
+        last = Body(CHAT, json.dumps({"messages": [{"role": "user", "content": "The last. " * 9}]}))
+        with serve(asked.model, directory) as running:
+            soak = Soak(running, time.monotonic() + asked.minutes * 60, asked.seed)
+            asyncio.run(soak.run())
+            goes_on(running.address, last)
+            for problem in [*end(running), *problems_of(directory, running.log)]:
+                soak.fail(problem)
+        with serve(asked.model, directory) as running:
+            for problem in problems_of(directory, running.log):
+                soak.fail(problem)
+            if not goes_on(running.address, last):
+                soak.fail("a new server finds nothing in the files of the one before")
+    print(*(f"{count:8} {what}" for what, count in soak.counts.most_common()), sep="\n")
+    print(f"MiB in the quarters of the time: {soak.check_memory()}")
+    print(f"slowest look at health and metrics: {soak.slowest_health:.2f} s", flush=True)
+    compared = compare(soak, asked.model, asked.seed)
+    answers = sum(map(len, soak.answers.values()))
+    print(f"{compared} of {len(soak.answers)} requests generated again ({answers} answers kept)")
+    failures = [*found, *soak.failures]
+    print(f"{len(failures)} failures")
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Servers in processes of their own, for the benchmarks that ask them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import httpx
+
+_START_SECONDS = 120  # that a server may take until it answers
+_END_SECONDS = 60
+_LOG_LINES = 30  # of a server that has failed, which are shown
+
+MLXSPEC = "from mlxspec.cli.start import main; main()"
+"""The code that runs the ``mlxspec`` command."""
+
+
+@dataclass
+class Server:
+    """A server that runs.
+
+    Attributes:
+        address: of its root, without a slash at the end.
+        process: the server.
+    """
+
+    address: str
+    process: subprocess.Popen[bytes]
+    _log: IO[bytes]
+
+    @property
+    def log(self) -> str:
+        """What it has written."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+
+@contextmanager
+def server(code: str, *arguments: str, openblas: bool = True) -> Iterator[Server]:
+    """A server at a free port of this machine, until the end of the block.
+
+    Args:
+        code: Python that runs a command line.
+        arguments: of that; the port comes after them.
+        openblas: whether MLX's CPU back end is to have OpenBLAS, or the BLAS of its wheel.
+    """
+    port = free_port()
+    environment = {**os.environ, "MLXSPEC_OPENBLAS": str(int(openblas))}
+    with tempfile.TemporaryFile() as log:
+        command = [sys.executable, "-c", code, *arguments, "--port", str(port)]
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+        )
+        running = Server(f"http://127.0.0.1:{port}", process, log)
+        try:
+            _wait_until_it_answers(running)
+            yield running
+        finally:
+            process.terminate()
+            try:
+                process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+def _wait_until_it_answers(running: Server) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline and running.process.poll() is None:
+        try:
+            httpx.get(f"{running.address}/health", timeout=5).raise_for_status()
+        except httpx.HTTPError:
+            time.sleep(0.1)
+        else:
+            return
+    log = "\n".join(running.log.splitlines()[-_LOG_LINES:])
+    raise SystemExit(f"the server does not answer; it has written:\n{log}")
+
+
+def event_in(line: bytes) -> Any:
+    """The object in a line of a stream of server-sent events; None where it has none."""
+    content = line.removeprefix(b"data:").strip()
+    if not line.startswith(b"data:") or content == b"[DONE]":
+        return None
+    return json.loads(content)
+
+
+def float32_copy(model: Path, directory: Path) -> Path:
+    """Write a model with float32 weights, since a CPU emulates half precision slowly."""
+    import shutil
+
+    import mlx.core as mx
+
+    shutil.copytree(model, directory)
+    for path in directory.glob("*.safetensors"):
+        weights = {name: w.astype(mx.float32) for name, w in mx.load(str(path)).items()}
+        mx.eval(weights)
+        mx.save_safetensors(str(path), weights, {"format": "mlx"})
+    return directory
