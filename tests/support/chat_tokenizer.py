@@ -63,8 +63,23 @@ def chat_tokenizer(
         chat_template=template,
         name_or_path="bytes",
     )
-    if parser is None:
-        return wrap(fast)
+    return wrap(fast) if parser is None else _calling(fast, parser)
+
+
+def with_tools(tokenizer: TokenizerWrapper, parser: str, template: str) -> TokenizerWrapper:
+    """A tokenizer for a model that calls tools.
+
+    Args:
+        tokenizer: whose tokens it has.
+        parser: as for :func:`chat_tokenizer`.
+        template: for chats with tools.
+    """
+    fast = tokenizer._tokenizer
+    fast.chat_template = template
+    return _calling(fast, parser)
+
+
+def _calling(fast: PreTrainedTokenizerFast, parser: str) -> TokenizerWrapper:
     module = import_module(f"mlx_lm.tool_parsers.{parser}")
     return wrap(
         fast,
