@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cache
 from importlib import import_module
 
@@ -74,7 +75,7 @@ def with_tools(tokenizer: TokenizerWrapper, parser: str, template: str) -> Token
         parser: as for :func:`chat_tokenizer`.
         template: for chats with tools.
     """
-    fast = tokenizer._tokenizer
+    fast = copy(tokenizer._tokenizer)
     fast.chat_template = template
     return _calling(fast, parser)
 
