@@ -174,8 +174,11 @@ class Scheduler:
                 self._end(job, error)
 
     def _prefill(self) -> None:
-        """Run a chunk of a prompt, and others while running generations may wait."""
-        self._deadline = math.inf
+        """Run a chunk of a prompt, and others while running generations may wait.
+
+        Where there are none it comes to an end as soon, so that it can be cancelled.
+        """
+        self._deadline, started = math.inf, time.perf_counter()
         while self._prefilling:
             if self._going_on and self._deadline == math.inf:
                 self._deadline = time.perf_counter() + self._stall
@@ -185,7 +188,7 @@ class Scheduler:
             if self._prefilling:  # longer ones have their turn however many short ones come
                 self._prefilling.rotate(-1)
                 self._run_chunk(self._prefilling[-1])
-            if self._going_on and time.perf_counter() >= self._deadline:
+            if time.perf_counter() >= min(self._deadline, started + self._stall):
                 return
 
     def _short_prompts(self) -> dict[Job, Sequence]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing
@@ -18,6 +19,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from ..generation.options import GenerationOptions
 from .errors import ApiError
@@ -32,13 +34,12 @@ from .openai import (
     tokenize_answer,
 )
 from .prompts import Prompt, chat_prompt, completion_prompts
+from .requests import ChatRequest, parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from .requests import Request as ApiRequest
-from .requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from .status import Gauges, status_of
 from .worker import EventStream, GenerationRequest, ServedModel, Worker
 
-_LIFE_SIGN = 10.0  # seconds of silence in a stream before a comment says that all is well
-_SILENCE = 60.0  # before an answer that is no stream begins with spaces, for the same purpose
+_log = logging.getLogger("mlxspec.server")
 
 
 def create_app(
@@ -47,6 +48,8 @@ def create_app(
     max_tokens: int = 8192,
     hosts: Collection[str] | None = None,
     keys: Sequence[str] = (),
+    life_sign: float = 10.0,
+    silence: float = 60.0,
 ) -> Starlette:
     """The ASGI application.
 
@@ -54,8 +57,10 @@ def create_app(
         worker: started by the caller, who also stops it.
         max_tokens: of requests that do not say, as far as the context has room.
         hosts, keys: as for :class:`mlxspec.server.gate.Gate`.
+        life_sign: seconds of silence in a stream before a comment says that all is well.
+        silence: seconds before an answer that is no stream begins with spaces, which say the same.
     """
-    api = _Api(worker, max_tokens)
+    api = _Api(worker, max_tokens, life_sign, silence)
     worker.metrics.registry.register(Gauges(worker))
     routes = [
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
@@ -95,13 +100,18 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
-    return JSONResponse(ApiError("the server has failed; its log says how", status=500).body, 500)
+    return JSONResponse(_FAILED.body, _FAILED.status)
+
+
+_FAILED = ApiError("the server has failed; its log says how", status=500)
 
 
 class _Api:
-    def __init__(self, worker: Worker, max_tokens: int) -> None:
+    def __init__(self, worker: Worker, max_tokens: int, life_sign: float, silence: float) -> None:
         self._worker = worker
         self._max_tokens = max_tokens
+        self._life_sign = life_sign
+        self._silence = silence
         self._default = next(iter(worker.models.values()))
         # A tokenizer serves one thread at a time.
         self._tokenizing = {name: asyncio.Lock() for name in worker.models}
@@ -132,8 +142,8 @@ class _Api:
         served = self._served(body.model)
         tokenizer = served.decoder.tokenizer
         prompt = await self._tokenized(served, chat_prompt, body, tokenizer)
-        stream = await self._submitted(request, served, body, [prompt])
         answer = ChatAnswer(body, served.name, tokenizer, prompt.format)
+        stream = await self._submitted(request, served, body, [prompt])
         return await self._answered(request, body, stream, answer)
 
     async def complete(self, request: Request) -> Response:
@@ -143,10 +153,9 @@ class _Api:
         tokenizer = served.decoder.tokenizer
         vocab_size = served.decoder.vocab_size
         prompts = await self._tokenized(served, completion_prompts, body, tokenizer, vocab_size)
+        answer = CompletionAnswer(body, served.name, tokenizer)
         stream = await self._submitted(request, served, body, prompts)
-        return await self._answered(
-            request, body, stream, CompletionAnswer(body, served.name, tokenizer)
-        )
+        return await self._answered(request, body, stream, answer)
 
     async def _submitted(
         self,
@@ -180,6 +189,7 @@ class _Api:
                         prediction,
                         body.logprobs,
                         request.state.partition,
+                        "messages" if isinstance(body, ChatRequest) else "prompt",
                     )
                 )
         return self._worker.submit(served, requests)
@@ -199,15 +209,16 @@ class _Api:
         self, request: Request, body: ApiRequest, stream: EventStream, answer: Answer
     ) -> Response:
         if body.stream:
-            return StreamingResponse(
-                _server_sent_events(stream, answer),
+            return _Streamed(
+                _server_sent_events(stream, answer, self._life_sign),
+                on_end=stream.close,
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
             )
-        making = asyncio.create_task(_whole(stream, answer))
+        making = asyncio.create_task(_whole(stream, answer, self._life_sign))
         gone = asyncio.create_task(_disconnected(request))
         try:
-            await asyncio.wait({making, gone}, timeout=_SILENCE, return_when=FIRST_COMPLETED)
+            await asyncio.wait({making, gone}, timeout=self._silence, return_when=FIRST_COMPLETED)
         except asyncio.CancelledError:
             making.cancel()
             raise
@@ -219,7 +230,11 @@ class _Api:
         if left:
             making.cancel()
             return Response(status_code=499)
-        return StreamingResponse(_with_life_signs(making), media_type="application/json")
+        return _Streamed(
+            _with_life_signs(making, self._life_sign),
+            on_end=making.cancel,
+            media_type="application/json",
+        )
 
     # --- telling ---
 
@@ -305,42 +320,73 @@ def _state(good: bool, word: str, other: str) -> Response:
     return JSONResponse({"status": word if good else other}, 200 if good else 503)
 
 
-async def _whole(stream: EventStream, answer: Answer) -> dict[str, Any]:
+class _Streamed(StreamingResponse):
+    """An answer that is sent in pieces.
+
+    Args:
+        content: the pieces.
+        on_end: called at its end, even if the client has gone before the first piece was made.
+        options: as for ``StreamingResponse``.
+    """
+
+    def __init__(
+        self, content: AsyncIterator[str], *, on_end: Callable[[], object], **options: Any
+    ) -> None:
+        super().__init__(content, **options)
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
+async def _whole(stream: EventStream, answer: Answer, life_sign: float) -> dict[str, Any]:
     """The answer in one piece."""
-    async with aclosing(stream.events(_LIFE_SIGN)) as happening:
+    async with aclosing(stream.events(life_sign)) as happening:
         async for events in happening:
             answer.feed(events)
             stream.finish(answer.finished)
     return answer.whole()
 
 
-async def _server_sent_events(stream: EventStream, answer: Answer) -> AsyncIterator[str]:
+async def _server_sent_events(
+    stream: EventStream, answer: Answer, life_sign: float
+) -> AsyncIterator[str]:
     """The chunks of an answer as they come; an error takes the place of what is left."""
     try:
-        async with aclosing(stream.events(_LIFE_SIGN)) as happening:
+        async with aclosing(stream.events(life_sign)) as happening:
             async for events in happening:
                 if not events:
                     yield ": still working\n\n"
                 for chunk in answer.feed(events):
                     yield f"data: {json.dumps(chunk)}\n\n"
                 stream.finish(answer.finished)
-    except ApiError as error:
-        yield f"data: {json.dumps(error.body)}\n\n"
+    except Exception as error:
+        yield f"data: {json.dumps(_too_late(error))}\n\n"
     yield "data: [DONE]\n\n"
 
 
-async def _with_life_signs(making: asyncio.Task[dict[str, Any]]) -> AsyncIterator[str]:
+async def _with_life_signs(
+    making: asyncio.Task[dict[str, Any]], life_sign: float
+) -> AsyncIterator[str]:
     """JSON that takes long: spaces, which belong to no value, say that all is well."""
+    while not making.done():
+        yield " "
+        await asyncio.wait({making}, timeout=life_sign)
     try:
-        while not making.done():
-            yield " "
-            await asyncio.wait({making}, timeout=_LIFE_SIGN)
-        try:
-            yield json.dumps(making.result())
-        except ApiError as error:  # it is too late for a status
-            yield json.dumps(error.body)
-    finally:
-        making.cancel()
+        yield json.dumps(making.result())
+    except Exception as error:
+        yield json.dumps(_too_late(error))
+
+
+def _too_late(error: Exception) -> dict[str, Any]:
+    """What to send for an error when it is too late for a status."""
+    if isinstance(error, ApiError):
+        return error.body
+    _log.error("an answer has failed", exc_info=error)
+    return _FAILED.body
 
 
 async def _disconnected(request: Request) -> None:

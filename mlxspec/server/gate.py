@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hmac
 import json
+import re
 from collections.abc import Collection, Sequence
 from ipaddress import ip_address
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, HTTPConnection
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -25,6 +26,9 @@ MOST_BYTES = 32 * 2**20
 
 _OPEN = ("/", "/health", "/ready")
 """Paths without a key: the page, which shows nothing by itself, and whether the server lives."""
+
+
+_HOST = re.compile(r"(\[[^\[\]]*\]|[^:]*)(?::[0-9]*)?")
 
 
 def is_loopback(host: str) -> bool:
@@ -81,7 +85,8 @@ class Gate:
                 code="host_not_allowed",
             )
         origin = headers.get("origin")
-        if origin is not None and origin.partition("://")[2] != headers.get("host"):
+        own = headers.get("host", "").lower()
+        if origin is not None and origin.partition("://")[2].lower() != own:
             raise ApiError(
                 "the request comes from a web page of another server, which may not use this one",
                 status=403,
@@ -109,9 +114,8 @@ class Gate:
 
 def _name_of(host: str) -> str:
     """The name in a Host header, without port; IPv6 addresses with their brackets."""
-    if host.startswith("["):
-        return host[: host.find("]") + 1].lower()
-    return host.partition(":")[0].lower()
+    parts = _HOST.fullmatch(host)
+    return (parts[1] if parts else host).lower()
 
 
 def _key_of(headers: Headers) -> bytes:
@@ -130,15 +134,21 @@ def too_long() -> ApiError:
     )
 
 
-async def json_body(request: HTTPConnection) -> Any:
+async def json_body(request: Request) -> Any:
     """A request's body.
 
     Raises:
-        ApiError: it is too long, or no JSON, or the client has left in the middle of it.
+        ApiError: it is too long, or no JSON, or the client has left before its end.
     """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() not in ("", "identity"):
+        raise ApiError(
+            f"the body is encoded as {encoding!r}: send it as it is, without Content-Encoding",
+            status=415,
+        )
     parts, length = [], 0
     try:
-        async for part in request.stream():  # type: ignore[attr-defined]  # of a Request
+        async for part in request.stream():
             length += len(part)
             if length > MOST_BYTES:
                 raise too_long()

@@ -398,7 +398,7 @@ def _sampling(fields: Fields) -> Sampling:
         "min_p": fields.number("min_p", 0, 1),
         "seed": _seed(fields),
         "logit_bias": _logit_bias(fields),
-        "repetition_penalty": fields.number("repetition_penalty", 0, _STRONGEST),
+        "repetition_penalty": _repetition_penalty(fields),
         "presence_penalty": fields.number("presence_penalty", -_STRONGEST, _STRONGEST),
         "frequency_penalty": fields.number("frequency_penalty", -_STRONGEST, _STRONGEST),
         "xtc_probability": fields.number("xtc_probability", 0, 1),
@@ -408,6 +408,16 @@ def _sampling(fields: Fields) -> Sampling:
         name = f"{kind}_context_size"
         given[name] = fields.integer(name, 0, _MOST_TOKENS)
     return Sampling(**{name: value for name, value in given.items() if value is not None})
+
+
+def _repetition_penalty(fields: Fields) -> float | None:
+    """0 is none. Logits are divided by it, so that a tiny one would make infinities of them."""
+    penalty = fields.number("repetition_penalty", 0, _STRONGEST)
+    if penalty is not None and 0 < penalty < 1 / _STRONGEST:
+        fields.refuse(
+            "repetition_penalty", f"choose a number from {1 / _STRONGEST:g} to {_STRONGEST:g}, or 0"
+        )
+    return penalty
 
 
 def _top_k(fields: Fields) -> int | None:

@@ -55,6 +55,7 @@ class GenerationRequest:
         prediction: token ids that the output is expected to follow.
         top_logprobs: how many of the likeliest tokens to tell; None tells no log-probability.
         partition: whose prefixes may be used.
+        param: where the body has the prompt.
     """
 
     prompt: tuple[int, ...]
@@ -64,6 +65,7 @@ class GenerationRequest:
     prediction: tuple[int, ...] = ()
     top_logprobs: int | None = None
     partition: str = ""
+    param: str = "prompt"
 
 
 class Limits(NamedTuple):
@@ -183,21 +185,29 @@ class EventStream:
             ApiError: a generation has failed; the others are ended.
         """
         left = len(self.tickets)
+        coming: asyncio.Task[tuple[Ticket, list[Event | ApiError]]] | None = None
         try:
             while left:
-                try:
-                    ticket, batch = await asyncio.wait_for(self._batches.get(), life_sign)
-                except asyncio.TimeoutError:
+                # Not wait_for, which before Python 3.12 may miss that it is cancelled.
+                coming = coming or asyncio.create_task(self._batches.get())
+                if not (await asyncio.wait({coming}, timeout=life_sign))[0]:
                     yield []
                     continue
+                (ticket, batch), coming = coming.result(), None
                 yield [event for event in batch if not isinstance(event, ApiError)]
                 if isinstance(batch[-1], ApiError):
                     raise batch[-1]
                 left -= isinstance(batch[-1], Ended)
                 self._worker.has_read(ticket, len(batch))
         finally:
-            for ticket in self.tickets:
-                self._worker.cancel(ticket)
+            if coming:
+                coming.cancel()
+            self.close()
+
+    def close(self) -> None:
+        """End all generations that have not ended."""
+        for ticket in self.tickets:
+            self._worker.cancel(ticket)
 
 
 @dataclass
@@ -269,6 +279,8 @@ class Worker:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lanes = {served.name: _Lane(self, served) for served in models}
         self._stopping = False
+        self._taking = threading.Lock()
+        """Held while generations are taken on, so that none comes after the last command."""
         self._thread = threading.Thread(target=self._run, name="mlxspec worker", daemon=True)
 
     def start(self) -> None:
@@ -311,7 +323,7 @@ class Worker:
             raise ApiError(
                 f"the model's context has {longest} tokens; the prompt has {n_prompt} and "
                 f"max_tokens is {request.max_tokens}: shorten the prompt or ask for fewer",
-                param="messages",
+                param=request.param,
                 code="context_length_exceeded",
             )
         decoder = served.decoder
@@ -343,8 +355,6 @@ class Worker:
         """
         for request in requests:
             self.check(served, request)
-        if not self.alive or self._stopping:
-            raise ApiError("the server is ending", status=503)
         waiting = sum(ticket.state == "queued" for ticket in self.tickets.copy())
         if waiting and waiting + len(requests) > self.limits.queued:
             full = ApiError(
@@ -356,8 +366,11 @@ class Worker:
             self.metrics.add_end(full, 0.0)
             raise full
         stream = EventStream(self, served, requests)
-        self.tickets += stream.tickets
-        self._commands.put(partial(self._lanes[served.name].queue.extend, stream.tickets))
+        with self._taking:
+            if self._stopping or not self.alive:
+                raise ApiError("the server is ending", status=503)
+            self.tickets += stream.tickets
+            self._commands.put(partial(self._lanes[served.name].queue.extend, stream.tickets))
         return stream
 
     def finish(self, ticket: Ticket) -> None:
@@ -391,6 +404,9 @@ class Worker:
                 _log.exception("the worker has failed")
             finally:
                 self.ready.clear()
+                with self._taking:
+                    self._stopping = True
+                self._obey(wait=False)  # what came before
                 for lane in lanes:
                     lane.close()
 
@@ -429,15 +445,15 @@ class _Lane:
 
     def turn(self) -> bool:
         """Admit what fits, run prompts and a step; whether there is more to do at once."""
-        self._admit()
         steps = self.scheduler.steps
         try:
+            self._admit()
             busy = self.scheduler.turn()
             if self.scheduler.steps > steps:
                 self._worker.metrics.add_forward(self.scheduler.step_seconds, *self._shape)
         except Exception as error:
             _log.exception("a turn has failed")
-            for ticket in [*self._running.values()]:
+            for ticket in [*self.queue, *self._running.values()]:
                 self.end(ticket, error)
             busy = False
         for ticket in [*self._running.values()]:
@@ -592,12 +608,15 @@ class _Lane:
         told = {"state": outcome_of(ended), "ended": time.perf_counter()}
         self._worker.recent.append(ticket.figures() | told)
         self._worker.tickets.remove(ticket)
-        self._worker.metrics.add_end(ended, time.perf_counter() - ticket.asked)
-        self._worker.on_end(ticket, ended)
         if ticket.job:
             del self._running[ticket.job]
-        if ticket.session:
-            self._served.cache.give_back(ticket.session)
+        self._worker.metrics.add_end(ended, time.perf_counter() - ticket.asked)
+        try:
+            if ticket.session:
+                self._served.cache.give_back(ticket.session)
+            self._worker.on_end(ticket, ended)
+        except Exception:  # such as a log that nobody reads any more
+            _log.exception("the end of a generation could not be recorded")
         ticket.hand_over()
 
     def close(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -65,13 +67,31 @@ def chat_tokenizer(
         chat_template=template,
         name_or_path="bytes",
     )
-    settings = {}
-    if parser is not None:
-        calls = import_module(f"mlx_lm.tool_parsers.{parser}")
-        settings["tool_parser"] = calls.parse_tool_call
-        settings["tool_call_start"] = calls.tool_call_start
-        settings["tool_call_end"] = calls.tool_call_end
+    settings = {} if parser is None else _calls(parser)
     if module is not None:
         form = import_module(f"mlx_lm.chat_templates.{module}").RESPONSE_FORMAT
         settings["response_format"] = form
     return wrap(fast, **settings)
+
+
+def with_tools(tokenizer: TokenizerWrapper, parser: str, template: str) -> TokenizerWrapper:
+    """A tokenizer for a model that calls tools.
+
+    Args:
+        tokenizer: whose tokens it has.
+        parser: as for :func:`chat_tokenizer`.
+        template: for chats with tools.
+    """
+    fast = copy(tokenizer._tokenizer)
+    fast.chat_template = template
+    return wrap(fast, **_calls(parser))
+
+
+def _calls(parser: str) -> dict[str, Any]:
+    """How calls of tools are written and read, for mlx-lm's wrapper."""
+    module = import_module(f"mlx_lm.tool_parsers.{parser}")
+    return {
+        "tool_parser": module.parse_tool_call,
+        "tool_call_start": module.tool_call_start,
+        "tool_call_end": module.tool_call_end,
+    }

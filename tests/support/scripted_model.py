@@ -23,12 +23,14 @@ def write_scripted_model(
 
     Each piece is one token, and a layer of zeros between one-hot embeddings and an output
     matrix of successions makes the next token a function of the last one. After the last
-    piece comes EOS, or the script again.
+    piece comes EOS, or the script again. With "</s>" among the pieces a script has several
+    parts: a prompt that ends with the last piece of one, or with one in the middle, is gone on
+    with from there.
     """
     directory.mkdir(parents=True)
     vocabulary = {"<unk>": 0, "<s>": BOS, "</s>": EOS}
     for piece in script:
-        vocabulary[piece] = len(vocabulary)
+        vocabulary.setdefault(piece, len(vocabulary))
     ids = [vocabulary[piece] for piece in script]
     _write_model(directory, ids, EOS if ends else ids[0])
     _write_tokenizer(directory, vocabulary, template)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import uvicorn
 from openai import OpenAI
+from starlette.types import ASGIApp
 
 import mlxspec
 from mlxspec.engine.params import CacheOptions
@@ -29,11 +31,13 @@ class Running:
         address: of its root, without a slash at the end.
         worker: its worker.
         decoder: of the model that it serves, for runs beside it.
+        app: its ASGI application.
     """
 
     address: str
     worker: Worker
     decoder: mlxspec.Decoder
+    app: ASGIApp
 
     def client(self, **options: Any) -> OpenAI:
         """OpenAI's client, which does not try again."""
@@ -46,20 +50,24 @@ def served(name: str = "small", cache_bytes: int = 1 << 28, **options: Any) -> S
     decoder = stand_in_decoder(mlxspec.AutoDecoder, memory_tokens=0)
     decoder.costs = given_costs(FLAT)
     caches = CacheOptions(**options)
-    memory = Memory(decoder.model, caches)
+    memory = Memory(decoder.model, caches, limit=1 << 32)
     cache = PrefixCache(decoder.model, cache_bytes, caches)
     return ServedModel(name, decoder, cache, memory, options=vars(caches))  # type: ignore[arg-type]
 
 
 @contextmanager
 def running_server(
-    model: ServedModel | None = None, limits: Limits | None = None, **options: Any
+    model: ServedModel | None = None,
+    limits: Limits | None = None,
+    send_buffer: int | None = None,
+    **options: Any,
 ) -> Iterator[Running]:
     """A server that answers until the end of the block.
 
     Args:
         model: what it serves.
         limits: of its worker.
+        send_buffer: bytes that the system takes of what a client has not read yet.
         options: as for :func:`mlxspec.server.app.create_app`.
     """
     model = model or served()
@@ -67,15 +75,18 @@ def running_server(
     worker.start()
     worker.wait_until_ready()
     app = create_app(worker, **options)
-    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="off")
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+    listening = socket.create_server(("127.0.0.1", 0))
+    if send_buffer:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    port = listening.getsockname()[1]
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     try:
         while not server.started:
             time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield Running(f"http://127.0.0.1:{port}", worker, model.decoder)
+        yield Running(f"http://127.0.0.1:{port}", worker, model.decoder, app)
     finally:
         server.should_exit = True
         thread.join(10)

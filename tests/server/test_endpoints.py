@@ -1,0 +1,530 @@
+"""Clients of other people's making get from the server what they expect.
+
+What is generated is compared with plain decoding of the same prompt, without drafts and alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+import mlxspec
+from mlxspec.server.admission import Memory
+from mlxspec.server.prefix_cache import PrefixCache
+from mlxspec.server.worker import ServedModel
+from tests.support.chat_tokenizer import with_tools
+from tests.support.demo import FLAT, given_costs, stand_in_decoder
+from tests.support.scripted_model import write_scripted_model
+from tests.support.serving import Running, running_server
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello there"}]
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> OpenAI:
+    return server.client()
+
+
+def ids_of(messages: list[Any], **options: Any) -> list[int]:
+    """What the model's own chat template makes of messages."""
+    tokenizer = stand_in_decoder(mlxspec.Decoder).tokenizer
+    how = {"add_generation_prompt": True, **options}
+    return list(tokenizer.apply_chat_template(messages, **how))
+
+
+def alone(prompt: str | Sequence[int], max_tokens: int, **options: Any) -> list[Any]:
+    """The responses of plain decoding."""
+    return list(stand_in_decoder(mlxspec.Decoder).stream(prompt, max_tokens, **options))
+
+
+def text_alone(prompt: str | Sequence[int], max_tokens: int, **options: Any) -> str:
+    return "".join(response.text for response in alone(prompt, max_tokens, **options))
+
+
+def answer_alone(messages: list[Any] = HELLO, max_tokens: int = 24, **options: Any) -> str:
+    """What plain decoding answers, without the space that the tokenizer puts in front."""
+    return text_alone(ids_of(messages), max_tokens, **options).removeprefix(" ")
+
+
+def chat(client: OpenAI, **fields: Any) -> ChatCompletion:
+    given = {"model": "small", "messages": HELLO, "max_tokens": 24, **fields}
+    return client.chat.completions.create(**given)  # type: ignore[call-overload, no-any-return]
+
+
+def said(client: OpenAI, **fields: Any) -> str:
+    (choice,) = chat(client, **fields).choices
+    return choice.message.content or ""
+
+
+def streamed(client: OpenAI, **fields: Any) -> list[ChatCompletionChunk]:
+    given = {"model": "small", "messages": HELLO, "max_tokens": 24, "stream": True, **fields}
+    return list(client.chat.completions.create(**given))  # type: ignore[call-overload]
+
+
+def joined(chunks: Sequence[ChatCompletionChunk], index: int = 0) -> str:
+    """The text of a choice."""
+    choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+    return "".join(choice.delta.content or "" for choice in choices)
+
+
+# --- chat ---
+
+
+def test_a_chat_is_what_plain_decoding_writes(client: OpenAI) -> None:
+    answer = chat(client)
+    (choice,) = answer.choices
+    prompt = ids_of(HELLO)
+    assert choice.message.content == text_alone(prompt, 24)
+    assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
+    assert answer.model == "small"
+    assert answer.usage
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.completion_tokens == 24
+    assert answer.usage.total_tokens == len(prompt) + 24
+
+
+def test_a_streamed_chat_joins_to_the_same(client: OpenAI) -> None:
+    chunks = streamed(client, stream_options={"include_usage": True})
+    assert joined(chunks) == answer_alone()
+    roles = [choice.delta.role for chunk in chunks for choice in chunk.choices]
+    assert roles[0] == "assistant"
+    assert not any(roles[1:])
+    *_, last, usage = chunks
+    assert [choice.finish_reason for choice in last.choices] == ["length"]
+    reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
+    assert len(reasons) - reasons.count(None) == 1
+    assert usage.choices == []
+    assert usage.usage
+    assert usage.usage.completion_tokens == 24
+    assert not any(chunk.usage for chunk in chunks[:-1])
+    assert not any(chunk.usage for chunk in streamed(client))
+
+
+def test_sampling_with_a_seed_is_that_of_a_generation_alone(client: OpenAI) -> None:
+    fields = {"temperature": 0.8, "top_p": 0.95, "seed": 11}
+    expected = answer_alone(temp=0.8, top_p=0.95, seed=11)
+    assert expected != answer_alone()
+    assert said(client, **fields) == expected
+    assert said(client, **fields) == expected
+    assert joined(streamed(client, **fields)) == expected
+    assert said(client, **{**fields, "seed": 12}) != expected
+
+
+def test_several_choices_have_the_seeds_that_follow(client: OpenAI) -> None:
+    expected = [answer_alone(temp=0.8, seed=5 + choice) for choice in range(3)]
+    assert len({*expected}) == 3
+    answer = chat(client, n=3, temperature=0.8, seed=5)
+    assert [choice.message.content for choice in answer.choices] == expected
+    assert answer.usage
+    assert answer.usage.completion_tokens == 3 * 24
+    assert answer.usage.prompt_tokens == len(ids_of(HELLO))
+    chunks = streamed(client, n=3, temperature=0.8, seed=5)
+    assert [joined(chunks, index) for index in range(3)] == expected
+
+
+def test_log_probabilities_are_the_models(client: OpenAI) -> None:
+    expected = alone(ids_of(HELLO), 12, temp=0.8, seed=3)
+    answer = chat(client, max_tokens=12, temperature=0.8, seed=3, logprobs=True, top_logprobs=3)
+    (choice,) = answer.choices
+    assert choice.logprobs
+    assert choice.logprobs.content
+    assert len(choice.logprobs.content) == 12
+    for told, response in zip(choice.logprobs.content, expected, strict=True):
+        model_s = response.token_logprobs(3)
+        assert told.logprob == pytest.approx(model_s.logprob, abs=1e-3)
+        tops = [top.logprob for top in told.top_logprobs]
+        assert tops == pytest.approx([logprob for _, logprob in model_s.top], abs=1e-3)
+        assert bytes(told.bytes or []).decode() == told.token
+    assert "".join(told.token for told in choice.logprobs.content) == choice.message.content
+    chunks = streamed(client, max_tokens=12, temperature=0.8, seed=3, logprobs=True)
+    contents = [c.logprobs.content for k in chunks for c in k.choices if c.logprobs]
+    told = [token.logprob for content in contents for token in content or []]
+    assert told == pytest.approx([token.logprob for token in choice.logprobs.content], abs=1e-3)
+
+
+def test_stop_strings_end_the_text_before_them(client: OpenAI) -> None:
+    whole = answer_alone()
+    stop = whole[30:34]
+    for given in (stop, ["never written", stop]):
+        answer = chat(client, stop=given)
+        assert answer.choices[0].message.content == whole[: whole.index(stop)]
+        assert answer.choices[0].finish_reason == "stop"
+    assert joined(streamed(client, stop=stop)) == whole[: whole.index(stop)]
+
+
+def test_bias_and_penalties_are_those_of_generate(client: OpenAI) -> None:
+    first = alone(ids_of(HELLO), 1)[0].token
+    for fields, options in (
+        ({"logit_bias": {str(first): -100}}, {"logit_bias": {first: -100.0}}),
+        ({"presence_penalty": 1.5}, {"presence_penalty": 1.5}),
+        ({"frequency_penalty": 0.7}, {"frequency_penalty": 0.7}),
+        ({"extra_body": {"repetition_penalty": 1.3}}, {"repetition_penalty": 1.3}),
+        ({"extra_body": {"top_k": 2}, "temperature": 1, "seed": 1}, {"top_k": 2}),
+        ({"extra_body": {"min_p": 0.3}, "temperature": 1, "seed": 1}, {"min_p": 0.3}),
+    ):
+        sampled = {"temp": 1.0, "seed": 1} if "seed" in fields else {}
+        expected = answer_alone(**sampled, **options)
+        assert expected != answer_alone(**sampled), options
+        assert said(client, **fields) == expected, options
+
+
+def test_both_names_of_the_bound_bind(client: OpenAI) -> None:
+    for fields in (
+        {"max_tokens": 5},
+        {"max_tokens": None, "max_completion_tokens": 5},
+        {"max_tokens": 20, "max_completion_tokens": 5},
+    ):
+        usage = chat(client, **fields).usage
+        assert usage
+        assert usage.completion_tokens == 5
+
+
+def test_an_answer_is_gone_on_with(client: OpenAI) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "Well, I"}]
+    prompt = ids_of(messages, add_generation_prompt=False, continue_final_message=True)
+    assert said(client, messages=messages) == text_alone(prompt, 24)
+
+
+def test_developers_speak_as_the_system(client: OpenAI) -> None:
+    messages = [{"role": "developer", "content": "Be brief."}, *HELLO]
+    as_system = [{"role": "system", "content": "Be brief."}, *HELLO]
+    assert said(client, messages=messages) == answer_alone(as_system)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello there"}]}]
+    assert said(client, messages=parts) == answer_alone()
+
+
+def test_null_is_absent(client: OpenAI) -> None:
+    names = """temperature top_p n stop seed logit_bias logprobs top_logprobs presence_penalty
+        frequency_penalty tools tool_choice stream_options user metadata response_format prediction
+        max_completion_tokens parallel_tool_calls reasoning_effort store service_tier functions"""
+    nulls = dict.fromkeys(names.split())
+    assert said(client, extra_body=nulls) == answer_alone()
+
+
+def test_a_right_prediction_is_accepted_and_changes_nothing(client: OpenAI) -> None:
+    fields = {"temperature": 1.0, "seed": 8, "max_tokens": 60}
+    expected = answer_alone(max_tokens=60, temp=1.0, seed=8)
+    for prediction in (expected, [{"type": "text", "text": expected}]):
+        answer = chat(client, **fields, prediction={"type": "content", "content": prediction})
+        assert answer.choices[0].message.content == expected
+        assert answer.usage
+        assert answer.usage.completion_tokens_details
+        accepted = answer.usage.completion_tokens_details.accepted_prediction_tokens
+        assert accepted
+        assert accepted > 30
+    wrong = chat(client, **fields, prediction={"type": "content", "content": "No. " * 40})
+    assert wrong.choices[0].message.content == expected
+
+
+# --- completions ---
+
+
+def test_completions_are_what_plain_decoding_writes(client: OpenAI) -> None:
+    expected = text_alone("Once upon", 16)
+    answer = client.completions.create(model="small", prompt="Once upon", max_tokens=16)
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == (expected, "length")
+    chunks = list(
+        client.completions.create(model="small", prompt="Once upon", max_tokens=16, stream=True)
+    )
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == expected
+    echoed = client.completions.create(model="small", prompt="Once upon", max_tokens=16, echo=True)
+    assert echoed.choices[0].text == "Once upon" + expected
+
+
+def test_prompts_are_texts_or_ids_one_or_several(client: OpenAI) -> None:
+    ids = [1, 400, 500]
+    texts = [text_alone(prompt, 8) for prompt in ("Once", ids)]
+    one = client.completions.create(model="small", prompt=ids, max_tokens=8)
+    assert one.choices[0].text == texts[1]
+    two = client.completions.create(model="small", prompt=[ids, [1, 600]], max_tokens=8)
+    assert two.choices[0].text == texts[1]
+    answer = client.completions.create(model="small", prompt=["Once", "So"], n=2, max_tokens=8)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    expected = [texts[0]] * 2 + [text_alone("So", 8)] * 2
+    assert [choice.text for choice in answer.choices] == expected
+
+
+def test_completions_have_their_own_form_of_log_probabilities(client: OpenAI) -> None:
+    expected = alone("Once upon", 6)
+    answer = client.completions.create(model="small", prompt="Once upon", max_tokens=6, logprobs=2)
+    (choice,) = answer.choices
+    assert choice.logprobs
+    assert choice.logprobs.token_logprobs == pytest.approx(
+        [response.token_logprobs(0).logprob for response in expected], abs=1e-3
+    )
+    assert "".join(choice.logprobs.tokens or []) == choice.text
+    assert choice.logprobs.text_offset == [
+        len("".join(response.text for response in expected[:at])) for at in range(6)
+    ]
+
+
+# --- models, tokens, health ---
+
+
+def test_models_tell_their_context(client: OpenAI, server: Running) -> None:
+    (model,) = client.models.list().data
+    assert model.id == "small"
+    assert model.model_dump()["context_length"] == server.worker.models["small"].context_length
+    assert client.models.retrieve("small") == model
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("large")
+
+
+def test_tokens_and_texts_convert_into_each_other(server: Running) -> None:
+    tokenizer = server.decoder.tokenizer
+    text = "Once upon a time, ünïcödé 日本 👩‍🚀\n\tend"
+    with httpx.Client(base_url=server.address) as http:
+        tokens = http.post("/v1/tokenize", json={"prompt": text}).json()["tokens"]
+        assert tokens == tokenizer.encode(text)
+        assert http.post("/v1/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
+        told = http.post("/v1/tokenize", json={"messages": HELLO}).json()
+        assert told["tokens"] == ids_of(HELLO)
+        assert told["count"] == len(told["tokens"])
+
+
+def test_the_server_tells_how_it_is(server: Running, client: OpenAI) -> None:
+    said(client)
+    with httpx.Client(base_url=server.address) as http:
+        assert http.get("/health").json() == {"status": "ok"}
+        assert http.get("/ready").json() == {"status": "ready"}
+        status = http.get("/status").json()
+        assert status["requests"] == []
+        generated = status["totals"]["generated"]
+        assert f"mlxspec_generated_tokens_total {generated:.1f}" in http.get("/metrics").text
+
+
+# --- errors ---
+
+
+def test_errors_are_the_clients_exceptions(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        chat(client, model="large")
+    assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
+    assert "small" in missing.value.message
+    with pytest.raises(openai.BadRequestError) as bad:
+        chat(client, temperature=-1)
+    assert bad.value.param == "temperature"
+    assert "-1" in bad.value.message
+    with pytest.raises(openai.BadRequestError) as bad:
+        streamed(client, messages=[{"role": "pirate", "content": "x"}])
+    assert bad.value.param == "messages[0].role"
+    with pytest.raises(openai.NotFoundError):
+        client.post("/nowhere", cast_to=object)
+    with pytest.raises(openai.APIStatusError) as wrong:
+        client.get("/chat/completions", cast_to=object)
+    assert wrong.value.status_code == 405
+
+
+def test_a_context_that_is_too_long_is_told_in_numbers(client: OpenAI, server: Running) -> None:
+    longest = server.worker.models["small"].context_length
+    assert longest
+    n_prompt = len(ids_of(HELLO))
+    with pytest.raises(openai.BadRequestError) as bad:
+        chat(client, max_tokens=longest)
+    assert (bad.value.code, bad.value.param) == ("context_length_exceeded", "messages")
+    for number in (longest, n_prompt):
+        assert str(number) in bad.value.message
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model="small", prompt=[5] * (longest + 1))
+    assert (bad.value.code, bad.value.param) == ("context_length_exceeded", "prompt")
+
+
+def test_keys_are_asked_for() -> None:
+    with running_server(keys=["secret", "other"]) as server:
+        for key in ("none", "", "secre", "sécret"):
+            answer = httpx.get(f"{server.address}/v1/models", headers={"x-api-key": key.encode()})
+            assert answer.status_code == 401, key
+        with pytest.raises(openai.AuthenticationError) as refused:
+            said(server.client())
+        assert refused.value.code == "invalid_api_key"
+        assert said(server.client(api_key="other"), max_tokens=2)
+        given = httpx.get(f"{server.address}/v1/models", headers={"x-api-key": "secret"})
+        assert given.status_code == 200
+        for path in ("/metrics", "/status", "/v1/models/small"):
+            assert httpx.get(server.address + path).status_code == 401
+        for path in ("/", "/health", "/ready"):
+            assert httpx.get(server.address + path).status_code == 200
+
+
+def test_what_one_key_has_sent_is_not_found_by_another() -> None:
+    """How fast an answer comes would tell what others have asked."""
+    prompt = [1, *range(300, 400)]
+
+    def cached(client: OpenAI) -> int:
+        answer = client.completions.create(model="small", prompt=prompt, max_tokens=1)
+        assert answer.usage
+        assert answer.usage.prompt_tokens_details
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    with running_server(keys=["a", "b"]) as server:
+        assert cached(server.client(api_key="a")) == 0
+        assert cached(server.client(api_key="b")) == 0
+        assert cached(server.client(api_key="a")) == len(prompt) - 1
+
+
+# --- tools ---
+
+PIECES = (
+    *("<tool_call>", '{"name": "weather", ', '"arguments":', ' {"city": ', '"Paris"}', "}"),
+    *("</tool_call>", "</s>", "<result>", "It is", " sunny."),
+)
+TEMPLATE = """\
+{% if tools %}{{ tools | length }} tools {% endif %}
+{%- for message in messages %}{{ message.role }} : {{ message.content }} {% endfor %}
+{%- if messages[-1].role == 'tool' %}<result>{% elif tools %}<ask> {% else %}<result>{% endif %}"""
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server whose model asks for the weather in Paris, and then says that it is sunny."""
+    directory = write_scripted_model(tmp_path_factory.mktemp("tools") / "m", PIECES, ends=True)
+    model, tokenizer = mlxspec.load(str(directory))
+    tokenizer = with_tools(tokenizer, "json_tools", TEMPLATE)
+    decoder = mlxspec.AutoDecoder(model, tokenizer, memory_tokens=0)
+    decoder.costs = given_costs(FLAT)
+    served = ServedModel("caller", decoder, PrefixCache(model, 1 << 24), Memory(model))
+    with running_server(served) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "choice",
+    ["auto", "required", {"type": "function", "function": {"name": "weather"}}, None],
+)
+def test_tools_are_called(caller: Running, choice: Any) -> None:
+    client = caller.client()
+    fields = {"model": "caller", "tools": [WEATHER], "tool_choice": choice}
+    (answer,) = chat(client, **fields).choices
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message.content is None
+    (call,) = answer.message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    chunks = streamed(client, **fields)
+    deltas = [call for k in chunks for c in k.choices for call in c.delta.tool_calls or []]
+    assert [delta.index for delta in deltas] == [0] * len(deltas)
+    assert deltas[0].id
+    assert deltas[0].function
+    assert deltas[0].function.name == "weather"
+    arguments = "".join(d.function.arguments or "" for d in deltas if d.function)
+    assert json.loads(arguments) == {"city": "Paris"}
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_no_tool_is_called_where_none_may_be(caller: Running) -> None:
+    answer = chat(caller.client(), model="caller", tools=[WEATHER], tool_choice="none")
+    assert answer.choices[0].message.content == "It is sunny."
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_results_of_tools_are_answered(caller: Running) -> None:
+    client = caller.client()
+    (answer,) = chat(client, model="caller", tools=[WEATHER]).choices
+    (call,) = answer.message.tool_calls or []
+    messages = [
+        *HELLO,
+        answer.message.model_dump(),
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+    ]
+    assert said(client, model="caller", tools=[WEATHER], messages=messages) == "It is sunny."
+
+
+def test_a_model_without_tools_says_so(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        chat(client, tools=[WEATHER])
+    assert bad.value.param == "tools"
+
+
+# --- other clients ---
+
+
+@pytest.mark.slow  # to import them
+def test_langchain_talks_to_the_server(server: Running, caller: Running) -> None:
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+
+    def model(running: Running, name: str, temperature: float) -> Any:
+        return ChatOpenAI(
+            model=name,
+            base_url=f"{running.address}/v1",
+            api_key="none",  # type: ignore[arg-type]
+            temperature=temperature,
+            seed=4,
+            max_tokens=24,  # type: ignore[call-arg]
+            max_retries=0,
+            stream_usage=True,
+        )
+
+    expected = answer_alone(temp=0.8, seed=4)
+    small = model(server, "small", 0.8)
+    answer = small.invoke("Hello there")
+    assert answer.content == expected
+    assert answer.usage_metadata["output_tokens"] == 24
+    chunks = list(small.stream("Hello there"))
+    assert "".join(chunk.content for chunk in chunks) == expected
+    assert sum(k.usage_metadata["output_tokens"] for k in chunks if k.usage_metadata) == 24
+
+    @tool
+    def weather(city: str) -> str:
+        """The weather of a city."""
+        return f"sunny in {city}"
+
+    asking = model(caller, "caller", 0).bind_tools([weather])
+    (call,) = asking.invoke("Weather?").tool_calls
+    assert (call["name"], call["args"]) == ("weather", {"city": "Paris"})
+
+
+@pytest.mark.slow  # to import it
+def test_an_agent_of_pydantic_ai_calls_its_tool_and_ends(caller: Running) -> None:
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    provider = OpenAIProvider(base_url=f"{caller.address}/v1", api_key="none")
+    agent = Agent(OpenAIChatModel("caller", provider=provider), system_prompt="Be brief.")
+    cities = []
+
+    @agent.tool_plain
+    def weather(city: str) -> str:
+        """The weather of a city."""
+        cities.append(city)
+        return "sunny"
+
+    assert agent.run_sync("Weather?").output == "It is sunny."
+    result = agent.run_stream_sync("Weather?")
+    assert "".join(result.stream_text(delta=True, debounce_by=None)) == "It is sunny."
+    assert cities == ["Paris", "Paris"]
+
+
+def test_chunks_are_server_sent_events(server: Running) -> None:
+    """As another library reads them."""
+    from httpx_sse import connect_sse
+
+    body = {"messages": HELLO, "max_tokens": 8, "stream": True}
+    with (
+        httpx.Client() as http,
+        connect_sse(http, "POST", f"{server.address}/v1/chat/completions", json=body) as source,
+    ):
+        events = list(source.iter_sse())
+    assert {event.event for event in events} == {"message"}
+    *chunks, done = [event.data for event in events]
+    assert done == "[DONE]"
+    texts = [json.loads(chunk)["choices"][0]["delta"].get("content") or "" for chunk in chunks]
+    assert "".join(texts) == answer_alone(max_tokens=8)

@@ -1,0 +1,728 @@
+"""What goes wrong ends one request with the right error, and the server answers the next."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from starlette.requests import ClientDisconnect
+
+import mlxspec
+from mlxspec.server import app
+from mlxspec.server.admission import Memory
+from mlxspec.server.gate import MOST_BYTES
+from mlxspec.server.worker import Limits, Ticket
+from tests.support.brake import Brake, braked, until
+from tests.support.demo import stand_in_decoder
+from tests.support.serving import Running, running_server, served
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HELLO: list[Any] = [{"role": "user", "content": "Hello there"}]
+ENDLESS = {"prompt": "Once upon", "max_tokens": 20_000}
+LONG = [1, *(300 + at % 3000 for at in range(2000))]
+
+
+@pytest.fixture
+def brake(server: Running) -> Iterator[Brake]:
+    with braked(server.decoder.model) as brake:
+        yield brake
+    until(lambda: not server.worker.tickets)
+
+
+def post(server: Running, path: str, body: Any, **options: Any) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body)
+    return httpx.post(server.address + path, content=content, timeout=30, **options)
+
+
+def alone(prompt: str | list[int], max_tokens: int) -> str:
+    """What plain decoding writes."""
+    responses = stand_in_decoder(mlxspec.Decoder).stream(prompt, max_tokens)
+    return "".join(response.text for response in responses)
+
+
+def check_goes_on(server: Running) -> None:
+    """The next request is answered rightly."""
+    answer = post(server, TEXT, {"prompt": "Once upon", "max_tokens": 8})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == alone("Once upon", 8)
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """An answer's error, which has OpenAI's form."""
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert isinstance(error["type"], str)
+    return dict(error)
+
+
+class RawClient:
+    """A client that sends a request by hand, and reads when it likes.
+
+    Args:
+        server: that it talks to.
+        path: of the request.
+        body: an object, or the body's bytes.
+        headers: more of them, or others.
+        receives: bytes of its buffer; None for the usual ones.
+    """
+
+    def __init__(
+        self,
+        server: Running,
+        path: str,
+        body: Any,
+        headers: dict[str, str] | None = None,
+        receives: int | None = None,
+    ) -> None:
+        host, port = server.address.removeprefix("http://").split(":")
+        self.socket = socket.socket()
+        if receives:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receives)
+        self.socket.settimeout(30)
+        self.socket.connect((host, int(port)))
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        sent = {"Host": f"{host}:{port}", "Content-Length": str(len(content)), **(headers or {})}
+        head = "".join(f"{name}: {value}\r\n" for name, value in sent.items())
+        self.socket.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + content)
+
+    def read_until(self, marker: bytes) -> bytes:
+        """What comes, up to a marker and beyond."""
+        read = b""
+        while marker not in read:
+            more = self.socket.recv(1 << 16)
+            assert more, f"the connection has ended: {read[-200:]!r}"
+            read += more
+        return read
+
+    def leave(self) -> None:
+        self.socket.close()
+
+
+# --- where mlx_lm.server fails ---
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (TEXT, {"stop": 5}, "stop"),
+        (CHAT, {"stop": 5}, "stop"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"logit_bias": {"99999999": 1}}, "logit_bias.99999999"),
+        (CHAT, {"adapters": "/etc"}, "adapters"),
+        (CHAT, {"draft_model": "mlx-community/x"}, "draft_model"),
+        (CHAT, {"chat_template": "{{ 0 }}"}, "chat_template"),
+        (
+            CHAT,
+            {"chat_template_kwargs": {"chat_template": "x"}},
+            "chat_template_kwargs.chat_template",
+        ),
+        (TEXT, {"suffix": "x"}, "suffix"),
+        (TEXT, {"prompt": [5, 10**6]}, "prompt"),
+        (TEXT, {"prompt": [[5], ["a"]]}, "prompt[1][0]"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(
+    server: Running, path: str, fields: dict[str, Any], param: str
+) -> None:
+    body = {"messages": HELLO} if path == CHAT else {"prompt": "Once"}
+    answer = post(server, path, {"max_tokens": 4, **body, **fields})
+    assert (answer.status_code, error_of(answer)["param"]) == (400, param)
+    check_goes_on(server)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 10**6},
+        {"top_k": 10**6, "temperature": 1},
+        {"seed": -1},
+        {"stream_options": {}},
+        {"stream_options": None, "stop": None, "temperature": None, "n": None, "max_tokens": None},
+        {"stop": []},
+        {"temperature": 0.0, "top_p": 0},
+        {"temperature": 100, "top_p": 1e-9, "min_p": 1, "xtc_probability": 1},
+        {"temperature": 1e-300},
+        {"logit_bias": {str(token): -100 for token in range(4096)}},
+        {"frequency_penalty": 100, "presence_penalty": -100, "repetition_penalty": 100},
+        {"user": "\ud800", "metadata": {"\udc00": "\ud800"}},
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_unusual_is_answered(server: Running, stream: bool, fields: dict[str, Any]) -> None:
+    body = {"messages": HELLO, "stream": stream, "max_completion_tokens": 4, "logprobs": True}
+    answer = post(server, CHAT, {**body, **fields})
+    assert answer.status_code == 200
+    if stream:
+        assert answer.text.endswith("data: [DONE]\n\n")
+        assert '"error"' not in answer.text
+    else:
+        assert answer.json()["usage"]["completion_tokens"] == 4
+    check_goes_on(server)
+
+
+def test_several_prompts_are_answered_in_their_order(server: Running) -> None:
+    answer = post(server, TEXT, {"prompt": ["a", "b"], "max_tokens": 4}).json()
+    assert [choice["text"] for choice in answer["choices"]] == [alone("a", 4), alone("b", 4)]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe\x00",
+        b'{"prompt": "\xff"}',
+        b"[1, 2]",
+        b'"text"',
+        b"null",
+        b"NaN",
+        b'{"prompt": ' + b"9" * 10_000 + b"}",
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 500 + b"]" * 500 + b"}",
+        b'{"prompt": "x", "metadata": ' + b'{"a":' * 200 + b"1" + b"}" * 201,
+    ],
+)
+def test_a_body_that_is_no_request_is_a_400(server: Running, body: bytes) -> None:
+    for path in (CHAT, TEXT, "/v1/tokenize", "/v1/detokenize"):
+        answer = post(server, path, body)
+        assert answer.status_code == 400
+        error_of(answer)
+    check_goes_on(server)
+
+
+def test_nothing_in_a_request_is_opened(server: Running) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/x.png"
+        parts = [{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": url}}]
+        answer = post(server, CHAT, {"messages": [{"role": "user", "content": parts}]})
+        assert answer.status_code == 400
+        assert error_of(answer)["param"] == "messages[0].content[1].type"
+        for name in (url, "/etc/passwd", "..", "demo"):
+            answer = post(server, CHAT, {"messages": HELLO, "model": name})
+            assert (answer.status_code, error_of(answer)["code"]) == (404, "model_not_found")
+        listener.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+
+
+# --- bodies ---
+
+
+def test_a_body_beyond_the_bound_is_refused_before_it_is_read(server: Running) -> None:
+    client = RawClient(server, CHAT, b"", {"Content-Length": str(MOST_BYTES + 1)})
+    assert client.read_until(b"}}").startswith(b"HTTP/1.1 413")
+    client.leave()
+    megabyte = b" " * (1 << 20)
+    sent = 0
+
+    def chunks() -> Iterator[bytes]:
+        nonlocal sent
+        for _ in range(MOST_BYTES // len(megabyte) + 4):
+            sent += len(megabyte)
+            yield megabyte
+
+    answer = httpx.post(server.address + CHAT, content=chunks(), timeout=30)
+    assert (answer.status_code, error_of(answer)["code"]) == (413, "request_too_large")
+    assert sent > MOST_BYTES
+    check_goes_on(server)
+
+
+def test_a_compressed_body_is_refused(server: Running) -> None:
+    body = gzip.compress(json.dumps({"prompt": "Once"}).encode())
+    answer = post(server, TEXT, body, headers={"Content-Encoding": "gzip"})
+    assert answer.status_code == 415
+    assert "Content-Encoding" in error_of(answer)["message"]
+    plain = post(server, TEXT, {"prompt": "a", "max_tokens": 1}, headers={"Content-Encoding": ""})
+    assert plain.status_code == 200
+
+
+# --- who may ask ---
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Running]:
+    """A server that is called by some names only."""
+    with running_server(hosts=["localhost", "127.0.0.1", "[::1]", "Box.example"]) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("localhost", True),
+        ("LOCALHOST:80", True),
+        ("127.0.0.1:1", True),
+        ("[::1]", True),
+        ("[::1]:8080", True),
+        ("box.EXAMPLE:8080", True),
+        ("", False),
+        ("evil.example", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example:80", False),
+        ("[::1].evil.example", False),
+        ("[::1", False),
+        ("::1", False),
+        ("localhost:evil.example", False),
+        ("localhost:80:80", False),
+        ("user@localhost", False),
+        ("0.0.0.0", False),
+    ],
+)
+def test_a_server_is_called_by_its_own_names_only(
+    guarded: Running, host: str, allowed: bool
+) -> None:
+    """Else a page could reach it by a name of its own that leads to this machine."""
+    for path in ("/v1/models", "/status", "/health", "/"):
+        answer = httpx.get(guarded.address + path, headers={"Host": host})
+        assert answer.status_code == (200 if allowed else 403), path
+        if not allowed:
+            assert error_of(answer)["code"] == "host_not_allowed"
+
+
+def test_pages_of_other_servers_may_not_ask(guarded: Running) -> None:
+    own = guarded.address.removeprefix("http://")
+    for origin in (f"http://{own}", f"https://{own}", f"http://{own}".upper()):
+        assert httpx.get(f"{guarded.address}/status", headers={"Origin": origin}).is_success
+    named = {"Host": "LocalHost:80", "Origin": "http://localhost:80"}
+    assert httpx.get(f"{guarded.address}/status", headers=named).is_success
+    for origin in ("null", "", "http://evil.example", f"http://{own}1", f"http://x.{own}", own):
+        answer = httpx.get(f"{guarded.address}/status", headers={"Origin": origin})
+        assert (answer.status_code, error_of(answer)["code"]) == (403, "origin_not_allowed")
+    answer = httpx.options(guarded.address + CHAT, headers={"Origin": "http://evil.example"})
+    assert not answer.is_success
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+# --- clients that leave ---
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[Running]:
+    """A server that runs one generation at a time, and prompts in short chunks."""
+    with running_server(served(prefill_step_size=64), Limits(active=1)) as running:
+        yield running
+
+
+def only_ticket(server: Running) -> Ticket:
+    (ticket,) = server.worker.tickets
+    return ticket
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_while_tokens_come_ends_the_generation(narrow: Running, stream: bool) -> None:
+    with braked(narrow.decoder.model) as brake:
+        brake.seconds = 0.01
+        client = RawClient(narrow, TEXT, {**ENDLESS, "stream": stream})
+        until(lambda: narrow.worker.tickets and only_ticket(narrow).emitted > 4)
+        client.leave()
+        before = len(brake.rows)
+        until(lambda: not narrow.worker.tickets)
+        assert len(brake.rows) - before < 20  # a fifth of a second, for a busy machine
+    check_goes_on(narrow)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_while_the_prompt_runs_leaves_its_beginning(
+    narrow: Running, stream: bool
+) -> None:
+    prompt = [1 + stream, *LONG[1:]]
+    with braked(narrow.decoder.model) as brake:
+        brake.seconds = 0.01
+        client = RawClient(narrow, TEXT, {"prompt": prompt, "stream": stream})
+        until(lambda: narrow.worker.tickets and only_ticket(narrow).prefilled > 200)
+        client.leave()
+        until(lambda: not narrow.worker.tickets)
+        run = sum(brake.rows)
+        assert 200 < run < len(prompt) - 200
+        brake.seconds = 0
+        answer = post(narrow, TEXT, {"prompt": prompt, "max_tokens": 1}).json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == run
+        assert sum(brake.rows) in (len(prompt), len(prompt) + 1)  # the last step may run ahead
+    assert answer["choices"][0]["text"] == alone(prompt, 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_the_queue_is_not_generated_for(narrow: Running, stream: bool) -> None:
+    with braked(narrow.decoder.model) as brake:
+        brake.seconds = 0.01
+        first = RawClient(narrow, TEXT, ENDLESS)
+        until(lambda: narrow.worker.tickets and only_ticket(narrow).emitted)
+        running = only_ticket(narrow)
+        second = RawClient(narrow, TEXT, {"prompt": LONG, "stream": stream})
+        until(lambda: len(narrow.worker.tickets) == 2)
+        waiting = narrow.worker.tickets[1]
+        second.leave()
+        until(lambda: narrow.worker.tickets == [running])
+        assert (waiting.prefilled, waiting.job, waiting.state) == (0, None, "ended")
+        first.leave()
+        until(lambda: not narrow.worker.tickets)
+    check_goes_on(narrow)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_before_the_answer_begins_is_not_generated_for(
+    server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Ticket] = []
+    tokenizing, gone, plain = threading.Event(), threading.Event(), app.completion_prompts
+
+    def slowly(*args: Any) -> Any:
+        tokenizing.set()
+        assert gone.wait(30)
+        return plain(*args)
+
+    monkeypatch.setattr(app, "completion_prompts", slowly)
+    monkeypatch.setattr(server.worker, "on_end", lambda ticket, ended: seen.append(ticket))
+    client = RawClient(server, TEXT, {**ENDLESS, "stream": stream})
+    assert tokenizing.wait(30)
+    client.leave()
+    until(lambda: httpx.get(f"{server.address}/health").is_success)  # the loop has seen it
+    gone.set()
+    until(lambda: seen)
+    assert not server.worker.tickets
+    assert seen[0].emitted < 1000
+
+
+def test_who_has_left_when_the_answer_begins_is_not_generated_for(server: Running) -> None:
+    """Where the ASGI server tells it by an error, which comes before anything is read."""
+    body = json.dumps({**ENDLESS, "stream": True}).encode()
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "method": "POST",
+        "path": TEXT,
+        "query_string": b"",
+        "headers": [],
+    }
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: Any) -> None:
+        raise OSError
+
+    async def ask() -> None:
+        with pytest.raises(ClientDisconnect):
+            await server.app(scope, receive, send)
+        assert len(server.worker.tickets) == 1
+
+    with braked(server.decoder.model) as brake, brake.holding():
+        asyncio.run(ask())
+    until(lambda: not server.worker.tickets)
+
+
+def test_who_leaves_while_sending_is_no_fault(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        client = RawClient(server, TEXT, b'{"prompt": ', {"Content-Length": "1000"})
+        httpx.get(f"{server.address}/health")
+        client.leave()
+        for _ in range(5):
+            httpx.get(f"{server.address}/health")
+    assert not caplog.records
+
+
+# --- clients that are slow ---
+
+
+def test_a_slow_reader_pauses_its_own_generation_only() -> None:
+    body = {"prompt": "Once upon", "max_tokens": 400, "stream": True, "logprobs": 20}
+    with running_server(send_buffer=1 << 14) as server:
+        client = RawClient(server, TEXT, body, receives=1 << 12)
+
+        def paused() -> bool:
+            tickets = server.worker.tickets
+            return bool(tickets and tickets[0].job and tickets[0].job.paused)
+
+        until(paused)
+        ticket = only_ticket(server)
+        emitted = ticket.emitted
+        check_goes_on(server)
+        assert paused()
+        assert ticket.emitted == emitted < 400
+        answer = client.read_until(b"[DONE]").decode()
+        client.leave()
+    chunks = [line.removeprefix("data: ") for line in answer.splitlines() if '"choices"' in line]
+    texts = [json.loads(chunk)["choices"][0]["text"] for chunk in chunks]
+    assert "".join(texts) == alone("Once upon", 400)
+
+
+def test_silent_phases_have_life_signs() -> None:
+    with (
+        running_server(limits=Limits(active=1), life_sign=0.02, silence=0.05) as server,
+        braked(server.decoder.model) as brake,
+        ThreadPoolExecutor() as pool,
+    ):
+        body = {"prompt": "Once upon", "max_tokens": 4}
+        with brake.holding():
+            prefilling = RawClient(server, TEXT, {**body, "stream": True})
+            until(lambda: server.worker.tickets)
+            queued = RawClient(server, TEXT, {**body, "stream": True})
+            whole = pool.submit(post, server, TEXT, body)
+            until(lambda: len(server.worker.tickets) == 3)
+            for client in (prefilling, queued):
+                assert client.read_until(b": still working\n\n").startswith(b"HTTP/1.1 200 OK")
+            assert server.worker.tickets[1].state == "queued"
+            unstreamed = RawClient(server, TEXT, body)
+            begun = unstreamed.read_until(b"\r\n\r\n1\r\n ")  # a chunk of one space
+            assert b"application/json" in begun
+            assert not whole.done()
+        for client in (prefilling, queued):
+            assert b"[DONE]" in client.read_until(b"[DONE]")
+            client.leave()
+        unstreamed.leave()
+        assert whole.result().content.startswith(b" ")
+        assert whole.result().json()["choices"][0]["text"] == alone("Once upon", 4)
+
+
+# --- faults of the server's own ---
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_in_a_forward_ends_its_requests_alone(
+    server: Running, brake: Brake, stream: bool, rows: int
+) -> None:
+    """In the prompt's forward, or in a later one; the caches of some layers are ahead by then."""
+    prompt = [1, *range(400, 430)]
+    client = server.client()
+
+    def fail(count: int = 0) -> None:
+        if len(brake.rows) == rows - 1:
+            brake.fault = RuntimeError("out of order")
+
+    brake.on_forward = fail
+    fields: Any = {"model": "small", "prompt": prompt, "max_tokens": 40}
+    with pytest.raises(openai.APIError, match="out of order") as caught:
+        list(client.completions.create(**fields, stream=stream))
+    if stream:
+        assert caught.value.type == "server_error"  # the status was told before
+    else:
+        assert isinstance(caught.value, openai.InternalServerError)
+    brake.on_forward = lambda: None
+    assert client.completions.create(**fields).choices[0].text == alone(prompt, 40)
+
+
+def test_an_error_in_a_stream_is_its_last_event_but_one(server: Running, brake: Brake) -> None:
+    brake.fault = RuntimeError("out of order")
+    answer = post(server, CHAT, {"messages": HELLO, "stream": True, "n": 3})
+    *_, error, done, end = answer.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    told = json.loads(error.removeprefix("data: "))
+    assert told["error"]["type"] == "server_error"
+    check_goes_on(server)
+
+
+def test_a_fault_in_one_request_leaves_the_others(
+    server: Running, brake: Brake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = mlxspec.GenerationResponse.token_logprobs
+
+    def broken(response: Any, top: int) -> Any:
+        if top == 7:
+            raise RuntimeError("out of order")
+        return plain(response, top)
+
+    monkeypatch.setattr(mlxspec.GenerationResponse, "token_logprobs", broken)
+    with ThreadPoolExecutor() as pool:
+        with brake.holding():
+            bodies = [
+                {"prompt": prompt, "max_tokens": 30, "logprobs": top}
+                for prompt, top in (("Once upon", 3), ("So", 7), ("Then", 2))
+            ]
+            answers = [pool.submit(post, server, TEXT, body) for body in bodies]
+            until(lambda: len(server.worker.tickets) == 3)
+        first, second, third = [answer.result() for answer in answers]
+    assert second.status_code == 500
+    assert "out of order" in error_of(second)["message"]
+    assert first.json()["choices"][0]["text"] == alone("Once upon", 30)
+    assert third.json()["choices"][0]["text"] == alone("Then", 30)
+
+
+def test_a_log_that_cannot_be_written_stops_nothing(
+    narrow: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(ticket: Ticket, ended: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(narrow.worker, "on_end", broken)
+    prompt = [1, *range(500, 560)]
+    for cached in (0, len(prompt) - 1):
+        answer = post(narrow, TEXT, {"prompt": prompt, "max_tokens": 4}).json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+    assert not narrow.worker.tickets
+
+
+def test_a_fault_in_admission_ends_who_waits(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> bool:
+        raise RuntimeError("out of order")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.worker.models["small"].cache, "worth_waiting", broken)
+        answer = post(server, TEXT, {"prompt": "Once"})
+        assert (answer.status_code, error_of(answer)["type"]) == (500, "server_error")
+    check_goes_on(server)
+
+
+def test_a_fault_in_an_answer_is_told_in_its_stream(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> Any:
+        raise RuntimeError("a secret")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(app.CompletionAnswer, "_feed_choice", broken)
+        streamed = post(server, TEXT, {"prompt": "Once", "stream": True})
+        assert streamed.text.endswith("}\n\ndata: [DONE]\n\n")
+        whole = post(server, TEXT, {"prompt": "Once"})
+        assert whole.status_code == 500
+        assert error_of(whole)["type"] == "server_error"
+        assert "secret" not in streamed.text + whole.text
+    until(lambda: not server.worker.tickets)
+    check_goes_on(server)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_ends_says_so_and_leaves_nothing(stream: bool) -> None:
+    model, threads = served(), {*threading.enumerate()}
+    with running_server(model) as server:
+        prompt = [1, *range(500, 560)]
+        with ThreadPoolExecutor() as pool:
+            body = {"prompt": prompt, "max_tokens": 20_000, "stream": stream}
+            running = pool.submit(post, server, TEXT, body)
+            until(lambda: server.worker.tickets and only_ticket(server).emitted)
+            server.worker.stop()
+            answer = running.result()
+        if stream:
+            *_, error, done, _ = answer.text.split("\n\n")
+            assert "the server is ending" in error
+            assert done == "data: [DONE]"
+        else:
+            assert answer.status_code == 503
+        late = post(server, TEXT, {"prompt": "Once", "stream": stream})
+        assert (late.status_code, error_of(late)["message"]) == (503, "the server is ending")
+        assert httpx.get(f"{server.address}/health").status_code == 503
+    assert not server.worker.tickets
+    assert {*threading.enumerate()} <= threads
+    assert model.cache.lend(prompt).length >= len(prompt)  # which was given back
+
+
+# --- more than there is room for ---
+
+
+def test_who_finds_the_queue_full_is_told_when_to_come_again() -> None:
+    with (
+        running_server(limits=Limits(active=1, queued=1)) as server,
+        braked(server.decoder.model) as brake,
+        ThreadPoolExecutor() as pool,
+    ):
+        body = {"prompt": "Once upon", "max_tokens": 4}
+        with brake.holding():
+            accepted = []
+            for count in (1, 2):
+                accepted.append(pool.submit(post, server, TEXT, body))
+                until(lambda count=count: len(server.worker.tickets) == count)  # type: ignore[misc]
+                until(lambda: server.worker.tickets[0].state != "queued")
+            with pytest.raises(openai.RateLimitError) as refused:
+                server.client().completions.create(model="small", **body)  # type: ignore[call-overload]
+            assert refused.value.code == "queue_full"
+            assert int(refused.value.response.headers["Retry-After"]) > 0
+        for answer in accepted:
+            assert answer.result().json()["choices"][0]["text"] == alone("Once upon", 4)
+        check_goes_on(server)
+
+
+def test_requests_wait_for_memory() -> None:
+    model = served()
+    each = model.memory.bytes_for(64)
+    model.memory = Memory(model.decoder.model, model.memory.options, limit=int(2.5 * each))
+    with (
+        running_server(model) as server,
+        braked(model.decoder.model) as brake,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        at_once: set[int] = set()
+
+        def look() -> None:
+            running = [t for t in server.worker.tickets if t.state != "queued"]
+            at_once.add(len(running))
+
+        brake.on_forward = look
+        prompts = ["a b", "c d", "e f", "g h", "i j"]
+        bodies = [{"prompt": prompt, "max_tokens": 50} for prompt in prompts]
+        with brake.holding():
+            answers = [pool.submit(post, server, TEXT, body) for body in bodies]
+            until(lambda: len(server.worker.tickets) == len(bodies))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.result().json()["choices"][0]["text"] == alone(prompt, 50)
+        assert max(at_once) == 2
+        refused = post(server, TEXT, {"prompt": "a", "max_tokens": 30_000})
+        assert (refused.status_code, error_of(refused)["code"]) == (413, "out_of_memory")
+        assert "30000" in error_of(refused)["message"]
+        assert f"{model.memory.limit >> 20} MiB" in error_of(refused)["message"]
+
+
+# --- prefixes over requests ---
+
+
+def cached_tokens(answer: httpx.Response) -> int:
+    usage = answer.json()["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_a_conversation_of_ten_turns_runs_each_token_once(server: Running, brake: Brake) -> None:
+    """As the rows of the model's forwards tell, and ``cached_tokens`` with them."""
+    messages: list[Any] = []
+    before = n_prompts = 0
+    for turn in range(10):
+        messages.append({"role": "user", "content": f"The tool returns {turn}: " + "x y z " * 20})
+        brake.rows.clear()
+        answer = post(server, CHAT, {"messages": messages, "max_tokens": 1})
+        usage = answer.json()["usage"]
+        ran = usage["prompt_tokens"] - cached_tokens(answer)
+        assert sum(brake.rows) in (ran, ran + 1)  # the last step may run ahead
+        assert cached_tokens(answer) >= before - 1
+        before = usage["prompt_tokens"]
+        n_prompts += ran
+        text = answer.json()["choices"][0]["message"]["content"]
+        messages.append({"role": "assistant", "content": text})
+    assert n_prompts <= before + 10
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_two_agents_share_their_system_prompt(server: Running, brake: Brake, at_once: bool) -> None:
+    system = {"role": "system", "content": f"You are agent {at_once}. " + "Use the tools. " * 40}
+    both = [[system, {"role": "user", "content": text}] for text in ("Write a test.", "Read it.")]
+    tokenizer = server.decoder.tokenizer
+    first, second = [
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True) for messages in both
+    ]
+    common = next(at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    assert common > 200
+    bodies = [{"messages": messages, "max_tokens": 1} for messages in both]
+    with ThreadPoolExecutor() as pool:
+        if at_once:
+            with brake.holding():
+                waiting = [pool.submit(post, server, CHAT, body) for body in bodies]
+                until(lambda: len(server.worker.tickets) == 2)
+            answers = [answer.result() for answer in waiting]
+        else:
+            answers = [post(server, CHAT, body) for body in bodies]
+    assert max(map(cached_tokens, answers)) == common
+    ran = len(first) + len(second) - common
+    assert ran <= sum(brake.rows) <= ran + 2

@@ -1,0 +1,157 @@
+"""Whatever is sent to the server, it answers rightly or with a 4xx, and then the next request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+import mlxspec
+from tests.server.test_requests import FULL_CHAT, FULL_COMPLETION, hostile
+from tests.support.chat_tokenizer import CHATML, with_tools
+from tests.support.demo import stand_in_decoder
+from tests.support.examples import examples
+from tests.support.hostile import json_values, mutated
+from tests.support.serving import running_server, served
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+TOKENIZE, DETOKENIZE = "/v1/tokenize", "/v1/detokenize"
+MOST = 12
+"""Tokens of an answer, so that none takes long."""
+
+CHAT_BODY = {**FULL_CHAT, "model": "small", "max_completion_tokens": MOST}
+TEXT_BODY = {**FULL_COMPLETION, "model": "small", "max_completion_tokens": MOST, "suffix": None}
+
+bodies: st.SearchStrategy[tuple[str, Any]] = st.one_of(
+    st.tuples(st.just(CHAT), hostile(CHAT_BODY)),
+    st.tuples(st.just(TEXT), hostile(TEXT_BODY)),
+    st.tuples(st.just(TOKENIZE), hostile({"prompt": "x", "add_special_tokens": True})),
+    st.tuples(st.just(TOKENIZE), hostile({"messages": FULL_CHAT["messages"]})),
+    st.tuples(st.just(DETOKENIZE), hostile({"tokens": [1, 300], "model": "small"})),
+    st.tuples(st.sampled_from([CHAT, TEXT, TOKENIZE, DETOKENIZE]), json_values),
+)
+"""JSON values, for each endpoint that takes one."""
+
+raw_bodies: st.SearchStrategy[tuple[str, bytes]] = st.one_of(
+    st.tuples(st.just(CHAT), mutated(json.dumps(CHAT_BODY).encode())),
+    st.tuples(st.just(TEXT), mutated(json.dumps(TEXT_BODY).encode())),
+    st.tuples(st.sampled_from([CHAT, TEXT, TOKENIZE, DETOKENIZE]), st.binary(max_size=40)),
+)
+"""Bytes that are hardly JSON, or none."""
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[httpx.Client]:
+    """A client of a server whose model knows tools."""
+    model = served()
+    model.decoder.tokenizer = with_tools(model.decoder.tokenizer, "json_tools", CHATML)
+    with (
+        running_server(model, max_tokens=MOST) as running,
+        httpx.Client(base_url=running.address, timeout=60) as client,
+    ):
+        yield client
+
+
+def test_the_bodies_that_are_made_hostile_are_answered_before(http: httpx.Client) -> None:
+    for path, body in (
+        (CHAT, CHAT_BODY),
+        (CHAT, {**CHAT_BODY, "stream": False}),
+        (TEXT, TEXT_BODY),
+        (TEXT, {**TEXT_BODY, "stream": False}),
+        (TOKENIZE, {"messages": FULL_CHAT["messages"]}),
+        (DETOKENIZE, {"tokens": [1, 300]}),
+    ):
+        assert check(http, path, json.dumps(body).encode()), path
+
+
+@settings(max_examples=examples(40, 8_000))
+@given(bodies)
+def test_any_json_gets_a_right_answer_or_a_4xx(http: httpx.Client, sent: tuple[str, Any]) -> None:
+    path, body = sent
+    check(http, path, json.dumps(shortened(body)).encode())
+
+
+@settings(max_examples=examples(25, 2_000))
+@given(raw_bodies)
+def test_any_bytes_get_a_right_answer_or_a_4xx(http: httpx.Client, sent: tuple[str, bytes]) -> None:
+    path, body = sent
+    try:
+        value = json.loads(body)
+    except ValueError:
+        check(http, path, body)
+    else:
+        check(http, path, json.dumps(shortened(value)).encode())
+
+
+def shortened(body: Any) -> Any:
+    """A body that asks for a short answer, if it asks for one at all."""
+    if not isinstance(body, dict):
+        return body
+    bounds = {
+        name: MOST
+        for name in ("max_tokens", "max_completion_tokens")
+        if isinstance(body.get(name), (int, float)) and MOST < body[name] < 2**31
+    }
+    return {**body, **bounds}
+
+
+def check(http: httpx.Client, path: str, body: bytes) -> bool:
+    """Send a body; whether it was answered otherwise than with an error."""
+    answer = http.post(path, content=body)
+    if answer.status_code == 200:
+        check_answer(path, json.loads(body), answer)
+    else:
+        assert 400 <= answer.status_code < 500, answer.text
+        (error,) = strictly(answer.content).values()
+        assert set(error) == {"message", "type", "param", "code"}
+        assert 0 < len(error["message"]) < 1000
+    following = http.post(TEXT, json={"prompt": "Once", "max_tokens": 4})
+    assert following.json()["choices"][0]["text"] == ONCE
+    return answer.status_code == 200
+
+
+ONCE = "".join(
+    response.text for response in stand_in_decoder(mlxspec.Decoder).stream("Once", max_tokens=4)
+)
+
+
+def check_answer(path: str, body: Any, answer: httpx.Response) -> None:
+    if path == TOKENIZE:
+        found = strictly(answer.content)
+        assert found["count"] == len(found["tokens"])
+        assert all(type(token) is int for token in found["tokens"])
+        return
+    if path == DETOKENIZE:
+        assert isinstance(strictly(answer.content)["prompt"], str)
+        return
+    if body.get("stream"):
+        *events, done, end = answer.text.split("\n\n")
+        assert (done, end) == ("data: [DONE]", "")
+        told = [strictly(event.removeprefix("data: ")) for event in events]
+        if path == CHAT:
+            told = [ChatCompletionChunk.model_validate(chunk).model_dump() for chunk in told]
+    else:  # in streams, completions have null for reasons, unlike the library's type
+        answer_type = ChatCompletion if path == CHAT else Completion
+        told = [answer_type.model_validate(strictly(answer.content)).model_dump()]
+    choices = [choice for chunk in told for choice in chunk["choices"]]
+    ends = [choice["index"] for choice in choices if choice["finish_reason"]]
+    assert sorted(ends) == list(range(n_choices(path, body)))
+
+
+def n_choices(path: str, body: Any) -> int:
+    """How many choices a body asks for."""
+    n, prompt = int(body.get("n") or 1), body.get("prompt")
+    several = path == TEXT and isinstance(prompt, list) and isinstance(prompt[0], (str, list))
+    return n * len(prompt) if several else n
+
+
+def strictly(text: bytes | str) -> Any:
+    """JSON as every language reads it, without NaN and infinities."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
