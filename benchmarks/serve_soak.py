@@ -55,7 +55,7 @@ _REQUEST_SECONDS = 120  # after which an answer is taken for lost
 _KILLS = 3
 _SAMPLE_SECONDS = 1.0  # between two looks at memory and health
 _MOST_GROWTH = 1.10  # of memory, from the second quarter of the time to the last
-_COMPARED = 500  # answers that are generated again alone, at most
+_COMPARING = 0.5  # how long answers are generated again alone, as a share of the time before
 _LOG_END = 6000  # characters of a server's log that are shown
 _SHOWN = 20  # failures that are told
 
@@ -489,16 +489,20 @@ def _generated(
     return transcript.result([])
 
 
-def compare(soak: Soak, model: str, seed: int) -> int:
-    """Compare answers with those of generations alone; returns of how many requests."""
+def compare(soak: Soak, model: str, seconds: float) -> int:
+    """Compare answers with those of generations alone, for so long; returns of how many."""
     decoder = mlxspec.Decoder(model)
+    until, compared = time.monotonic() + seconds, 0
     bodies = [*soak.answers]
-    random.Random(seed).shuffle(bodies)
-    for body in bodies[:_COMPARED]:
+    random.shuffle(bodies)
+    for body in bodies:
+        if time.monotonic() > until:
+            break
         expected = alone(decoder, body)
         for answer in soak.answers[body] - {expected}:
             soak.fail(f"{body.json} is answered with {answer}, alone with {expected}")
-    return min(len(bodies), _COMPARED)
+        compared += 1
+    return compared
 
 
 # --- kills and ends ---
@@ -610,7 +614,7 @@ def main() -> None:
     print(*(f"{count:8} {what}" for what, count in soak.counts.most_common()), sep="\n")
     print(f"MiB in the quarters of the time: {soak.check_memory()}")
     print(f"slowest look at health and metrics: {soak.slowest_health:.2f} s", flush=True)
-    compared = compare(soak, asked.model, asked.seed)
+    compared = compare(soak, asked.model, asked.minutes * 60 * _COMPARING)
     answers = sum(map(len, soak.answers.values()))
     print(f"{compared} of {len(soak.answers)} requests generated again ({answers} answers kept)")
     failures = [*found, *soak.failures]
