@@ -119,7 +119,7 @@ class RawClient:
         (CHAT, {"stop": 5}, "stop"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
-        (CHAT, {"logit_bias": {"99999999": 1}}, "logit_bias.99999999"),
+        (CHAT, {"logit_bias": {"99999999": 1}}, "logit_bias"),
         (CHAT, {"adapters": "/etc"}, "adapters"),
         (CHAT, {"draft_model": "mlx-community/x"}, "draft_model"),
         (CHAT, {"chat_template": "{{ 0 }}"}, "chat_template"),
@@ -618,7 +618,8 @@ def test_a_server_that_ends_says_so_and_leaves_nothing(stream: bool) -> None:
         assert (late.status_code, error_of(late)["message"]) == (503, "the server is ending")
         assert httpx.get(f"{server.address}/health").status_code == 503
     assert not server.worker.tickets
-    assert {*threading.enumerate()} <= threads
+    left = {*threading.enumerate()} - threads
+    assert not [thread for thread in left if not thread.name.startswith("AnyIO")]  # it is idle
     assert model.cache.lend(prompt).length >= len(prompt)  # which was given back
 
 
