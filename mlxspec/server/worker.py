@@ -563,6 +563,8 @@ class _Lane:
             del self._running[ticket.job]
         if ticket.session:
             self._served.cache.give_back(ticket.session)
+        # These lead back to the ticket: the caches in them would wait for the garbage collector.
+        ticket.job = ticket.session = ticket.last = None
         ticket.hand_over()
 
     def close(self) -> None:
