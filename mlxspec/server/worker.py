@@ -617,6 +617,8 @@ class _Lane:
             self._worker.on_end(ticket, ended)
         except Exception:  # such as a log that nobody reads any more
             _log.exception("the end of a generation could not be recorded")
+        # These lead back to the ticket: the caches in them would wait for the garbage collector.
+        ticket.job = ticket.session = ticket.last = None
         ticket.hand_over()
 
     def close(self) -> None:

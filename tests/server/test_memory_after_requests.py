@@ -1,0 +1,45 @@
+"""Nothing keeps the caches of a request that has ended, but the prefix cache."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+
+import pytest
+
+from mlxspec.generation.session import Session
+from mlxspec.server.errors import ApiError
+from mlxspec.server.openai import Ended
+from mlxspec.server.worker import Ticket
+from tests.support.serving import running_server, served
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_caches_go_with_their_request_without_garbage_collection(streamed: bool) -> None:
+    sessions: list[weakref.ref[Session]] = []
+
+    def note(ticket: Ticket, ended: Ended | ApiError) -> None:
+        assert ticket.session
+        sessions.append(weakref.ref(ticket.session))
+
+    gc.collect()
+    gc.disable()
+    try:
+        with running_server(served(cache_bytes=0)) as server:
+            server.worker.on_end = note
+            client = server.client()
+            for turn in range(3):
+                prompt = f"Request {turn} with a prompt of some length."
+                answer = client.completions.create(
+                    model="small", prompt=prompt, max_tokens=8, stream=streamed
+                )
+                if streamed:
+                    list(answer)
+            deadline = time.monotonic() + 5
+            while any(session() for session in sessions) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert len(sessions) == 3
+            assert not any(session() for session in sessions)
+    finally:
+        gc.enable()
