@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -71,6 +72,10 @@ class GivenCosts(KeptCosts):
 
     def end(self) -> None:
         pass
+
+    def _begun_with(self, known: Mapping[int, list[KnownTime]], count: int) -> GivenCosts:
+        ranges = {end: KnownRange.now(times, "test") for end, times in known.items()}
+        return GivenCosts(self._cache, self._key, ranges)
 
 
 def given_costs(curve: dict[int, float]) -> GivenCosts:
