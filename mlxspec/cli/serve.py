@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import time
 from contextlib import ExitStack, suppress
@@ -351,7 +352,7 @@ def _line(record: dict[str, Any]) -> Text:
 
 
 def _serve(app: Any, listening: socket.socket, worker: Worker) -> None:
-    """Answer requests until Ctrl-C."""
+    """Answer requests until Ctrl-C, or SIGTERM, which is the same here."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -364,5 +365,9 @@ def _serve(app: Any, listening: socket.socket, worker: Worker) -> None:
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", server_header=False
     )
-    with suppress(KeyboardInterrupt):  # which uvicorn raises again once all has ended
-        Server(config).run(sockets=[listening])
+    usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with suppress(KeyboardInterrupt):  # which uvicorn raises again once all has ended
+            Server(config).run(sockets=[listening])
+    finally:
+        signal.signal(signal.SIGTERM, usual)

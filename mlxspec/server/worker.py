@@ -39,6 +39,8 @@ _log = logging.getLogger("mlxspec.server")
 
 _MOST_UNREAD = 64  # tokens that a slow reader may leave unread before its generation waits
 _LEAST_UNREAD = 16
+_PATIENCE = 300.0  # seconds, after which one that reads nothing at all has its generation ended
+_LOOK_AROUND = 10.0  # seconds between two looks for such readers, where nothing else happens
 _RETRY_AFTER = 5  # seconds, what a client is told that finds the queue full
 _RECENT = 12  # ended generations whose figures are kept
 
@@ -117,6 +119,8 @@ class Ticket:
         self.batch: list[Event | ApiError] = []
         """What has happened since it was last handed over."""
         self.unread = 0
+        self.last_read = 0.0
+        """When its reader took something, or began to have something to take."""
 
     @property
     def gain(self) -> float | None:
@@ -145,6 +149,8 @@ class Ticket:
         """Pass on what has happened; called in the worker's thread."""
         if self.batch:
             batch, self.batch = self.batch, []
+            if not self.unread:
+                self.last_read = time.perf_counter()
             self.unread += len(batch)
             self.stream.put(self, batch)
 
@@ -411,14 +417,15 @@ class Worker:
                     lane.close()
 
     def _obey(self, wait: bool) -> None:
-        """Run the commands that have come; if there is nothing else to do, wait for one."""
-        while wait or not self._commands.empty():
-            command = self._commands.get()
-            try:
-                command()
-            except Exception:  # nobody waits for what it returns, and others go on
-                _log.exception("a command has failed")
-            wait = False
+        """Run the commands that have come; if there is nothing else to do, wait a while for one."""
+        with suppress(queue.Empty):
+            while wait or not self._commands.empty():
+                command = self._commands.get(timeout=_LOOK_AROUND)
+                wait = False
+                try:
+                    command()
+                except Exception:  # nobody waits for what it returns, and others go on
+                    _log.exception("a command has failed")
 
 
 class _Lane:
@@ -463,6 +470,8 @@ class _Lane:
             ticket.hand_over()
             if job and ticket.unread > _MOST_UNREAD:
                 self.scheduler.pause(job)
+                if time.perf_counter() > ticket.last_read + _PATIENCE:  # others need its place
+                    self.end(ticket, ApiError("nobody reads the answer", status=408))
         return busy or self._next() is not None
 
     def _admit(self) -> None:
@@ -581,6 +590,7 @@ class _Lane:
     def has_read(self, ticket: Ticket, count: int) -> None:
         """Let a generation go on whose reader has caught up."""
         ticket.unread -= count
+        ticket.last_read = time.perf_counter()
         if ticket.job and ticket.job.paused and ticket.unread <= _LEAST_UNREAD:
             self.scheduler.pause(ticket.job, paused=False)
 

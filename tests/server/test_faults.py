@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import httpx
@@ -18,7 +19,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 import mlxspec
-from mlxspec.server import app
+from mlxspec.server import app, worker
 from mlxspec.server.admission import Memory
 from mlxspec.server.gate import MOST_BYTES
 from mlxspec.server.worker import Limits, Ticket
@@ -29,7 +30,8 @@ from tests.support.serving import Running, running_server, served
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO: list[Any] = [{"role": "user", "content": "Hello there"}]
 ENDLESS = {"prompt": "Once upon", "max_tokens": 20_000}
-LONG = [1, *(300 + at % 3000 for at in range(2000))]
+LONG = [1, *(300 + at % 3000 for at in range(1000))]
+HTTP = httpx.Client(timeout=30)
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ def brake(server: Running) -> Iterator[Brake]:
 
 def post(server: Running, path: str, body: Any, **options: Any) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body)
-    return httpx.post(server.address + path, content=content, timeout=30, **options)
+    return HTTP.post(server.address + path, content=content, **options)
 
 
 def alone(prompt: str | list[int], max_tokens: int) -> str:
@@ -50,11 +52,16 @@ def alone(prompt: str | list[int], max_tokens: int) -> str:
     return "".join(response.text for response in responses)
 
 
+@cache
+def once_upon() -> str:
+    return alone("Once upon", 4)
+
+
 def check_goes_on(server: Running) -> None:
     """The next request is answered rightly."""
-    answer = post(server, TEXT, {"prompt": "Once upon", "max_tokens": 8})
+    answer = post(server, TEXT, {"prompt": "Once upon", "max_tokens": 4})
     assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["text"] == alone("Once upon", 8)
+    assert answer.json()["choices"][0]["text"] == once_upon()
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
@@ -233,7 +240,7 @@ def test_a_body_beyond_the_bound_is_refused_before_it_is_read(server: Running) -
             sent += len(megabyte)
             yield megabyte
 
-    answer = httpx.post(server.address + CHAT, content=chunks(), timeout=30)
+    answer = HTTP.post(server.address + CHAT, content=chunks())
     assert (answer.status_code, error_of(answer)["code"]) == (413, "request_too_large")
     assert sent > MOST_BYTES
     check_goes_on(server)
@@ -285,7 +292,7 @@ def test_a_server_is_called_by_its_own_names_only(
 ) -> None:
     """Else a page could reach it by a name of its own that leads to this machine."""
     for path in ("/v1/models", "/status", "/health", "/"):
-        answer = httpx.get(guarded.address + path, headers={"Host": host})
+        answer = HTTP.get(guarded.address + path, headers={"Host": host})
         assert answer.status_code == (200 if allowed else 403), path
         if not allowed:
             assert error_of(answer)["code"] == "host_not_allowed"
@@ -294,13 +301,13 @@ def test_a_server_is_called_by_its_own_names_only(
 def test_pages_of_other_servers_may_not_ask(guarded: Running) -> None:
     own = guarded.address.removeprefix("http://")
     for origin in (f"http://{own}", f"https://{own}", f"http://{own}".upper()):
-        assert httpx.get(f"{guarded.address}/status", headers={"Origin": origin}).is_success
+        assert HTTP.get(f"{guarded.address}/status", headers={"Origin": origin}).is_success
     named = {"Host": "LocalHost:80", "Origin": "http://localhost:80"}
-    assert httpx.get(f"{guarded.address}/status", headers=named).is_success
+    assert HTTP.get(f"{guarded.address}/status", headers=named).is_success
     for origin in ("null", "", "http://evil.example", f"http://{own}1", f"http://x.{own}", own):
-        answer = httpx.get(f"{guarded.address}/status", headers={"Origin": origin})
+        answer = HTTP.get(f"{guarded.address}/status", headers={"Origin": origin})
         assert (answer.status_code, error_of(answer)["code"]) == (403, "origin_not_allowed")
-    answer = httpx.options(guarded.address + CHAT, headers={"Origin": "http://evil.example"})
+    answer = HTTP.options(guarded.address + CHAT, headers={"Origin": "http://evil.example"})
     assert not answer.is_success
     assert not [name for name in answer.headers if name.startswith("access-control")]
 
@@ -388,7 +395,7 @@ def test_who_leaves_before_the_answer_begins_is_not_generated_for(
     client = RawClient(server, TEXT, {**ENDLESS, "stream": stream})
     assert tokenizing.wait(30)
     client.leave()
-    until(lambda: httpx.get(f"{server.address}/health").is_success)  # the loop has seen it
+    until(lambda: HTTP.get(f"{server.address}/health").is_success)  # the loop has seen it
     gone.set()
     until(lambda: seen)
     assert not server.worker.tickets
@@ -428,10 +435,10 @@ def test_who_leaves_while_sending_is_no_fault(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         client = RawClient(server, TEXT, b'{"prompt": ', {"Content-Length": "1000"})
-        httpx.get(f"{server.address}/health")
+        HTTP.get(f"{server.address}/health")
         client.leave()
         for _ in range(5):
-            httpx.get(f"{server.address}/health")
+            HTTP.get(f"{server.address}/health")
     assert not caplog.records
 
 
@@ -458,6 +465,18 @@ def test_a_slow_reader_pauses_its_own_generation_only() -> None:
     chunks = [line.removeprefix("data: ") for line in answer.splitlines() if '"choices"' in line]
     texts = [json.loads(chunk)["choices"][0]["text"] for chunk in chunks]
     assert "".join(texts) == alone("Once upon", 400)
+
+
+def test_who_reads_nothing_at_all_makes_room_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_PATIENCE", 0.1)
+    monkeypatch.setattr(worker, "_LOOK_AROUND", 0.1)
+    with running_server(limits=Limits(active=1), send_buffer=1 << 14) as server:
+        body = {**ENDLESS, "stream": True, "logprobs": 20}
+        client = RawClient(server, TEXT, body, receives=1 << 12)
+        until(lambda: server.worker.tickets)
+        check_goes_on(server)
+        assert b"nobody reads the answer" in client.read_until(b"[DONE]")
+        client.leave()
 
 
 def test_silent_phases_have_life_signs() -> None:
@@ -616,7 +635,7 @@ def test_a_server_that_ends_says_so_and_leaves_nothing(stream: bool) -> None:
             assert answer.status_code == 503
         late = post(server, TEXT, {"prompt": "Once", "stream": stream})
         assert (late.status_code, error_of(late)["message"]) == (503, "the server is ending")
-        assert httpx.get(f"{server.address}/health").status_code == 503
+        assert HTTP.get(f"{server.address}/health").status_code == 503
     assert not server.worker.tickets
     left = {*threading.enumerate()} - threads
     assert not [thread for thread in left if not thread.name.startswith("AnyIO")]  # it is idle
@@ -665,12 +684,12 @@ def test_requests_wait_for_memory() -> None:
 
         brake.on_forward = look
         prompts = ["a b", "c d", "e f", "g h", "i j"]
-        bodies = [{"prompt": prompt, "max_tokens": 50} for prompt in prompts]
+        bodies = [{"prompt": prompt, "max_tokens": 16} for prompt in prompts]
         with brake.holding():
             answers = [pool.submit(post, server, TEXT, body) for body in bodies]
             until(lambda: len(server.worker.tickets) == len(bodies))
         for prompt, answer in zip(prompts, answers, strict=True):
-            assert answer.result().json()["choices"][0]["text"] == alone(prompt, 50)
+            assert answer.result().json()["choices"][0]["text"] == alone(prompt, 16)
         assert max(at_once) == 2
         refused = post(server, TEXT, {"prompt": "a", "max_tokens": 30_000})
         assert (refused.status_code, error_of(refused)["code"]) == (413, "out_of_memory")

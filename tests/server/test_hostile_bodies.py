@@ -71,14 +71,14 @@ def test_the_bodies_that_are_made_hostile_are_answered_before(http: httpx.Client
         assert check(http, path, json.dumps(body).encode()), path
 
 
-@settings(max_examples=examples(40, 8_000))
+@settings(max_examples=examples(40, 6_000))
 @given(bodies)
 def test_any_json_gets_a_right_answer_or_a_4xx(http: httpx.Client, sent: tuple[str, Any]) -> None:
     path, body = sent
     check(http, path, json.dumps(shortened(body)).encode())
 
 
-@settings(max_examples=examples(25, 2_000))
+@settings(max_examples=examples(25, 4_000))
 @given(raw_bodies)
 def test_any_bytes_get_a_right_answer_or_a_4xx(http: httpx.Client, sent: tuple[str, bytes]) -> None:
     path, body = sent

@@ -12,7 +12,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxspec import Decoder
 from mlxspec.engine.costs import KeptCosts
 from mlxspec.plan.cost_file import CostCache, CostKey, KnownRange
-from mlxspec.plan.live_costs import LiveCosts
 from mlxspec.plan.live_curve import KnownTime
 from tests.support.examples import LONG
 from tests.support.llamas import repetitive_llama
@@ -74,8 +73,9 @@ class GivenCosts(KeptCosts):
     def end(self) -> None:
         pass
 
-    def _begun_with(self, known: Mapping[int, list[KnownTime]], count: int) -> LiveCosts:
-        return LiveCosts(known)
+    def _begun_with(self, known: Mapping[int, list[KnownTime]], count: int) -> GivenCosts:
+        ranges = {end: KnownRange.now(times, "test") for end, times in known.items()}
+        return GivenCosts(self._cache, self._key, ranges)
 
 
 def given_costs(curve: dict[int, float]) -> GivenCosts:

@@ -1,0 +1,135 @@
+"""``mlxspec serve`` as a process of its own: how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Queue
+
+import httpx
+import pytest
+
+from tests.support.scripted_model import write_scripted_model
+
+pytestmark = pytest.mark.slow
+
+ROUND = ("one", " two", " three", " four", "\n")
+SECONDS = 60  # to start or end in, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that says "one two three four" over and over, a line each."""
+    return write_scripted_model(tmp_path_factory.mktemp("serve") / "endless", ROUND)
+
+
+class Process:
+    """A server in a process of its own.
+
+    Attributes:
+        address: where it answers.
+        lines: what it has written to standard error since it was ready.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: Queue[str] = Queue()
+        self._found = threading.Event()
+        self.address = ""
+        threading.Thread(target=self._read, daemon=True).start()
+        assert self._found.wait(SECONDS)
+
+    def _read(self) -> None:
+        assert self.process.stderr
+        for line in self.process.stderr:
+            if address := re.search(r"address +(http://\S+)", line):
+                self.address = address[1]
+                self._found.set()
+            self.lines.put(line)
+
+    def wait_for_line(self, text: str) -> None:
+        while text not in self.lines.get(timeout=SECONDS):
+            pass
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        """The exit status."""
+        return self.process.wait(SECONDS)
+
+
+@contextmanager
+def serving(model: Path, *arguments: str) -> Iterator[Process]:
+    """A server that answers; what is left of it at the end of the block is killed."""
+    command = "import sys; from mlxspec.cli.start import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, "serve", "--model", str(model), "--port", "0", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "COLUMNS": "200"},
+        text=True,
+    )
+    try:
+        yield Process(process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def stream_of(server: Process, max_tokens: int) -> Iterator[Iterator[str]]:
+    """The lines of a streamed answer, of which the first has come."""
+    body = {"prompt": "one", "max_tokens": max_tokens, "stream": True}
+    url = f"{server.address}/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=SECONDS) as answer:
+        lines = answer.iter_lines()
+        assert "text" in next(lines)
+        yield lines
+
+
+def test_ctrl_c_lets_running_requests_end(endless: Path) -> None:
+    with serving(endless) as server:
+        with stream_of(server, 3000) as lines:
+            server.signal(signal.SIGINT)
+            server.wait_for_line("1 running requests end first")
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{server.address}/health")
+            rest = [line for line in lines if line]
+        assert '"finish_reason": "length"' in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        assert server.wait() == 0
+
+
+def test_a_second_ctrl_c_ends_them(endless: Path) -> None:
+    with serving(endless) as server, stream_of(server, 900_000) as lines:
+        server.signal(signal.SIGINT)
+        server.wait_for_line("Ctrl-C again")
+        assert "text" in "".join(next(lines) for _ in range(3))
+        server.signal(signal.SIGINT)
+        assert server.wait() == 0
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_prefixes_are_kept_whoever_ends_it(endless: Path, tmp_path: Path, number: int) -> None:
+    """As with systemd and Docker, which send SIGTERM."""
+    kept = tmp_path / "kept"
+    body = {"prompt": "one two three four\n" * 20, "max_tokens": 4}
+    cached = []
+    for _ in range(2):
+        with serving(endless, "--cache-dir", str(kept)) as server:
+            answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=SECONDS)
+            usage = answer.json()["usage"]
+            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+            server.signal(number)
+            server.wait()
+    assert cached == [0, usage["prompt_tokens"] - 1]
