@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..generation.decoder import Decoder
     from ..generation.options import GenerationOptions
     from ..server.errors import ApiError
-    from ..server.openai import Ended
+    from ..server.events import Ended
     from ..server.worker import ServedModel, Ticket, Worker
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
@@ -312,7 +312,7 @@ def _log_line(console: Console, quiet: bool, log_json: bool) -> Any:
 
 
 def _record(ticket: Ticket, ended: Ended | ApiError) -> dict[str, Any]:
-    from ..server.openai import Ended
+    from ..server.events import Ended
 
     record: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -13,7 +13,7 @@ from prometheus_client.core import GaugeMetricFamily
 
 from ..draft.drafter import VerifiedStep
 from .errors import ApiError
-from .openai import Ended
+from .events import Ended
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _STEP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1)

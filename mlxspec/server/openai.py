@@ -22,6 +22,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import __version__
 from ..loading.detokenizer import token_bytes
+from .events import Ended, Event, Piece
 from .output import (
     Delta,
     OutputFormat,
@@ -34,53 +35,6 @@ from .output import (
 from .requests import ChatRequest, CompletionRequest, Request
 
 _IMPOSSIBLE = -9999.0  # what OpenAI has for minus infinity, which is no JSON
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One generated token of a choice.
-
-    Attributes:
-        index: of the choice.
-        text: the next segment of text; may be empty, and hold text of earlier tokens.
-        token: the token id.
-        accepted: it was an accepted draft token.
-        logprob: the token's, where log-probabilities were asked for.
-        top: the likeliest tokens in its place and theirs, best first.
-    """
-
-    index: int
-    text: str
-    token: int
-    accepted: bool = False
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A choice has ended.
-
-    Attributes:
-        index: of the choice.
-        finish_reason: "stop" or "length".
-        prompt_tokens: tokens in its prompt.
-        cached_tokens: those of them that were in a cache.
-        completion_tokens: tokens generated, the one that ended the output included.
-        drafted: draft tokens proposed.
-        accepted: draft tokens accepted.
-    """
-
-    index: int
-    finish_reason: str
-    prompt_tokens: int
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-
-Event = Piece | Ended
 
 
 class Answer:

@@ -31,8 +31,8 @@ from ..generation.scheduler import Job, Scheduler
 from ..generation.session import Session
 from .admission import Memory
 from .errors import ApiError
+from .events import Ended, Event, Piece
 from .metrics import Metrics, outcome_of
-from .openai import Ended, Event, Piece
 from .prefix_cache import PrefixCache
 
 _log = logging.getLogger("mlxspec.server")

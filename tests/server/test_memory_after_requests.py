@@ -10,7 +10,7 @@ import pytest
 
 from mlxspec.generation.session import Session
 from mlxspec.server.errors import ApiError
-from mlxspec.server.openai import Ended
+from mlxspec.server.events import Ended
 from mlxspec.server.worker import Ticket
 from tests.support.serving import running_server, served
 

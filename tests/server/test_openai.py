@@ -15,12 +15,10 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
+from mlxspec.server.events import Ended, Event, Piece
 from mlxspec.server.openai import (
     ChatAnswer,
     CompletionAnswer,
-    Ended,
-    Event,
-    Piece,
     detokenize_answer,
     model_entry,
     models_answer,
