@@ -203,9 +203,9 @@ class Target:
         start = 0
         try:
             while start < len(tokens):
-                yield start
-                if start in places:
+                if start in places:  # before the pause, in which others may look for it
                     self.mark()
+                yield start
                 size = self.options.prefill_step_size
                 if chunk and not self._quantizes_later:
                     size = min(size, chunk())
