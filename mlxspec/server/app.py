@@ -100,7 +100,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
-    return JSONResponse(_FAILED.body, _FAILED.status)
+    # Starlette raises the error again, at which uvicorn closes the connection.
+    return JSONResponse(_FAILED.body, _FAILED.status, {"Connection": "close"})
 
 
 _FAILED = ApiError("the server has failed; its log says how", status=500)

@@ -611,6 +611,7 @@ def test_a_fault_in_an_answer_is_told_in_its_stream(
         whole = post(server, TEXT, {"prompt": "Once"})
         assert whole.status_code == 500
         assert error_of(whole)["type"] == "server_error"
+        assert whole.headers["Connection"] == "close"  # or the next request would get no answer
         assert "secret" not in streamed.text + whole.text
     until(lambda: not server.worker.tickets)
     check_goes_on(server)
