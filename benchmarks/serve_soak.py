@@ -511,7 +511,7 @@ def serve(model: str, directory: Path) -> Any:
 
 def problems_of(directory: Path, log: str) -> Iterator[str]:
     """What is wrong with the files after a start, or with what a server has written."""
-    for path in directory.iterdir():
+    for path in filter(Path.is_file, directory.rglob("*")):
         if path.suffix != ".safetensors" or path.name == "new.safetensors":
             yield f"{path.name} is left in the directory"
     if re.search(r"ignored|Traceback|has failed|cannot be", log):

@@ -33,7 +33,7 @@ from .openai import (
     models_answer,
     tokenize_answer,
 )
-from .prompts import Prompt, chat_prompt, completion_prompts
+from .prompts import ChatPrompt, Prompt, chat_prompt, completion_prompts
 from .requests import ChatRequest, parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from .requests import Request as ApiRequest
 from .status import Gauges, status_of
@@ -131,6 +131,29 @@ class _Api:
             )
         return served
 
+    def _check_length(self, served: ServedModel, param: str, *texts: object) -> None:
+        """Refuse what cannot fit into the context, before it takes long to tokenize it.
+
+        Raises:
+            ApiError: the texts are too long together.
+        """
+        length, most = sum(len(str(text)) for text in texts), served.most_characters
+        if most is not None and length > most:
+            raise ApiError(
+                f"{param} has {length:,} characters, which are more than the model's context of "
+                f"{served.context_length:,} tokens can hold: shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    async def _chat_prompt(self, served: ServedModel, body: ChatRequest) -> ChatPrompt:
+        contents = (message["content"] for message in body.messages)
+        self._check_length(served, "messages", *contents)
+        self._check_length(served, "tools", *body.tools)
+        tokenizer = served.decoder.tokenizer
+        prompt: ChatPrompt = await self._tokenized(served, chat_prompt, body, tokenizer)
+        return prompt
+
     async def _tokenized(self, served: ServedModel, make: Callable[..., Any], *args: Any) -> Any:
         async with self._tokenizing[served.name]:
             return await run_in_threadpool(make, *args)
@@ -142,7 +165,7 @@ class _Api:
         body = parse_chat(await json_body(request))
         served = self._served(body.model)
         tokenizer = served.decoder.tokenizer
-        prompt = await self._tokenized(served, chat_prompt, body, tokenizer)
+        prompt = await self._chat_prompt(served, body)
         answer = ChatAnswer(body, served.name, tokenizer, prompt.format)
         stream = await self._submitted(request, served, body, [prompt])
         return await self._answered(request, body, stream, answer)
@@ -153,6 +176,9 @@ class _Api:
         served = self._served(body.model)
         tokenizer = served.decoder.tokenizer
         vocab_size = served.decoder.vocab_size
+        for text in body.prompts:
+            self._check_length(served, "prompt", text if isinstance(text, str) else "")
+        self._check_length(served, "suffix", body.suffix)
         prompts = await self._tokenized(served, completion_prompts, body, tokenizer, vocab_size)
         answer = CompletionAnswer(body, served.name, tokenizer)
         stream = await self._submitted(request, served, body, prompts)
@@ -169,6 +195,7 @@ class _Api:
         decoder = served.decoder
         prediction: tuple[int, ...] = ()
         if body.prediction:
+            self._check_length(served, "prediction", body.prediction)
             encode = partial(decoder.tokenizer.encode, add_special_tokens=False)
             prediction = tuple(await self._tokenized(served, encode, body.prediction))
         requests: list[GenerationRequest] = []
@@ -199,12 +226,11 @@ class _Api:
         """How many tokens an output may have; a request that does not say takes what there is."""
         if max_tokens is not None:
             return max_tokens
-        longest = served.context_length
-        return (
-            self._max_tokens
-            if longest is None
-            else max(1, min(self._max_tokens, longest - n_prompt))
-        )
+        longest, memory = served.context_length, served.memory
+        room = self._max_tokens if longest is None else min(self._max_tokens, longest - n_prompt)
+        while room > 1 and memory.bytes_for(n_prompt + room) > memory.limit:
+            room //= 2
+        return max(1, room)
 
     async def _answered(
         self, request: Request, body: ApiRequest, stream: EventStream, answer: Answer
@@ -254,8 +280,9 @@ class _Api:
         served = self._served(_model_of(content))
         tokenizer = served.decoder.tokenizer
         if body.chat:
-            tokens = (await self._tokenized(served, chat_prompt, body.chat, tokenizer)).tokens
+            tokens = (await self._chat_prompt(served, body.chat)).tokens
         else:
+            self._check_length(served, "prompt", body.text)
             encode = partial(tokenizer.encode, add_special_tokens=body.add_special_tokens)
             tokens = await self._tokenized(served, encode, body.text)
         return JSONResponse(tokenize_answer(tokens, served.context_length))

@@ -335,6 +335,13 @@ def test_a_context_that_is_too_long_is_told_in_numbers(client: OpenAI, server: R
     with pytest.raises(openai.BadRequestError) as bad:
         client.completions.create(model="small", prompt=[5] * (longest + 1))
     assert (bad.value.code, bad.value.param) == ("context_length_exceeded", "prompt")
+    # Too long to be tokenized at all, which would take a while.
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model="small", prompt="a b " * 3_000_000)
+    assert "12,000,000 characters" in bad.value.message
+    with pytest.raises(openai.BadRequestError) as bad:
+        chat(client, messages=[{"role": "user", "content": "a b " * 3_000_000}])
+    assert (bad.value.code, bad.value.param) == ("context_length_exceeded", "messages")
 
 
 def test_keys_are_asked_for() -> None:
