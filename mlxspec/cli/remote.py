@@ -103,7 +103,8 @@ class RemoteModel:
                     reason = choice["finish_reason"] or reason
                     for text, accepted in choice.get("mlxspec", {}).get("drafts", ()):
                         count += 1
-                        yield _response(text, accepted, count)
+                        speed = count / max(time.perf_counter() - begun, 1e-6)
+                        yield _response(text, accepted, count, len(tokens), speed)
                 if usage := chunk.get("usage"):
                     yield _last(usage, reason, started, begun or started)
 
@@ -155,22 +156,25 @@ def _events(answer: HTTPResponse) -> Iterator[dict[str, Any]]:
         for line in answer:
             if line.startswith(b"data: {"):
                 yield json.loads(line.removeprefix(b"data: "))
-    except (OSError, HTTPException) as error:
+    except (OSError, ValueError, HTTPException) as error:  # in the middle of a line, too
         raise PromptError(f"the server has gone: {error}") from error
 
 
-def _response(text: str, accepted: bool, count: int) -> GenerationResponse:
+def _response(
+    text: str, accepted: bool, count: int, prompt_tokens: int, speed: float
+) -> GenerationResponse:
+    """A response on the way, whose figures are those of texts, which stand for tokens."""
     return GenerationResponse(
         text=text,
         token=-1,
         logprobs=mx.array([]),
         from_draft=accepted,
-        prompt_tokens=0,
+        prompt_tokens=prompt_tokens,
         prompt_tps=0.0,
         generation_tokens=count,
-        generation_tps=0.0,
+        generation_tps=speed,
         peak_memory=0.0,
-        stats=SpeculationStats(),
+        stats=SpeculationStats(steps=count, rows=count, emitted=count),
     )
 
 
@@ -185,10 +189,10 @@ def _last(
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     ended = time.perf_counter()
     steps = max(1, generated - accepted)
-    response = _response("", False, generated)
-    response.prompt_tokens, response.reused_tokens = prompt, cached
+    speed = generated / max(ended - begun, 1e-6)
+    response = _response("", False, generated, prompt, speed)
+    response.reused_tokens = cached
     response.prompt_tps = (prompt - cached) / (begun - started) if begun > started else 0.0
-    response.generation_tps = generated / max(ended - begun, 1e-6)
     response.finish_reason = reason
     response.stats = SpeculationStats(steps, steps + drafted, drafted, accepted, generated)
     return response

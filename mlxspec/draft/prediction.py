@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cached_property
 
 from .drafter import Drafter, DraftTree, VerifiedStep
 
@@ -24,11 +25,15 @@ class PredictionDrafter(Drafter):
 
     def __init__(self, prediction: Sequence[int]) -> None:
         self._text = tuple(prediction)
-        self._places: dict[tuple[int, ...], list[int]] = {}
+
+    @cached_property
+    def _places(self) -> dict[tuple[int, ...], list[int]]:
         """Behind which places in the text an n-gram ends, in ascending order."""
+        places: dict[tuple[int, ...], list[int]] = {}
         for size in range(_SHORTEST, _LONGEST + 1):
             for end in range(size, len(self._text) + 1):
-                self._places.setdefault(self._text[end - size : end], []).append(end)
+                places.setdefault(self._text[end - size : end], []).append(end)
+        return places
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]

@@ -60,7 +60,7 @@ class Scheduler:
 
     Args:
         decoder: its model, tokenizer and drafter are used.
-        max_active: how many generations run at once at most; the others wait.
+        max_active: how many generations run at once at most, without paused ones; others wait.
         stall: seconds for which running generations may wait for others' prompts between two
             steps. Chunks are made so long by the speed of those before. With ``math.inf`` nobody
             reads the answers as they come, and all that counts is the time that they take
@@ -164,7 +164,7 @@ class Scheduler:
             self._end(job)
 
     def _admit(self) -> None:
-        while self._waiting and len(self._prefilling) + len(self._active) < self._max_active:
+        while self._waiting and len(self._prefilling) + len(self._going_on) < self._max_active:
             job = self._waiting[0]
             self._prefilling.append(job)  # first, so that an interrupt finds it in one place
             self._waiting.popleft()

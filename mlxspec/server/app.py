@@ -176,8 +176,16 @@ class _Api:
         served = self._served(body.model)
         tokenizer = served.decoder.tokenizer
         vocab_size = served.decoder.vocab_size
-        for text in body.prompts:
-            self._check_length(served, "prompt", text if isinstance(text, str) else "")
+        for prompt in body.prompts:
+            if isinstance(prompt, str):
+                self._check_length(served, "prompt", prompt)
+            elif served.context_length is not None and len(prompt) > served.context_length:
+                raise ApiError(
+                    f"prompt has {len(prompt):,} tokens and the model's context "
+                    f"{served.context_length:,}: shorten it",
+                    param="prompt",
+                    code="context_length_exceeded",
+                )
         self._check_length(served, "suffix", body.suffix)
         prompts = await self._tokenized(served, completion_prompts, body, tokenizer, vocab_size)
         answer = CompletionAnswer(body, served.name, tokenizer)
@@ -197,7 +205,8 @@ class _Api:
         if body.prediction:
             self._check_length(served, "prediction", body.prediction)
             encode = partial(decoder.tokenizer.encode, add_special_tokens=False)
-            prediction = tuple(await self._tokenized(served, encode, body.prediction))
+            expected = await self._tokenized(served, encode, body.prediction)
+            prediction = tuple(expected[: served.context_length])  # no output is longer
         requests: list[GenerationRequest] = []
         for prompt in prompts:
             for choice in range(body.n):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter as Count
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -153,8 +153,10 @@ def outcome_of(ended: Ended | ApiError) -> str:
     return ended.finish_reason if isinstance(ended, Ended) else _OUTCOMES.get(ended.status, "error")
 
 
-def gauge(name: str, help: str, value: float, **labels: str) -> GaugeMetricFamily:
-    """One value of a collector."""
-    family = GaugeMetricFamily(f"mlxspec_{name}", help, labels=[*labels])
-    family.add_metric([*labels.values()], value)
+def gauge(name: str, help: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+    """The values of a collector by model; by "" what has none."""
+    labels = ["model"] if "" not in values else []
+    family = GaugeMetricFamily(f"mlxspec_{name}", help, labels=labels)
+    for model, value in values.items():
+        family.add_metric([model][: len(labels)], value)
     return family

@@ -120,12 +120,12 @@ class PrefixCache:
     @property
     def nbytes(self) -> int:
         """The memory of all entries that are not in use."""
-        return sum(entry.nbytes for entry in self._idle)
+        return sum(entry.nbytes for entry in self._idle.copy())  # others may look at it
 
     @property
     def entries(self) -> int:
         """How many entries are in memory and not in use."""
-        return sum(entry.session is not None for entry in self._idle)
+        return sum(entry.session is not None for entry in self._idle.copy())
 
     # --- lending ---
 

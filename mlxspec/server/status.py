@@ -85,7 +85,7 @@ class Gauges(Collector):
         tickets = self._worker.tickets.copy()
         for state in ("queued", "prefill", "decoding"):
             count = sum(ticket.state == state for ticket in tickets)
-            yield gauge(f"{state}_generations", f"Generations now: {state}.", count)
-        for served in self._worker.models.values():
-            yield gauge("cache_bytes", "Bytes of kept prefixes.", served.cache.nbytes)
-        yield gauge("memory_bytes", "Memory that MLX uses.", mx.get_active_memory())
+            yield gauge(f"{state}_generations", f"Generations now: {state}.", {"": count})
+        kept = {served.name: served.cache.nbytes for served in self._worker.models.values()}
+        yield gauge("cache_bytes", "Bytes of kept prefixes.", kept)
+        yield gauge("memory_bytes", "Memory that MLX uses.", {"": mx.get_active_memory()})

