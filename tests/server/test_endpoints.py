@@ -24,6 +24,8 @@ from tests.support.demo import FLAT, given_costs, stand_in_decoder
 from tests.support.scripted_model import write_scripted_model
 from tests.support.serving import Running, running_server
 
+pytestmark = pytest.mark.slow
+
 HELLO: list[Any] = [{"role": "user", "content": "Hello there"}]
 
 

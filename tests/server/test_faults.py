@@ -27,6 +27,8 @@ from tests.support.brake import Brake, braked, until
 from tests.support.demo import stand_in_decoder
 from tests.support.serving import Running, running_server, served
 
+pytestmark = pytest.mark.slow
+
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO: list[Any] = [{"role": "user", "content": "Hello there"}]
 ENDLESS = {"prompt": "Once upon", "max_tokens": 20_000}

@@ -21,6 +21,8 @@ from tests.support.examples import examples
 from tests.support.hostile import json_values, mutated
 from tests.support.serving import running_server, served
 
+pytestmark = pytest.mark.slow
+
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOKENIZE, DETOKENIZE = "/v1/tokenize", "/v1/detokenize"
 MOST = 12

@@ -16,6 +16,8 @@ from mlxspec.server.worker import Limits
 from tests.support.browser import shown_document
 from tests.support.serving import running_server
 
+pytestmark = pytest.mark.slow
+
 ASK: dict[str, Any] = {
     "model": "small",
     "messages": [{"role": "user", "content": "Again: one two."}],
