@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter as Count
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
 
 from ..draft.drafter import VerifiedStep
 from .errors import ApiError
@@ -151,12 +150,3 @@ _OUTCOMES = {499: "cancelled", 429: "refused", 503: "ending"}
 def outcome_of(ended: Ended | ApiError) -> str:
     """How a generation has ended, in a word."""
     return ended.finish_reason if isinstance(ended, Ended) else _OUTCOMES.get(ended.status, "error")
-
-
-def gauge(name: str, help: str, values: Mapping[str, float]) -> GaugeMetricFamily:
-    """The values of a collector by model; by "" what has none."""
-    labels = ["model"] if "" not in values else []
-    family = GaugeMetricFamily(f"mlxspec_{name}", help, labels=labels)
-    for model, value in values.items():
-        family.add_metric([model][: len(labels)], value)
-    return family

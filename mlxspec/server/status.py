@@ -11,7 +11,6 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from .. import __version__
-from .metrics import gauge
 from .prefix_cache import PrefixCache
 from .worker import Worker
 
@@ -85,7 +84,11 @@ class Gauges(Collector):
         tickets = self._worker.tickets.copy()
         for state in ("queued", "prefill", "decoding"):
             count = sum(ticket.state == state for ticket in tickets)
-            yield gauge(f"{state}_generations", f"Generations now: {state}.", {"": count})
-        kept = {served.name: served.cache.nbytes for served in self._worker.models.values()}
-        yield gauge("cache_bytes", "Bytes of kept prefixes.", kept)
-        yield gauge("memory_bytes", "Memory that MLX uses.", {"": mx.get_active_memory()})
+            name = f"mlxspec_{state}_generations"
+            yield GaugeMetricFamily(name, f"Generations now: {state}.", count)
+        kept = GaugeMetricFamily("mlxspec_cache_bytes", "Bytes of kept prefixes.", labels=["model"])
+        for served in self._worker.models.values():
+            kept.add_metric([served.name], served.cache.nbytes)
+        yield kept
+        used = mx.get_active_memory()
+        yield GaugeMetricFamily("mlxspec_memory_bytes", "Memory that MLX uses.", used)
