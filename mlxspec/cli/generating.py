@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from ..store.learner import Learner
 
 # What the options set that only some decoders take.
+API_KEY = "MLXSPEC_API_KEY"
+"""The variable of the environment with a server's key, for the server and for who talks to it."""
+
 LOOKUP, LOOKAHEAD, STORE, OWN = "prompt lookup", "lookahead", "store", "own drafter"
 
 

@@ -9,7 +9,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import fields
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 
@@ -19,9 +18,8 @@ from ..engine.params import CacheOptions
 from ..errors import OptionError, PromptError
 from ..generation.response import GenerationResponse, SpeculationStats
 from ..loading.chat_template import Messages
-from .generating import Drafting, Generation
+from .generating import API_KEY, Drafting, Generation
 
-_KEY = "MLXSPEC_API_KEY"
 _RENAMED = {"temp": "temperature"}
 _OURS = {"min_tokens_to_keep", "logits_processors", "sampler", "xtc_special_tokens"}
 
@@ -76,11 +74,10 @@ class RemoteModel:
             unused: session and progress, which the server has itself.
         """
         sampling, ends = self._generation.sampling, self._generation.ends
-        given = {own.name: getattr(sampling, own.name) for own in fields(sampling)}
         body = {
             **{
                 _RENAMED.get(name, name): value
-                for name, value in given.items()
+                for name, value in vars(sampling).items()
                 if name not in _OURS
             },
             "model": self.name,
@@ -123,7 +120,7 @@ class RemoteModel:
             PromptError: it says that something is wrong.
         """
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(_KEY):
+        if key := os.environ.get(API_KEY):
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         try:

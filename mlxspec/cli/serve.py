@@ -22,7 +22,7 @@ from rich.text import Text
 from ..distributed.launch import launched_rank
 from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError
-from .generating import Drafting, Ends, Generation, model_or_default, tell_of_default
+from .generating import API_KEY, Drafting, Ends, Generation, model_or_default, tell_of_default
 from .options import FILE, NAME, check_least, color_option, command, option, options_of
 from .outcome import note
 from .output import error_console, shown
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ..server.worker import ServedModel, Ticket, Worker
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
-_KEY = "MLXSPEC_API_KEY"
 _MOST_PORT = 65535
 
 
@@ -75,7 +74,7 @@ class _Size(click.ParamType):
 )
 @option(
     "--api-key-file FILE",
-    f"Ask for one of the keys in this file, one a line. {_KEY} in the environment is one, too.",
+    f"Ask for one of the keys in this file, one a line. {API_KEY} in the environment is one, too.",
     type=FILE,
     group="Models and address",
 )
@@ -197,7 +196,7 @@ def _keys(file: Path | None) -> list[str]:
         OptionError: the file has none, or one that no header can carry.
     """
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file else []
-    keys = [key for line in [*lines, os.environ.get(_KEY, "")] if (key := line.strip())]
+    keys = [key for line in [*lines, os.environ.get(API_KEY, "")] if (key := line.strip())]
     if file and not keys:
         raise OptionError(f"--api-key-file {shown(str(file))} has no key: write one a line")
     if any(not key.isascii() or not key.isprintable() or " " in key for key in keys):
@@ -218,7 +217,7 @@ def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | N
     if not keys:
         raise OptionError(
             f"--host {host} can be reached from other machines: give a key with --api-key-file or "
-            f"{_KEY}, or listen at 127.0.0.1"
+            f"{API_KEY}, or listen at 127.0.0.1"
         )
     return {_bracketed(host), *allowed} if allowed else None
 

@@ -209,6 +209,7 @@ class _Api:
             prediction = tuple(expected[: served.context_length])  # no output is longer
         requests: list[GenerationRequest] = []
         for prompt in prompts:
+            tokens = tuple(prompt.tokens)  # one for all choices
             for choice in range(body.n):
                 options: GenerationOptions = {
                     "sampling": body.sampling.params(
@@ -219,7 +220,7 @@ class _Api:
                 }
                 requests.append(
                     GenerationRequest(
-                        tuple(prompt.tokens),
+                        tokens,
                         self._room(served, len(prompt.tokens), body.max_tokens),
                         options,
                         len(requests),
