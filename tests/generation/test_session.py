@@ -23,6 +23,7 @@ from mlxspec import Decoder, PromptLookupDecoder, Session
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
 from mlxspec.errors import OptionError
 from tests.support.architectures import ARCHITECTURES
+from tests.support.architectures import KINDS_OF_CACHES as KINDS
 from tests.support.demo import demo
 from tests.support.drafters import HostileDrafter, PartlyRightDrafter
 from tests.support.examples import examples
@@ -31,16 +32,6 @@ from tests.support.harness import assert_same_output
 pytestmark = pytest.mark.slow
 
 VOCABULARY = 64
-KINDS = {
-    "plain": "llama3",
-    "sliding and full": "gemma3",
-    "latent": "deepseek_v3",
-    "lists": "deepseek_v32",
-    "chunked": "llama4",
-    "state": "mamba2",
-    "state and window": "recurrent_gemma",
-    "state and full": "lfm2",
-}
 CUTTABLE = {"plain", "sliding and full", "latent", "lists"}
 
 

@@ -24,20 +24,11 @@ from mlxspec.engine.params import CacheOptions
 from mlxspec.generation.scheduler import Job, Scheduler
 from mlxspec.server.prefix_cache import PrefixCache
 from tests.support.architectures import ARCHITECTURES
+from tests.support.architectures import KINDS_OF_CACHES as KINDS
 from tests.support.demo import endless_tokenizer
 from tests.support.examples import examples
 
 ENOUGH = 1 << 30
-KINDS = {
-    "plain": "llama3",
-    "sliding and full": "gemma3",
-    "latent": "deepseek_v3",
-    "lists": "deepseek_v32",
-    "chunked": "llama4",
-    "state": "mamba2",
-    "state and window": "recurrent_gemma",
-    "state and full": "lfm2",
-}
 CUTTABLE = ("plain", "latent", "lists")
 cuttable = pytest.mark.parametrize(
     "kind", ["plain", *(pytest.param(kind, marks=pytest.mark.slow) for kind in CUTTABLE[1:])]

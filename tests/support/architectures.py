@@ -274,3 +274,15 @@ ARCHITECTURES = {
     model_type: Architecture(capability, model_type, published, config)
     for model_type, (capability, published, config) in RARER.items()
 }
+
+KINDS_OF_CACHES = {
+    "plain": "llama3",
+    "sliding and full": "gemma3",
+    "latent": "deepseek_v3",
+    "lists": "deepseek_v32",
+    "chunked": "llama4",
+    "state": "mamba2",
+    "state and window": "recurrent_gemma",
+    "state and full": "lfm2",
+}
+"""An architecture for each kind of caches that sessions keep."""
