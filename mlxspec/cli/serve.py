@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from ..generation.options import GenerationOptions
     from ..server.errors import ApiError
     from ..server.events import Ended
-    from ..server.worker import ServedModel, Ticket, Worker
+    from ..server.served_model import ServedModel
+    from ..server.tickets import Ticket
+    from ..server.worker import Worker
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _MOST_PORT = 65535
@@ -254,7 +256,7 @@ def _served(
     """A model and what serves it, with its share of the memory."""
     from ..server.admission import Memory
     from ..server.prefix_cache import PrefixCache
-    from ..server.worker import ServedModel
+    from ..server.served_model import ServedModel
 
     memory = Memory(decoder.model, generation.caches)
     memory = Memory(decoder.model, generation.caches, memory.limit // models)

@@ -91,6 +91,7 @@ class Scheduler:
         self.plain_seconds: float | None = None
         self.on_step: Callable[[Job, DecodedStep], object] = lambda job, step: None
         self._prefill_speed = 0.0  # tokens per second
+        self._deadline = math.inf  # of the prompts of this turn
         self._waiting: deque[Job] = deque()
         self._prefilling: deque[Job] = deque()
         self._active: list[Job] = []
@@ -144,14 +145,17 @@ class Scheduler:
             during.callback(self.close)
             yield
 
-    def turn(self) -> bool:
+    def turn(self, hurried: bool = False) -> bool:
         """Run prompts for a while, and one step of each active generation.
+
+        Args:
+            hurried: others wait for the end of the turn, as running generations do.
 
         Returns:
             whether there is anything left to do for generations that are not paused.
         """
         self._admit()
-        self._prefill()
+        self._prefill(hurried)
         going_on = self._going_on
         if going_on:
             self._step(going_on)
@@ -173,14 +177,14 @@ class Scheduler:
             except Exception as error:
                 self._end(job, error)
 
-    def _prefill(self) -> None:
+    def _prefill(self, hurried: bool) -> None:
         """Run a chunk of a prompt, and others while running generations may wait.
 
         Where there are none it comes to an end as soon, so that it can be cancelled.
         """
         self._deadline, started = math.inf, time.perf_counter()
         while self._prefilling:
-            if self._going_on and self._deadline == math.inf:
+            if (hurried or self._going_on) and self._deadline == math.inf:
                 self._deadline = time.perf_counter() + self._stall
             short = self._short_prompts()
             if len(short) > 1:

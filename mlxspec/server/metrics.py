@@ -132,11 +132,12 @@ class Metrics:
         self.totals.update(forwards=1)
         self.history.add(forwards=1)
 
-    def add_end(self, ended: Ended | ApiError, seconds: float) -> None:
-        """A generation has ended, or was refused."""
+    def add_end(self, ended: Ended | ApiError, seconds: float | None = None) -> None:
+        """A generation has ended after so many seconds, or was refused."""
         outcome = outcome_of(ended)
         self._ended.labels(outcome).inc()
-        self._seconds.observe(seconds)
+        if seconds is not None:
+            self._seconds.observe(seconds)
         self.totals.update([outcome])
 
     def text(self) -> bytes:

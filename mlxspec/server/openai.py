@@ -1,8 +1,5 @@
 """Answers in the forms of OpenAI's API, from the tokens that the decoder emits.
 
-An answer is fed with events, of any of its choices in any order, and returns the chunks that a
-streamed answer sends for them. When all choices have ended it can be told as a whole.
-
 With ``"mlxspec": {"drafts": true}`` in the request, each streamed choice that has text says which
 of it came from accepted drafts: ``"mlxspec": {"drafts": [["The quick brown", true], [" fox",
 false]]}``, whose texts join to the choice's.
@@ -22,7 +19,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import __version__
 from ..loading.detokenizer import token_bytes
-from .events import Ended, Event, Piece
+from .answer import Answer, ChatChoice
+from .events import Ended, Piece
 from .output import (
     Delta,
     OutputFormat,
@@ -37,7 +35,7 @@ from .requests import ChatRequest, CompletionRequest, Request
 _IMPOSSIBLE = -9999.0  # what OpenAI has for minus infinity, which is no JSON
 
 
-class Answer:
+class _OpenAIAnswer(Answer):
     """What the answers of both APIs have in common.
 
     Args:
@@ -48,19 +46,19 @@ class Answer:
 
     Attributes:
         id: of the answer.
-        done: all choices have ended.
     """
 
+    end = "data: [DONE]\n\n"
     _prefix = _object = _chunk_object = ""
 
     def __init__(
         self, request: Request, model: str, tokenizer: TokenizerWrapper, n_choices: int
     ) -> None:
+        super().__init__(n_choices)
         self.id = f"{self._prefix}-{uuid.uuid4().hex}"
         self._request = request
         self._tokenizer = tokenizer
         self._names = _TokenNames(tokenizer)
-        self._ends: list[Ended | None] = [None] * n_choices
         self._begun = False
         self._head = {
             "created": int(time.time()),
@@ -68,54 +66,34 @@ class Answer:
             "system_fingerprint": f"mlxspec-{__version__}",
         }
 
-    @property
-    def done(self) -> bool:
-        return all(self._ends)
-
     def begin(self) -> list[dict[str, Any]]:
-        """The chunks that begin the choices, in order; the first :meth:`feed` has them otherwise.
+        """The chunks that begin the choices, in order.
 
         OpenAI's Python library fails where the first chunk is of another choice than 0.
         """
         if self._begun:
             return []
         self._begun = True
-        choices = [c for index in range(len(self._ends)) for c in self._begin_choice(index)]
+        choices = [c for index in range(len(self.ends)) for c in self._begin_choice(index)]
         return [self._chunk(choice) for choice in choices]
 
-    def feed(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Take what has happened; returns the chunks of a streamed answer for it.
+    def feed_choice(
+        self, index: int, pieces: Sequence[Piece], end: Ended | None
+    ) -> list[dict[str, Any]]:
+        return [self._chunk(choice) for choice in self._feed_choice(index, pieces, end)]
 
-        What comes for a choice after its end is left out.
-        """
-        chunks = self.begin()
-        was_done = self.done
-        for index, group in groupby(events, key=lambda event: event.index):
-            if self._ends[index]:
-                continue
-            pieces: list[Piece] = []
-            for event in group:
-                if isinstance(event, Ended):
-                    self._ends[index] = event
-                    break
-                pieces.append(event)
-            chunks += map(self._chunk, self._feed_choice(index, pieces, self._ends[index]))
-        if self._request.include_usage and self.done and not was_done:
-            chunks.append(self._envelope(self._chunk_object, [], self.usage()))
-        return chunks
+    def close(self) -> list[dict[str, Any]]:
+        if not self._request.include_usage:
+            return []
+        return [self._envelope(self._chunk_object, [], self.usage())]
 
     def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
-        choices = [self._whole_choice(index) for index in range(len(self._ends))]
+        choices = [self._whole_choice(index) for index in range(len(self.ends))]
         return self._envelope(self._object, choices, self.usage())
-
-    def finished(self, index: int) -> bool:
-        """Whether a choice needs no more tokens, though it has not ended."""
-        return False
 
     def usage(self) -> dict[str, Any]:
         """The tokens of the choices that have ended; a prompt of ``n`` choices counts once."""
-        ends = [end for end in self._ends if end]
+        ends = [end for end in self.ends if end]
         n = self._request.n
         prompts = [list(group) for _, group in groupby(ends, key=lambda end: end.index // n)]
         prompt_tokens = sum(group[0].prompt_tokens for group in prompts)
@@ -182,46 +160,7 @@ def _runs(texts: Iterable[tuple[str, bool]]) -> list[list[Any]]:
 # --- chat ---
 
 
-@dataclass
-class _ChatChoice:
-    """What a choice of a chat has so far."""
-
-    parser: OutputParser
-    content: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
-    reasoning_tokens: int = 0
-
-    def add(self, delta: Delta) -> None:
-        if isinstance(delta, Text):
-            self.content.append(delta.text)
-        elif isinstance(delta, Reasoning):
-            self.reasoning.append(delta.text)
-        elif isinstance(delta, ToolCallBegun):
-            function = {"name": delta.name, "arguments": ""}
-            self.calls.append({"id": delta.id, "type": "function", "function": function})
-        else:
-            self.calls[delta.index]["function"]["arguments"] += delta.text
-
-    def read(self, pieces: Sequence[Piece], end: bool) -> list[tuple[Delta, bool]]:
-        """What the tokens say, and whether they were accepted drafts."""
-        said: list[tuple[Delta, bool]] = []
-        for piece in pieces:
-            was_reasoning = self.parser.reasoning
-            said += ((delta, piece.accepted) for delta in self.parser.feed(piece.text))
-            self.reasoning_tokens += was_reasoning or self.parser.reasoning
-        if end:
-            said += ((delta, False) for delta in self.parser.finish())
-        return said
-
-    def finish_reason(self, end: Ended | None) -> str:
-        reason = end.finish_reason if end else "stop"
-        calls = self.calls and (reason == "stop" or self.parser.finished)
-        return "tool_calls" if calls else reason
-
-
-class ChatAnswer(Answer):
+class ChatAnswer(_OpenAIAnswer):
     """The answer of ``/v1/chat/completions``.
 
     Reasoning is told as ``reasoning_content``. Log-probabilities are of all generated tokens,
@@ -237,7 +176,7 @@ class ChatAnswer(Answer):
         self, request: ChatRequest, model: str, tokenizer: TokenizerWrapper, format: OutputFormat
     ) -> None:
         super().__init__(request, model, tokenizer, request.n)
-        self._choices = [_ChatChoice(OutputParser(format)) for _ in range(request.n)]
+        self._choices = [ChatChoice(OutputParser(format)) for _ in range(request.n)]
 
     def finished(self, index: int) -> bool:
         return self._choices[index].parser.finished
@@ -284,7 +223,7 @@ class ChatAnswer(Answer):
             "index": index,
             "message": message,
             "logprobs": {"content": choice.logprobs, "refusal": None} if asked else None,
-            "finish_reason": choice.finish_reason(self._ends[index]),
+            "finish_reason": choice.finish_reason(self.ends[index]),
         }
 
     def _reasoning_tokens(self) -> int:
@@ -333,7 +272,7 @@ class _TextChoice:
         self.length += len(text)
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(_OpenAIAnswer):
     """The answer of ``/v1/completions``."""
 
     _prefix, _object, _chunk_object = "cmpl", "text_completion", "text_completion"
@@ -341,7 +280,7 @@ class CompletionAnswer(Answer):
     def __init__(self, request: CompletionRequest, model: str, tokenizer: TokenizerWrapper) -> None:
         super().__init__(request, model, tokenizer, len(request.prompts) * request.n)
         self._echoes = [self._text_of(prompt) if request.echo else "" for prompt in request.prompts]
-        self._choices = [_TextChoice() for _ in self._ends]
+        self._choices = [_TextChoice() for _ in self.ends]
 
     def _text_of(self, prompt: str | Sequence[int]) -> str:
         return prompt if isinstance(prompt, str) else detokenized(self._tokenizer, prompt)
@@ -373,7 +312,7 @@ class CompletionAnswer(Answer):
         return chunks
 
     def _whole_choice(self, index: int) -> dict[str, Any]:
-        choice, end = self._choices[index], self._ends[index]
+        choice, end = self._choices[index], self.ends[index]
         logprobs = None if self._request.logprobs is None else _legacy(choice.logprobs)
         reason = end.finish_reason if end else "stop"
         return _text_choice(index, "".join(choice.texts), logprobs, reason)

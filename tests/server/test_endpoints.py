@@ -18,7 +18,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 import mlxspec
 from mlxspec.server.admission import Memory
 from mlxspec.server.prefix_cache import PrefixCache
-from mlxspec.server.worker import ServedModel
+from mlxspec.server.served_model import ServedModel
 from tests.support.chat_tokenizer import with_tools
 from tests.support.demo import FLAT, given_costs, stand_in_decoder
 from tests.support.scripted_model import write_scripted_model

@@ -19,10 +19,12 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 import mlxspec
-from mlxspec.server import app, worker
+from mlxspec.server import app, generating, lane, worker
 from mlxspec.server.admission import Memory
+from mlxspec.server.answering import Silence
 from mlxspec.server.gate import MOST_BYTES
-from mlxspec.server.worker import Limits, Ticket
+from mlxspec.server.tickets import Ticket
+from mlxspec.server.worker import Limits
 from tests.support.brake import Brake, braked, until
 from tests.support.demo import stand_in_decoder
 from tests.support.serving import Running, running_server, served
@@ -385,14 +387,14 @@ def test_who_leaves_before_the_answer_begins_is_not_generated_for(
     server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Ticket] = []
-    tokenizing, gone, plain = threading.Event(), threading.Event(), app.completion_prompts
+    tokenizing, gone, plain = threading.Event(), threading.Event(), generating.completion_prompts
 
     def slowly(*args: Any) -> Any:
         tokenizing.set()
         assert gone.wait(30)
         return plain(*args)
 
-    monkeypatch.setattr(app, "completion_prompts", slowly)
+    monkeypatch.setattr(generating, "completion_prompts", slowly)
     monkeypatch.setattr(server.worker, "on_end", lambda ticket, ended: seen.append(ticket))
     client = RawClient(server, TEXT, {**ENDLESS, "stream": stream})
     assert tokenizing.wait(30)
@@ -470,7 +472,7 @@ def test_a_slow_reader_pauses_its_own_generation_only() -> None:
 
 
 def test_who_reads_nothing_at_all_makes_room_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_PATIENCE", 0.1)
+    monkeypatch.setattr(lane, "_PATIENCE", 0.1)
     monkeypatch.setattr(worker, "_LOOK_AROUND", 0.1)
     with running_server(limits=Limits(active=1), send_buffer=1 << 14) as server:
         body = {**ENDLESS, "stream": True, "logprobs": 20}
@@ -483,7 +485,7 @@ def test_who_reads_nothing_at_all_makes_room_in_the_end(monkeypatch: pytest.Monk
 
 def test_silent_phases_have_life_signs() -> None:
     with (
-        running_server(limits=Limits(active=1), life_sign=0.02, silence=0.05) as server,
+        running_server(limits=Limits(active=1), silence=Silence(0.02, 0.05)) as server,
         braked(server.decoder.model) as brake,
         ThreadPoolExecutor() as pool,
     ):

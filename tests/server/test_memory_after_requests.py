@@ -11,7 +11,7 @@ import pytest
 from mlxspec.generation.session import Session
 from mlxspec.server.errors import ApiError
 from mlxspec.server.events import Ended
-from mlxspec.server.worker import Ticket
+from mlxspec.server.tickets import Ticket
 from tests.support.serving import running_server, served
 
 

@@ -19,7 +19,8 @@ from mlxspec.engine.params import CacheOptions
 from mlxspec.server.admission import Memory
 from mlxspec.server.app import create_app
 from mlxspec.server.prefix_cache import PrefixCache
-from mlxspec.server.worker import Limits, ServedModel, Worker
+from mlxspec.server.served_model import ServedModel
+from mlxspec.server.worker import Limits, Worker
 from tests.support.demo import FLAT, given_costs, stand_in_decoder
 
 

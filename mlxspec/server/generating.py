@@ -1,0 +1,173 @@
+"""From a checked body to generations in the worker's queue, for every API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+
+from ..generation.options import GenerationOptions
+from .errors import ApiError
+from .prompts import ChatPrompt, Prompt, chat_prompt, completion_prompts
+from .requests import ChatRequest, CompletionRequest, Request
+from .served_model import ServedModel
+from .tickets import EventStream, GenerationRequest
+from .worker import Worker
+
+
+class Generating:
+    """Makes generations of requests.
+
+    Args:
+        worker: runs them.
+        max_tokens: of requests that do not say, as far as the context has room.
+    """
+
+    def __init__(self, worker: Worker, max_tokens: int) -> None:
+        self._worker = worker
+        self._max_tokens = max_tokens
+        self._default = next(iter(worker.models.values()))
+        # A tokenizer serves one thread at a time.
+        self._tokenizing = {name: asyncio.Lock() for name in worker.models}
+
+    def served(self, name: str | None) -> ServedModel:
+        """The model of this name, or the default for None.
+
+        Raises:
+            ApiError: 404, there is none.
+        """
+        if name is None:
+            return self._default
+        served = self._worker.models.get(name)
+        if served is None:
+            known = ", ".join(self._worker.models)
+            raise ApiError(
+                f"there is no model {name!r} here: ask for {known}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return served
+
+    def check_length(self, served: ServedModel, param: str, *texts: object) -> None:
+        """Refuse what cannot fit into the context, before it takes long to tokenize it.
+
+        Raises:
+            ApiError: the texts are too long together.
+        """
+        length, most = sum(len(str(text)) for text in texts), served.most_characters
+        if most is not None and length > most:
+            raise ApiError(
+                f"{param} has {length:,} characters, which are more than the model's context of "
+                f"{served.context_length:,} tokens can hold: shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    async def tokenized(self, served: ServedModel, make: Callable[..., Any], *args: Any) -> Any:
+        """What a function makes with a model's tokenizer, in a thread beside the event loop."""
+        async with self._tokenizing[served.name]:
+            return await run_in_threadpool(make, *args)
+
+    async def chat_prompt(self, served: ServedModel, body: ChatRequest) -> ChatPrompt:
+        """A conversation as the model is given it.
+
+        Raises:
+            ApiError: it is too long, or the model's template does not take it.
+        """
+        contents = (message["content"] for message in body.messages)
+        self.check_length(served, "messages", *contents)
+        self.check_length(served, "tools", *body.tools)
+        tokenizer = served.decoder.tokenizer
+        prompt: ChatPrompt = await self.tokenized(served, chat_prompt, body, tokenizer)
+        return prompt
+
+    async def completion_prompts(
+        self, served: ServedModel, body: CompletionRequest
+    ) -> list[Prompt]:
+        """The prompts of a request for completions.
+
+        Raises:
+            ApiError: as :func:`mlxspec.server.prompts.completion_prompts`, or one is too long.
+        """
+        for prompt in body.prompts:
+            if isinstance(prompt, str):
+                self.check_length(served, "prompt", prompt)
+        self.check_length(served, "suffix", body.suffix)
+        decoder = served.decoder
+        prompts: list[Prompt] = await self.tokenized(
+            served, completion_prompts, body, decoder.tokenizer, decoder.vocab_size
+        )
+        return prompts
+
+    async def submitted(
+        self,
+        served: ServedModel,
+        body: Request,
+        prompts: Sequence[Prompt],
+        partition: str,
+        param: str,
+    ) -> EventStream:
+        """Queue ``n`` generations of each prompt.
+
+        Args:
+            served: the model.
+            body: the request.
+            prompts: made of it.
+            partition: whose prefixes may be used.
+            param: the field that has the prompt.
+
+        Raises:
+            ApiError: an option is out of range, a prompt is too long, or the queue is full.
+        """
+        decoder = served.decoder
+        prediction: tuple[int, ...] = ()
+        if body.prediction:
+            self.check_length(served, "prediction", body.prediction)
+            encode = partial(decoder.tokenizer.encode, add_special_tokens=False)
+            expected = await self.tokenized(served, encode, body.prediction)
+            prediction = tuple(expected[: served.context_length])  # no output is longer
+        requests: list[GenerationRequest] = []
+        for prompt in prompts:
+            tokens = tuple(prompt.tokens)  # one for all choices
+            max_tokens = self._room(served, len(tokens), body.max_tokens, param)
+            for choice in range(body.n):
+                sampling = body.sampling.params(decoder.vocab_size, choice, served.special_tokens)
+                options: GenerationOptions = {
+                    "sampling": sampling,
+                    "stop": (*body.stop, *prompt.stop),
+                    "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
+                }
+                requests.append(
+                    GenerationRequest(
+                        tokens,
+                        max_tokens,
+                        options,
+                        len(requests),
+                        prediction,
+                        body.logprobs,
+                        partition,
+                        param,
+                    )
+                )
+        return self._worker.submit(served, requests)
+
+    def _room(self, served: ServedModel, n_prompt: int, max_tokens: int | None, param: str) -> int:
+        """How many tokens an output may have; a request that does not say takes what there is."""
+        longest, memory = served.context_length, served.memory
+        if longest is not None and n_prompt >= longest:
+            raise ApiError(
+                f"the prompt has {n_prompt:,} tokens, and the model's context {longest:,}: "
+                "shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+        if max_tokens is not None:
+            return max_tokens
+        room = self._max_tokens if longest is None else min(self._max_tokens, longest - n_prompt)
+        while room > 1 and memory.bytes_for(n_prompt + room) > memory.limit:
+            room //= 2
+        return room
