@@ -11,13 +11,15 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from http.client import HTTPException, HTTPResponse
 from typing import Any
+from urllib.parse import urlsplit
 
 import mlx.core as mx
 
-from ..engine.params import CacheOptions
+from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError, PromptError
 from ..generation.response import GenerationResponse, SpeculationStats
 from ..loading.chat_template import Messages
+from ..server.gate import is_loopback
 from .generating import API_KEY, Drafting, Generation
 
 _RENAMED = {"temp": "temperature"}
@@ -46,7 +48,13 @@ class RemoteModel:
                 "how to draft and what caches hold is for 'mlxspec serve': leave these options "
                 "out with --server"
             )
+        if generation.sampling.min_tokens_to_keep != SamplingParams().min_tokens_to_keep:
+            raise OptionError("--min-tokens-to-keep: no server takes it; leave it out")
         self._address = address.rstrip("/").removesuffix("/v1")
+        # A proxy reaches other machines, and cannot reach this one.
+        here = is_loopback(urlsplit(self._address).hostname or "")
+        proxies = [urllib.request.ProxyHandler({})] if here else []
+        self._opener = urllib.request.build_opener(*proxies)
         self._generation = generation
         models = self._asked("/v1/models", None)["data"]
         names = [model["id"] for model in models]
@@ -125,7 +133,7 @@ class RemoteModel:
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self._address + path, data, headers)
-            opened: HTTPResponse = urllib.request.urlopen(request)
+            opened: HTTPResponse = self._opener.open(request)
             return opened
         except urllib.error.HTTPError as error:
             raise PromptError(f"the server: {_told(error)}") from error

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import fcntl
 import os
 import re
 import signal
 import socket
-import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
 import click
-from rich.console import Console, Group
+from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -26,14 +26,12 @@ from .generating import API_KEY, Drafting, Ends, Generation, model_or_default, t
 from .options import FILE, NAME, check_least, color_option, command, option, options_of
 from .outcome import note
 from .output import error_console, shown
+from .request_log import RequestLog
 
 if TYPE_CHECKING:
     from ..generation.decoder import Decoder
     from ..generation.options import GenerationOptions
-    from ..server.errors import ApiError
-    from ..server.events import Ended
     from ..server.served_model import ServedModel
-    from ..server.tickets import Ticket
     from ..server.worker import Worker
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
@@ -149,6 +147,8 @@ def serve_command(
         raise OptionError("serve runs in one process: start it without mlx.launch")
     check_least(1, concurrency=concurrency, max_tokens=max_tokens)
     check_least(0, queue=queue, port=port)
+    if not stall > 0:
+        raise OptionError(f"--stall is {stall:g}: give a number of seconds above 0")
     if port > _MOST_PORT:
         raise OptionError(f"--port is {port}: it is at most {_MOST_PORT}")
     keys = _keys(api_key_file)
@@ -173,10 +173,10 @@ def serve_command(
         names = [one.name for one in served]
         if len({*names}) < len(names):
             raise OptionError("--model names one model twice: leave one of them out")
-        worker = Worker(
-            served, Limits(concurrency, queue, stall), _log_line(console, quiet, log_json)
-        )
-        if cache_dir is not None:
+        log = RequestLog(console, log_json, quiet)
+        serving.callback(log.close)
+        worker = Worker(served, Limits(concurrency, queue, stall), log.ended)
+        if cache_dir is not None and serving.enter_context(_ours_alone(cache_dir)):
             for one in served:
                 one.cache.load(_directory_of(one, cache_dir))
             serving.callback(_save, served, cache_dir)
@@ -187,7 +187,9 @@ def serve_command(
         address = _address(host, listening.getsockname()[1])
         if not quiet:
             console.print(_panel(address, worker, bool(keys)))
-        app = create_app(worker, max_tokens=max_tokens, hosts=hosts, keys=keys)
+        app = create_app(
+            worker, max_tokens=max_tokens, hosts=hosts, keys=keys, on_refusal=log.refused
+        )
         _serve(app, listening, worker)
 
 
@@ -210,10 +212,13 @@ def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | N
     """The names by which requests may call the server; None for any.
 
     Raises:
-        OptionError: others than this machine would reach it without a key.
+        OptionError: others than this machine would reach it without a key, or a name has a port.
     """
-    from ..server.gate import is_loopback
+    from ..server.gate import host_name, is_loopback
 
+    for name in allowed:
+        if name != host_name(name):
+            raise OptionError(f"--allowed-host {shown(name)}: give the name without a port")
     if is_loopback(host):
         return {"localhost", "127.0.0.1", "[::1]", _bracketed(host), *allowed}
     if not keys:
@@ -272,8 +277,30 @@ def _served(
 
 
 def _directory_of(served: ServedModel, directory: Path) -> Path:
-    """Where a model's prefixes are kept."""
-    return directory / quote(served.name, safe="")
+    """Where a model's prefixes are kept: in a directory of its own, also for the model "."."""
+    name = quote(served.name, safe="")
+    return directory / (name if name.strip(".") else name.replace(".", "%2E"))
+
+
+@contextmanager
+def _ours_alone(directory: Path) -> Iterator[bool]:
+    """Keep other servers from a directory of prefixes; gives whether it is ours."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        held = os.open(directory, os.O_RDONLY)
+    except OSError as error:
+        note(f"--cache-dir {directory}: {error.strerror}; no prefix is kept there")
+        yield False
+        return
+    try:
+        with suppress(BlockingIOError):
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield True
+            return
+        note(f"--cache-dir {directory}: another server uses it; no prefix is kept there")
+        yield False
+    finally:
+        os.close(held)
 
 
 def _save(served: list[ServedModel], directory: Path) -> None:
@@ -301,61 +328,6 @@ def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
     )
 
 
-def _log_line(console: Console, quiet: bool, log_json: bool) -> Any:
-    """What tells of a generation that has ended."""
-
-    def tell(ticket: Ticket, ended: Ended | ApiError) -> None:
-        if quiet:
-            return
-        record = _record(ticket, ended)
-        if log_json:
-            click.echo(json.dumps(record))
-        else:
-            console.print(_line(record), soft_wrap=True, highlight=False)
-
-    return tell
-
-
-def _record(ticket: Ticket, ended: Ended | ApiError) -> dict[str, Any]:
-    from ..server.events import Ended
-
-    record: dict[str, Any] = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "model": ticket.served.name,
-        "outcome": "error",
-        "prompt_tokens": len(ticket.request.prompt),
-        "cached_tokens": None,
-        "tokens": ticket.emitted,
-        "seconds": round(time.perf_counter() - ticket.asked, 3),
-        "first_token": round(ticket.first_token - ticket.asked, 3) if ticket.first_token else None,
-        "tokens_per_step": round(ticket.emitted / ticket.steps, 2) if ticket.steps else None,
-        "gain": round(ticket.gain, 2) if ticket.gain else None,
-        "error": None,
-    }
-    if isinstance(ended, Ended):
-        told = {"outcome": ended.finish_reason, "cached_tokens": ended.cached_tokens}
-        return {**record, **told, "tokens": ended.completion_tokens}
-    return {**record, "error": ended.message}
-
-
-def _line(record: dict[str, Any]) -> Text:
-    """A request's line."""
-    parts: list[str | tuple[str, str]] = [
-        (f"{record['time'][11:19]}  ", "dim"),
-        f"{record['prompt_tokens']:>6} + {record['tokens']:<5} tokens",
-        f"  {record['seconds']:6.2f} s",
-    ]
-    if record["tokens_per_step"]:
-        parts.append(f"  {record['tokens_per_step']:5.2f} tokens/step")
-    if record["gain"]:
-        parts.append((f"  {record['gain']:.2f}x", "green" if record["gain"] >= 1 else ""))
-    if record["cached_tokens"]:
-        parts.append((f"  {record['cached_tokens']} cached", "dim"))
-    if record["error"]:
-        parts.append((f"  {shown(record['error'])}", "red"))
-    return Text.assemble(*parts)
-
-
 def _serve(app: Any, listening: socket.socket, worker: Worker) -> None:
     """Answer requests until Ctrl-C, or SIGTERM, which is the same here."""
     import uvicorn
@@ -363,9 +335,10 @@ def _serve(app: Any, listening: socket.socket, worker: Worker) -> None:
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
             super().handle_exit(sig, frame)
-            running = len(worker.tickets)
+            running = len({ticket.stream for ticket in worker.records.tickets.copy()})
             if running and not self.force_exit:
-                note(f"{running} running requests end first; Ctrl-C again ends them at once")
+                what = "1 running request ends" if running == 1 else f"{running} requests end"
+                note(f"{what} first; Ctrl-C again ends at once")
 
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", server_header=False

@@ -52,6 +52,7 @@ async def answered(
     Raises:
         ApiError: a generation has failed before anything was sent.
     """
+    request.state.answered = True
     if streamed:
         return _Streamed(
             _server_sent_events(stream, answer, silence.sign),
@@ -79,6 +80,11 @@ async def answered(
         on_end=making.cancel,
         media_type="application/json",
     )
+
+
+def is_answered(request: Request) -> bool:
+    """Whether generations have begun for a request."""
+    return getattr(request.state, "answered", False)
 
 
 class _Streamed(StreamingResponse):

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from .answering import FAILED, Silence, answered
+from .answering import FAILED, Silence, answered, is_answered
 from .errors import ApiError
-from .gate import Gate, json_body
+from .gate import Gate, OnRefusal, json_body
 from .generating import Generating
 from .openai import (
     ChatAnswer,
@@ -39,17 +39,25 @@ def create_app(
     hosts: Collection[str] | None = None,
     keys: Sequence[str] = (),
     silence: Silence = Silence(),  # noqa: B008  # a constant
+    on_refusal: OnRefusal = lambda path, error: None,
 ) -> Starlette:
     """The ASGI application.
 
     Args:
         worker: started by the caller, who also stops it.
         max_tokens: of requests that do not say, as far as the context has room.
-        hosts, keys: as for :class:`mlxspec.server.gate.Gate`.
+        hosts, keys, on_refusal: as for :class:`mlxspec.server.gate.Gate`.
         silence: how long clients hear nothing.
     """
     api = _Api(worker, max_tokens, silence)
-    worker.metrics.registry.register(Gauges(worker))
+    worker.records.metrics.registry.register(Gauges(worker))
+
+    async def api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        if not is_answered(request):  # else the generation's end tells of it
+            on_refusal(request.url.path, error)
+        return JSONResponse(error.body, error.status, error.headers)
+
     routes = [
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.complete, methods=["POST"]),
@@ -65,18 +73,13 @@ def create_app(
     ]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(Gate, hosts=hosts, keys=keys)],
+        middleware=[Middleware(Gate, hosts=hosts, keys=keys, on_refusal=on_refusal)],
         exception_handlers={
-            ApiError: _api_error,
+            ApiError: api_error,
             HTTPException: _http_error,
             Exception: _server_error,
         },
     )
-
-
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return JSONResponse(error.body, error.status, error.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -170,7 +173,7 @@ class _Api:
 
     async def metrics(self, request: Request) -> Response:
         """``/metrics``, for Prometheus"""
-        return Response(self._worker.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(self._worker.records.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def status(self, request: Request) -> Response:
         """``/status``: the figures of the page"""

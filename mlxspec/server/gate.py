@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from ipaddress import ip_address
 from typing import Any
 
@@ -41,6 +41,9 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+OnRefusal = Callable[[str, ApiError], object]
+
+
 class Gate:
     """ASGI middleware: refuses requests that are not meant for this server, or have no key.
 
@@ -48,12 +51,18 @@ class Gate:
         app: gets the others.
         hosts: names by which this server may be called, without port; None for any.
         keys: one of which a request must have; without keys everybody may ask.
+        on_refusal: called with the path and the error of each request that is refused.
     """
 
     def __init__(
-        self, app: ASGIApp, hosts: Collection[str] | None = None, keys: Sequence[str] = ()
+        self,
+        app: ASGIApp,
+        hosts: Collection[str] | None = None,
+        keys: Sequence[str] = (),
+        on_refusal: OnRefusal = lambda path, error: None,
     ) -> None:
         self._app = app
+        self._on_refusal = on_refusal
         self._hosts = None if hosts is None else {host.lower() for host in hosts}
         self._keys = [key.encode() for key in keys]
 
@@ -64,6 +73,7 @@ class Gate:
         try:
             scope.setdefault("state", {})["partition"] = self._checked(scope)
         except ApiError as error:
+            self._on_refusal(scope["path"], error)
             response = JSONResponse(error.body, error.status, error.headers)
             await response(scope, receive, send)
             return
@@ -76,7 +86,7 @@ class Gate:
             ApiError: 400, 403, 413 or 401.
         """
         headers = Headers(scope=scope)
-        host = _name_of(headers.get("host", ""))
+        host = host_name(headers.get("host", ""))
         if self._hosts is not None and host not in self._hosts:
             raise ApiError(
                 f"the request is for the host {host!r}, which is not this server: "
@@ -112,7 +122,7 @@ class Gate:
         return given.decode()
 
 
-def _name_of(host: str) -> str:
+def host_name(host: str) -> str:
     """The name in a Host header, without port; IPv6 addresses with their brackets."""
     parts = _HOST.fullmatch(host)
     return (parts[1] if parts else host).lower()

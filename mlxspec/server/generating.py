@@ -126,6 +126,12 @@ class Generating:
         decoder = served.decoder
         prediction: tuple[int, ...] = ()
         if body.prediction:
+            if not served.predicts:
+                raise ApiError(
+                    f"prediction: {served.name} is served with one kind of drafts, which are not "
+                    "from what clients expect; leave it out, or serve it without --decoder",
+                    param="prediction",
+                )
             self.check_length(served, "prediction", body.prediction)
             encode = partial(decoder.tokenizer.encode, add_special_tokens=False)
             expected = await self.tokenized(served, encode, body.prediction)

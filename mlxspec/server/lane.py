@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from ..draft.drafter import origins_of
 from ..engine.step import DecodedStep
@@ -15,12 +15,9 @@ from ..generation.response import GenerationResponse
 from ..generation.scheduler import Job, Scheduler
 from .errors import ApiError
 from .events import Ended, Piece
-from .metrics import outcome_of
+from .records import Records
 from .served_model import ServedModel
 from .tickets import Ticket
-
-if TYPE_CHECKING:
-    from .worker import Worker
 
 _log = logging.getLogger("mlxspec.server")
 
@@ -33,16 +30,17 @@ class Lane:
     """One model's queue, and its generations that run; used in the worker's thread alone.
 
     Args:
-        worker: whose limits hold, and who is told what happens.
         served: the model.
-        stall: the lane's part of the time for which running generations may wait for prompts.
+        active: how many generations run at once at most.
+        stall: seconds for which running ones may wait for others' prompts.
+        records: of all generations.
     """
 
-    def __init__(self, worker: Worker, served: ServedModel, stall: float) -> None:
-        self._worker = worker
+    def __init__(self, served: ServedModel, active: int, stall: float, records: Records) -> None:
         self._served = served
+        self._active = active
+        self._records = records
         self.queue: deque[Ticket] = deque()
-        active = worker.limits.active
         self.scheduler = Scheduler(served.decoder, max_active=active, stall=stall)
         self.scheduler.on_step = self._watch
         self._running: dict[Job, Ticket] = {}
@@ -77,7 +75,7 @@ class Lane:
             self._admit()
             busy = self.scheduler.turn(hurried)
             if self.scheduler.steps > steps:
-                self._worker.metrics.add_forward(self.scheduler.step_seconds, *self._shape)
+                self._records.metrics.add_forward(self.scheduler.step_seconds, *self._shape)
         except Exception as error:
             _log.exception("a turn has failed")
             for ticket in [*self.queue, *self._running.values()]:
@@ -87,7 +85,7 @@ class Lane:
             job = ticket.job
             if job and job.error:
                 self.end(ticket, job.error)
-            self._tell(ticket)
+            self._records.tell(ticket)
             if job and ticket.unread > _MOST_UNREAD:
                 self.scheduler.pause(job)
                 if time.perf_counter() > ticket.last_read + _PATIENCE:  # others need its place
@@ -112,7 +110,7 @@ class Lane:
         it in the cache later.
         """
         for ticket in self.queue:
-            full = self._taking_part >= self._worker.limits.active
+            full = self._taking_part >= self._active
             if full or self._held + ticket.nbytes > self._served.memory.limit:
                 return None
             request = ticket.request
@@ -160,7 +158,7 @@ class Lane:
         if plain_seconds is not None:
             plain_seconds *= len(verified.tokens)
         origins = origins_of(job.sequence.drafter, verified.tree)
-        self._worker.metrics.add_step(verified, origins, seconds, plain_seconds)
+        self._records.metrics.add_step(verified, origins, seconds, plain_seconds)
         ticket.steps += 1
         ticket.emitted += len(verified.tokens)
         ticket.decode_seconds += seconds
@@ -170,7 +168,7 @@ class Lane:
         """Turn a response into an event."""
         ticket.state = "decoding"
         now = time.perf_counter()
-        metrics = self._worker.metrics
+        metrics = self._records.metrics
         if ticket.first_token is None:
             ticket.first_token = now
             seconds = now - ticket.asked
@@ -188,6 +186,7 @@ class Lane:
             )
         )
         ticket.last = response
+        ticket.cached_tokens, ticket.tokens = response.reused_tokens, response.generation_tokens
         if response.finish_reason:
             self._ended(ticket, _end_of(ticket, response.finish_reason))
 
@@ -216,26 +215,17 @@ class Lane:
     def _ended(self, ticket: Ticket, ended: Ended | ApiError) -> None:
         """A generation has ended; its caches stay for prompts that begin with what they hold."""
         ticket.batch.append(ended)
-        ticket.state = "ended"
-        told = {"state": outcome_of(ended), "ended": time.perf_counter()}
-        self._worker.recent.append(ticket.figures() | told)
-        self._worker.tickets.remove(ticket)
+        self._records.end(ticket, ended)
         if ticket.job:
             del self._running[ticket.job]
-        self._worker.metrics.add_end(ended, time.perf_counter() - ticket.asked)
         try:
             if ticket.session:
                 self._served.cache.give_back(ticket.session)
-            self._worker.on_end(ticket, ended)
-        except Exception:  # such as a log that nobody reads any more
-            _log.exception("the end of a generation could not be recorded")
+        except Exception:
+            _log.exception("a prompt could not be kept")
         # These lead back to the ticket: the caches in them would wait for the garbage collector.
         ticket.job = ticket.session = ticket.last = None
-        self._tell(ticket)
-
-    def _tell(self, ticket: Ticket) -> None:
-        if batch := ticket.hand_over():
-            self._worker.outbox.append((ticket, batch))
+        self._records.tell(ticket)
 
     def close(self, reason: ApiError) -> None:
         """End all generations."""

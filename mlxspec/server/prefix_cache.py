@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ from .radix_tree import RadixTree
 _LEAST = 16  # tokens; a shorter common beginning is not worth a copy
 _OPENING = 16  # tokens at a prompt's end that open the answer; a later prompt may lack them
 _WORTH_WAITING = 64  # tokens of prefill; of fewer, two requests run each its own
-_NEW_FILE = "new.safetensors"
+_NEW_FILE = "new.safetensors"  # one process alone writes in a directory
 _CHUNK = 1 << 20  # bytes of a file that are read at a time
 _FORMAT = 1
 _SAMPLES = 64  # numbers or so that are looked at in each of a model's weights
@@ -116,6 +117,8 @@ class PrefixCache:
         """The one that was used last is the last."""
         self._lent: dict[Session, _Entry] = {}
         self._files: set[Path] = set()
+        self._checked: dict[Path, int] = {}
+        """Files that were there at the start and are whole; when each had been written."""
 
     @property
     def nbytes(self) -> int:
@@ -156,6 +159,7 @@ class PrefixCache:
             self.hits += 1
         else:
             self.misses += 1
+        self._evict(self.nbytes - self.max_bytes)  # a file may have been opened
         lent = _Entry(tokens, len(tokens), name, session, lent=True)
         if not self._cuttable:
             # Where the prompt leaves the others no state was kept. The next one shall find one.
@@ -386,7 +390,26 @@ class PrefixCache:
         for entry in entries:
             self._add(entry)
             self._files.add(cast(Path, entry.file))
+        # Those used last come first. Streams would wait while the worker reads so much.
+        paths = [cast(Path, entry.file) for entry in reversed(entries)]
+        threading.Thread(target=self._check, args=[paths], daemon=True).start()
         return len(entries)
+
+    def _check(self, paths: Sequence[Path]) -> None:
+        for path in paths:
+            with suppress(OSError):  # which is told once it is needed
+                self._is_whole(path)
+
+    def _is_whole(self, path: Path) -> bool:
+        """Whether a file has the content that its name says; once it had, it is not read again.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        written = path.stat().st_mtime_ns
+        if self._checked.get(path) != written and _checksum(path) == path.stem:
+            self._checked[path] = written
+        return self._checked.get(path) == written
 
     def _described(self, path: Path) -> _Entry | None:
         """The entry of a file, which is not read yet."""
@@ -408,7 +431,7 @@ class PrefixCache:
             return True
         path = cast(Path, entry.file)
         try:
-            if _checksum(path) != path.stem:
+            if not self._is_whole(path):
                 raise PromptCacheError("its content has changed")
             session = Session.load(path)
             if array("i", session.tokens) != entry.tokens:

@@ -56,9 +56,12 @@ class ServedModel:
         tokenizer = self.decoder.tokenizer
         return [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
 
+    @property
+    def predicts(self) -> bool:
+        """Whether its drafts can come from a text that a client expects."""
+        return isinstance(self.decoder, AutoDecoder)
+
     def make_drafter(self, prediction: Sequence[int]) -> MakeDrafter:
         """What makes the drafter of one generation."""
-        arguments = dict(self.arguments)
-        if prediction and isinstance(self.decoder, AutoDecoder):
-            arguments["prediction"] = prediction
-        return self.decoder.drafting_with(**arguments)
+        expected = {"prediction": prediction} if prediction else {}
+        return self.decoder.drafting_with(**self.arguments, **expected)

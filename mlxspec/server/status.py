@@ -19,15 +19,15 @@ _WIDEST = 32  # rows of the cost curve that is shown
 
 def status_of(worker: Worker) -> dict[str, Any]:
     """All figures of the status page, as JSON."""
-    metrics, now = worker.metrics, time.perf_counter()
+    metrics, now = worker.records.metrics, time.perf_counter()
     totals = metrics.totals
-    tickets = worker.tickets.copy()
+    tickets = worker.records.tickets.copy()
     sources = metrics.drafted.copy()
     return {
         "version": __version__,
         "ready": worker.ready.is_set(),
         "requests": [ticket.figures() for ticket in tickets],
-        "recent": [one | {"ended": now - one["ended"]} for one in worker.recent.copy()],
+        "recent": [one | {"ended": now - one["ended"]} for one in worker.records.recent.copy()],
         "totals": dict(totals),
         "tokens_per_step": totals["generated"] / totals["steps"] if totals["steps"] else None,
         "sequences_per_forward": (
@@ -81,7 +81,7 @@ class Gauges(Collector):
         self._worker = worker
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        tickets = self._worker.tickets.copy()
+        tickets = self._worker.records.tickets.copy()
         for state in ("queued", "prefill", "decoding"):
             count = sum(ticket.state == state for ticket in tickets)
             name = f"mlxspec_{state}_generations"

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..generation.options import GenerationOptions
 from ..generation.response import GenerationResponse
@@ -18,9 +18,6 @@ from ..generation.session import Session
 from .errors import ApiError
 from .events import Ended, Event
 from .served_model import ServedModel
-
-if TYPE_CHECKING:
-    from .worker import Worker
 
 
 @dataclass(frozen=True)
@@ -58,6 +55,8 @@ class Ticket:
         number: counts all generations of the process.
         state: "queued", "prefill", "decoding" or "ended".
         prefilled: prompt tokens that have run or were cached.
+        cached_tokens: those that were cached, once the first token has come.
+        tokens: that have been generated.
     """
 
     def __init__(
@@ -69,6 +68,8 @@ class Ticket:
         self.stream = stream
         self.state = "queued"
         self.prefilled = 0
+        self.cached_tokens: int | None = None
+        self.tokens = 0
         self.asked = time.perf_counter()
         self.first_token: float | None = None
         self.emitted = 0
@@ -77,6 +78,10 @@ class Ticket:
         self.plain_seconds = 0.0
         """How long its tokens would have taken without drafts, beside the same others."""
         self.last: GenerationResponse | None = None
+        self.error: ApiError | None = None
+        """What has ended it, if that was no end of its own."""
+        self.outcome: str | None = None
+        """How it has ended, in a word."""
         self.job: Job | None = None
         self.session: Session | None = None
         self.nbytes = served.memory.bytes_for(len(request.prompt) + request.max_tokens)
@@ -94,15 +99,15 @@ class Ticket:
 
     def figures(self) -> dict[str, Any]:
         """How it is doing, as JSON."""
-        last, job = self.last, self.job  # the worker may take them away meanwhile
+        job = self.job  # the worker may take it away meanwhile
         return {
             "number": self.number,
             "model": self.served.name,
-            "state": "paused" if job and job.paused else self.state,
+            "state": self.outcome or ("paused" if job and job.paused else self.state),
             "prompt_tokens": len(self.request.prompt),
             "prefilled": self.prefilled,
-            "cached_tokens": last.reused_tokens if last else None,
-            "tokens": self.emitted,
+            "cached_tokens": self.cached_tokens,
+            "tokens": self.tokens,
             "max_tokens": self.request.max_tokens,
             "tokens_per_step": self.emitted / self.steps if self.steps else None,
             "gain": self.gain,
@@ -122,15 +127,32 @@ Batch = tuple[Ticket, list[Event | ApiError]]
 """What has happened to a generation, in order; never empty."""
 
 
+class Commands(Protocol):
+    """What clients tell the worker of their generations; called in any thread."""
+
+    def end(self, ticket: Ticket, error: ApiError | None = None) -> None:
+        """End a generation before its next step: with an error, or as if the model had."""
+
+    def has_read(self, ticket: Ticket, count: int) -> None:
+        """So many events have been taken: a generation that waited for it may go on."""
+
+
 class EventStream:
     """The generations of one request, for the event loop that made it.
+
+    Args:
+        commands: to the worker.
+        served: the model.
+        requests: one for each choice.
 
     Attributes:
         tickets: one for each choice.
     """
 
-    def __init__(self, worker: Worker, served: ServedModel, requests: Sequence[GenerationRequest]):
-        self._worker = worker
+    def __init__(
+        self, commands: Commands, served: ServedModel, requests: Sequence[GenerationRequest]
+    ) -> None:
+        self._commands = commands
         self._loop = asyncio.get_running_loop()
         self._batches: deque[Batch] = deque()
         self._waiting: asyncio.Future[None] | None = None
@@ -194,7 +216,7 @@ class EventStream:
                 if isinstance(batch[-1], ApiError):
                     raise batch[-1]
                 left -= isinstance(batch[-1], Ended)
-                self._worker.has_read(ticket, len(batch))
+                self._commands.has_read(ticket, len(batch))
         finally:
             self.close()
 
@@ -202,10 +224,10 @@ class EventStream:
         """End generations, by the indices of their choices, as if the model had ended them."""
         for ticket in self.tickets:
             if ticket.state == "decoding" and finished(ticket.request.index):
-                self._worker.end(ticket)
+                self._commands.end(ticket)
 
     def close(self) -> None:
         """End all generations that have not ended: nobody wants the answers."""
         for ticket in self.tickets:
             if ticket.state != "ended":
-                self._worker.end(ticket, ApiError("cancelled", status=499))
+                self._commands.end(ticket, ApiError("cancelled", status=499))

@@ -9,26 +9,23 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from ..errors import MlxspecError
 from ..generation.options import GenerationOptions, check_options
 from .errors import ApiError
-from .events import Ended
 from .lane import Lane
-from .metrics import Metrics
+from .records import Records
 from .served_model import ServedModel
-from .tickets import Batch, EventStream, GenerationRequest, Ticket
+from .tickets import EventStream, GenerationRequest, Ticket
 
 _log = logging.getLogger("mlxspec.server")
 
 _LOOK_AROUND = 10.0  # seconds between two looks for slow readers, where nothing else happens
 _RETRY_AFTER = 5  # seconds, what a client is told that finds the queue full
-_RECENT = 12  # ended generations whose figures are kept
 
 
 class Limits(NamedTuple):
@@ -51,30 +48,26 @@ class Worker:
     Args:
         models: those that are served.
         limits: what is taken at once.
-        on_end: called in the worker's thread with each ticket whose generation has ended.
+        on_end: called in the worker's thread with the tickets of each request, once all its
+            generations have ended.
     """
 
     def __init__(
         self,
         models: Sequence[ServedModel],
         limits: Limits = Limits(),  # noqa: B008  # a constant
-        on_end: Callable[[Ticket, Ended | ApiError], object] = lambda ticket, ended: None,
+        on_end: Callable[[Sequence[Ticket]], object] = lambda tickets: None,
     ) -> None:
         self.models = {served.name: served for served in models}
         self.limits = limits
-        self.metrics = Metrics()
+        self.records = Records(on_end)
         self.ready = threading.Event()
         """Set while requests are answered."""
-        self.tickets: list[Ticket] = []
-        """All that have not ended, in the order in which they came; for looking at them."""
-        self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
-        """Figures of those that have ended last, with their outcome as state and when it was."""
-        self.on_end = on_end
-        self.outbox: list[Batch] = []
-        """What lanes have to tell, until the end of a turn."""
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         stall = limits.stall / len(models)
-        self._lanes = {served.name: Lane(self, served, stall) for served in models}
+        self._lanes = {
+            served.name: Lane(served, limits.active, stall, self.records) for served in models
+        }
         self._stopping: ApiError | None = None
         """Why no more is taken on."""
         self._taking = threading.Lock()
@@ -153,7 +146,7 @@ class Worker:
         """
         for request in requests:
             self.check(served, request)
-        states = [ticket.state for ticket in self.tickets.copy() if ticket.served is served]
+        states = [ticket.state for ticket in self.records.tickets.copy() if ticket.served is served]
         waiting = states.count("queued")
         free = max(0, self.limits.active - (len(states) - waiting))
         if waiting + len(requests) > self.limits.queued + free:
@@ -163,13 +156,13 @@ class Worker:
                 code="queue_full",
                 headers={"Retry-After": str(_RETRY_AFTER)},
             )
-            self.metrics.add_end(full)
+            self.records.metrics.add_end(full)
             raise full
         stream = EventStream(self, served, requests)
         with self._taking:
             if self._stopping:
                 raise self._stopping
-            self.tickets += stream.tickets
+            self.records.tickets += stream.tickets
             self._commands.put(partial(self._lanes[served.name].queue.extend, stream.tickets))
         return stream
 
@@ -204,18 +197,14 @@ class Worker:
                 self._obey(wait=False)  # what came before
                 for lane in lanes:
                     lane.close(self._stopping)
-                self._deliver()
+                self.records.deliver()
 
     def _turn(self, lanes: Sequence[Lane]) -> bool:
         """A turn of each lane; returns whether there is more to do at once."""
         waiting = [lane for lane in lanes if lane.decoding]
         busy = [lane.turn(hurried=any(one is not lane for one in waiting)) for lane in lanes]
-        self._deliver()
+        self.records.deliver()
         return any(busy)
-
-    def _deliver(self) -> None:
-        outbox, self.outbox = self.outbox, []
-        EventStream.deliver(outbox)
 
     def _obey(self, wait: bool) -> None:
         """Run the commands that have come; if there is nothing else to do, wait a while for one."""

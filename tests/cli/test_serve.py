@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,6 +85,9 @@ def test_a_server_answers_logs_and_ends_with_ctrl_c(endless: Path, tmp_path: Pat
             chat_command, ["--server", server.address, "--max-tokens", "5"], input="a\nb\n"
         )
         assert answered.stdout == LINE * 2, answered.stderr
+        server.ask("/v1/completions", prompt="a", max_tokens=3, n=2, temperature=1)
+        with pytest.raises(urllib.error.HTTPError):
+            server.ask("/v1/completions", prompt="a", model="my secret")
         other = ["--server", server.address, "--model", "other"]
         told = CliRunner().invoke(chat_command, other, input="a\n").stderr
         assert told == f"Error: --model is other: the server has {endless}\n"
@@ -91,13 +95,19 @@ def test_a_server_answers_logs_and_ends_with_ctrl_c(endless: Path, tmp_path: Pat
         assert server.process.returncode == 0
         assert errors == ""
         records = [json.loads(line) for line in output.splitlines()]
-        assert [record["outcome"] for record in records] == ["length"] * 3
+        assert [record["outcome"] for record in records] == [*["length"] * 4, "refused"]
         assert records[0]["prompt_tokens"] == len(prompt)
         assert records[0]["tokens"] == 4
+        assert (records[3]["choices"], records[3]["tokens"]) == (2, 6)
+        refusal = {"path": "/v1/completions", "status": 404, "param": "model"}
+        assert records[4].items() >= {**refusal, "code": "model_not_found"}.items()
+        assert "secret" not in output
     files = [path for path in kept.rglob("*") if path.is_file()]
     assert files
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
     with serving("--model", endless, *PLAIN, "--cache-dir", kept) as server:
+        with serving("--model", endless, *PLAIN, "--cache-dir", kept) as second:
+            assert "another server uses it" in second.panel
         usage = server.ask("/v1/completions", prompt=prompt, max_tokens=4)["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == len(prompt) - 1
 
@@ -133,6 +143,8 @@ def test_what_cannot_be_served_is_told_in_a_line(endless: Path, tmp_path: Path) 
     missing = tmp_path / "nothing"
     assert str(missing) in refused("--model", endless, "--api-key-file", missing).stderr
     assert "no size" in refused("--cache-bytes", "5Q").stderr
+    assert "--stall is 0" in refused("--stall", 0).stderr
+    assert "without a port" in refused("--allowed-host", "mac:8080").stderr
     twice = ("--model", endless, "--model", endless, *PLAIN, "--port", 0)
     assert "names one model twice" in refused(*twice).stderr
 

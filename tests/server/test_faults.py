@@ -8,7 +8,7 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -42,7 +42,7 @@ HTTP = httpx.Client(timeout=30)
 def brake(server: Running) -> Iterator[Brake]:
     with braked(server.decoder.model) as brake:
         yield brake
-    until(lambda: not server.worker.tickets)
+    until(lambda: not server.worker.records.tickets)
 
 
 def post(server: Running, path: str, body: Any, **options: Any) -> httpx.Response:
@@ -327,7 +327,7 @@ def narrow() -> Iterator[Running]:
 
 
 def only_ticket(server: Running) -> Ticket:
-    (ticket,) = server.worker.tickets
+    (ticket,) = server.worker.records.tickets
     return ticket
 
 
@@ -336,10 +336,10 @@ def test_who_leaves_while_tokens_come_ends_the_generation(narrow: Running, strea
     with braked(narrow.decoder.model) as brake:
         brake.seconds = 0.01
         client = RawClient(narrow, TEXT, {**ENDLESS, "stream": stream})
-        until(lambda: narrow.worker.tickets and only_ticket(narrow).emitted > 4)
+        until(lambda: narrow.worker.records.tickets and only_ticket(narrow).emitted > 4)
         client.leave()
         before = len(brake.rows)
-        until(lambda: not narrow.worker.tickets)
+        until(lambda: not narrow.worker.records.tickets)
         assert len(brake.rows) - before < 20  # a fifth of a second, for a busy machine
     check_goes_on(narrow)
 
@@ -352,9 +352,9 @@ def test_who_leaves_while_the_prompt_runs_leaves_its_beginning(
     with braked(narrow.decoder.model) as brake:
         brake.seconds = 0.01
         client = RawClient(narrow, TEXT, {"prompt": prompt, "stream": stream})
-        until(lambda: narrow.worker.tickets and only_ticket(narrow).prefilled > 200)
+        until(lambda: narrow.worker.records.tickets and only_ticket(narrow).prefilled > 200)
         client.leave()
-        until(lambda: not narrow.worker.tickets)
+        until(lambda: not narrow.worker.records.tickets)
         run = sum(brake.rows)
         assert 200 < run < len(prompt) - 200
         brake.seconds = 0
@@ -369,16 +369,16 @@ def test_who_leaves_the_queue_is_not_generated_for(narrow: Running, stream: bool
     with braked(narrow.decoder.model) as brake:
         brake.seconds = 0.01
         first = RawClient(narrow, TEXT, ENDLESS)
-        until(lambda: narrow.worker.tickets and only_ticket(narrow).emitted)
+        until(lambda: narrow.worker.records.tickets and only_ticket(narrow).emitted)
         running = only_ticket(narrow)
         second = RawClient(narrow, TEXT, {"prompt": LONG, "stream": stream})
-        until(lambda: len(narrow.worker.tickets) == 2)
-        waiting = narrow.worker.tickets[1]
+        until(lambda: len(narrow.worker.records.tickets) == 2)
+        waiting = narrow.worker.records.tickets[1]
         second.leave()
-        until(lambda: narrow.worker.tickets == [running])
+        until(lambda: narrow.worker.records.tickets == [running])
         assert (waiting.prefilled, waiting.job, waiting.state) == (0, None, "ended")
         first.leave()
-        until(lambda: not narrow.worker.tickets)
+        until(lambda: not narrow.worker.records.tickets)
     check_goes_on(narrow)
 
 
@@ -395,14 +395,14 @@ def test_who_leaves_before_the_answer_begins_is_not_generated_for(
         return plain(*args)
 
     monkeypatch.setattr(generating, "completion_prompts", slowly)
-    monkeypatch.setattr(server.worker, "on_end", lambda ticket, ended: seen.append(ticket))
+    monkeypatch.setattr(server.worker.records, "on_end", seen.extend)
     client = RawClient(server, TEXT, {**ENDLESS, "stream": stream})
     assert tokenizing.wait(30)
     client.leave()
     until(lambda: HTTP.get(f"{server.address}/health").is_success)  # the loop has seen it
     gone.set()
     until(lambda: seen)
-    assert not server.worker.tickets
+    assert not server.worker.records.tickets
     assert seen[0].emitted < 1000
 
 
@@ -427,11 +427,11 @@ def test_who_has_left_when_the_answer_begins_is_not_generated_for(server: Runnin
     async def ask() -> None:
         with pytest.raises(ClientDisconnect):
             await server.app(scope, receive, send)
-        assert len(server.worker.tickets) == 1
+        assert len(server.worker.records.tickets) == 1
 
     with braked(server.decoder.model) as brake, brake.holding():
         asyncio.run(ask())
-    until(lambda: not server.worker.tickets)
+    until(lambda: not server.worker.records.tickets)
 
 
 def test_who_leaves_while_sending_is_no_fault(
@@ -455,7 +455,7 @@ def test_a_slow_reader_pauses_its_own_generation_only() -> None:
         client = RawClient(server, TEXT, body, receives=1 << 12)
 
         def paused() -> bool:
-            tickets = server.worker.tickets
+            tickets = server.worker.records.tickets
             return bool(tickets and tickets[0].job and tickets[0].job.paused)
 
         until(paused)
@@ -477,7 +477,7 @@ def test_who_reads_nothing_at_all_makes_room_in_the_end(monkeypatch: pytest.Monk
     with running_server(limits=Limits(active=1), send_buffer=1 << 14) as server:
         body = {**ENDLESS, "stream": True, "logprobs": 20}
         client = RawClient(server, TEXT, body, receives=1 << 12)
-        until(lambda: server.worker.tickets)
+        until(lambda: server.worker.records.tickets)
         check_goes_on(server)
         assert b"nobody reads the answer" in client.read_until(b"[DONE]")
         client.leave()
@@ -492,13 +492,13 @@ def test_silent_phases_have_life_signs() -> None:
         body = {"prompt": "Once upon", "max_tokens": 4}
         with brake.holding():
             prefilling = RawClient(server, TEXT, {**body, "stream": True})
-            until(lambda: server.worker.tickets)
+            until(lambda: server.worker.records.tickets)
             queued = RawClient(server, TEXT, {**body, "stream": True})
             whole = pool.submit(post, server, TEXT, body)
-            until(lambda: len(server.worker.tickets) == 3)
+            until(lambda: len(server.worker.records.tickets) == 3)
             for client in (prefilling, queued):
                 assert client.read_until(b": still working\n\n").startswith(b"HTTP/1.1 200 OK")
-            assert server.worker.tickets[1].state == "queued"
+            assert server.worker.records.tickets[1].state == "queued"
             unstreamed = RawClient(server, TEXT, body)
             begun = unstreamed.read_until(b"\r\n\r\n1\r\n ")  # a chunk of one space
             assert b"application/json" in begun
@@ -567,7 +567,7 @@ def test_a_fault_in_one_request_leaves_the_others(
                 for prompt, top in (("Once upon", 3), ("So", 7), ("Then", 2))
             ]
             answers = [pool.submit(post, server, TEXT, body) for body in bodies]
-            until(lambda: len(server.worker.tickets) == 3)
+            until(lambda: len(server.worker.records.tickets) == 3)
         first, second, third = [answer.result() for answer in answers]
     assert second.status_code == 500
     assert "out of order" in error_of(second)["message"]
@@ -578,15 +578,15 @@ def test_a_fault_in_one_request_leaves_the_others(
 def test_a_log_that_cannot_be_written_stops_nothing(
     narrow: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(ticket: Ticket, ended: object) -> None:
+    def broken(tickets: Sequence[Ticket]) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr(narrow.worker, "on_end", broken)
+    monkeypatch.setattr(narrow.worker.records, "on_end", broken)
     prompt = [1, *range(500, 560)]
     for cached in (0, len(prompt) - 1):
         answer = post(narrow, TEXT, {"prompt": prompt, "max_tokens": 4}).json()
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
-    assert not narrow.worker.tickets
+    assert not narrow.worker.records.tickets
 
 
 def test_a_fault_in_admission_ends_who_waits(
@@ -617,7 +617,7 @@ def test_a_fault_in_an_answer_is_told_in_its_stream(
         assert error_of(whole)["type"] == "server_error"
         assert whole.headers["Connection"] == "close"  # or the next request would get no answer
         assert "secret" not in streamed.text + whole.text
-    until(lambda: not server.worker.tickets)
+    until(lambda: not server.worker.records.tickets)
     check_goes_on(server)
 
 
@@ -629,7 +629,7 @@ def test_a_server_that_ends_says_so_and_leaves_nothing(stream: bool) -> None:
         with ThreadPoolExecutor() as pool:
             body = {"prompt": prompt, "max_tokens": 20_000, "stream": stream}
             running = pool.submit(post, server, TEXT, body)
-            until(lambda: server.worker.tickets and only_ticket(server).emitted)
+            until(lambda: server.worker.records.tickets and only_ticket(server).emitted)
             server.worker.stop()
             answer = running.result()
         if stream:
@@ -641,7 +641,7 @@ def test_a_server_that_ends_says_so_and_leaves_nothing(stream: bool) -> None:
         late = post(server, TEXT, {"prompt": "Once", "stream": stream})
         assert (late.status_code, error_of(late)["message"]) == (503, "the server is ending")
         assert HTTP.get(f"{server.address}/health").status_code == 503
-    assert not server.worker.tickets
+    assert not server.worker.records.tickets
     left = {*threading.enumerate()} - threads
     assert not [thread for thread in left if not thread.name.startswith("AnyIO")]  # it is idle
     assert model.cache.lend(prompt).length >= len(prompt)  # which was given back
@@ -661,8 +661,8 @@ def test_who_finds_the_queue_full_is_told_when_to_come_again() -> None:
             accepted = []
             for count in (1, 2):
                 accepted.append(pool.submit(post, server, TEXT, body))
-                until(lambda count=count: len(server.worker.tickets) == count)  # type: ignore[misc]
-                until(lambda: server.worker.tickets[0].state != "queued")
+                until(lambda count=count: len(server.worker.records.tickets) == count)  # type: ignore[misc]
+                until(lambda: server.worker.records.tickets[0].state != "queued")
             with pytest.raises(openai.RateLimitError) as refused:
                 server.client().completions.create(model="small", **body)  # type: ignore[call-overload]
             assert refused.value.code == "queue_full"
@@ -684,7 +684,7 @@ def test_requests_wait_for_memory() -> None:
         at_once: set[int] = set()
 
         def look() -> None:
-            running = [t for t in server.worker.tickets if t.state != "queued"]
+            running = [t for t in server.worker.records.tickets if t.state != "queued"]
             at_once.add(len(running))
 
         brake.on_forward = look
@@ -692,7 +692,7 @@ def test_requests_wait_for_memory() -> None:
         bodies = [{"prompt": prompt, "max_tokens": 16} for prompt in prompts]
         with brake.holding():
             answers = [pool.submit(post, server, TEXT, body) for body in bodies]
-            until(lambda: len(server.worker.tickets) == len(bodies))
+            until(lambda: len(server.worker.records.tickets) == len(bodies))
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.result().json()["choices"][0]["text"] == alone(prompt, 16)
         assert max(at_once) == 2
@@ -744,7 +744,7 @@ def test_two_agents_share_their_system_prompt(server: Running, brake: Brake, at_
         if at_once:
             with brake.holding():
                 waiting = [pool.submit(post, server, CHAT, body) for body in bodies]
-                until(lambda: len(server.worker.tickets) == 2)
+                until(lambda: len(server.worker.records.tickets) == 2)
             answers = [answer.result() for answer in waiting]
         else:
             answers = [post(server, CHAT, body) for body in bodies]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections.abc import Sequence
 
 import pytest
 
 from mlxspec.generation.session import Session
-from mlxspec.server.errors import ApiError
-from mlxspec.server.events import Ended
 from mlxspec.server.tickets import Ticket
 from tests.support.serving import running_server, served
 
@@ -19,7 +18,8 @@ from tests.support.serving import running_server, served
 def test_caches_go_with_their_request_without_garbage_collection(streamed: bool) -> None:
     sessions: list[weakref.ref[Session]] = []
 
-    def note(ticket: Ticket, ended: Ended | ApiError) -> None:
+    def note(tickets: Sequence[Ticket]) -> None:
+        (ticket,) = tickets
         assert ticket.session
         sessions.append(weakref.ref(ticket.session))
 
@@ -27,7 +27,7 @@ def test_caches_go_with_their_request_without_garbage_collection(streamed: bool)
     gc.disable()
     try:
         with running_server(served(cache_bytes=0)) as server:
-            server.worker.on_end = note
+            server.worker.records.on_end = note
             client = server.client()
             for turn in range(3):
                 prompt = f"Request {turn} with a prompt of some length."

@@ -121,7 +121,7 @@ def test_ctrl_c_lets_running_requests_end(endless: Path) -> None:
     with serving(endless) as server:
         with stream_of(server, 3000) as lines:
             server.signal(signal.SIGINT)
-            server.wait_for_line("1 running requests end first")
+            server.wait_for_line("1 running request ends first")
             until(lambda: not listens(server))
             rest = [line for line in lines if line]
         assert '"finish_reason": "length"' in rest[-2]
