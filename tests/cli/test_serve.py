@@ -159,3 +159,4 @@ def test_a_chat_says_what_is_wrong_with_the_server(endless: Path) -> None:
     nobody = "http://127.0.0.1:1"
     assert "Connection refused" in said("--server", nobody)
     assert "leave these options out" in said("--server", nobody, "--kv-bits", 8)
+    assert "no server takes it" in said("--server", nobody, "--min-tokens-to-keep", 2)

@@ -238,6 +238,21 @@ def test_running_generations_go_on_while_a_long_prompt_is_run() -> None:
     assert len(running.tokens) == 60
 
 
+def test_a_prompt_is_run_in_chunks_where_others_wait_for_the_turn() -> None:
+    scheduler = Scheduler(small_decoder(), stall=1e-6)  # chunks of 16 tokens
+    for hurried, most in ((True, 16), (False, 199)):
+        done: list[int] = []
+        scheduler.submit(
+            [(7 * i + hurried) % 64 for i in range(200)],
+            lambda response: None,
+            1,
+            on_progress=lambda so_far, total, done=done: done.append(so_far),
+        )
+        scheduler.turn(hurried)
+        assert done[-1] == most
+        scheduler.run()
+
+
 def test_those_that_wait_come_in_order_and_all_come() -> None:
     decoder = small_decoder()
     scheduler = Scheduler(decoder, max_active=2)
