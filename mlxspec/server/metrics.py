@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 
 from ..draft.drafter import VerifiedStep
 from .errors import ApiError
@@ -57,7 +58,7 @@ class Metrics:
     """Counters and histograms; the worker's thread adds, others read.
 
     Attributes:
-        drafted, accepted: draft tokens by their source.
+        registry: of Prometheus, which has them all.
         history: the last minutes.
     """
 
@@ -83,17 +84,33 @@ class Metrics:
         self._rows = histogram("step_rows", "Rows of a forward, of all sequences.", _ROWS)
         self._together = histogram("step_sequences", "Sequences of a forward.", _SEQUENCES)
         self.history = History()
-        self.drafted: Count[str] = Count()
-        self.accepted: Count[str] = Count()
-        self.totals: Count[str] = Count()
-        """By name: prompt, cached, generated, steps, forwards, and ended generations by outcome."""
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """By name: prompt, cached, generated, steps, forwards, and ended generations by outcome.
+
+        A forward over several sequences is a step of each.
+        """
+        counted = {"prompt": self._prompt, "cached": self._cached, "generated": self._generated}
+        return {
+            **{name: _counts(counter, "_total")[""] for name, counter in counted.items()},
+            "steps": _counts(self._together, "_sum")[""],
+            "forwards": _counts(self._together, "_count")[""],
+            **_counts(self._ended, "_total"),
+        }
+
+    @property
+    def sources(self) -> dict[str, dict[str, int]]:
+        """By source, how many draft tokens were drafted and accepted; the largest first."""
+        drafted, accepted = (_counts(one, "_total") for one in (self._drafted, self._accepted))
+        names = sorted(drafted, key=lambda name: -drafted[name])
+        return {n: {"drafted": drafted[n], "accepted": accepted.get(n, 0)} for n in names}
 
     def add_first_token(self, seconds: float, prompt_tokens: int, cached_tokens: int) -> None:
         """A generation's first token has come."""
         self._first.observe(seconds)
         self._prompt.inc(prompt_tokens)
         self._cached.inc(cached_tokens)
-        self.totals.update(prompt=prompt_tokens, cached=cached_tokens)
 
     def add_step(
         self,
@@ -111,7 +128,6 @@ class Metrics:
             plain_seconds: what its tokens would have taken without drafts, where that is known.
         """
         self._generated.inc(len(step.tokens))
-        self.totals.update(generated=len(step.tokens), steps=1)
         self.history.add(generated=len(step.tokens), steps=1)
         if plain_seconds is not None:
             self.history.add(seconds=seconds, plain_seconds=plain_seconds)
@@ -121,28 +137,33 @@ class Metrics:
             self._drafted.labels(source).inc(count)
         for source, count in accepted.items():
             self._accepted.labels(source).inc(count)
-        self.drafted += drafted
-        self.accepted += accepted
 
     def add_forward(self, seconds: float, rows: int, sequences: int) -> None:
         """A step of all sequences has run."""
         self._between.observe(seconds)
         self._rows.observe(rows)
         self._together.observe(sequences)
-        self.totals.update(forwards=1)
         self.history.add(forwards=1)
 
     def add_end(self, ended: Ended | ApiError, seconds: float | None = None) -> None:
         """A generation has ended after so many seconds, or was refused."""
-        outcome = outcome_of(ended)
-        self._ended.labels(outcome).inc()
+        self._ended.labels(outcome_of(ended)).inc()
         if seconds is not None:
             self._seconds.observe(seconds)
-        self.totals.update([outcome])
 
     def text(self) -> bytes:
         """In Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+def _counts(metric: MetricWrapperBase, suffix: str) -> dict[str, int]:
+    """The values that Prometheus gets under a name with this suffix, by their label or ""."""
+    (family,) = metric.collect()
+    return {
+        "".join(sample.labels.values()): int(sample.value)
+        for sample in family.samples
+        if sample.name.endswith(suffix)
+    }
 
 
 _OUTCOMES = {499: "cancelled", 429: "refused", 503: "ending"}

@@ -22,21 +22,17 @@ def status_of(worker: Worker) -> dict[str, Any]:
     metrics, now = worker.records.metrics, time.perf_counter()
     totals = metrics.totals
     tickets = worker.records.tickets.copy()
-    sources = metrics.drafted.copy()
     return {
         "version": __version__,
         "ready": worker.ready.is_set(),
         "requests": [ticket.figures() for ticket in tickets],
         "recent": [one | {"ended": now - one["ended"]} for one in worker.records.recent.copy()],
-        "totals": dict(totals),
+        "totals": totals,
         "tokens_per_step": totals["generated"] / totals["steps"] if totals["steps"] else None,
         "sequences_per_forward": (
             totals["steps"] / totals["forwards"] if totals["forwards"] else None
         ),
-        "sources": {
-            name: {"drafted": drafted, "accepted": metrics.accepted[name]}
-            for name, drafted in sources.most_common()
-        },
+        "sources": metrics.sources,
         "models": [
             {
                 "name": served.name,

@@ -229,9 +229,11 @@ def test_a_prediction_is_refused_where_no_draft_comes_from_it() -> None:
     decoder = stand_in_decoder(mlxspec.PromptLookupDecoder)
     decoder.costs = given_costs(FLAT)
     memory, cache = Memory(decoder.model, limit=1 << 32), PrefixCache(decoder.model, 1 << 28)
-    with running_server(ServedModel("small", decoder, cache, memory)) as server:
-        with pytest.raises(openai.BadRequestError, match="leave it out") as refused:
-            chat(server.client(), prediction={"type": "content", "content": "Yes"})
+    with (
+        running_server(ServedModel("small", decoder, cache, memory)) as server,
+        pytest.raises(openai.BadRequestError, match="leave it out") as refused,
+    ):
+        chat(server.client(), prediction={"type": "content", "content": "Yes"})
     assert refused.value.param == "prediction"
 
 
