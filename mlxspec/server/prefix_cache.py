@@ -244,32 +244,38 @@ class PrefixCache:
             the entry, how many tokens of the prompt it holds in a state to go on from, and whether
             the prompt continues it, so that nobody will miss what else it holds.
         """
-        best: tuple[_Entry | None, int, bool] = (None, 0, False)
-        tree, unusable = self._tree(partition), []
-        for common, entry in tree.matches(tokens):
-            # The prompt's last token belongs to the first step.
-            usable = min(common, len(tokens) - 1)
-            if usable < max(1, best[1]):
+        best, length, moves = None, 0, False
+        unusable = []
+        for common, entry in self._tree(partition).matches(tokens):  # the longest first
+            usable = min(common, len(tokens) - 1)  # the last token belongs to the first step
+            if usable < max(1, length):
                 break
             if not entry.session:
                 whole = common == len(entry.tokens)
-                if usable <= max(best[1], _LEAST) or not (whole or self._cuttable):
-                    continue
+                if usable <= max(length, _LEAST) or not (whole or self._cuttable):
+                    continue  # not worth reading a file
                 if not self._opened(entry):
                     unusable.append(entry)
                     continue
             assert entry.session
-            # An answer that the client has changed or left out is not missed, nor is what opens it,
-            # unless it is worth more than a copy.
-            in_prompt, tail = entry.n_prompt - common, len(entry.tokens) - common
-            moves = not (entry.lent or entry.shared) and in_prompt <= min(_OPENING, common // 2)
-            moves = moves and tail <= max(common, _OPENING)
-            found = entry.session.reach(usable)
-            if found and (found, moves) > best[1:]:
-                best = entry, found, moves
+            reached = entry.session.reach(usable)
+            continues = self._continues(entry, common)
+            if reached and (reached, continues) > (length, moves):
+                best, length, moves = entry, reached, continues
         for entry in unusable:
             self._remove(entry)
-        return best
+        return best, length, moves
+
+    def _continues(self, entry: _Entry, common: int) -> bool:
+        """Whether nobody will miss what an entry holds beyond its first ``common`` tokens.
+
+        An answer that the client has changed or left out is not missed, nor is what opens it,
+        unless it is worth more than a copy.
+        """
+        if entry.lent or entry.shared:
+            return False
+        in_prompt, rest = entry.n_prompt - common, len(entry.tokens) - common
+        return in_prompt <= min(_OPENING, common // 2) and rest <= max(common, _OPENING)
 
     def _is_in_another(self, entry: _Entry) -> bool:
         """Whether an entry is the mere beginning of another one, which can go on from there."""
