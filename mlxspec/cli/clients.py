@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -196,7 +197,11 @@ def _zed(server: Server) -> Setup:
             }
         )
     provider = {"api_url": server.api, "available_models": models}
-    path = _folder("XDG_CONFIG_HOME", ".config", "zed", "settings.json")
+    settings = "zed", "settings.json"
+    if sys.platform == "darwin":  # where it does not look for the variable
+        path = Path.home().joinpath(".config", *settings)
+    else:
+        path = _folder("XDG_CONFIG_HOME", ".config", *settings)
     key = "the server's key" if server.needs_key else f"any key, as {_NO_KEY!r}"
     return Setup(
         files=[SettingsFile(path, {"language_models": {"openai_compatible": {_US: provider}}})],
