@@ -53,8 +53,8 @@ class ApiClient:
         """
         try:
             data = self.ask("/v1/models")["data"]
-            models = [ModelCard(model["id"], model.get("context_length")) for model in data]
-        except (LookupError, TypeError, AttributeError) as error:
+            models = [_card(**model) for model in data]
+        except (LookupError, TypeError) as error:
             raise OptionError(f"--server {self.address}: no list of models; is it ours?") from error
         names = [model.name for model in models]
         if not models:
@@ -105,6 +105,17 @@ class ApiClient:
                 f"--server {self.address}: {reason}; start one with 'mlxspec serve', or give the "
                 "address that it prints"
             ) from error
+
+
+def _card(id: object, context_length: object = None, **unused: object) -> ModelCard:
+    """A model, as the server describes it.
+
+    Raises:
+        TypeError: none of ours would do it so.
+    """
+    if not isinstance(id, str) or not isinstance(context_length, int | None):
+        raise TypeError(id)
+    return ModelCard(id, context_length)
 
 
 def _told(error: urllib.error.HTTPError) -> str:

@@ -34,7 +34,7 @@ _DEFAULT_SERVER = "http://127.0.0.1:8080"
 )
 @option(
     "--context-length N",
-    "Tokens of context that the client is told of.  [default: the model's]",
+    "Its tokens of context that the client is told of.  [default: all that it has]",
     type=int,
     group="Server",
 )
@@ -95,7 +95,9 @@ def connect_command(
     if changes and not (yes or _may_write(changes)):
         say("Nothing was written.")
         sys.exit(1)
-    for file, _, new in changes:
+    for file, old, new in changes:
+        if (file.read() or "") != old:
+            raise SettingsError(f"{file.path}: has changed in the meantime; try again")
         file.write(new)
         say(f"Wrote {file.path}.")
     if not changes:
@@ -119,9 +121,11 @@ def _ask(address: str, model: str | None, context_length: int | None) -> Server:
     from .api_client import ApiClient
 
     client = ApiClient(address)
-    models = client.models(model)
-    if context_length is not None:
-        models[0] = replace(models[0], context_length=context_length)
+    first, *others = client.models(model)
+    models = [
+        replace(first, context_length=context_length or first.context_length),
+        *(replace(one, context_length=one.context_length or context_length) for one in others),
+    ]
     return Server(client.address, models, bool(os.environ.get(API_KEY)))
 
 

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from mlxspec.cli import connect as command
 from mlxspec.cli.clients import CLIENTS
 from mlxspec.cli.generating import API_KEY
 from mlxspec.cli.main import main
@@ -303,7 +304,7 @@ def test_the_model_can_be_chosen(home: Path, serve: Callable[..., str]) -> None:
 def test_an_unknown_context_length_is_left_out_or_asked_for(
     client: str, serve: Callable[..., str]
 ) -> None:
-    address = serve([{"id": "endless", "context_length": None}])
+    address = serve([{"id": name, "context_length": None} for name in ("endless", "other")])
     result = connect(client, "--server", address)
     if client == "zed":
         assert result.exit_code == 1
@@ -443,6 +444,23 @@ def test_at_a_terminal_one_is_asked(
     assert ("Nothing was written" in shown) == (status == 1)
 
 
+def test_what_a_client_writes_in_the_meantime_stays(
+    home: Path, serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = home / ".codex" / "mlxspec.config.toml"
+    path.parent.mkdir(parents=True)
+
+    def answer(_: object) -> bool:
+        path.write_text("theirs = 1\n")
+        return True
+
+    monkeypatch.setattr(command, "_may_write", answer)
+    result = connect("codex", "--server", serve(), "--write")
+    assert result.exit_code == 1
+    assert "has changed in the meantime" in result.stderr
+    assert path.read_text() == "theirs = 1\n"
+
+
 def test_what_is_to_be_copied_is_not_broken(serve: Callable[..., str]) -> None:
     address = serve()
     _, narrow = at_terminal(b"", "claude-code", "--server", address, "--no-color")
@@ -491,7 +509,9 @@ def test_without_a_server_one_line_says_how_to_start_one() -> None:
     )
 
 
-@pytest.mark.parametrize("answer", [[], {}, None, [{}], ["x"], 5])
+@pytest.mark.parametrize(
+    "answer", [[], {}, None, [{}], ["x"], 5, [{"id": 5}], [{"id": "x", "context_length": "9"}]]
+)
 def test_a_server_that_is_not_ours_is_told_of(answer: Any, serve: Callable[..., str]) -> None:
     result = connect("zed", "--server", serve(answer))
     assert result.exit_code == 1
