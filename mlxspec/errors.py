@@ -57,3 +57,7 @@ class PromptCacheError(MlxspecError):
 
 class DrafterError(MlxspecError, TypeError):
     """A drafter that the user has written is none, or proposes what is no draft."""
+
+
+class SettingsError(MlxspecError):
+    """A settings file of another program cannot be changed; it is as it was."""

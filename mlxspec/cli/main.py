@@ -9,7 +9,7 @@ import click
 import mlxspec
 
 _COMMANDS = (
-    *("bench", "cache-prompt", "calibrate", "chat", "convert", "explain"),
+    *("bench", "cache-prompt", "calibrate", "chat", "connect", "convert", "explain"),
     *("generate", "inspect", "replay", "run", "serve", "store"),
 )
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from http.client import HTTPException, HTTPResponse
 from typing import Any
-from urllib.parse import urlsplit
 
 import mlx.core as mx
 
@@ -19,8 +15,8 @@ from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError, PromptError
 from ..generation.response import GenerationResponse, SpeculationStats
 from ..loading.chat_template import Messages
-from ..server.gate import is_loopback
-from .generating import API_KEY, Drafting, Generation
+from .api_client import ApiClient
+from .generating import Drafting, Generation
 
 _RENAMED = {"temp": "temperature"}
 _OURS = {"min_tokens_to_keep", "logits_processors", "sampler", "xtc_special_tokens"}
@@ -50,24 +46,16 @@ class RemoteModel:
             )
         if generation.sampling.min_tokens_to_keep != SamplingParams().min_tokens_to_keep:
             raise OptionError("--min-tokens-to-keep: no server takes it; leave it out")
-        self._address = address.rstrip("/").removesuffix("/v1")
-        # A proxy reaches other machines, and cannot reach this one.
-        here = is_loopback(urlsplit(self._address).hostname or "")
-        proxies = [urllib.request.ProxyHandler({})] if here else []
-        self._opener = urllib.request.build_opener(*proxies)
+        self._client = ApiClient(address)
         self._generation = generation
-        models = self._asked("/v1/models", None)["data"]
-        names = [model["id"] for model in models]
-        if generation.model not in (None, *names):
-            raise OptionError(f"--model is {generation.model}: the server has {', '.join(names)}")
-        model = models[names.index(generation.model) if generation.model else 0]
-        self.name: str = model["id"]
-        self.context_length: int | None = model.get("context_length")
+        model, *_ = self._client.models(generation.model)
+        self.name = model.name
+        self.context_length = model.context_length
 
     def tokenize(self, messages: Messages) -> list[int]:
         """A conversation's tokens, in the model's chat template."""
         body = {"model": self.name, "messages": messages}
-        return [*self._asked("/v1/tokenize", body)["tokens"]]
+        return [*self._client.ask("/v1/tokenize", body)["tokens"]]
 
     def stream(
         self, tokens: Sequence[int], max_tokens: int, **unused: Any
@@ -99,7 +87,7 @@ class RemoteModel:
         }
         started, begun = time.perf_counter(), None
         reason, count = None, 0
-        with closing(self._opened("/v1/completions", body)) as answer:
+        with closing(self._client.open("/v1/completions", body)) as answer:
             for chunk in _events(answer):
                 if "error" in chunk:
                     raise PromptError(f"the server: {chunk['error'].get('message')}")
@@ -112,43 +100,6 @@ class RemoteModel:
                         yield _response(text, accepted, count, len(tokens), speed)
                 if usage := chunk.get("usage"):
                     yield _last(usage, reason, started, begun or started)
-
-    def _asked(self, path: str, body: dict[str, Any] | None) -> Any:
-        with closing(self._opened(path, body)) as answer:
-            try:
-                return json.loads(answer.read())
-            except (OSError, ValueError, HTTPException) as error:
-                raise OptionError(f"--server {self._address}: {error}; is it ours?") from error
-
-    def _opened(self, path: str, body: dict[str, Any] | None) -> HTTPResponse:
-        """Send a request.
-
-        Raises:
-            OptionError: there is no server of ours.
-            PromptError: it says that something is wrong.
-        """
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(API_KEY):
-            headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            request = urllib.request.Request(self._address + path, data, headers)
-            opened: HTTPResponse = self._opener.open(request)
-            return opened
-        except urllib.error.HTTPError as error:
-            raise PromptError(f"the server: {_told(error)}") from error
-        except (OSError, ValueError, HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            raise OptionError(
-                f"--server {self._address}: {reason}; give the address that 'mlxspec serve' prints"
-            ) from error
-
-
-def _told(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.loads(error.read())["error"]["message"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return f"{error.code} {error.reason}"
 
 
 def _events(answer: HTTPResponse) -> Iterator[dict[str, Any]]:

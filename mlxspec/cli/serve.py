@@ -320,7 +320,7 @@ def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
     key = "KEY" if with_key else "none"
     client = Text(f"export OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}", style="bold")
     return Panel(
-        Group(rows, "", "Point a client at it:", client),
+        Group(rows, "", "Point a client at it, or let mlxspec connect do it:", client),
         title="mlxspec serve",
         expand=False,
         border_style="dim",

@@ -13,6 +13,8 @@ from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from mlxspec.cli.clients import CLIENTS
+from mlxspec.cli.connect import connect_command
 from mlxspec.cli.convert import convert_command
 from mlxspec.cli.explain import explain_command
 from mlxspec.cli.generate import generate_command
@@ -101,6 +103,16 @@ def test_replay(tmp_path: Path, arguments: list[str]) -> None:
 @given(arguments=arguments_of(convert_command))
 def test_convert(finite: Path, arguments: list[str]) -> None:
     ends_well(convert_command, ["--hf-path", str(finite), "--force", *arguments])
+
+
+@few
+@given(client=st.sampled_from([*CLIENTS]), arguments=arguments_of(connect_command))
+def test_connect(
+    client: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # whatever answers at the default address
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    ends_well(connect_command, [client, *arguments])
 
 
 @few

@@ -1,0 +1,214 @@
+"""Settings files of other programs: what is put in is there, and all else as it was."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlxspec.cli.settings_file import SettingsFile
+from mlxspec.errors import SettingsError
+from tests.support.examples import examples
+from tests.support.hostile import harmless, mutated
+
+OURS = {"servers": {"ours": {"url": "http://127.0.0.1:8080/v1", "size": 1024}}}
+NAMED = {"models": [{"name": "ours", "provider": "openai", "roles": ["chat", "edit"]}]}
+
+# Names and texts that each of the three ways of writing has.
+TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"]))
+SCALARS = st.one_of(TEXTS, st.booleans(), st.integers(-(2**53), 2**53), st.floats(-1e9, 1e9))
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+DOCUMENTS = st.dictionaries(TEXTS.filter(lambda name: name not in ("servers", "models")), VALUES)
+
+
+def merged(name: str, text: str, **wanted: Any) -> str:
+    return SettingsFile(Path(name), wanted or OURS).merged(text)
+
+
+@settings(max_examples=examples(60))
+@given(document=DOCUMENTS, others=st.dictionaries(st.sampled_from("abc"), VALUES, max_size=3))
+def test_merging_json_keeps_all_else(document: dict[str, Any], others: dict[str, Any]) -> None:
+    whole = {**document, "servers": others}
+    found = json.loads(merged("x.json", json.dumps(whole)))
+    assert found == {**document, "servers": {**others, **OURS["servers"]}}
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(document=DOCUMENTS)
+def test_merging_yaml_keeps_all_else_or_refuses(document: dict[str, Any]) -> None:
+    text = yaml.safe_dump(document, allow_unicode=True)
+    result = harmless(lambda: merged("x.yaml", text))
+    if isinstance(result, str):
+        assert yaml.safe_load(result) == {**document, **OURS}
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(document=DOCUMENTS)
+def test_merging_toml_keeps_all_else(document: dict[str, Any]) -> None:
+    tomllib = pytest.importorskip("tomllib")
+    import tomlkit
+
+    result = merged("x.toml", tomlkit.dumps(document))
+    assert tomllib.loads(result) == {**document, **OURS}
+
+
+CONTINUE = """\
+# how I like it
+name: Mine
+models:
+  - name: llama  # the small one
+    provider: 'ollama'
+  - uses: owner/block
+rules: []
+"""
+CODEX = """\
+# how I like it
+approval_policy = "never"   # always
+
+[mcp_servers.files]
+command = "x"
+
+[servers.theirs]
+url = 'http://theirs'
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("x.yaml", CONTINUE), ("x.toml", CODEX)])
+def test_what_is_there_stays_to_the_letter(name: str, text: str) -> None:
+    wanted = NAMED if name == "x.yaml" else OURS
+    new = merged(name, text, **wanted)
+    lines = iter(new.splitlines())
+    assert all(line in lines for line in text.splitlines()), new  # in the same order
+    assert merged(name, new, **wanted) == new
+
+
+def test_json_keeps_its_indentation_and_its_escapes() -> None:
+    assert merged("x.json", '{\n\t"a": "\\u00e9"\n}\n').startswith('{\n\t"a": "\\u00e9",\n\t"')
+    assert '"a": "é"' in merged("x.json", '{"a": "é"}')
+
+
+def test_a_list_is_merged_by_names() -> None:
+    text = "models:\n- name: ours\n  provider: x\n  temperature: 1\n- name: theirs\n"
+    found = yaml.safe_load(merged("x.yaml", text, **NAMED))
+    assert found["models"] == [
+        {"name": "ours", "provider": "openai", "temperature": 1, "roles": ["chat", "edit"]},
+        {"name": "theirs"},
+    ]
+
+
+def test_none_takes_a_setting_away_and_defaults_give_way() -> None:
+    file = SettingsFile(
+        Path("x.json"), {"a": {"key": None, "b": 1}}, {"name": "new", "schema": "v1"}
+    )
+    assert json.loads(file.merged('{"a": {"key": "k", "c": null}, "name": ""}')) == {
+        "a": {"c": None, "b": 1},
+        "name": "",
+        "schema": "v1",
+    }
+    assert json.loads(file.text()) == {"a": {"b": 1}, "name": "new", "schema": "v1"}
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.toml", "x.yaml"])
+def test_a_file_that_has_it_all_is_not_touched(name: str) -> None:
+    file = SettingsFile(Path(name), OURS)
+    assert file.merged(file.text()) == file.text()
+    assert file.merged("") == file.text()
+    odd = '{"servers":{"ours":{"size":1024,"url":"http://127.0.0.1:8080/v1","more":1}}}'
+    if name != "x.toml":
+        assert file.merged(odd) == odd
+
+
+def test_comments_of_an_otherwise_empty_file_stay() -> None:
+    assert merged("x.yaml", "# mine\n").startswith("# mine\nservers:\n")
+    assert merged("x.toml", "# mine\n").startswith("# mine\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("x.json", '// mine\n{"a": 1}', "no JSON without comments"),
+        ("x.json", '{"a": 1,}', "no JSON without comments"),
+        ("x.json", '{"a": 1, "a": 2}', "a name is there twice"),
+        ("x.json", '{"a": NaN}', "NaN is no number"),
+        ("x.json", '{"a": 1e999}', "Infinity is no number"),
+        ("x.json", '{"a": "\\ud800é"}', "surrogates not allowed"),
+        ("x.json", "[]", "no object"),
+        ("x.json", "[" * 100_000, "recursion"),
+        ("x.json", '{"servers": "x"}', "servers is no object there"),
+        ("x.toml", "a = ", "no TOML"),
+        ("x.toml", "a = 1\na = 2", "no TOML"),
+        ("x.yaml", "a: [", "no YAML (line 1"),
+        ("x.yaml", "a: 1\na: 2", "duplicate key"),
+        ("x.yaml", "- a", "no mapping"),
+        ("x.yaml", "--- {a: 1}\n---\n{b: 2}", "no YAML"),
+        ("x.yaml", "a: !mine 1", "not all in it would stay"),
+        ("x.yaml", "a: &x {b: 1}\nservers: *x\n", "not all in it would stay"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_its_name(name: str, text: str, told: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        merged(name, text)
+    assert str(error.value).startswith(f"{name}: ")
+    assert told in str(error.value)
+    assert "by hand" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "text"), [("x.yaml", CONTINUE), ("x.toml", CODEX)])
+@settings(
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_a_damaged_file_is_refused_or_merged(name: str, text: str, data: st.DataObject) -> None:
+    damaged = data.draw(mutated(text.encode())).decode(errors="replace")
+    result = harmless(lambda: merged(name, damaged))
+    assert isinstance(result, (str, SettingsError))
+
+
+def test_a_link_is_followed_and_modes_stay(tmp_path: Path) -> None:
+    kept, link = tmp_path / "dotfiles" / "x.json", tmp_path / "deep" / "er" / "x.json"
+    file = SettingsFile(link, OURS)
+    assert file.read() is None
+    kept.parent.mkdir()
+    link.parent.mkdir(parents=True)
+    kept.write_text("{}")
+    kept.chmod(0o600)
+    link.symlink_to(kept)
+    assert file.read() == "{}"
+    file.write(file.merged("{}"))
+    assert link.is_symlink()
+    assert json.loads(kept.read_text()) == OURS
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+
+
+def test_directories_are_made(tmp_path: Path) -> None:
+    file = SettingsFile(tmp_path / "a" / "b" / "x.toml", OURS)
+    file.write(file.text())
+    assert file.read() == file.text()
+
+
+def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.json").mkdir()
+    with pytest.raises(SettingsError, match="is a directory"):
+        SettingsFile(tmp_path / "x.json", OURS).read()
+    (tmp_path / "y.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match="is not UTF-8"):
+        SettingsFile(tmp_path / "y.json", OURS).read()
+    (tmp_path / "z.json").symlink_to(tmp_path / "z.json")
+    with pytest.raises(SettingsError, match=r"z\.json: "):
+        SettingsFile(tmp_path / "z.json", OURS).read()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingsError, match=r"cannot be written|Not a directory"):
+        SettingsFile(tmp_path / "file" / "x.json", OURS).write("{}")
