@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from .answering import FAILED, Silence, answered
 from .errors import ApiError
+from .fields import shown
 from .gate import Gate, json_body
 from .generating import Generating
 from .openai import (
@@ -29,7 +30,7 @@ from .openai import (
 from .requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from .response_store import ResponseStore, StoredResponse
 from .responses_answer import ResponsesAnswer, input_items_answer
-from .responses_requests import Earlier, ResponsesRequest, parse_responses, response_not_found
+from .responses_requests import Earlier, ResponsesRequest, parse_responses
 from .served_model import ServedModel
 from .status import Gauges, status_of
 from .worker import Worker
@@ -224,7 +225,11 @@ class _Api:
         response_id = request.path_params["id"]
         found = self._responses.response(request.state.partition, response_id)
         if found is None:
-            raise response_not_found(response_id, "response_id")
+            raise ApiError(
+                f"there is no response {shown(response_id)} here, or no longer: make it again",
+                status=404,
+                param="response_id",
+            )
         return found
 
     # --- telling ---

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from .errors import ApiError
-from .fields import Fields, checked_body
+from .fields import Fields, checked_body, shown
 from .requests import ChatRequest, parse_chat, refuse_unsupported
 from .response_store import StoredResponse
 
@@ -372,6 +372,7 @@ def _custom(one: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
     format = one.object("format") or Fields({"type": "text"})
     about = "The text that the tool takes, as it is."
     if format.word("type", ("text", "grammar")) == "grammar":
+        format.needed_text("syntax")
         syntax = format.word("syntax", ("lark", "regex"))
         about += f" It follows this {syntax} grammar:\n{format.needed_text('definition')}"
     told = {"type": "custom", "name": one["name"], "description": description}
@@ -404,23 +405,13 @@ def _before(fields: Fields, earlier: Earlier) -> Sequence[dict[str, Any]]:
         return ()
     found = earlier.response(previous_id)
     if found is None:
-        raise response_not_found(
-            previous_id, "previous_response_id", "previous_response_not_found", status=400
+        raise ApiError(
+            f"previous_response_id is {shown(previous_id)}, which the server does not have, or no "
+            "longer: send the whole conversation as input.",
+            param="previous_response_id",
+            code="previous_response_not_found",
         )
     return found.items
-
-
-def response_not_found(
-    response_id: str, param: str | None, code: str | None = None, status: int = 404
-) -> ApiError:
-    """The error for a response that the server does not have."""
-    return ApiError(
-        f"there is no response {response_id[:100]!r} here, or it was long ago: send the whole "
-        "conversation as input.",
-        status=status,
-        param=param,
-        code=code,
-    )
 
 
 def _input(fields: Fields, earlier: Earlier) -> list[dict[str, Any]]:
