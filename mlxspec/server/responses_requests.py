@@ -90,7 +90,7 @@ def parse_responses(body: object, earlier: Earlier) -> ResponsesRequest:
     items = (*_before(fields, earlier), *_input(fields, earlier))
     if not items:
         fields.refuse("input", "send a string, or a list with one item or more")
-    tools = _Tools(fields)
+    tools = _Tools(fields, items)
     chat = {name: fields[name] for name in fields if name not in _TRANSLATED}
     chat.setdefault("continue_final_message", False)  # an answer is a message of its own here
     chat |= {
@@ -263,7 +263,7 @@ class _Tools:
         places: where a chat's tools stand in the body.
     """
 
-    def __init__(self, fields: Fields) -> None:
+    def __init__(self, fields: Fields, items: Sequence[dict[str, Any]]) -> None:
         self.for_chat: list[dict[str, Any]] = []
         self.known: dict[str, Tool] = {}
         self.told: list[dict[str, Any]] = []
@@ -276,29 +276,38 @@ class _Tools:
         for tool in given:
             if tool not in hosted:
                 self.told.append(self._add(tool))
+        for item in items:
+            if item["type"] == "additional_tools":
+                for index, tool in enumerate(item["tools"]):
+                    one = Fields(tool, f"additional_tools[{index}]")
+                    if not _is_hosted(one):
+                        self._add(one, again=True)
         if hosted and not self.known:
             hosted[0].refuse("type", "offer functions, since the server itself runs no tools")
         self.choice = self._choice(fields)
 
-    def _add(self, tool: Fields) -> dict[str, Any]:
-        """Take a tool; returns it as the response tells it."""
+    def _add(self, tool: Fields, again: bool = False) -> dict[str, Any]:
+        """Take a tool, which may come again; returns it as the response tells it."""
         if tool.text("type") != "namespace":
-            return self._add_one(tool, None, "")
+            return self._add_one(tool, None, "", again)
         namespace = tool.needed_text("name")
         about = tool.text("description") or ""
         told = []
         for index, inner in enumerate(tool.items("tools") or []):
             one = Fields(inner, f"{tool.at('tools')}[{index}]")
-            told.append(self._add_one(one, namespace, "" if index else about))
+            told.append(self._add_one(one, namespace, "" if index else about, again))
         return {"type": "namespace", "name": namespace, "description": about, "tools": told}
 
-    def _add_one(self, one: Fields, namespace: str | None, about: str) -> dict[str, Any]:
+    def _add_one(
+        self, one: Fields, namespace: str | None, about: str, again: bool
+    ) -> dict[str, Any]:
         """Take a function or custom tool.
 
         Args:
             one: the tool.
             namespace: in which it is.
             about: what to say before its own description.
+            again: it may be one that is known; then nothing changes.
         """
         kind = one.text("type")
         if kind not in ("function", "custom"):
@@ -307,6 +316,8 @@ class _Tools:
         tool = Tool(one.needed_text("name"), namespace, kind == "custom")
         name = tool.flat_name
         if name in self.known:
+            if again:
+                return {}
             one.refuse("name", "give each tool a name of its own")
         description = one.text("description")
         self.places[f"tools[{len(self.for_chat)}].function"] = one.path
@@ -541,6 +552,12 @@ def _reasoning_item(one: Fields) -> dict[str, Any]:
     return item
 
 
+def _additional_tools(one: Fields) -> dict[str, Any]:
+    """Tools within a conversation, as newer agents send them."""
+    item = {"id": one.text("id") or new_id("at"), "type": "additional_tools", "role": "developer"}
+    return item | {"tools": one.items("tools") or []}
+
+
 _READ: dict[str, Callable[[Fields], dict[str, Any]]] = {
     "message": _message,
     "function_call": _call,
@@ -548,6 +565,7 @@ _READ: dict[str, Callable[[Fields], dict[str, Any]]] = {
     "custom_tool_call": _call,
     "custom_tool_call_output": _call_output,
     "reasoning": _reasoning_item,
+    "additional_tools": _additional_tools,
 }
 
 
@@ -561,6 +579,8 @@ def _messages(instructions: str | None, items: Sequence[dict[str, Any]]) -> list
     system = [] if instructions is None else [instructions]
     for item in items:
         kind = item["type"]
+        if kind == "additional_tools":
+            continue
         if kind == "message" and item["role"] in ("system", "developer") and not messages:
             system.append(_joined(item["content"]))
         elif kind == "message" and item["role"] != "assistant":
