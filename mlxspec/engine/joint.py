@@ -182,7 +182,8 @@ class Joint:
         )
         seats = {self._seated[slot]: slot for slot in padded.slots} if padded else {}
         order = sorted(
-            range(len(members)), key=lambda index: seats.get(members[index].target, len(trees))
+            range(len(members)),
+            key=lambda index: seats.get(members[index].target, len(self._seated)),
         )
         ordered = [members[index] for index in order]
         rows = [target.begin_forward(tokens, tree) for target, tokens, tree in ordered]

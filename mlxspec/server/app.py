@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from .answering import FAILED, Silence, answered, is_answered
 from .errors import ApiError
+from .fields import shown
 from .gate import Gate, OnRefusal, json_body
 from .generating import Generating
 from .openai import (
@@ -27,6 +28,9 @@ from .openai import (
     tokenize_answer,
 )
 from .requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from .response_store import ResponseStore, StoredResponse
+from .responses_answer import ResponsesAnswer, input_items_answer
+from .responses_requests import Earlier, ResponsesRequest, parse_responses
 from .served_model import ServedModel
 from .status import Gauges, status_of
 from .worker import Worker
@@ -61,6 +65,12 @@ def create_app(
     routes = [
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.complete, methods=["POST"]),
+        Route("/v1/responses", api.respond, methods=["POST"]),
+        Route("/v1/responses/input_tokens", api.count_input, methods=["POST"]),
+        Route("/v1/responses/{id}", api.response),
+        Route("/v1/responses/{id}", api.delete_response, methods=["DELETE"]),
+        Route("/v1/responses/{id}/cancel", api.cancel_response, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", api.input_items),
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
         Route("/v1/tokenize", api.tokenize, methods=["POST"]),
@@ -84,10 +94,41 @@ def create_app(
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    path, status = request.url.path, error.status_code
     what = {404: "there is no such path", 405: f"{request.method} is not for this path"}
-    message = f"{request.url.path}: {what.get(error.status_code, error.detail)}"
-    told = ApiError(message, status=error.status_code, headers=dict(error.headers or {}))
+    message = f"{path}: {what.get(status, error.detail)}"
+    for start, purpose in _NOT_OURS.items():
+        if path == start or path.startswith(f"{start}/"):
+            message = (
+                f"{path}: this server writes texts with a language model, and has no {purpose}: "
+                "ask another server for them"
+            )
+            status = 404
+    told = ApiError(message, status=status, headers=dict(error.headers or {}))
     return JSONResponse(told.body, told.status, told.headers)
+
+
+_NOT_OURS = {
+    "/v1/assistants": "assistants",
+    "/v1/audio": "speech or transcriptions",
+    "/v1/batches": "batches",
+    "/v1/containers": "containers",
+    "/v1/conversations": "conversations",
+    "/v1/embeddings": "embeddings",
+    "/v1/evals": "evals",
+    "/v1/files": "files",
+    "/v1/fine_tuning": "fine-tuning",
+    "/v1/images": "images",
+    "/v1/moderations": "moderations",
+    "/v1/realtime": "realtime sessions",
+    "/v1/rerank": "reranking",
+    "/v1/responses/compact": "compacted responses",
+    "/v1/threads": "threads",
+    "/v1/uploads": "uploads",
+    "/v1/vector_stores": "vector stores",
+    "/v1/videos": "videos",
+}
+"""Beginnings of OpenAI's and others' paths that clients try, and what is not to be had there."""
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
@@ -100,6 +141,7 @@ class _Api:
         self._worker = worker
         self._generating = Generating(worker, max_tokens)
         self._silence = silence
+        self._responses = ResponseStore()
 
     # --- generating ---
 
@@ -122,6 +164,76 @@ class _Api:
         partition = request.state.partition
         stream = await self._generating.submitted(served, body, prompts, partition, "prompt")
         return await answered(request, stream, answer, body.stream, self._silence)
+
+    # --- responses ---
+
+    async def respond(self, request: Request) -> Response:
+        """``/v1/responses``"""
+        body = await self._responses_request(request)
+        served = self._generating.served(body.model)
+        prompt = await self._generating.chat_prompt(served, body)
+        partition = request.state.partition
+        keep = partial(self._responses.put, partition)
+        tokenizer = served.decoder.tokenizer
+        answer = ResponsesAnswer(body, served.name, tokenizer, prompt.format, keep)
+        stream = await self._generating.submitted(served, body, [prompt], partition, body.param)
+        return await answered(request, stream, answer, body.stream, self._silence)
+
+    async def count_input(self, request: Request) -> Response:
+        """``/v1/responses/input_tokens``"""
+        body = await self._responses_request(request)
+        served = self._generating.served(body.model)
+        count = len((await self._generating.chat_prompt(served, body)).tokens)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+
+    async def response(self, request: Request) -> Response:
+        """``/v1/responses/ID``"""
+        if request.query_params.get("stream") == "true":
+            raise ApiError(
+                "stream: a kept response is told as a whole; leave it out", param="stream"
+            )
+        return JSONResponse(self._kept(request).response)
+
+    async def delete_response(self, request: Request) -> Response:
+        """``DELETE /v1/responses/ID``"""
+        response_id = self._kept(request).response["id"]
+        self._responses.delete(request.state.partition, response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel_response(self, request: Request) -> Response:
+        """``/v1/responses/ID/cancel``"""
+        self._kept(request)
+        raise ApiError(
+            "a response ends when its client leaves, since none is made in the background: "
+            "close the connection",
+        )
+
+    async def input_items(self, request: Request) -> Response:
+        """``/v1/responses/ID/input_items``"""
+        return JSONResponse(input_items_answer(self._kept(request).given, request.query_params))
+
+    async def _responses_request(self, request: Request) -> ResponsesRequest:
+        partition = request.state.partition
+        earlier = Earlier(
+            partial(self._responses.response, partition), partial(self._responses.item, partition)
+        )
+        return parse_responses(await json_body(request), earlier)
+
+    def _kept(self, request: Request) -> StoredResponse:
+        """The response of the path.
+
+        Raises:
+            ApiError: 404, there is none.
+        """
+        response_id = request.path_params["id"]
+        found = self._responses.response(request.state.partition, response_id)
+        if found is None:
+            raise ApiError(
+                f"there is no response {shown(response_id)} here, or no longer: make it again",
+                status=404,
+                param="response_id",
+            )
+        return found
 
     # --- telling ---
 

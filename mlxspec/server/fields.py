@@ -36,7 +36,7 @@ def checked_body(body: object) -> dict[str, Any]:
 
 def _cleaned(value: Any, depth: int) -> Any:
     if isinstance(value, str):
-        return value if value.isascii() else _without_lone_surrogates(value)
+        return value if value.isascii() else without_lone_surrogates(value)
     if not isinstance(value, (dict, list)):
         return value
     if not depth:
@@ -48,7 +48,7 @@ def _cleaned(value: Any, depth: int) -> Any:
     return {_cleaned(key, 1): _cleaned(item, depth - 1) for key, item in value.items()}
 
 
-def _without_lone_surrogates(text: str) -> str:
+def without_lone_surrogates(text: str) -> str:
     # Through UTF-16 two halves that follow each other become the character that they mean.
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 

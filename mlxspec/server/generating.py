@@ -79,7 +79,7 @@ class Generating:
             ApiError: it is too long, or the model's template does not take it.
         """
         contents = (message["content"] for message in body.messages)
-        self.check_length(served, "messages", *contents)
+        self.check_length(served, body.param, *contents)
         self.check_length(served, "tools", *body.tools)
         tokenizer = served.decoder.tokenizer
         prompt: ChatPrompt = await self.tokenized(served, chat_prompt, body, tokenizer)

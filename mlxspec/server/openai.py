@@ -58,7 +58,7 @@ class _OpenAIAnswer(Answer):
         self.id = f"{self._prefix}-{uuid.uuid4().hex}"
         self._request = request
         self._tokenizer = tokenizer
-        self._names = _TokenNames(tokenizer)
+        self._names = TokenNames(tokenizer)
         self._begun = False
         self._head = {
             "created": int(time.time()),
@@ -334,7 +334,7 @@ def _legacy(found: dict[str, list[Any]]) -> dict[str, Any]:
 # --- log-probabilities ---
 
 
-class _TokenNames:
+class TokenNames:
     """Log-probabilities with tokens under the names that OpenAI's API gives them.
 
     That is a token's text, or ``bytes:\\xe2\\x80`` for one that is part of a character. The

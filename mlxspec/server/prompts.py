@@ -98,7 +98,7 @@ def _templated(request: ChatRequest, tokenizer: TokenizerWrapper) -> str:
     except PromptError as error:
         raise ApiError(
             f"{error}: send messages of roles and in an order that this model knows.",
-            param="messages",
+            param=request.param,
         ) from error
 
 

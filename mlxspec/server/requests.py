@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ..engine.params import SamplingParams
 from .errors import ApiError
@@ -138,7 +138,10 @@ class ChatRequest(Request):
         forced_tool: the name of the function that must be called.
         parallel_tool_calls: an answer may have several tool calls.
         template_kwargs: what the chat template gets besides messages and tools.
+        param: what the body calls the conversation.
     """
+
+    param: ClassVar[str] = "messages"
 
     messages: tuple[dict[str, Any], ...] = ()
     continued: bool = False
@@ -172,7 +175,7 @@ def parse_chat(body: object) -> ChatRequest:
         ApiError: a field is missing or wrong, or asks for what this server does not do.
     """
     fields = Fields(checked_body(body))
-    _refuse_unsupported(fields, _UNSUPPORTED | _UNSUPPORTED_IN_CHAT)
+    refuse_unsupported(fields, _UNSUPPORTED | _UNSUPPORTED_IN_CHAT)
     _check_response_format(fields)
     messages, continued = _messages(fields)
     tools = _tools(fields)
@@ -198,7 +201,7 @@ def parse_completion(body: object) -> CompletionRequest:
         ApiError: as for :func:`parse_chat`.
     """
     fields = Fields(checked_body(body))
-    _refuse_unsupported(fields, _UNSUPPORTED)
+    refuse_unsupported(fields, _UNSUPPORTED)
     _check_response_format(fields)
     prompts = _prompts(fields)
     common = _common(fields)
@@ -333,9 +336,7 @@ _UNSUPPORTED_IN_CHAT: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def _refuse_unsupported(
-    fields: Fields, unsupported: dict[str, tuple[tuple[Any, ...], str]]
-) -> None:
+def refuse_unsupported(fields: Fields, unsupported: dict[str, tuple[tuple[Any, ...], str]]) -> None:
     for name in fields:
         if name in unsupported:
             harmless, remedy = unsupported[name]

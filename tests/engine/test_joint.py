@@ -240,3 +240,26 @@ def test_rows_of_plain_steps_are_a_batch_where_all_layers_stand_in_slots(name: s
             for target in (together, alone):
                 target.commit((0,))
     assert shapes == [(3, 1)] * 3
+
+
+def test_members_with_many_rows_stand_behind_those_in_slots_whatever_their_number() -> None:
+    """More sequences are seated than take part, and a member's slot is above their number."""
+    model, joint = joint_model("llama3")
+    pairs = []
+    for number in range(6):
+        together, alone = new_target(model), new_target(model)
+        for target in (together, alone):
+            target.prefill([number, 3, 9, *range(30 + number)])
+        joint.join(together)
+        pairs.append((together, alone))
+    drafts = [(0, 9), (4, 1), (5, 1)]
+    rows = [
+        JointRows(pairs[seat][0], mx.array([*range(size)]), DraftTree.chain(0, range(1, size)))
+        for seat, size in drafts
+    ]
+    logits, spans = joint.forward(rows)
+    for (seat, _), row, span in zip(drafts, rows, spans, strict=True):
+        expected = pairs[seat][1].forward(row.tokens, row.tree)
+        assert mx.max(mx.abs(finite(logits[span]) - finite(expected))).item() < 1e-4
+    for together, _ in pairs:
+        joint.leave(together, keep=False)

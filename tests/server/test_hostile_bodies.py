@@ -12,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response
 
 import mlxspec
 from tests.server.test_requests import FULL_CHAT, FULL_COMPLETION, hostile
+from tests.server.test_responses_answer import valid
+from tests.server.test_responses_requests import CODEX
 from tests.support.chat_tokenizer import CHATML, with_tools
 from tests.support.demo import stand_in_decoder
 from tests.support.examples import examples
@@ -25,11 +28,14 @@ pytestmark = pytest.mark.slow
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOKENIZE, DETOKENIZE = "/v1/tokenize", "/v1/detokenize"
+RESPONSES, COUNT = "/v1/responses", "/v1/responses/input_tokens"
+PATHS = [CHAT, TEXT, TOKENIZE, DETOKENIZE, RESPONSES, COUNT]
 MOST = 12
 """Tokens of an answer, so that none takes long."""
 
 CHAT_BODY = {**FULL_CHAT, "model": "small", "max_completion_tokens": MOST}
 TEXT_BODY = {**FULL_COMPLETION, "model": "small", "max_completion_tokens": MOST, "suffix": None}
+RESPONSES_BODY = {**CODEX, "store": True, "max_output_tokens": MOST, "top_logprobs": 1}
 
 bodies: st.SearchStrategy[tuple[str, Any]] = st.one_of(
     st.tuples(st.just(CHAT), hostile(CHAT_BODY)),
@@ -37,14 +43,16 @@ bodies: st.SearchStrategy[tuple[str, Any]] = st.one_of(
     st.tuples(st.just(TOKENIZE), hostile({"prompt": "x", "add_special_tokens": True})),
     st.tuples(st.just(TOKENIZE), hostile({"messages": FULL_CHAT["messages"]})),
     st.tuples(st.just(DETOKENIZE), hostile({"tokens": [1, 300], "model": "small"})),
-    st.tuples(st.sampled_from([CHAT, TEXT, TOKENIZE, DETOKENIZE]), json_values),
+    st.tuples(st.sampled_from([RESPONSES, COUNT]), hostile(RESPONSES_BODY)),
+    st.tuples(st.sampled_from(PATHS), json_values),
 )
 """JSON values, for each endpoint that takes one."""
 
 raw_bodies: st.SearchStrategy[tuple[str, bytes]] = st.one_of(
     st.tuples(st.just(CHAT), mutated(json.dumps(CHAT_BODY).encode())),
     st.tuples(st.just(TEXT), mutated(json.dumps(TEXT_BODY).encode())),
-    st.tuples(st.sampled_from([CHAT, TEXT, TOKENIZE, DETOKENIZE]), st.binary(max_size=40)),
+    st.tuples(st.just(RESPONSES), mutated(json.dumps(RESPONSES_BODY).encode())),
+    st.tuples(st.sampled_from(PATHS), st.binary(max_size=40)),
 )
 """Bytes that are hardly JSON, or none."""
 
@@ -69,6 +77,9 @@ def test_the_bodies_that_are_made_hostile_are_answered_before(http: httpx.Client
         (TEXT, {**TEXT_BODY, "stream": False}),
         (TOKENIZE, {"messages": FULL_CHAT["messages"]}),
         (DETOKENIZE, {"tokens": [1, 300]}),
+        (RESPONSES, RESPONSES_BODY),
+        (RESPONSES, {**RESPONSES_BODY, "stream": False}),
+        (COUNT, RESPONSES_BODY),
     ):
         assert check(http, path, json.dumps(body).encode()), path
 
@@ -98,7 +109,7 @@ def shortened(body: Any) -> Any:
         return body
     bounds = {
         name: MOST
-        for name in ("max_tokens", "max_completion_tokens")
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")
         if isinstance(body.get(name), (int, float)) and MOST < body[name] < 2**31
     }
     return {**body, **bounds}
@@ -133,6 +144,12 @@ def check_answer(path: str, body: Any, answer: httpx.Response) -> None:
     if path == DETOKENIZE:
         assert isinstance(strictly(answer.content)["prompt"], str)
         return
+    if path == COUNT:
+        assert strictly(answer.content)["input_tokens"] > 0
+        return
+    if path == RESPONSES:
+        check_response(body, answer)
+        return
     if body.get("stream"):
         *events, done, end = answer.text.split("\n\n")
         assert (done, end) == ("data: [DONE]", "")
@@ -145,6 +162,18 @@ def check_answer(path: str, body: Any, answer: httpx.Response) -> None:
     choices = [choice for chunk in told for choice in chunk["choices"]]
     ends = [choice["index"] for choice in choices if choice["finish_reason"]]
     assert sorted(ends) == list(range(n_choices(path, body)))
+
+
+def check_response(body: Any, answer: httpx.Response) -> None:
+    if not body.get("stream"):
+        response = Response.model_validate(strictly(answer.content))
+    else:
+        *texts, end = answer.text.split("\n\n")
+        assert end == ""
+        events = [valid(strictly(text.partition("\ndata: ")[2])) for text in texts]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        response = events[-1].response
+    assert response.status in ("completed", "incomplete")
 
 
 def n_choices(path: str, body: Any) -> int:

@@ -548,16 +548,17 @@ def test_the_bodies_that_are_made_hostile_are_right_before() -> None:
 @settings(max_examples=examples(150, 10_000))
 @given(hostile(FULL_CHAT) | json_values)
 def test_any_chat_body_is_a_request_or_a_400(body: Any) -> None:
-    _check(parse_chat, body)
+    check_any(parse_chat, body)
 
 
 @settings(max_examples=examples(100, 10_000))
 @given(hostile(FULL_COMPLETION) | json_values)
 def test_any_completion_body_is_a_request_or_a_400(body: Any) -> None:
-    _check(parse_completion, body)
+    check_any(parse_completion, body)
 
 
-def _check(parse: Any, body: Any) -> None:
+def check_any(parse: Any, body: Any) -> None:
+    """A body is read, or refused with an error that can be sent."""
     try:
         request = parse(body)
         request.sampling.params(32_000, choice=request.n - 1)

@@ -1,0 +1,325 @@
+"""Bodies of the Responses API become requests for a chat, or errors that name the field."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from openai.types.responses import Response, ResponseItem
+from pydantic import TypeAdapter
+
+from mlxspec.server.errors import ApiError
+from mlxspec.server.requests import ChatRequest, parse_chat
+from mlxspec.server.response_store import StoredResponse
+from mlxspec.server.responses_requests import Earlier, ResponsesRequest, parse_responses
+from tests.server.test_requests import check_any, hostile, param_of
+from tests.support.examples import examples
+from tests.support.hostile import json_values
+
+ITEMS: TypeAdapter[Any] = TypeAdapter(ResponseItem)
+KEPT = {"id": "msg_kept", "type": "message", "role": "user", "status": "completed"}
+KEPT |= {"content": [{"type": "input_text", "text": "Before"}]}
+EARLIER = Earlier(
+    lambda one: StoredResponse({"id": one, "output": []}, (KEPT,)) if one == "resp_1" else None,
+    lambda one: KEPT if one == KEPT["id"] else None,
+)
+EXEC = {
+    "type": "function",
+    "name": "exec_command",
+    "description": "Runs a command.",
+    "strict": False,
+    "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}},
+}
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'},
+}
+AGENTS = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Other agents.",
+    "tools": [{**EXEC, "name": "spawn"}, {**EXEC, "name": "close"}],
+}
+CODEX: dict[str, Any] = {
+    "model": "small",
+    "instructions": "",
+    "input": [
+        {"type": "message", "id": "msg_1", "role": "developer", "content": [
+            {"type": "input_text", "text": "You are an agent."}
+        ]},
+        {"type": "message", "role": "developer", "content": [
+            {"type": "input_text", "text": "There are no skills."}
+        ]},
+        {"type": "message", "role": "user", "content": [
+            {"type": "input_text", "text": "<environment_context>"},
+            {"type": "input_text", "text": "</environment_context>"},
+        ]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go on"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [
+            {"type": "reasoning_text", "text": "Hm."}
+        ], "encrypted_content": None},
+        {"type": "message", "role": "assistant", "phase": "commentary", "content": [
+            {"type": "output_text", "text": "I look."}
+        ]},
+        {"type": "function_call", "id": "fc_1", "call_id": "abcdefghi", "name": "exec_command",
+         "arguments": '{"cmd": "ls"}'},
+        {"type": "custom_tool_call", "call_id": "call_2", "name": "apply_patch", "input": "*** x"},
+        {"type": "function_call", "call_id": "call_3", "name": "spawn", "namespace": "agents",
+         "arguments": "{}"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "function_call_output", "call_id": "abcdefghi", "output": "a.txt"},
+        {"type": "custom_tool_call_output", "call_id": "call_2", "output": "Done"},
+        {"type": "function_call_output", "call_id": "call_3", "output": [
+            {"type": "input_text", "text": "Look: "},
+            {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
+        ]},
+    ],
+    "tools": [EXEC, PATCH, AGENTS, {"type": "web_search", "external_web_access": True}],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "a-b-c",
+    "text": {"verbosity": "low", "format": {"type": "text"}},
+    "client_metadata": {"session_id": "a-b-c"},
+    "service_tier": "auto",
+}  # fmt: skip
+"""As Codex sends it in the midst of a turn."""
+
+FULL = {
+    **CODEX,
+    "input": [
+        {"type": "additional_tools", "role": "developer", "tools": [{**AGENTS, "name": "more"}]},
+        *CODEX["input"],
+        {"type": "item_reference", "id": "msg_kept"},
+    ],
+    "max_output_tokens": 9,
+    "max_tool_calls": 3,
+    "metadata": {"a": "b"},
+    "previous_response_id": "resp_1",
+    "safety_identifier": "s",
+    "seed": 5,
+    "stream_options": {"include_obfuscation": False},
+    "temperature": 0.5,
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
+        {"type": "function", "name": "exec_command"}, {"type": "custom", "name": "apply_patch"}
+    ]},
+    "top_logprobs": 2,
+    "top_p": 0.9,
+    "truncation": "auto",
+    "user": "u",
+}  # fmt: skip
+
+
+def parsed(body: object) -> ResponsesRequest:
+    return parse_responses(body, EARLIER)
+
+
+def asked(**fields: Any) -> ResponsesRequest:
+    return parsed({"input": "Hello", **fields})
+
+
+def wrong(**fields: Any) -> str | None:
+    """The field that the error names."""
+    return param_of({"input": "Hello", **fields}, parsed)
+
+
+def test_a_text_is_a_message_of_the_user() -> None:
+    request = asked()
+    chat = parse_chat({"messages": [{"role": "user", "content": "Hello"}]})
+    assert vars(chat) == {name: getattr(request, name) for name in vars(chat)}
+    assert request.store
+    assert ITEMS.validate_python(request.items[0]).content[0].text == "Hello"
+    assert asked(input=[{"role": "user", "content": "Hello"}]).messages == request.messages
+
+
+def test_what_codex_sends_is_a_chat() -> None:
+    request = parsed(CODEX)
+    assert [message["role"] for message in request.messages] == [
+        *("system", "user", "user", "assistant", "tool", "tool", "tool")
+    ]
+    system, context, _, answer, *results = request.messages
+    assert system["content"] == "\n\nYou are an agent.\n\nThere are no skills."
+    assert context["content"] == "<environment_context></environment_context>"
+    assert (answer["reasoning_content"], answer["content"]) == ("Hm.", "I look.")
+    assert [(call["id"], call["function"]) for call in answer["tool_calls"]] == [
+        ("abcdefghi", {"name": "exec_command", "arguments": {"cmd": "ls"}}),
+        ("call_2", {"name": "apply_patch", "arguments": {"input": "*** x"}}),
+        ("call_3", {"name": "agents__spawn", "arguments": {}}),
+    ]
+    assert [result["tool_call_id"] for result in results] == ["abcdefghi", "call_2", "call_3"]
+    assert results[2]["content"] == "Look: [image: left out, since this model reads text alone]"
+    names = [tool["function"]["name"] for tool in request.tools]
+    assert names == ["exec_command", "apply_patch", "agents__spawn", "agents__close"]
+    assert request.tools[0]["function"] == {name: EXEC[name] for name in EXEC if name != "type"}
+    assert "lark" in json.dumps(request.tools[1])
+    assert request.tools[2]["function"]["description"] == "Other agents.\n\nRuns a command."
+    assert [tool["type"] for tool in request.told["tools"]] == ["function", "custom", "namespace"]
+    assert not request.store
+    assert request.stream
+    assert request.template_kwargs == {"reasoning_effort": "medium"}
+
+
+def test_what_is_kept_and_told_is_of_the_clients_types() -> None:
+    request = parsed(FULL)
+    for item in request.items:
+        ITEMS.validate_python(item)
+    ids = [item["id"] for item in request.items]
+    assert (ids[0], ids[2]) == ("msg_kept", "msg_1")
+    assert ids[-1] == "msg_kept"
+    assert all(ids)
+    whole = {"id": "r", "object": "response", "created_at": 0, "model": "m", "output": []}
+    told = Response.model_validate({**whole, **request.told})
+    assert told.temperature == 0.5
+    assert told.metadata == {"a": "b"}
+    assert (told.truncation, told.text and told.text.verbosity) == ("disabled", "medium")
+
+
+def test_options_are_those_of_a_chat() -> None:
+    request = parsed(FULL)
+    assert isinstance(request, ChatRequest)
+    assert request.max_tokens == 9
+    assert (request.sampling.temperature, request.sampling.top_p) == (0.5, 0.9)
+    assert request.sampling.seed == 5
+    assert request.logprobs == 2
+    assert asked(include=["message.output_text.logprobs"]).logprobs == 0
+    assert asked().logprobs is None
+    assert asked(extra="?", input="x", top_k=3, stop="y").stop == ("y",)
+    assert asked(input="x", top_k=3).sampling.top_k == 3
+
+
+def test_null_is_absent() -> None:
+    told = asked().told
+    assert asked(**dict.fromkeys(FULL.keys() - {"input", "metadata"})).told == told
+    nulls = ("background", "conversation", "prompt", "n", "response_format", "mlxspec")
+    assert asked(**dict.fromkeys(nulls)).told == told
+    assert asked(background=False, conversation=None).told == told
+
+
+def test_tools_may_be_named_and_bounded() -> None:
+    tools = [EXEC, PATCH, AGENTS]
+
+    def chosen(choice: Any) -> tuple[str, str | None, int]:
+        request = asked(tools=tools, tool_choice=choice)
+        return request.tool_choice, request.forced_tool, len(request.tools)
+
+    assert chosen("required") == ("required", None, 4)
+    assert chosen("none") == ("auto", None, 0)
+    assert chosen({"type": "function", "name": "exec_command"}) == ("function", "exec_command", 4)
+    assert chosen({"type": "custom", "name": "apply_patch"}) == ("function", "apply_patch", 4)
+    assert chosen({"type": "function", "name": "close"}) == ("function", "agents__close", 4)
+    allowed = [{"type": "function", "name": "spawn"}, {"type": "web_search"}]
+    assert chosen({"type": "allowed_tools", "mode": "required", "tools": allowed}) == (
+        *("required", None),
+        1,
+    )
+
+
+def test_a_conversation_adds_tools() -> None:
+    more = {"type": "additional_tools", "role": "developer", "tools": [AGENTS, PATCH, EXEC]}
+    body = {"input": [more, {"role": "user", "content": "?"}, more], "tools": [EXEC]}
+    request = parsed(body)
+    assert [*request.known_tools] == [
+        *("exec_command", "agents__spawn", "agents__close", "apply_patch")
+    ]
+    assert len(request.tools) == 4
+    assert [message["role"] for message in request.messages] == ["user"]
+    assert [tool["name"] for tool in request.told["tools"]] == ["exec_command"]
+    broken = {**more, "tools": [{**AGENTS, "tools": [{"type": "mcp", "name": "m"}]}]}
+    assert wrong(input=[broken]) == "additional_tools[0].tools[0].type"
+
+
+def test_names_of_namespaces_do_not_double_their_underscores() -> None:
+    request = asked(tools=[{**AGENTS, "name": "mcp__fs__"}])
+    assert [*request.known_tools] == ["mcp__fs__spawn", "mcp__fs__close"]
+
+
+def test_an_answer_is_a_message_of_its_own() -> None:
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Well"}]
+    assert not asked(input=said).continued
+    assert asked(input=said, continue_final_message=True).continued
+    twice = asked(input=[*said, {"role": "assistant", "content": "So"}]).messages
+    assert [message["content"] for message in twice] == ["?", "Well", "So"]
+
+
+def test_reasoning_of_others_is_their_summary() -> None:
+    reasoning = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}]}
+    (_, answer) = asked(input=[{"role": "user", "content": "?"}, reasoning]).messages
+    assert answer["reasoning_content"] == "Hm"
+    hidden = {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}
+    request = asked(input=[{"role": "user", "content": "?"}, hidden])
+    assert [message["role"] for message in request.messages] == ["user"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [{"role": "pirate", "content": ""}]}, "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"type": "local_shell_call"}]}, "input[0].type"),
+        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type"),
+        ({"input": [{"id": "msg_0"}]}, "input[0].id"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]},
+         "input[0].output"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+         "input[0].content[0].type"),
+        ({"previous_response_id": "resp_2"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"n": 2}, "n"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"reasoning": {"effort": "enormous"}}, "reasoning.effort"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"verbosity": "huge"}}, "text.verbosity"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"truncation": "some"}, "truncation"),
+        ({"include": [5]}, "include[0]"),
+        ({"metadata": {"a": 5}}, "metadata.a"),
+        ({"temperature": -1}, "temperature"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [EXEC, {"type": "mcp"}]}, "tools[1].type"),
+        ({"tools": [EXEC, {"type": "local_shell"}]}, "tools[1].type"),
+        ({"tools": [EXEC, EXEC]}, "tools[1].name"),
+        ({"tools": [{**EXEC, "name": ""}]}, "tools[0].name"),
+        ({"tools": [{**EXEC, "parameters": 5}]}, "tools[0].parameters"),
+        ({"tools": [{**AGENTS, "tools": [{"type": "namespace"}]}]}, "tools[0].tools[0].type"),
+        ({"tools": [{**PATCH, "format": {"type": "grammar"}}]}, "tools[0].format.syntax"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [EXEC], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
+        ({"tools": [EXEC], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_named(fields: dict[str, Any], param: str) -> None:
+    assert wrong(**fields) == param
+
+
+def test_an_unknown_response_has_a_code() -> None:
+    with pytest.raises(ApiError) as caught:
+        asked(previous_response_id="resp_2")
+    assert caught.value.code == "previous_response_not_found"
+
+
+def test_the_tests_that_follow_begin_with_good_bodies() -> None:
+    for body in (CODEX, FULL):
+        before = copy.deepcopy(body)
+        parsed(body)
+        assert body == before
+
+
+@settings(max_examples=examples(150, 5_000))
+@given(hostile(FULL) | json_values)
+def test_any_body_is_a_request_or_a_400(body: Any) -> None:
+    check_any(parsed, body)
