@@ -7,12 +7,15 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from ..draft.drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
+from ..draft.forced import GRAMMAR, Guide
 from .cost_curve import USUAL_SYNC_OVERHEAD, CostCurve, Costs
 from .policy import Policy, expected_shortfall, expected_tokens, price_of_time, replayed_costs
 
 # The running gain starts with that of a chain whose tokens each have a p_accept of 60 %
 # (docs/planner-notes.md, "Constants").
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
+
+_FORCED = 0.99  # p_accept of a token that a constraint forces; nothing is certain
 
 
 class Candidates:
@@ -157,7 +160,10 @@ class Planner(Drafter):
 
     Attributes:
         policy: of the current generation.
+        guide: knows what may come in a constrained output; None where all may.
     """
+
+    guide: Guide | None = None
 
     def __init__(
         self,
@@ -198,13 +204,15 @@ class Planner(Drafter):
             curve: of rows.
             least_p: as for :meth:`Source.candidates`.
         """
-        if self.policy.skips_search(curve):
+        forced = self.guide is not None and bool(self.guide.forced())
+        if not forced and self.policy.skips_search(curve):
             return None
         found = [
             source.candidates(max_nodes, max_depth, self.branching, least_p)
             for source in self._sources
         ]
-        return merged(found, max_nodes)
+        candidates = merged(found, max_nodes)
+        return guided(candidates, self.guide, max_nodes, max_depth) if self.guide else candidates
 
     def plan_is(self, plan: Plan) -> None:
         """Take a plan for the next proposal that was made for several sequences together."""
@@ -451,11 +459,47 @@ def merged(sources: Sequence[Candidates], max_nodes: int) -> Candidates:
                 p_reached[node - 1] = min(p_reached[node - 1] + gained, p_above)
             below[above] += gained
             nodes.append(node)
+    return _best_of(union, max_nodes)
+
+
+def _best_of(union: _Union, max_nodes: int) -> _Union:
+    """The best candidates, the likeliest first."""
     best = _Union(union.tokens[0])
     order = best_first(union, best)
     best.names = [union.names[node - 1] for node in order]
     best.cut(max_nodes)
     return best
+
+
+def guided(candidates: Candidates, guide: Guide, max_nodes: int, max_depth: int) -> Candidates:
+    """The best ``max_nodes`` candidates that may come, and the tokens that must follow them.
+
+    Args:
+        candidates: whatever sources propose.
+        guide: of the output.
+        max_nodes: how many candidates to return at most.
+        max_depth: how deep they may be.
+    """
+    allowed, forced = guide.guide(candidates.tokens, candidates.parents)
+    every = _Union(candidates.tokens[0])
+    names = candidates.origins(len(candidates.tokens) - 1)
+    number = {0: 0}
+    for node in range(1, len(candidates.tokens)):
+        if allowed[node]:
+            above = number[candidates.parents[node]]
+            p_reached = candidates.p_reached[node - 1]
+            number[node] = every.add(candidates.tokens[node], above, p_reached)
+            every.names.append(names[node - 1])
+    for node, tokens in forced.items():
+        above = number[node]
+        depth, p_reached = (
+            (every.depths[above - 1], every.p_reached[above - 1]) if above else (0, 1)
+        )
+        for token in tokens[: max_depth - depth]:
+            p_reached *= _FORCED
+            above = every.add(token, above, p_reached)
+            every.names.append(GRAMMAR)
+    return _best_of(every, max_nodes)
 
 
 def best_first(candidates: Candidates, into: Candidates) -> list[int]:
