@@ -130,7 +130,7 @@ class Phase(NamedTuple):
     """
 
     constraint: Constraint | None = None
-    exits: Mapping[int, int] = {}  # noqa: RUF012  # a constant
+    exits: Mapping[int, int] = {}  # a constant
     may_end: bool = True
 
 

@@ -404,8 +404,10 @@ class GrammarState:
         return True
 
 
-def _bit(token: int) -> np.int32:
-    return np.array(1 << token % _WORD, dtype=np.uint32).view(np.int32)[()]
+def _bit(token: int) -> int:
+    """The token's bit in a word of a mask, which is signed."""
+    bit = 1 << token % _WORD
+    return bit - 2**_WORD if bit >> (_WORD - 1) else bit
 
 
 def _check(matcher: llguidance.LLMatcher) -> None:
