@@ -27,7 +27,7 @@ class Constraint:
     asked for, not before.
 
     Attributes:
-        kind: the language of ``text``.
+        kind: the language of ``text``; a "grammar" is Lark or GBNF.
         text: a JSON Schema, a regular expression or a grammar.
         lead: a regular expression; what may come before the output proper.
 
@@ -35,7 +35,7 @@ class Constraint:
         OptionError: the text is too long.
     """
 
-    kind: Literal["json_schema", "regex", "grammar"]
+    kind: Literal["json_schema", "regex", "grammar", "lark"]
     text: str
     lead: str = ""
 
@@ -48,7 +48,7 @@ class Constraint:
     @property
     def noun(self) -> str:
         """What messages call it."""
-        return {"json_schema": "JSON schema", "regex": "regex", "grammar": "grammar"}[self.kind]
+        return {"json_schema": "JSON schema", "regex": "regex"}.get(self.kind, "grammar")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Constraint:
@@ -152,12 +152,13 @@ def definition_of(constraint: Constraint) -> str:
     try:
         if constraint.kind == "json_schema":
             definition = LLMatcher.grammar_from_json_schema(
-                json.loads(constraint.text), defaults=_ONE_LINE, overrides={"lenient": False}
+                json.loads(constraint.text), defaults=ONE_LINE, overrides={"lenient": False}
             )
         elif constraint.kind == "regex":
             definition = LLMatcher.grammar_from_regex(constraint.text)
         else:
-            definition = grammar_from("grammar", constraint.text)
+            kind = "lark" if constraint.kind == "lark" else "grammar"
+            definition = grammar_from(kind, constraint.text)  # type: ignore[arg-type]
     except (ValueError, RecursionError) as error:
         raise OptionError(f"the {constraint.noun} cannot be used: {in_one_line(error)}") from error
     if not constraint.lead:
@@ -167,7 +168,7 @@ def definition_of(constraint: Constraint) -> str:
     return json.dumps({"grammars": [{"lark_grammar": lark}, {**own, "name": "output"}, *others]})
 
 
-_ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def in_one_line(message: object) -> str:
