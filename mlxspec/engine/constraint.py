@@ -163,9 +163,11 @@ def definition_of(constraint: Constraint) -> str:
         raise OptionError(f"the {constraint.noun} cannot be used: {in_one_line(error)}") from error
     if not constraint.lead:
         return definition
-    (own, *others) = json.loads(definition)["grammars"]
+    own = {"lark_grammar": definition}
+    if constraint.kind in ("json_schema", "regex"):
+        (own,) = json.loads(definition)["grammars"]
     lark = f"start: LEAD? @output\nLEAD: /{constraint.lead}/"
-    return json.dumps({"grammars": [{"lark_grammar": lark}, {**own, "name": "output"}, *others]})
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**own, "name": "output"}]})
 
 
 ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -163,14 +163,11 @@ def _special_tokens(tokenizer: TokenizerWrapper, vocab_size: int) -> set[int]:
 
 
 def _markers(tokenizer: TokenizerWrapper) -> list[int | None]:
-    names = (
-        *((tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else ()),
-        *(
-            (tokenizer.tool_call_start, tokenizer.tool_call_end)
-            if tokenizer.has_tool_calling
-            else ()
-        ),
-    )
+    names: list[str] = ["[ARGS]"]
+    if tokenizer.has_thinking:
+        names += tokenizer.think_start, tokenizer.think_end
+    if tokenizer.has_tool_calling:
+        names += tokenizer.tool_call_start, tokenizer.tool_call_end
     return [token_of(tokenizer, name) for name in names]
 
 

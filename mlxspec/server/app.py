@@ -21,6 +21,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from ..engine.grammar import Grammar, Vocabulary
 from ..generation.options import GenerationOptions
 from .errors import ApiError
 from .gate import Gate, json_body
@@ -33,7 +34,14 @@ from .openai import (
     models_answer,
     tokenize_answer,
 )
-from .prompts import ChatPrompt, Prompt, chat_prompt, completion_prompts
+from .prompts import (
+    ChatPrompt,
+    Prompt,
+    chat_prompt,
+    compiled_constraint,
+    completion_prompts,
+    is_constrained,
+)
 from .requests import ChatRequest, parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from .requests import Request as ApiRequest
 from .status import Gauges, status_of
@@ -116,6 +124,9 @@ class _Api:
         self._default = next(iter(worker.models.values()))
         # A tokenizer serves one thread at a time.
         self._tokenizing = {name: asyncio.Lock() for name in worker.models}
+        self._compiling = (
+            asyncio.Lock()
+        )  # however many schemas come, one takes its second at a time
 
     def _served(self, name: str | None) -> ServedModel:
         if name is None:
@@ -210,11 +221,13 @@ class _Api:
         requests: list[GenerationRequest] = []
         for prompt in prompts:
             tokens = tuple(prompt.tokens)  # one for all choices
+            grammar = await self._grammar(served, body, prompt)
             for choice in range(body.n):
                 options: GenerationOptions = {
                     "sampling": body.sampling.params(
                         decoder.vocab_size, choice, served.special_tokens
                     ),
+                    "constraint": grammar,
                     "stop": (*body.stop, *prompt.stop),
                     "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
                 }
@@ -231,6 +244,18 @@ class _Api:
                     )
                 )
         return self._worker.submit(served, requests)
+
+    async def _grammar(
+        self, served: ServedModel, body: ApiRequest, prompt: Prompt
+    ) -> Grammar | None:
+        """What an answer has to be, compiled."""
+        if not is_constrained(body):
+            return None
+        decoder = served.decoder
+        tokenizer = decoder.tokenizer
+        vocabulary = await self._tokenized(served, Vocabulary.of, tokenizer, decoder.vocab_size)
+        async with self._compiling:
+            return await run_in_threadpool(compiled_constraint, body, prompt, tokenizer, vocabulary)
 
     def _room(self, served: ServedModel, n_prompt: int, max_tokens: int | None) -> int:
         """How many tokens an output may have; a request that does not say takes what there is."""
