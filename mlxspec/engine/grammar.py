@@ -414,3 +414,5 @@ def _check(matcher: llguidance.LLMatcher) -> None:
             f"the constraint takes too much to follow ({in_one_line(matcher.get_error())}): "
             "make it simpler"
         )
+    if matcher.is_stopped() and not matcher.is_accepting():
+        raise OptionError("the constraint cannot be gone on with in the model's tokens: change it")
