@@ -47,7 +47,7 @@ class Vocabulary:
         vocab_size: the number of token ids that the model knows.
 
     Raises:
-        OptionError: the tokenizer has no token that ends an output.
+        OptionError: the tokenizer has no token that ends an output, or none for a character.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, vocab_size: int) -> None:
@@ -65,6 +65,12 @@ class Vocabulary:
         bytes_of = [_bytes_of(tokenizer, token) for token in range(known)]
         bytes_of += [b""] * (vocab_size - known)
         self._texts = [b"" if token in special else b for token, b in enumerate(bytes_of)]
+        characters = {*map(chr, range(32, 127))} - {b.decode("latin-1") for b in self._texts}
+        if characters:
+            raise OptionError(
+                f"constraint: the tokenizer has no token for {min(characters)!r} alone, which it "
+                "takes to follow any constraint; use a model with another tokenizer"
+            )
         self._encode = _encoder(tokenizer)
         self.tokens = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Tokens(self, bytes_of, sorted(special))),

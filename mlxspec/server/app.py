@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ..engine.grammar import Grammar, Vocabulary
+from ..errors import OptionError
 from ..generation.options import GenerationOptions
 from .errors import ApiError
 from .gate import Gate, json_body
@@ -253,7 +254,12 @@ class _Api:
             return None
         decoder = served.decoder
         tokenizer = decoder.tokenizer
-        vocabulary = await self._tokenized(served, Vocabulary.of, tokenizer, decoder.vocab_size)
+        try:
+            vocabulary = await self._tokenized(served, Vocabulary.of, tokenizer, decoder.vocab_size)
+        except OptionError as error:
+            if body.constraint is None:  # calls of strict tools are as they come
+                return None
+            raise ApiError(f"{body.constrained_by}: {error}", param=body.constrained_by) from error
         async with self._compiling:
             return await run_in_threadpool(compiled_constraint, body, prompt, tokenizer, vocabulary)
 
