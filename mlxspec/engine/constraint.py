@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from ..errors import OptionError
@@ -140,7 +139,6 @@ class Phases(NamedTuple):
     phases: tuple[Phase, ...]
 
 
-@lru_cache(maxsize=256)
 def definition_of(constraint: Constraint) -> str:
     """The constraint as llguidance takes it; whether it is a sound one is found out later.
 

@@ -32,7 +32,7 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
-_KEPT = 64  # compiled constraints of a tokenizer
+_KEPT, _KEPT_CHARACTERS = 64, 1_000_000  # compiled constraints of a tokenizer, and their texts
 _WORD = 32  # tokens in a word of a mask
 
 _ANCHOR = "☺"  # which is part of no other token
@@ -94,24 +94,18 @@ class Vocabulary:
         found: Vocabulary = kept[1]
         return found
 
-    def encode(self, text: bytes | str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Tokens of a text that goes on a line; they stand for exactly its bytes.
 
         The tokenizer's own where it has such: alone, or after a sign that keeps it from putting a
         space in front.
         """
-        wanted = text.encode() if isinstance(text, str) else text
-        try:
-            plain = wanted.decode()
-        except UnicodeDecodeError:
-            return list(self.tokens.greedy_tokenize(wanted.decode("utf-8", "replace")))
-        ids = self._encode(plain)
+        wanted = text.encode()
+        ids = self._encode(text)
         if not self._stands_for(ids, wanted):
-            anchor, anchored = self._encode(_ANCHOR), self._encode(_ANCHOR + plain)
+            anchor, anchored = self._encode(_ANCHOR), self._encode(_ANCHOR + text)
             ids = anchored[len(anchor) :] if anchored[: len(anchor)] == anchor else []
-        if self._stands_for(ids, wanted):
-            return ids
-        return list(self.tokens.greedy_tokenize(plain))
+        return ids if self._stands_for(ids, wanted) else self.tokens.greedy_tokenize(text)
 
     def _stands_for(self, ids: Sequence[int], text: bytes) -> bool:
         known = all(0 <= token < len(self._texts) and self._texts[token] for token in ids)
@@ -138,9 +132,16 @@ class Vocabulary:
                     "or say it in another way"
                 )
             self._compiled[constraint] = compiled
-            while len(self._compiled) > _KEPT:
-                self._compiled.popitem(last=False)
+            self._forget_oldest()
         return compiled.deep_copy()
+
+    def _forget_oldest(self) -> None:
+        characters = sum(len(constraint.text) for constraint in self._compiled)
+        while len(self._compiled) > _KEPT or (
+            characters > _KEPT_CHARACTERS and len(self._compiled) > 1
+        ):
+            oldest, _ = self._compiled.popitem(last=False)
+            characters -= len(oldest.text)
 
 
 class _Tokens:
@@ -154,9 +155,9 @@ class _Tokens:
         self.special_token_ids = special
         self._vocabulary = vocabulary
 
-    def __call__(self, text: bytes | str) -> list[int]:
+    def __call__(self, text: bytes) -> list[int]:
         # While llguidance's tokenizer is made it asks for a test, which nobody reads.
-        return self._vocabulary.encode(text) if hasattr(self._vocabulary, "tokens") else []
+        return self._vocabulary.encode(text.decode()) if hasattr(self._vocabulary, "tokens") else []
 
 
 def _special_tokens(tokenizer: TokenizerWrapper, vocab_size: int) -> set[int]:
