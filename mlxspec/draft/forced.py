@@ -24,8 +24,8 @@ class Guide(Protocol):
         """Look at a draft; the arguments are as in :class:`DraftTree`.
 
         Returns:
-            per node whether it may come, and per node after which no other of the draft may come
-            the tokens that are forced there, where there are any.
+            per node whether it may come; and what is forced, where anything is, after the root
+            and after each node that no other of the draft may follow.
         """
 
 

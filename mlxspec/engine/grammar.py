@@ -287,11 +287,12 @@ class GrammarState:
         """Look at a draft; the arguments are as in :class:`DraftTree`.
 
         Returns:
-            per node whether it may come, and per node after which no other of the draft may come
-            the tokens that are forced there, where there are any.
+            per node whether it may come; and what is forced, where anything is, after the root
+            and after each node that no other of the draft may follow.
         """
         allowed = [may_come for _, may_come in self._walk(tokens, parents)]
         inner = {parents[node] for node, may_come in enumerate(allowed) if node and may_come}
+        inner.discard(0)
         forced: dict[int, tuple[int, ...]] = {}
         for node, may_come in self._walk(tokens, parents):
             if may_come and node not in inner and (follows := self.forced()):

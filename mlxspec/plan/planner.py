@@ -481,24 +481,32 @@ def guided(candidates: Candidates, guide: Guide, max_nodes: int, max_depth: int)
         max_depth: how deep they may be.
     """
     allowed, forced = guide.guide(candidates.tokens, candidates.parents)
-    every = _Union(candidates.tokens[0])
     names = candidates.origins(len(candidates.tokens) - 1)
+    every = _Union(candidates.tokens[0])
+    children: dict[tuple[int, int], int] = {}
     number = {0: 0}
+
+    def add(above: int, token: int, p_accept: float, name: str) -> int:
+        if (above, token) not in children:
+            p_above = every.p_reached[above - 1] if above else 1.0
+            children[above, token] = every.add(token, above, p_above * p_accept)
+            every.names.append(name)
+        return children[above, token]
+
+    def add_forced(node: int) -> None:
+        above = number[node]
+        room = max_depth - (every.depths[above - 1] if above else 0)
+        for token in forced.get(node, ())[:room]:
+            above = add(above, token, _FORCED, GRAMMAR)
+
+    add_forced(0)  # first, since it is likelier than its sources say
     for node in range(1, len(candidates.tokens)):
         if allowed[node]:
-            above = number[candidates.parents[node]]
-            p_reached = candidates.p_reached[node - 1]
-            number[node] = every.add(candidates.tokens[node], above, p_reached)
-            every.names.append(names[node - 1])
-    for node, tokens in forced.items():
-        above = number[node]
-        depth, p_reached = (
-            (every.depths[above - 1], every.p_reached[above - 1]) if above else (0, 1)
-        )
-        for token in tokens[: max_depth - depth]:
-            p_reached *= _FORCED
-            above = every.add(token, above, p_reached)
-            every.names.append(GRAMMAR)
+            parent, p_reached = candidates.parents[node], candidates.p_reached
+            p_above = p_reached[parent - 1] if parent else 1.0
+            p_accept = p_reached[node - 1] / p_above if p_above else 0.0
+            number[node] = add(number[parent], candidates.tokens[node], p_accept, names[node - 1])
+            add_forced(node)
     return _best_of(every, max_nodes)
 
 

@@ -125,9 +125,8 @@ class _Api:
         self._default = next(iter(worker.models.values()))
         # A tokenizer serves one thread at a time.
         self._tokenizing = {name: asyncio.Lock() for name in worker.models}
-        self._compiling = (
-            asyncio.Lock()
-        )  # however many schemas come, one takes its second at a time
+        # However many schemas come, one at a time takes its second.
+        self._compiling = asyncio.Lock()
 
     def _served(self, name: str | None) -> ServedModel:
         if name is None:

@@ -166,6 +166,7 @@ def test_drafts_change_nothing_and_what_has_stopped_is_valid(model: Any) -> None
     assert drafted
 
 
+@pytest.mark.slow
 def test_joint_steps_change_nothing() -> None:
     plain, auto = demo_decoder(mlxspec.Decoder), decoders(demo_decoder)["auto"][0]
     source = random.Random(3)
