@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .draft.drafter import Drafter, DraftTree, VerifiedStep
     from .draft.lookahead import LookaheadDrafter
     from .draft.prompt_lookup import PromptLookupDrafter
+    from .engine.constraint import Constraint
     from .engine.draft_model import DraftModelDrafter
     from .engine.params import SamplingParams, pure
     from .engine.prompt_cache_file import load_prompt_cache, save_prompt_cache
@@ -40,6 +41,7 @@ __all__ = [
     "AutoDecoder",
     "CombinedDecoder",
     "CombinedDrafter",
+    "Constraint",
     "Decoder",
     "DraftModelDrafter",
     "DraftTree",
@@ -73,6 +75,7 @@ _HOMES = {
     "generate": ".compat.generation",
     "stream_generate": ".compat.generation",
     "CombinedDrafter": ".draft.combined",
+    "Constraint": ".engine.constraint",
     "Drafter": ".draft.drafter",
     "VerifiedStep": ".draft.drafter",
     "LookaheadDrafter": ".draft.lookahead",

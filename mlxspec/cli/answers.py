@@ -299,7 +299,9 @@ class Answers:
             # In a chat the answer is a text of its own, whose first space the tokenizer has put
             # there.
             answer.trims = templated and self._first_space
-            answer.job = generation.submit(self._scheduler, decoder, tokens, room, answer.add)
+            answer.job = generation.submit(
+                self._scheduler, decoder, tokens, room, answer.add, templated
+            )
         except MlxspecError as error:
             self._fail(answer, error)
         else:

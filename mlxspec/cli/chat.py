@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     group="Model and prompt",
 )
 @option("--max-tokens N", "Generate at most N per answer.", default=2048, group="Model and prompt")
-@options_of(Generation, "generation")
+@options_of(Generation, "generation", leave_out=("json_schema", "regex", "grammar"))
 @color_option("Output")
 def chat_command(
     generation: Generation, system_prompt: str | None, server: str | None, color: bool | None

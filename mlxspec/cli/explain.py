@@ -71,7 +71,9 @@ def explain_command(
     recorded: list[RecordedStep] = []
     decoder.wrap_drafter = partial(RecordingDrafter, steps=recorded)
     with prefill_bar(console) as prefilling, ProgressBar("Generating", console=console) as bar:
-        for last in generation.stream(decoder, tokens, room, on_progress=prefilling):
+        for last in generation.stream(
+            decoder, tokens, room, templated=templated, on_progress=prefilling
+        ):
             bar(last.generation_tokens, room)
     if skip is not None and skip >= len(recorded):
         raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps, skip fewer")

@@ -94,6 +94,7 @@ def generate_command(*, prompts: str | None, concurrency: int | None, **options:
       mlxspec generate --model mlx-community/Mistral-7B-Instruct-v0.3-4bit \\
           --prompt-file question.txt
       mlxspec generate --raw --prompt - < draft.txt > continuation.txt
+      mlxspec generate --prompt "Who is it?" --json-schema person.json
       mlxspec generate --prompt "..." --json | jq .stats
       mlx.launch --hostfile macs.json mlxspec generate --model ... --prompt "..."
       mlxspec generate --prompts questions.jsonl --concurrency 16 > answers.jsonl
@@ -187,7 +188,7 @@ def answer(
         tokens = prompt_tokens(source, decoder.tokenizer, templated)
     n_cached = cached_length(begun.get("prompt_cache") or ())
     room = generation.room(decoder.model, n_cached + len(tokens))
-    start = partial(generation.stream, decoder, tokens, room, **begun)
+    start = partial(generation.stream, decoder, tokens, room, templated=templated, **begun)
     printer = None if as_json else TokenPrinter(color)
     # In a chat the answer is a text of its own, whose first space the tokenizer has put there.
     trims = templated and detokenizer_of(decoder.tokenizer).prefix_space

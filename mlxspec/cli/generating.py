@@ -17,6 +17,7 @@ import click
 
 import mlxspec
 
+from ..engine.constraint import Constraint
 from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError
 from ..loading.model_files import DEMO
@@ -295,6 +296,68 @@ def _ids_or_texts(tokens: Sequence[str]) -> tuple[int | str, ...]:
 
 
 @dataclass(frozen=True)
+class Form:
+    """What the output has to be; None where an option is not given.
+
+    Raises:
+        OptionError: several are given, or a file cannot be read or is none.
+    """
+
+    json_schema: str | None = option_field(
+        "--json-schema FILE",
+        "Let the output be JSON that is valid under the JSON Schema in FILE.",
+        type=NAME,
+    )
+    regex: str | None = option_field(
+        "--regex PATTERN", "Let the output match PATTERN as a whole, in the syntax of Rust's regex."
+    )
+    grammar: str | None = option_field(
+        "--grammar FILE",
+        "Let the output be of the grammar in FILE: Lark, in llguidance's variant, or llama.cpp's "
+        "GBNF.",
+        type=NAME,
+    )
+
+    def __post_init__(self) -> None:
+        given = [own.name for own in fields(self) if getattr(self, own.name) is not None]
+        if len(given) > 1:
+            named = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise OptionError(f"{named} are given together: choose one")
+        _ = self.constraint
+
+    @cached_property
+    def constraint(self) -> Constraint | None:
+        """What was asked for, read."""
+        if self.json_schema is not None:
+            return _read_from(f"--json-schema {self.json_schema}", Constraint.json_schema)
+        if self.grammar is not None:
+            return _read_from(f"--grammar {self.grammar}", Constraint.grammar)
+        return None if self.regex is None else Constraint.regex(self.regex)
+
+
+def _read_from(option: str, read: Callable[[str], Constraint]) -> Constraint:
+    """The constraint in the file of an option.
+
+    Raises:
+        OptionError: there is no such file, or none of this kind.
+    """
+    try:
+        with open(option.partition(" ")[2], "rb") as file:
+            return read(file.read(_LONGEST_FILE).decode("utf-8-sig"))
+    except OSError as error:
+        raise OptionError(
+            f"{option} cannot be read ({error.strerror}): name a readable text file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{option} is not UTF-8 text: convert it to UTF-8") from error
+    except OptionError as error:
+        raise OptionError(f"{option}: {error}") from error
+
+
+_LONGEST_FILE = 4_000_000  # bytes; a constraint's text is shorter, and some devices never end
+
+
+@dataclass(frozen=True)
 class Generation:
     """A generation as the user asked for it.
 
@@ -316,6 +379,7 @@ class Generation:
         metadata=nested(SamplingParams, "Sampling", logit_bias=_biases)
     )
     caches: CacheOptions = field(metadata=nested(CacheOptions, "Memory"))
+    form: Form = field(default=Form(), metadata=nested(Form, "Form of the output"))
 
     def __post_init__(self) -> None:
         check_least(1, max_tokens=self.max_tokens)
@@ -375,7 +439,13 @@ class Generation:
         return Learner(self.drafting.store, decoder.tokenizer)
 
     def stream(
-        self, decoder: Any, tokens: Sequence[int], max_tokens: int, **more: Any
+        self,
+        decoder: Any,
+        tokens: Sequence[int],
+        max_tokens: int,
+        *,
+        templated: bool = False,
+        **more: Any,
     ) -> Generator[GenerationResponse, None, None]:
         """Generate with the decoder of :meth:`load`.
 
@@ -383,9 +453,10 @@ class Generation:
             decoder: the decoder.
             tokens: the prompt.
             max_tokens: how many tokens there is room for; see :meth:`room`.
+            templated: the output is a chat's answer.
             more: what :meth:`mlxspec.Decoder.decode` takes besides.
         """
-        options = {**self.options(decoder), **more}
+        options = {**self.options(decoder, tokens if templated else None), **more}
         return decoder.stream(tokens, max_tokens, **self.drafter_arguments(), **options)
 
     def submit(
@@ -395,27 +466,47 @@ class Generation:
         tokens: Sequence[int],
         max_tokens: int,
         on_response: Callable[[GenerationResponse], object],
+        templated: bool = False,
     ) -> Job:
         """Add a generation with the decoder of :meth:`load` to its scheduler.
 
         Args:
             scheduler: the decoder's.
-            decoder, tokens, max_tokens: as for :meth:`stream`.
+            decoder, tokens, max_tokens, templated: as for :meth:`stream`.
             on_response: called with each response.
 
         Raises:
             PromptError, OptionError: as :meth:`mlxspec.Decoder.decode`.
         """
         make_drafter = decoder.drafting_with(**self.drafter_arguments())
-        options = self.options(decoder)
+        options = self.options(decoder, tokens if templated else None)
         return scheduler.submit(tokens, on_response, max_tokens, make_drafter, **options)
 
-    def options(self, decoder: Decoder) -> GenerationOptions:
-        """Sampling, ends and memory, as :meth:`mlxspec.Decoder.decode` takes them."""
+    def options(
+        self, decoder: Decoder, conversation: Sequence[int] | None = None
+    ) -> GenerationOptions:
+        """Sampling, form, ends and memory, as :meth:`mlxspec.Decoder.decode` takes them.
+
+        Args:
+            decoder: of :meth:`load`.
+            conversation: the prompt's tokens, where the output is a chat's answer.
+        """
+        from ..generation.constrained import ends_in_reasoning, in_answer
+        from ..loading.detokenizer import detokenizer_of
+
         # XTC keeps line breaks and end tokens, as on mlx-lm's command line.
         kept = [*decoder.tokenizer.encode("\n"), *decoder.tokenizer.eos_token_ids]
         sampling = replace(self.sampling, xtc_special_tokens=kept)
-        options = {**vars(self.ends), **vars(self.caches), "sampling": sampling}
+        constraint: Any = self.form.constraint
+        if constraint is not None and conversation is not None:
+            constraint = in_answer(
+                constraint,
+                decoder.tokenizer,
+                reasons=ends_in_reasoning([*conversation], decoder.tokenizer),
+                trims_space=detokenizer_of(decoder.tokenizer).prefix_space,
+            )
+        shape = {"sampling": sampling, "constraint": constraint}
+        options = {**vars(self.ends), **vars(self.caches), **shape}
         return cast("GenerationOptions", options)
 
     def drafter_arguments(self) -> dict[str, Any]:

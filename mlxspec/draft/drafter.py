@@ -110,13 +110,22 @@ class DraftTree:
         """Drop nodes deeper than ``max_depth`` or outside the vocabulary, with their subtrees."""
         if max(self.depths) <= max_depth and all(0 <= t < vocab_size for t in self.tokens):
             return self
+        return self.kept(
+            [
+                depth <= max_depth and 0 <= token < vocab_size
+                for token, depth in zip(self.tokens, self.depths, strict=True)
+            ]
+        )
+
+    def kept(self, keeps: Sequence[bool]) -> DraftTree:
+        """The nodes that are to be kept, of which the root is one, and whose parents are kept."""
+        if all(keeps):
+            return self
         renumbered = {-1: -1}
         tokens: list[int] = []
         parents: list[int] = []
-        for node, (token, parent, depth) in enumerate(
-            zip(self.tokens, self.parents, self.depths, strict=True)
-        ):
-            if parent in renumbered and depth <= max_depth and 0 <= token < vocab_size:
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            if parent in renumbered and keeps[node]:
                 renumbered[node] = len(tokens)
                 tokens.append(token)
                 parents.append(renumbered[parent])

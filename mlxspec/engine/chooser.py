@@ -43,6 +43,7 @@ class Chooser:
         logits: mx.array,
         positions: Sequence[int],
         contexts: Sequence[mx.array] | None = None,
+        allowed: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
         """Choose one token per row.
 
@@ -52,14 +53,19 @@ class Chooser:
                 the prompt's first token; the row's own position plus one.
             contexts: per row, the tokens up to the row's own, from :meth:`history`; needed
                 where there are processors.
+            allowed: bool, (rows, vocabulary), the tokens that a constraint allows; None for all.
 
         Returns:
-            the choices, (rows,), and the log-probabilities after the processors and before
+            the choices, (rows,), and the log-probabilities after processors and constraint, before
             filters and temperature, (rows, vocabulary). Both are lazy.
         """
         if self._processors:
             assert contexts is not None
             logits = shaped(logits, contexts, self._processors)
+        if allowed is not None:
+            # Some token is left, even where a bias forbids all that the constraint allows.
+            least = mx.finfo(logits.dtype).min
+            logits = mx.where(allowed, mx.maximum(logits, least), -mx.inf)
         # mlx-lm takes the argmax of log-probabilities, in which rounding can make equal what
         # differs in the logits. Equal output needs the same arithmetic.
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -9,17 +9,20 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from ..draft.custom import not_a_draft
-from ..draft.drafter import Drafter, DraftTree, VerifiedStep, accept
+from ..draft.drafter import Drafter, DraftTree, VerifiedStep, accept, window_rows_of
 from .caches import held_arrays, move_rows, parts
 from .chooser import Chooser
 from .joint import Joint, JointRows
 from .target import Capability, Progress, Target
+
+if TYPE_CHECKING:
+    from .grammar import GrammarState
 
 _STEPS_BETWEEN_CLEARING = 256  # as mlx-lm: buffers of outgrown caches go back to the system
 
@@ -46,6 +49,7 @@ class Sequence:
             :func:`mlxspec.engine.capability.first_crossing`.
         draft_end: called once the context comes near that; returns the position from which on
             nothing is drafted, or None if there is none.
+        grammar: what constrains the output, at its beginning; None without a constraint.
 
     Attributes:
         length: positions of the context, the last token included.
@@ -67,6 +71,7 @@ class Sequence:
         n_cached: int = 0,
         first_crossing: int = sys.maxsize,
         draft_end: Callable[[], int | None] = lambda: None,
+        grammar: GrammarState | None = None,
     ) -> None:
         self.prompt = tuple(prompt)  # a copy, which no drafter can change
         self.target = target
@@ -77,9 +82,10 @@ class Sequence:
         self.last = self.prompt[-1]
         self.remaining = max_tokens
         self.finished = False
-        self.ahead: PendingForward | None = None
+        self.ahead: PendingForward | UnchosenForward | None = None
         self.proposed = 0
         self.ends = ends
+        self.grammar = grammar
         self._n_cached = n_cached
         self._first_crossing = first_crossing
         self._draft_end = draft_end
@@ -191,6 +197,8 @@ class Sequence:
         self.last = tokens[-1]
         if self.history:
             self.history.extend(tokens)
+        if self.grammar and not self.finished:
+            self.grammar.accept(tokens)
         self._steps += 1
         if self._steps % _STEPS_BETWEEN_CLEARING == 0:
             mx.clear_cache()
@@ -226,6 +234,9 @@ class Sequence:
             raise not_a_draft(tree, self.drafter, self.last)
         if len(tree) == 1:
             return tree
+        # The rows of lookahead's window are no drafts: nobody minds what they are.
+        if self.grammar and not window_rows_of(self.drafter):
+            tree = self.grammar.allowed(tree)
         if self.target.capability is not Capability.TREE:
             tree = tree.first_chain()
         return tree.pruned(max_depth, self.target.vocab_size)
@@ -244,11 +255,22 @@ class Sequence:
             as in :class:`PendingForward`: choices, argmaxes and log-probabilities.
         """
         chooser = self.chooser
-        positions = [self.target.length + depth + 1 for depth in tree.depths]
+        following = self.length + (unknown is not None)
+        positions = [following + depth for depth in tree.depths]
         contexts = self.history.contexts(tree, unknown) if self.history else None
-        choices, logprobs = chooser.choose(logits, positions, contexts)
+        allowed = self.grammar.masks(tree) if self.grammar else None
+        choices, logprobs = chooser.choose(logits, positions, contexts, allowed)
         argmaxes = choices if chooser.greedy else mx.argmax(logprobs, axis=-1)
         return choices, argmaxes, logprobs.squeeze(0) if len(tree) == 1 else logprobs
+
+    def chosen(self, ahead: PendingForward | UnchosenForward) -> PendingForward:
+        """The forward that was dispatched in the last step, with the choice after its row."""
+        if isinstance(ahead, PendingForward):
+            return ahead
+        with mx.stream(generation_stream):
+            chosen = self.choose(ahead.logits, DraftTree.chain(self.last))
+            mx.async_eval(chosen)
+        return PendingForward(*chosen, ahead.rows, ahead.sequences, pipelined=True)
 
 
 class Accepted(NamedTuple):
@@ -293,6 +315,11 @@ class PendingForward(NamedTuple):
     sequences: int
     pipelined: bool
 
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """All that is to be computed."""
+        return self.choices, self.argmaxes, self.logprobs
+
     def logprobs_of(self, verified: VerifiedStep) -> list[mx.array]:
         """Per emitted token, the log-probabilities from which it was chosen, (vocabulary,).
 
@@ -305,6 +332,26 @@ class PendingForward(NamedTuple):
             taken = [mx.take(self.logprobs, mx.array(row), axis=0) for row in rows]
         mx.async_eval(taken)
         return taken
+
+
+class UnchosenForward(NamedTuple):
+    """A forward over a row that was not known yet, of a sequence whose output is constrained.
+
+    Which tokens may follow the row depends on its token, so nothing is chosen before that is read.
+
+    Attributes:
+        logits: (1, vocabulary).
+        rows, sequences: as in :class:`PendingForward`.
+    """
+
+    logits: mx.array
+    rows: int
+    sequences: int
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """All that is to be computed."""
+        return (self.logits,)
 
 
 @dataclass(frozen=True)
@@ -372,8 +419,15 @@ def joint_step(
     for sequence in sequences:
         with faults.of(sequence):
             trees[sequence] = sequence.propose()
-    forwards = {sequence: sequence.ahead for sequence in trees if sequence.ahead}
-    forwards |= dispatch({s: (trees[s], None) for s in trees if not s.ahead}, joint, faults)
+    forwards: dict[Sequence, PendingForward] = {}
+    for sequence in trees:
+        if sequence.ahead:
+            with faults.of(sequence):
+                forwards[sequence] = sequence.chosen(sequence.ahead)
+    others = {s: (tree, None) for s, tree in trees.items() if not s.ahead}
+    for sequence, forward in dispatch(others, joint, faults).items():
+        assert isinstance(forward, PendingForward)  # over rows that are known
+        forwards[sequence] = forward
     for sequence in forwards:
         sequence.ahead = None
     # All go on together or none: two forwards of a few rows take longer than one.
@@ -384,8 +438,8 @@ def joint_step(
             pipelined &= sequence.pipelined
     if pipelined:
         next_rows = {s: (_NEXT, forwards[s].choices) for s in going_on if s not in faults}
-        for sequence, forward in dispatch(next_rows, joint, faults).items():
-            sequence.ahead = forward
+        for sequence, ahead in dispatch(next_rows, joint, faults).items():
+            sequence.ahead = ahead
     accepted: dict[Sequence, Accepted] = {}
     for sequence, forward in forwards.items():
         if sequence not in faults:
@@ -433,7 +487,7 @@ def dispatch(
     members: abc.Mapping[Sequence, tuple[DraftTree, mx.array | None]],
     joint: Joint | None,
     faults: Faults,
-) -> dict[Sequence, PendingForward]:
+) -> dict[Sequence, PendingForward | UnchosenForward]:
     """Start a forward over the trees of one or more sequences, without waiting for it.
 
     The only row of a plain step stays whatever is chosen after it. So it is committed at once, and
@@ -443,7 +497,11 @@ def dispatch(
         members: per sequence, the rows to verify, and (1,), what stands in for the token of a
             single row that is not known yet.
         joint: runs the forward where there are several sequences.
-        faults: gets what a sequence's processor or sampler raises.
+        faults: gets what a sequence's processor, sampler or constraint raises.
+
+    Returns:
+        per sequence its forward: an :class:`UnchosenForward` where the output is constrained and
+        its row is not known.
     """
     if not members:
         return {}
@@ -452,7 +510,7 @@ def dispatch(
         for sequence, (tree, unknown) in members.items()
     ]
     n_rows = sum(len(target.pending) + len(tree) for target, _, tree in rows)
-    forwards: dict[Sequence, PendingForward] = {}
+    forwards: dict[Sequence, PendingForward | UnchosenForward] = {}
     with mx.stream(generation_stream):
         if len(rows) == 1:
             ((target, tokens, tree),) = rows
@@ -460,18 +518,24 @@ def dispatch(
         else:
             assert joint is not None
             logits, spans = joint.forward(rows)
-        alike = len(rows) > 1 and all(s.chooser.greedy and not s.history for s in members)
+        if any(sequence.grammar for sequence in members):
+            mx.async_eval(logits)  # which are computed while the masks are
+        alike = len(rows) > 1 and all(
+            s.chooser.greedy and not s.history and not s.grammar for s in members
+        )
         together = next(iter(members)).chooser.choose(logits, ()) if alike else None
         for span, (sequence, (tree, unknown)) in zip(spans, members.items(), strict=True):
             with faults.of(sequence):
+                own_logits = logits[span] if len(rows) > 1 else logits
+                if sequence.grammar and unknown is not None:
+                    forwards[sequence] = UnchosenForward(own_logits, n_rows, len(rows))
+                    continue
                 if together:
                     choices, logprobs = together
                     own = choices[span], logprobs[span.start if len(tree) == 1 else span]
                     chosen = own[0], *own
                 else:
-                    chosen = sequence.choose(
-                        logits[span] if len(rows) > 1 else logits, tree, unknown
-                    )
+                    chosen = sequence.choose(own_logits, tree, unknown)
                 forwards[sequence] = PendingForward(
                     *chosen, n_rows, len(rows), pipelined=unknown is not None
                 )
@@ -479,7 +543,7 @@ def dispatch(
     # (The choices need not depend on all of the caches: a recurrent layer's last state, or the
     # keys of a sparse layer's index.)
     mx.async_eval(
-        [(forward.choices, forward.argmaxes, forward.logprobs) for forward in forwards.values()],
+        [forward.arrays for forward in forwards.values()],
         held_arrays(cache for sequence in members for cache in parts(sequence.target.cache)),
     )
     for sequence in forwards:

@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..draft.custom import checked_drafter
 from ..draft.drafter import Drafter, NoDraft
+from ..draft.forced import with_forced
 from ..engine.capability import (
     capability_with,
     chain_capability,
@@ -37,6 +38,7 @@ from ..engine.target import (
 from ..errors import OptionError
 from ..loading.detokenizer import detokenizer_of
 from ..loading.model import load
+from ..plan.planner import Planner
 from ..terminal import TokenPrinter
 from .lent_caches import LentCaches
 from .options import CheckedOptions, GenerationOptions, Prompt, check_options, prompt_ids
@@ -206,6 +208,9 @@ class Decoder:
 
         Options:
             sampling: how the model picks a token; greedy by default.
+            constraint: what the output has to be, a :class:`mlxspec.Constraint`: JSON of a
+                schema, or a text of a regular expression or grammar. It ends where that is
+                complete. Tokens that the constraint forces are drafted.
             stop: texts that end the output before them.
             stop_tokens: tokens that end the output, beside the tokenizer's own: ids, or texts
                 of one token.
@@ -302,6 +307,11 @@ class Decoder:
         drafter: Drafter = NoDraft()
         if self.drafts(checked):
             drafter = checked_drafter(make_drafter(checked.session))
+        grammar = checked.grammar.begin() if checked.grammar else None
+        if isinstance(drafter, Planner):
+            drafter.guide = grammar
+        elif grammar and not isinstance(drafter, NoDraft):
+            drafter = with_forced(drafter, grammar)
         if self.wrap_drafter:
             drafter = self.wrap_drafter(drafter)
         output = OutputText(self._new_detokenizer(), checked.stop_tokens, checked.stop, max_tokens)
@@ -317,6 +327,7 @@ class Decoder:
                 n_cached=n_cached,
                 first_crossing=self._first_crossing,
                 draft_end=lambda: self.draft_end,
+                grammar=grammar,
             )
 
         owner = around(self._owner(tokens, drafter, checked), tokens)

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,12 +14,16 @@ from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..engine.capability import check_quantization
+from ..engine.constraint import Constraint, Phases
 from ..engine.params import CacheOptions, LogitsProcessor, Sampler, SamplingParams
 from ..engine.prompt_cache import lent_caches
 from ..engine.target import Progress
 from ..errors import OptionError, PromptError
 from ..loading.model import encode_prompt
 from .session import Session
+
+if TYPE_CHECKING:
+    from ..engine.grammar import Grammar
 
 Prompt = str | Sequence[int] | mx.array
 """A text, or token ids that are taken as they are."""
@@ -146,6 +150,7 @@ class GenerationOptions(SamplingOptions, EndOptions, MemoryOptions, total=False)
     """What every decoder's ``stream`` takes; see :meth:`mlxspec.Decoder.decode`."""
 
     sampling: SamplingParams | None
+    constraint: Constraint | Phases | Grammar | None
     on_progress: Progress | None
     session: Session | None
     prompt_cache: list[Any] | None
@@ -156,6 +161,7 @@ class CheckedOptions(NamedTuple):
 
     Attributes:
         sampling: how to pick a token.
+        grammar: what the output has to be; None without a constraint.
         stop: the texts that end the output.
         stop_tokens: the tokens that end it, the tokenizer's own included.
         cache: the memory of the cache.
@@ -164,6 +170,7 @@ class CheckedOptions(NamedTuple):
     """
 
     sampling: SamplingParams
+    grammar: Grammar | None
     stop: tuple[str, ...]
     stop_tokens: set[int]
     cache: CacheOptions
@@ -212,6 +219,7 @@ def check_options(
     stop, stop_tokens = left.pop("stop", ()), left.pop("stop_tokens", ())
     session, prompt_cache = left.pop("session", None), left.pop("prompt_cache", None)
     sampling, on_progress = left.pop("sampling", None), left.pop("on_progress", None)
+    constraint = left.pop("constraint", None)
     memory = {name: left.pop(name) for name in MemoryOptions.__annotations__ if name in left}
     for name in left.keys() - SamplingOptions.__annotations__.keys():
         raise TypeError(_no_such_option(name))
@@ -228,6 +236,7 @@ def check_options(
         prompt_cache = lent_caches(prompt_cache, model)
     return CheckedOptions(
         sampling_from(sampling, cast(SamplingOptions, left), vocab_size),
+        grammar_of(constraint, tokenizer, vocab_size),
         stop,
         stop_token_ids(tokenizer, stop_tokens, vocab_size),
         cache,
@@ -235,6 +244,33 @@ def check_options(
         prompt_cache,
         on_progress,
     )
+
+
+def grammar_of(
+    constraint: Constraint | Phases | Grammar | None, tokenizer: TokenizerWrapper, vocab_size: int
+) -> Grammar | None:
+    """A constraint, compiled for a model's tokens, which takes a second at most.
+
+    Args:
+        constraint: what the output has to be, compiled or not; None for anything.
+        tokenizer: the model's.
+        vocab_size: the number of token ids that the model knows.
+
+    Raises:
+        OptionError: it is no constraint, or one that cannot be kept.
+    """
+    if constraint is None:
+        return None
+    from ..engine.grammar import Grammar, Vocabulary
+
+    if isinstance(constraint, (Constraint, Phases)):
+        return Grammar(constraint, Vocabulary.of(tokenizer, vocab_size))
+    if not isinstance(constraint, Grammar):
+        raise OptionError(
+            f"constraint is of the type {type(constraint).__name__}: make one with "
+            "mlxspec.Constraint.json_schema, regex, grammar or choice"
+        )
+    return constraint
 
 
 def _no_such_option(name: str) -> str:

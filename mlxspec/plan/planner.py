@@ -7,12 +7,15 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from ..draft.drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
+from ..draft.forced import GRAMMAR, Guide
 from .cost_curve import USUAL_SYNC_OVERHEAD, CostCurve, Costs
 from .policy import Policy, expected_shortfall, expected_tokens, price_of_time, replayed_costs
 
 # The running gain starts with that of a chain whose tokens each have a p_accept of 60 %
 # (docs/planner-notes.md, "Constants").
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
+
+_FORCED = 0.99  # p_accept of a token that a constraint forces; nothing is certain
 
 
 class Candidates:
@@ -157,7 +160,10 @@ class Planner(Drafter):
 
     Attributes:
         policy: of the current generation.
+        guide: knows what may come in a constrained output; None where all may.
     """
+
+    guide: Guide | None = None
 
     def __init__(
         self,
@@ -198,13 +204,15 @@ class Planner(Drafter):
             curve: of rows.
             least_p: as for :meth:`Source.candidates`.
         """
-        if self.policy.skips_search(curve):
+        forced = self.guide is not None and bool(self.guide.forced())
+        if not forced and self.policy.skips_search(curve):
             return None
         found = [
             source.candidates(max_nodes, max_depth, self.branching, least_p)
             for source in self._sources
         ]
-        return merged(found, max_nodes)
+        candidates = merged(found, max_nodes)
+        return guided(candidates, self.guide, max_nodes, max_depth) if self.guide else candidates
 
     def plan_is(self, plan: Plan) -> None:
         """Take a plan for the next proposal that was made for several sequences together."""
@@ -451,11 +459,55 @@ def merged(sources: Sequence[Candidates], max_nodes: int) -> Candidates:
                 p_reached[node - 1] = min(p_reached[node - 1] + gained, p_above)
             below[above] += gained
             nodes.append(node)
+    return _best_of(union, max_nodes)
+
+
+def _best_of(union: _Union, max_nodes: int) -> _Union:
+    """The best candidates, the likeliest first."""
     best = _Union(union.tokens[0])
     order = best_first(union, best)
     best.names = [union.names[node - 1] for node in order]
     best.cut(max_nodes)
     return best
+
+
+def guided(candidates: Candidates, guide: Guide, max_nodes: int, max_depth: int) -> Candidates:
+    """The best ``max_nodes`` candidates that may come, and the tokens that must follow them.
+
+    Args:
+        candidates: whatever sources propose.
+        guide: of the output.
+        max_nodes: how many candidates to return at most.
+        max_depth: how deep they may be.
+    """
+    allowed, forced = guide.guide(candidates.tokens, candidates.parents)
+    names = candidates.origins(len(candidates.tokens) - 1)
+    every = _Union(candidates.tokens[0])
+    children: dict[tuple[int, int], int] = {}
+    number = {0: 0}
+
+    def add(above: int, token: int, p_accept: float, name: str) -> int:
+        if (above, token) not in children:
+            p_above = every.p_reached[above - 1] if above else 1.0
+            children[above, token] = every.add(token, above, p_above * p_accept)
+            every.names.append(name)
+        return children[above, token]
+
+    def add_forced(node: int) -> None:
+        above = number[node]
+        room = max_depth - (every.depths[above - 1] if above else 0)
+        for token in forced.get(node, ())[:room]:
+            above = add(above, token, _FORCED, GRAMMAR)
+
+    add_forced(0)  # first, since it is likelier than its sources say
+    for node in range(1, len(candidates.tokens)):
+        if allowed[node]:
+            parent, p_reached = candidates.parents[node], candidates.p_reached
+            p_above = p_reached[parent - 1] if parent else 1.0
+            p_accept = p_reached[node - 1] / p_above if p_above else 0.0
+            number[node] = add(number[parent], candidates.tokens[node], p_accept, names[node - 1])
+            add_forced(node)
+    return _best_of(every, max_nodes)
 
 
 def best_first(candidates: Candidates, into: Candidates) -> list[int]:

@@ -9,9 +9,18 @@ from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
+from ..engine.grammar import Grammar, Vocabulary
+from ..errors import OptionError
 from ..generation.options import GenerationOptions
 from .errors import ApiError
-from .prompts import ChatPrompt, Prompt, chat_prompt, completion_prompts
+from .prompts import (
+    ChatPrompt,
+    Prompt,
+    chat_prompt,
+    compiled_constraint,
+    completion_prompts,
+    is_constrained,
+)
 from .requests import ChatRequest, CompletionRequest, Request
 from .served_model import ServedModel
 from .tickets import EventStream, GenerationRequest
@@ -32,6 +41,8 @@ class Generating:
         self._default = next(iter(worker.models.values()))
         # A tokenizer serves one thread at a time.
         self._tokenizing = {name: asyncio.Lock() for name in worker.models}
+        # However many schemas come, one at a time takes its second.
+        self._compiling = asyncio.Lock()
 
     def served(self, name: str | None) -> ServedModel:
         """The model of this name, or the default for None.
@@ -140,10 +151,12 @@ class Generating:
         for prompt in prompts:
             tokens = tuple(prompt.tokens)  # one for all choices
             max_tokens = self._room(served, len(tokens), body.max_tokens, param)
+            grammar = await self._grammar(served, body, prompt)
             for choice in range(body.n):
                 sampling = body.sampling.params(decoder.vocab_size, choice, served.special_tokens)
                 options: GenerationOptions = {
                     "sampling": sampling,
+                    "constraint": grammar,
                     "stop": (*body.stop, *prompt.stop),
                     "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
                 }
@@ -160,6 +173,21 @@ class Generating:
                     )
                 )
         return self._worker.submit(served, requests)
+
+    async def _grammar(self, served: ServedModel, body: Request, prompt: Prompt) -> Grammar | None:
+        """What an answer has to be, compiled."""
+        if not is_constrained(body):
+            return None
+        decoder = served.decoder
+        tokenizer = decoder.tokenizer
+        try:
+            vocabulary = await self.tokenized(served, Vocabulary.of, tokenizer, decoder.vocab_size)
+        except OptionError as error:
+            if body.constraint is None:  # calls of strict tools are as they come
+                return None
+            raise ApiError(f"{body.constrained_by}: {error}", param=body.constrained_by) from error
+        async with self._compiling:
+            return await run_in_threadpool(compiled_constraint, body, prompt, tokenizer, vocabulary)
 
     def _room(self, served: ServedModel, n_prompt: int, max_tokens: int | None, param: str) -> int:
         """How many tokens an output may have; a request that does not say takes what there is."""

@@ -146,7 +146,7 @@ def output_format(
             tokenizer.tool_call_start,
             tokenizer.tool_call_end,
             tokenizer.tool_parser,
-            _HEADERS.get(_parser_name(tokenizer)),
+            _HEADERS.get(parser_name(tokenizer)),
             tools,
         )
     else:
@@ -181,7 +181,7 @@ def call_opening(tokenizer: TokenizerWrapper, name: str | None) -> str | None:
         return ""
     # Without the space before the arguments, which is part of the token that begins them.
     as_json = f'{{"name": {json.dumps(name)}, "arguments":'
-    parser = _parser_name(tokenizer)
+    parser = parser_name(tokenizer)
     if parser == "json_tools":
         return f"\n{as_json}"
     if parser == "qwen3_coder":
@@ -191,7 +191,8 @@ def call_opening(tokenizer: TokenizerWrapper, name: str | None) -> str | None:
     return None
 
 
-def _parser_name(tokenizer: TokenizerWrapper) -> str:
+def parser_name(tokenizer: TokenizerWrapper) -> str:
+    """mlx-lm's name of the way in which a model calls tools."""
     return str(getattr(tokenizer.tool_parser, "__module__", "")).rpartition(".")[2]
 
 

@@ -10,13 +10,17 @@ from typing import Any, cast
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import PromptError
+from ..engine.constraint import Constraint, Phases
+from ..engine.grammar import Grammar, Vocabulary, token_of
+from ..errors import OptionError, PromptError
+from ..generation.constrained import in_answer
 from ..loading.chat_template import apply_template
 from ..loading.detokenizer import detokenizer_of
 from ..loading.model import encode_prompt
+from .call_grammar import calls_constraint, is_strict, parameters_of
 from .errors import ApiError
 from .output import OutputFormat, call_opening, output_format
-from .requests import ChatRequest, CompletionRequest, check_ids
+from .requests import ChatRequest, CompletionRequest, Request, check_ids
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ChatPrompt(Prompt):
-    """A conversation as a model is given it, and how to read what the model answers."""
+    """A conversation as a model is given it, and how to read what the model answers.
+
+    Attributes:
+        format: of the answer.
+    """
 
     format: OutputFormat = field(kw_only=True)
 
@@ -159,6 +167,85 @@ def _plain_chat(request: ChatRequest, tokenizer: TokenizerWrapper) -> ChatPrompt
     tokens = encode_prompt(tokenizer, "\n".join(lines))
     format = replace(output_format(tokenizer), trims_space=not request.continued)
     return ChatPrompt(tokens, stop=("\nUser:",), format=format)
+
+
+# --- what the answer has to be ---
+
+
+def compiled_constraint(
+    request: Request, prompt: Prompt, tokenizer: TokenizerWrapper, vocabulary: Vocabulary
+) -> Grammar | None:
+    """What a request wants of the answers to a prompt, compiled, which takes a second at most.
+
+    Args:
+        request: of a chat or a completion.
+        prompt: that was made of it.
+        tokenizer: the model's.
+        vocabulary: the model's.
+
+    Raises:
+        ApiError: a schema, regex or grammar cannot be kept.
+    """
+    if request.constraint is not None:  # alone, so that an error names its field
+        _compiled(request.constraint, vocabulary, request.constrained_by)
+    if not isinstance(request, ChatRequest):
+        return _compiled(request.constraint, vocabulary, request.constrained_by)
+    calls = None
+    if any(map(is_strict, request.tools)):
+        forced, several = request.forced_tool, request.parallel_tool_calls
+        calls = calls_constraint(tokenizer, request.tools, forced=forced, several=several)
+    for number, tool in enumerate(request.tools):
+        if calls and is_strict(tool):
+            schema = Constraint.json_schema(parameters_of(tool))
+            _compiled(schema, vocabulary, f"tools[{number}].function.parameters")
+    assert isinstance(prompt, ChatPrompt)
+    phases = _answer_phases(request, prompt, tokenizer, calls)
+    return _compiled(phases, vocabulary, request.constrained_by or "tools")
+
+
+def is_constrained(request: Request) -> bool:
+    """Whether a request says what the answer has to be."""
+    tools = request.tools if isinstance(request, ChatRequest) else ()
+    return request.constraint is not None or any(map(is_strict, tools))
+
+
+def _answer_phases(
+    request: ChatRequest, prompt: ChatPrompt, tokenizer: TokenizerWrapper, calls: Constraint | None
+) -> Constraint | Phases | None:
+    """The constraint of a chat's answer; ``calls`` is that of what follows a call's marker."""
+    if request.tool_choice != "auto":  # the prompt has begun a call
+        return calls
+    call_start = token_of(tokenizer, tokenizer.tool_call_start) if request.tools else None
+    if request.tools and call_start is None:
+        if request.constraint is not None:
+            raise ApiError(
+                "This model's calls of tools do not begin with one token, so that an answer "
+                f"cannot be either a call or as {request.constrained_by} says: leave one out.",
+                param=request.constrained_by,
+            )
+        return None
+    if request.constraint is None and calls is None:
+        return None
+    try:
+        return in_answer(
+            request.constraint,
+            tokenizer,
+            reasons=prompt.format.initial == "reasoning",
+            trims_space=prompt.format.trims_space,
+            calls=calls,
+            call_start=call_start,
+        )
+    except OptionError as error:
+        raise ApiError(f"{error}.", param=request.constrained_by or "tools") from error
+
+
+def _compiled(
+    constraint: Constraint | Phases | None, vocabulary: Vocabulary, param: str
+) -> Grammar | None:
+    try:
+        return None if constraint is None else Grammar(constraint, vocabulary)
+    except OptionError as error:
+        raise ApiError(f"{param}: {error}.", param=param) from error
 
 
 # --- completions ---

@@ -2,18 +2,20 @@
 
 A field that no OpenAI-compatible server knows is ignored, since clients add their own. A field
 that is known and cannot be honoured is an error that names it, so that nobody believes that an
-answer is JSON, or has looked at an image, when it is not and has not.
+answer has looked at an image when it has not.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from ..engine.constraint import Constraint
 from ..engine.params import SamplingParams
+from ..errors import OptionError
 from .errors import ApiError
 from .fields import Fields, as_integer, as_number, checked_body, refuse, shown
 
@@ -110,6 +112,8 @@ class Request:
         prediction: the text that the client expects, to draft from.
         drafts: tell which text came from accepted drafts; our own
             ``"mlxspec": {"drafts": true}``.
+        constraint: what the answer's text has to be.
+        constrained_by: the field that says so.
     """
 
     model: str | None = None
@@ -123,6 +127,8 @@ class Request:
     include_usage: bool = False
     prediction: str | None = None
     drafts: bool = False
+    constraint: Constraint | None = None
+    constrained_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -176,7 +182,6 @@ def parse_chat(body: object) -> ChatRequest:
     """
     fields = Fields(checked_body(body))
     refuse_unsupported(fields, _UNSUPPORTED | _UNSUPPORTED_IN_CHAT)
-    _check_response_format(fields)
     messages, continued = _messages(fields)
     tools = _tools(fields)
     tool_choice, forced_tool = _tool_choice(fields, tools)
@@ -202,7 +207,6 @@ def parse_completion(body: object) -> CompletionRequest:
     """
     fields = Fields(checked_body(body))
     refuse_unsupported(fields, _UNSUPPORTED)
-    _check_response_format(fields)
     prompts = _prompts(fields)
     common = _common(fields)
     n = common["n"]
@@ -298,13 +302,9 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "chat_template": ((), "leave it out, since the model's own is used"),
     "draft_model": ((), "leave it out, since the drafts are chosen when the server starts"),
     "dynatemp_range": ((0,), "leave it out"),
-    "grammar": (("",), "leave it out, since outputs are not constrained"),
-    "guided_choice": (([],), "leave it out, since outputs are not constrained"),
-    "guided_grammar": (("",), "leave it out, since outputs are not constrained"),
-    "guided_json": (({}, ""), "leave it out, since outputs are not constrained"),
-    "guided_regex": (("",), "leave it out, since outputs are not constrained"),
+    "guided_decoding_backend": ((), "leave it out, since there is only one"),
+    "guided_whitespace_pattern": ((), "leave it out, or put x-guidance into the schema"),
     "ignore_eos": ((False,), "leave it out, or forbid the end token with logit_bias"),
-    "json_schema": (({},), "leave it out, since outputs are not constrained"),
     "length_penalty": ((1,), "leave it out, since there is no beam search"),
     "min_tokens": ((0,), "leave it out, or forbid the end token with logit_bias"),
     "mirostat": ((0,), "leave it out"),
@@ -312,7 +312,6 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_draft_tokens": ((), "leave it out, since the number of drafts follows their gain"),
     "prompt_logprobs": ((False,), "leave it out, since a prompt's tokens have no logprobs here"),
     "repeat_penalty": ((1,), "call it repetition_penalty"),
-    "structured_outputs": (({},), "leave it out, since outputs are not constrained"),
     "tfs_z": ((1,), "leave it out"),
     "top_a": ((0,), "leave it out"),
     "typical_p": ((1,), "leave it out"),
@@ -349,17 +348,97 @@ def refuse_unsupported(fields: Fields, unsupported: dict[str, tuple[tuple[Any, .
                 fields.refuse(name, remedy)
 
 
-def _check_response_format(fields: Fields) -> None:
+# --- what the output has to be ---
+
+
+def _constraint(fields: Fields) -> tuple[Constraint, str] | None:
+    """The constraint, and the field that asks for it."""
+    found = [
+        (path, value, make)
+        for path, value, make in (*_of_response_format(fields), *_of_others(fields))
+        if value is not None
+    ]
+    if not found:
+        return None
+    if len(found) > 1:
+        first, second = found[0][0], found[1][0]
+        raise ApiError(f"{second} comes beside {first}: send one of them.", param=second)
+    ((path, value, make),) = found
+    try:
+        return make(value), path
+    except OptionError as error:
+        raise ApiError(f"{path}: {error}.", param=path) from error
+
+
+_Made = tuple[str, Any, Callable[[Any], Constraint]]
+
+
+def _of_response_format(fields: Fields) -> Iterator[_Made]:
     response_format = fields.object("response_format")
     if response_format is None:
         return
-    kind = response_format.text("type")
-    if kind != "text":
-        raise ApiError(
-            f"response_format is of the type {shown(kind)}: leave it out, since outputs are not "
-            "constrained here, and ask for the format in the prompt.",
-            param="response_format",
-        )
+    kind = response_format.word("type", ("text", "json_object", "json_schema"))
+    if kind is None:
+        response_format.refuse("type", "choose one of text, json_object, json_schema")
+    if kind == "json_object":
+        # llama.cpp has a schema here.
+        schema = response_format["schema"]
+        yield "response_format", {"type": "object"} if schema is None else schema, _json
+    elif kind == "json_schema":
+        about = response_format.object("json_schema")
+        if about is None:
+            response_format.refuse("json_schema", "send an object with a name and a schema")
+        about.text("name")
+        about.text("description")
+        about.flag("strict")
+        if about["schema"] is None:
+            about.refuse("schema", "send a JSON Schema")
+        yield about.at("schema"), about["schema"], _json
+
+
+def _of_others(fields: Fields) -> Iterator[_Made]:
+    """Fields of vLLM and llama.cpp; empty ones ask for nothing."""
+    for prefix, own in (("guided_", fields), ("", fields.object("structured_outputs"))):
+        for name, make in _CONSTRAINTS.items():
+            if own is not None:
+                yield own.at(prefix + name), own[prefix + name] or None, make
+    structured = fields.object("structured_outputs") or Fields({})
+    if structured["json_object"] not in (None, False):
+        structured.flag("json_object")
+        yield structured.at("json_object"), {"type": "object"}, _json
+    for name in structured:
+        if name not in _CONSTRAINTS and name != "json_object" and structured[name] is not False:
+            structured.refuse(name, f"leave it out, or send {', '.join(_CONSTRAINTS)}")
+    yield "grammar", fields["grammar"] or None, _CONSTRAINTS["grammar"]
+    yield "json_schema", fields["json_schema"] or None, _json
+
+
+def _json(schema: Any) -> Constraint:
+    return Constraint.json_schema(schema)
+
+
+def _text(make: Callable[[str], Constraint]) -> Callable[[Any], Constraint]:
+    def made(value: Any) -> Constraint:
+        if not isinstance(value, str):
+            raise OptionError(f"is {shown(value)}: send a string")
+        return make(value)
+
+    return made
+
+
+def _choices(value: Any) -> Constraint:
+    if not isinstance(value, list):
+        raise OptionError(f"is {shown(value)}: send a list of strings")
+    return Constraint.choice(value)
+
+
+_CONSTRAINTS: dict[str, Callable[[Any], Constraint]] = {
+    "json": _json,
+    "regex": _text(Constraint.regex),
+    "choice": _choices,
+    "grammar": _text(Constraint.grammar),
+}
+"""vLLM's names for constraints, in ``structured_outputs``, or with ``guided_`` before them."""
 
 
 def _common(fields: Fields) -> dict[str, Any]:
@@ -376,7 +455,10 @@ def _common(fields: Fields) -> dict[str, Any]:
     for name in own:
         if name != "drafts":
             own.refuse(name, 'leave it out, since there is only "drafts"')
+    constraint, constrained_by = _constraint(fields) or (None, "")
     return {
+        "constraint": constraint,
+        "constrained_by": constrained_by,
         "model": fields.text("model"),
         "sampling": _sampling(fields),
         "max_tokens": _max_tokens(fields),
@@ -664,11 +746,7 @@ def _part(fields: Fields) -> str:
 
 
 def _tools(fields: Fields) -> tuple[dict[str, Any], ...]:
-    """The tools as they were sent, checked.
-
-    Their ``strict`` is taken and has no effect on the output: agents send it with every tool, and
-    a model that was trained on schemas keeps to them as well as it can.
-    """
+    """The tools as they were sent, checked."""
     tools = fields.items("tools") or []
     for index, tool in enumerate(tools):
         one = Fields(tool, f"tools[{index}]")

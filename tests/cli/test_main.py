@@ -62,6 +62,7 @@ def test_help_has_the_options_in_groups_and_fits_40_columns():
         "End of the output:",
         "Sampling:",
         "Memory:",
+        "Form of the output:",
         "Output:",
         "Other:",
     ]

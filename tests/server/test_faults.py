@@ -123,12 +123,29 @@ class RawClient:
 # --- where mlx_lm.server fails ---
 
 
+def schema_of(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+TANGLED = {
+    "allOf": [
+        {"anyOf": [{"properties": {f"{i}{j}": {"type": "integer"}}} for j in range(4)]}
+        for i in range(12)
+    ]
+}
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
         (TEXT, {"stop": 5}, "stop"),
         (CHAT, {"stop": 5}, "stop"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"response_format": {"type": "xml"}}, "response_format.type"),
+        (CHAT, {"response_format": schema_of({"not": {}})}, "response_format.json_schema.schema"),
+        (CHAT, {"response_format": schema_of(TANGLED)}, "response_format.json_schema.schema"),
+        (TEXT, {"guided_regex": "(?=x)"}, "guided_regex"),
+        (TEXT, {"grammar": "start: unknown"}, "grammar"),
+        (TEXT, {"json_schema": {"type": "integer", "multipleOf": 999999937}}, "json_schema"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
         (CHAT, {"logit_bias": {"99999999": 1}}, "logit_bias"),
         (CHAT, {"adapters": "/etc"}, "adapters"),

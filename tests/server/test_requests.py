@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxspec import Constraint
 from mlxspec.server.errors import ApiError
 from mlxspec.server.requests import (
     ChatRequest,
@@ -24,6 +25,7 @@ from mlxspec.server.requests import (
 from tests.support.examples import examples
 from tests.support.hostile import json_values
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 HELLO = [{"role": "user", "content": "Hello"}]
 WEATHER = {
     "type": "function",
@@ -41,6 +43,59 @@ def chat(**fields: Any) -> ChatRequest:
 
 def completion(**fields: Any) -> CompletionRequest:
     return parse_completion({"prompt": "Once", **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint", "by"),
+    [
+        (
+            {"response_format": {"type": "json_object"}},
+            Constraint.json_object(),
+            "response_format",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            Constraint.json_schema(SCHEMA),
+            "response_format.json_schema.schema",
+        ),
+        ({"json_schema": SCHEMA}, Constraint.json_schema(SCHEMA), "json_schema"),
+        ({"guided_json": SCHEMA}, Constraint.json_schema(SCHEMA), "guided_json"),
+        ({"guided_json": json.dumps(SCHEMA)}, Constraint.json_schema(SCHEMA), "guided_json"),
+        ({"guided_regex": "a+"}, Constraint.regex("a+"), "guided_regex"),
+        ({"guided_choice": ["a", "b"]}, Constraint.choice(["a", "b"]), "guided_choice"),
+        ({"guided_grammar": "start: /x/"}, Constraint.grammar("start: /x/"), "guided_grammar"),
+        ({"grammar": 'root ::= "x"'}, Constraint.grammar('root ::= "x"'), "grammar"),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}},
+            Constraint.json_schema(SCHEMA),
+            "structured_outputs.json",
+        ),
+        (
+            {"structured_outputs": {"json_object": True}},
+            Constraint.json_object(),
+            "structured_outputs.json_object",
+        ),
+        (
+            {"structured_outputs": {"choice": ["a"]}},
+            Constraint.choice(["a"]),
+            "structured_outputs.choice",
+        ),
+        (
+            {
+                **{"grammar": "", "guided_choice": [], "guided_json": {}, "guided_regex": ""},
+                **{"json_schema": {}, "structured_outputs": {}, "guided_grammar": ""},
+                "response_format": {"type": "text"},
+            },
+            None,
+            "",
+        ),
+    ],
+)
+def test_constraints_have_many_names(
+    fields: dict[str, Any], constraint: Constraint | None, by: str
+) -> None:
+    for request in (chat(**fields), completion(**fields)):
+        assert (request.constraint, request.constrained_by) == (constraint, by)
 
 
 def param_of(body: object, parse: Any = parse_chat) -> str | None:
@@ -196,9 +251,37 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
         ({"model": 5}, "model"),
         ({"user": {}}, "user"),
         ({"metadata": "x"}, "metadata"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
-        ({"response_format": {}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"strict": "yes"}}},
+            "response_format.json_schema.strict",
+        ),
+        ({"response_format": {}}, "response_format.type"),
+        ({"guided_regex": 5}, "guided_regex"),
+        ({"guided_choice": "yes"}, "guided_choice"),
+        ({"guided_choice": ["yes", 5]}, "guided_choice"),
+        ({"guided_json": 5}, "guided_json"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_grammar": 5}, "guided_grammar"),
+        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"json_schema": "x"}, "json_schema"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object"),
+        (
+            {"response_format": {"type": "json_object"}, "grammar": "start: /x/"},
+            "grammar",
+        ),
         ({"response_format": "text"}, "response_format"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"modalities": ["text", "audio"]}, "modalities"),
@@ -207,7 +290,7 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"repeat_penalty": 1.1}, "repeat_penalty"),
         ({"repeat_penalty": True}, "repeat_penalty"),
-        ({"grammar": "root ::= 'a'"}, "grammar"),
+        ({"grammar": 5}, "grammar"),
         ({"ignore_eos": True}, "ignore_eos"),
         ({"verbosity": "low"}, "verbosity"),
         ({"chat_template": "x"}, "chat_template"),

@@ -1,0 +1,178 @@
+"""What an output has to be: valid under a JSON Schema, or in the language of a regex or grammar.
+
+Knows no MLX and no grammar engine; :mod:`mlxspec.engine.grammar` turns it into masks of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from ..errors import OptionError
+
+_LONGEST = 1_000_000  # characters of a schema, regex or grammar
+_MOST_CHOICES = 10_000
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What a whole output has to be.
+
+    Make one with :meth:`json_schema`, :meth:`json_object`, :meth:`regex`, :meth:`grammar` or
+    :meth:`choice`. What the library llguidance cannot guarantee is refused when a generation is
+    asked for, not before.
+
+    Attributes:
+        kind: the language of ``text``; a "grammar" is Lark or GBNF.
+        text: a JSON Schema, a regular expression or a grammar.
+        lead: a regular expression; what may come before the output proper.
+
+    Raises:
+        OptionError: the text is too long.
+    """
+
+    kind: Literal["json_schema", "regex", "grammar", "lark"]
+    text: str
+    lead: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.text) > _LONGEST:
+            raise OptionError(
+                f"the {self.noun} has {len(self.text):,} characters: {_LONGEST:,} are the most"
+            )
+
+    @property
+    def noun(self) -> str:
+        """What messages call it."""
+        return {"json_schema": "JSON schema", "regex": "regex"}.get(self.kind, "grammar")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Constraint:
+        """JSON that is valid under a schema, on one line, with ``", "`` and ``": "`` between.
+
+        Objects have their properties in the order of the schema. A key ``x-guidance`` of the schema
+        with ``{"whitespace_flexible": true}`` leaves white space to the model.
+
+        Args:
+            schema: of JSON Schema, 2020-12 or before; as an object or as JSON.
+
+        Raises:
+            OptionError: it is no object, or too long.
+        """
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError) as error:
+                raise OptionError(f"the JSON schema is no JSON ({error}): correct it") from error
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, Mapping):
+            raise OptionError("the JSON schema is no JSON object: write one, such as {}")
+        try:
+            return cls("json_schema", json.dumps(schema, allow_nan=False))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise OptionError(f"the JSON schema cannot be written as JSON ({error})") from error
+
+    @classmethod
+    def json_object(cls) -> Constraint:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> Constraint:
+        """A text that a regular expression matches as a whole.
+
+        The syntax is that of Rust's crate ``regex``: without look-around and back-references.
+        """
+        return cls("regex", pattern)
+
+    @classmethod
+    def grammar(cls, text: str) -> Constraint:
+        """A text of a context-free grammar.
+
+        Args:
+            text: in llguidance's variant of Lark, whose start symbol is ``start``, or in the GBNF
+                of llama.cpp, whose start symbol is ``root``.
+        """
+        return cls("grammar", text)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> Constraint:
+        """One of several texts.
+
+        Raises:
+            OptionError: there is none, or one of them is no text.
+        """
+        if not choices or not all(isinstance(one, str) for one in choices):
+            raise OptionError("the choices are no list of texts: give one text or more")
+        if len(choices) > _MOST_CHOICES:
+            raise OptionError(f"there are {len(choices)} choices: {_MOST_CHOICES} are the most")
+        return cls.regex("|".join(map(re.escape, choices)))
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The output's one phase."""
+        return (Phase(self),)
+
+
+class Phase(NamedTuple):
+    """A part of an output.
+
+    Attributes:
+        constraint: what the rest of the output has to be; None where it is free text.
+        exits: tokens that lead to another phase, by its number: in free text anywhere, otherwise
+            in place of the phase's first token.
+        may_end: whether the output may end in free text.
+    """
+
+    constraint: Constraint | None = None
+    exits: Mapping[int, int] = {}  # a constant
+    may_end: bool = True
+
+
+class Phases(NamedTuple):
+    """An output in several phases: reasoning before the answer, text before a call of a tool."""
+
+    phases: tuple[Phase, ...]
+
+
+def definition_of(constraint: Constraint) -> str:
+    """The constraint as llguidance takes it; whether it is a sound one is found out later.
+
+    Raises:
+        OptionError: it is not even in the language that it is said to be.
+    """
+    from llguidance import LLMatcher, grammar_from
+
+    try:
+        if constraint.kind == "json_schema":
+            definition = LLMatcher.grammar_from_json_schema(
+                json.loads(constraint.text), defaults=ONE_LINE, overrides={"lenient": False}
+            )
+        elif constraint.kind == "regex":
+            definition = LLMatcher.grammar_from_regex(constraint.text)
+        else:
+            kind = "lark" if constraint.kind == "lark" else "grammar"
+            definition = grammar_from(kind, constraint.text)  # type: ignore[arg-type]
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"the {constraint.noun} cannot be used: {in_one_line(error)}") from error
+    if not constraint.lead:
+        return definition
+    own = {"lark_grammar": definition}
+    if constraint.kind in ("json_schema", "regex"):
+        (own,) = json.loads(definition)["grammars"]
+    lark = f"start: LEAD? @output\nLEAD: /{constraint.lead}/"
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**own, "name": "output"}]})
+
+
+ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def in_one_line(message: object) -> str:
+    """What llguidance says, without its pictures of the place."""
+    lines = [" ".join(line.split()) for line in str(message).splitlines()] or [""]
+    reasons = [line for line in lines[1:] if line.startswith("error:")]
+    return " ".join([lines[0], *reasons[:1]])

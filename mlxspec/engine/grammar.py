@@ -1,0 +1,426 @@
+"""Constraints as masks of tokens: which may come next, along a draft tree, and which must.
+
+The library llguidance parses. A state follows the output by one matcher, which is moved along the
+branches of a draft and back, so that every row of a step has the mask of its own context.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import llguidance
+import mlx.core as mx
+import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..draft.drafter import DraftTree
+from ..errors import OptionError
+from ..loading.detokenizer import token_bytes
+from .constraint import Constraint, Phase, Phases, definition_of, in_one_line
+
+# What a constraint may cost at most. llguidance's own limits, but for the automaton's states, of
+# which each takes a kilobyte or two, and for errors, which would repeat the output.
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,  # some 20 ms
+    "step_lexer_fuel": 200_000,  # some 15 ms
+    "step_max_items": 50_000,
+    "max_items_in_row": 2000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,
+}
+_KEPT, _KEPT_CHARACTERS = 64, 1_000_000  # compiled constraints of a tokenizer, and their texts
+_WORD = 32  # tokens in a word of a mask
+
+_ANCHOR = "☺"  # which is part of no other token
+_UNKNOWN = "\ufffd".encode()
+
+
+class Vocabulary:
+    """A model's tokens as llguidance takes them, and the constraints compiled for them.
+
+    Args:
+        tokenizer: the model's, of any kind.
+        vocab_size: the number of token ids that the model knows.
+
+    Raises:
+        OptionError: the tokenizer has no token that ends an output, or none for a character.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.ends = [token for token in sorted(tokenizer.eos_token_ids) if token < vocab_size]
+        if not self.ends:
+            raise OptionError(
+                "constraint: the tokenizer has no token that ends an output; set eos_token_ids"
+            )
+        own = tokenizer.eos_token_id
+        if own in self.ends:  # the one that the model was trained to end with
+            self.ends.sort(key=lambda token: token != own)
+        special = _special_tokens(tokenizer, vocab_size) | {*self.ends}
+        known = min(vocab_size, len(tokenizer))
+        bytes_of = [_bytes_of(tokenizer, token) for token in range(known)]
+        bytes_of += [b""] * (vocab_size - known)
+        self._texts = [b"" if token in special else b for token, b in enumerate(bytes_of)]
+        characters = {*map(chr, range(32, 127))} - {b.decode("latin-1") for b in self._texts}
+        if characters:
+            raise OptionError(
+                f"constraint: the tokenizer has no token for {min(characters)!r} alone, which it "
+                "takes to follow any constraint; use a model with another tokenizer"
+            )
+        self._encode = _encoder(tokenizer)
+        self.tokens = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Tokens(self, bytes_of, sorted(special))),
+            n_vocab=vocab_size,
+            eos_token=self.ends,
+        )
+        self._compiled: OrderedDict[Constraint, llguidance.LLMatcher] = OrderedDict()
+
+    @classmethod
+    def of(cls, tokenizer: TokenizerWrapper, vocab_size: int) -> Vocabulary:
+        """That of a tokenizer, which keeps it.
+
+        Raises:
+            OptionError: as for the class.
+        """
+        key = vocab_size, frozenset(tokenizer.eos_token_ids)
+        kept = getattr(tokenizer, "_mlxspec_vocabulary", None)
+        if kept is None or kept[0] != key:
+            kept = key, cls(tokenizer, vocab_size)
+            tokenizer._mlxspec_vocabulary = kept
+        found: Vocabulary = kept[1]
+        return found
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text that goes on a line; they stand for exactly its bytes.
+
+        The tokenizer's own where it has such: alone, or after a sign that keeps it from putting a
+        space in front.
+        """
+        wanted = text.encode()
+        ids = self._encode(text)
+        if not self._stands_for(ids, wanted):
+            anchor, anchored = self._encode(_ANCHOR), self._encode(_ANCHOR + text)
+            ids = anchored[len(anchor) :] if anchored[: len(anchor)] == anchor else []
+        return ids if self._stands_for(ids, wanted) else self.tokens.greedy_tokenize(text)
+
+    def _stands_for(self, ids: Sequence[int], text: bytes) -> bool:
+        known = all(0 <= token < len(self._texts) and self._texts[token] for token in ids)
+        return known and b"".join(self._texts[token] for token in ids) == text
+
+    def matcher(self, constraint: Constraint) -> llguidance.LLMatcher:
+        """At the beginning; to be copied.
+
+        Raises:
+            OptionError: the constraint is not sound, or cannot be kept, or is too large.
+        """
+        compiled = self._compiled.get(constraint)
+        if compiled is None:
+            limits = llguidance.LLParserLimits(**_LIMITS)
+            compiled = llguidance.LLMatcher(
+                self.tokens, definition_of(constraint), log_level=0, limits=limits
+            )
+            if not compiled.is_error():  # the first mask shows what the definition does not
+                compiled.compute_bitmask()
+            if compiled.is_error() or (compiled.is_stopped() and not compiled.is_accepting()):
+                told = compiled.get_error() or "nothing satisfies it"
+                raise OptionError(
+                    f"the {constraint.noun} cannot be used: {in_one_line(told)}; leave that out, "
+                    "or say it in another way"
+                )
+            self._compiled[constraint] = compiled
+            self._forget_oldest()
+        return compiled.deep_copy()
+
+    def _forget_oldest(self) -> None:
+        characters = sum(len(constraint.text) for constraint in self._compiled)
+        while len(self._compiled) > _KEPT or (
+            characters > _KEPT_CHARACTERS and len(self._compiled) > 1
+        ):
+            oldest, _ = self._compiled.popitem(last=False)
+            characters -= len(oldest.text)
+
+
+class _Tokens:
+    """What llguidance wants to know of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, tokens: Sequence[bytes], special: Sequence[int]):
+        self.eos_token_id = vocabulary.ends[0]
+        self.tokens = tokens
+        self.special_token_ids = special
+        self._vocabulary = vocabulary
+
+    def __call__(self, text: bytes) -> list[int]:
+        # While llguidance's tokenizer is made it asks for a test, which nobody reads.
+        return self._vocabulary.encode(text.decode()) if hasattr(self._vocabulary, "tokens") else []
+
+
+def _special_tokens(tokenizer: TokenizerWrapper, vocab_size: int) -> set[int]:
+    """Tokens that are no text: control tokens, and markers of reasoning and calls."""
+    special = {*tokenizer.all_special_ids}
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special |= {token for token, one in added.items() if getattr(one, "special", False)}
+    special |= {token for token in _markers(tokenizer) if token is not None}
+    return {token for token in special if 0 <= token < vocab_size}
+
+
+def _markers(tokenizer: TokenizerWrapper) -> list[int | None]:
+    names: list[str] = ["[ARGS]"]
+    if tokenizer.has_thinking:
+        names += tokenizer.think_start, tokenizer.think_end
+    if tokenizer.has_tool_calling:
+        names += tokenizer.tool_call_start, tokenizer.tool_call_end
+    return [token_of(tokenizer, name) for name in names]
+
+
+def token_of(tokenizer: TokenizerWrapper, marker: str) -> int | None:
+    """The one token that a marker is; None where it is several."""
+    token: int | None = tokenizer.get_vocab().get(marker)
+    return token
+
+
+def _bytes_of(tokenizer: TokenizerWrapper, token: int) -> bytes:
+    text = token_bytes(tokenizer, token)
+    return b"" if _UNKNOWN in text else text  # part of a character, whose bytes nobody tells
+
+
+def _encoder(tokenizer: TokenizerWrapper) -> Callable[[str], list[int]]:
+    """Ids of a text as it is, in any thread."""
+    backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
+    own = copy.deepcopy(backend)  # settings of the tokenizer's own change while others use it
+    own.no_padding()
+    own.no_truncation()
+    return lambda text: list(own.encode(text, add_special_tokens=False).ids)
+
+
+class Grammar:
+    """A constraint that is compiled for a vocabulary; for any number of generations.
+
+    Args:
+        constraint: what outputs have to be.
+        vocabulary: the model's.
+
+    Raises:
+        OptionError: the constraint is not sound, or cannot be kept, or is too large.
+    """
+
+    def __init__(self, constraint: Constraint | Phases, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self.phases = [
+            _Compiled(phase, vocabulary.matcher(phase.constraint) if phase.constraint else None)
+            for phase in constraint.phases
+        ]
+
+    def begin(self) -> GrammarState:
+        """The state before an output's first token."""
+        return GrammarState(self)
+
+
+class _Compiled(NamedTuple):
+    """A phase, and the matcher at its beginning, if it has a constraint."""
+
+    phase: Phase
+    matcher: llguidance.LLMatcher | None
+
+
+class _Place(NamedTuple):
+    """Where in a grammar an output is.
+
+    Attributes:
+        phase: the one that it is in.
+        matcher: of the phase's constraint; None in free text.
+        fresh: whether the phase's first token is still to come.
+        ended: the output has ended.
+    """
+
+    phase: Phase
+    matcher: llguidance.LLMatcher | None
+    fresh: bool = True
+    ended: bool = False
+
+
+class GrammarState:
+    """How far an output has come.
+
+    Between two calls it is after the last accepted token, whatever was looked at meanwhile. All
+    methods raise an OptionError where following the constraint takes more than is allowed.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self._ends = grammar.vocabulary.ends
+        self._end_set = frozenset(self._ends)
+        self._vocab_size = grammar.vocabulary.vocab_size
+        self._place = self._beginning_of(0)
+        self._path: list[tuple[_Place, bool]] = []
+        """Per token looked at the place before it, and whether the matcher has consumed it."""
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Go on along tokens that were chosen under the masks."""
+        for token in tokens:
+            if not self._advance(token):
+                raise OptionError(f"the constraint does not allow the token {token}")
+        self._path.clear()
+
+    def forced(self) -> tuple[int, ...]:
+        """The tokens that come next whatever the model says; empty where it has a choice."""
+        phase, matcher, fresh, ended = self._place
+        if matcher is None or ended or (fresh and phase.exits):
+            return ()
+        tokens = matcher.compute_ff_tokens()
+        taken = matcher.try_consume_tokens(tokens) if tokens else 0
+        complete = matcher.is_stopped() and matcher.is_accepting()
+        if taken:
+            matcher.rollback(taken)
+        return (*tokens[:taken], *(self._ends[:1] if complete else ()))
+
+    def guide(
+        self, tokens: Sequence[int], parents: Sequence[int]
+    ) -> tuple[list[bool], dict[int, tuple[int, ...]]]:
+        """Look at a draft; the arguments are as in :class:`DraftTree`.
+
+        Returns:
+            per node whether it may come; and what is forced, where anything is, after the root
+            and after each node that no other of the draft may follow.
+        """
+        allowed = [may_come for _, may_come in self._walk(tokens, parents)]
+        inner = {parents[node] for node, may_come in enumerate(allowed) if node and may_come}
+        inner.discard(0)
+        forced: dict[int, tuple[int, ...]] = {}
+        for node, may_come in self._walk(tokens, parents):
+            if may_come and node not in inner and (follows := self.forced()):
+                forced[node] = follows
+        return allowed, forced
+
+    def allowed(self, tree: DraftTree) -> DraftTree:
+        """A draft without what may not come."""
+        if len(tree) == 1:
+            return tree
+        return tree.kept([may_come for _, may_come in self._walk(tree.tokens, tree.parents)])
+
+    def masks(self, tree: DraftTree) -> mx.array | None:
+        """Which tokens may come after each node.
+
+        Returns:
+            bool, (rows, vocabulary); all of them after a node that may not come itself. None
+            where all may come after all nodes.
+        """
+        words = np.full((len(tree), -(-self._vocab_size // _WORD)), -1, dtype=np.int32)
+        masked = [
+            self._mask_into(words[node])
+            for node, may_come in self._walk(tree.tokens, tree.parents)
+            if may_come
+        ]
+        if not any(masked):
+            return None
+        bits = mx.array(words)[..., None] >> mx.arange(_WORD, dtype=mx.int32) & 1
+        return bits.reshape(len(tree), -1)[:, : self._vocab_size].astype(mx.bool_)
+
+    def _walk(self, tokens: Sequence[int], parents: Sequence[int]) -> Iterator[tuple[int, bool]]:
+        """Be at each node of a draft in turn, then at the root again.
+
+        Yields:
+            each node, and whether it may come; if not, the state is somewhere above it.
+        """
+        may_come = [True]
+        path = [0]
+        try:
+            yield 0, True
+            for node in range(1, len(tokens)):
+                above: list[int] = []  # the way down to the node's parent, from the end
+                parent = parents[node]
+                if may_come[parent]:
+                    while parent not in path:
+                        above.append(parent)
+                        parent = parents[parent]
+                    while path[-1] != parent:
+                        self._retreat()
+                        path.pop()
+                    for passed in reversed(above):
+                        self._advance(tokens[passed])
+                        path.append(passed)
+                    may_come.append(self._advance(tokens[node]))
+                    if may_come[node]:
+                        path.append(node)
+                else:
+                    may_come.append(False)
+                yield node, may_come[node]
+        finally:
+            while self._path:
+                self._retreat()
+
+    def _beginning_of(self, number: int) -> _Place:
+        phase, matcher = self._grammar.phases[number]
+        return _Place(phase, matcher.deep_copy() if matcher else None)
+
+    def _advance(self, token: int) -> bool:
+        """Go on by a token; False, and no change, where it may not come."""
+        place = self._place
+        phase, matcher, fresh, ended = place
+        if ended:
+            return False
+        consumed = False
+        if token in phase.exits and (matcher is None or fresh):
+            self._place = self._beginning_of(phase.exits[token])
+        elif token in self._end_set:
+            if not (phase.may_end if matcher is None else matcher.is_accepting()):
+                return False
+            self._place = place._replace(ended=True)
+        elif matcher is not None:
+            consumed = matcher.try_consume_tokens([token]) == 1
+            if not consumed:
+                _check(matcher)
+                return False
+            if fresh:
+                self._place = place._replace(fresh=False)
+        self._path.append((place, consumed))
+        return True
+
+    def _retreat(self) -> None:
+        """Take the last token back."""
+        place, consumed = self._path.pop()
+        if consumed and place.matcher is not None:
+            place.matcher.rollback(1)
+        self._place = place
+
+    def _mask_into(self, words: np.ndarray) -> bool:
+        """Write which tokens may come, a bit each; returns whether any may not."""
+        phase, matcher, fresh, ended = self._place
+        if ended:
+            return False
+        if matcher is None:
+            if phase.may_end:
+                return False
+            for token in self._ends:
+                words[token // _WORD] &= ~_bit(token)
+            return True
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        _check(matcher)
+        if fresh:
+            for token in phase.exits:
+                words[token // _WORD] |= _bit(token)
+        return True
+
+
+def _bit(token: int) -> int:
+    """The token's bit in a word of a mask, which is signed."""
+    bit = 1 << token % _WORD
+    return bit - 2**_WORD if bit >> (_WORD - 1) else bit
+
+
+def _check(matcher: llguidance.LLMatcher) -> None:
+    """Raise what has gone wrong with a matcher."""
+    if matcher.is_error():
+        raise OptionError(
+            f"the constraint takes too much to follow ({in_one_line(matcher.get_error())}): "
+            "make it simpler"
+        )
+    if matcher.is_stopped() and not matcher.is_accepting():
+        raise OptionError("the constraint cannot be gone on with in the model's tokens: change it")

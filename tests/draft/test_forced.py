@@ -1,0 +1,100 @@
+"""Forced tokens as drafts, beside whatever else is drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from mlxspec.draft.drafter import Drafter, DraftTree, VerifiedStep
+from mlxspec.draft.forced import with_forced
+from mlxspec.plan.planner import Candidates, guided
+
+
+class Spelled:
+    """A guide for an output that is one text, or one of two after a common beginning."""
+
+    def __init__(self, *texts: str) -> None:
+        self._texts = [[*map(ord, text)] for text in texts]
+        self.at: list[int] = []
+
+    def forced(self, path: Sequence[int] = ()) -> list[int]:
+        found: list[int] = []
+        while len({*(follows := self._following([*self.at, *path, *found]))}) == 1:
+            found.append(follows[0])
+        return found
+
+    def guide(
+        self, tokens: Sequence[int], parents: Sequence[int]
+    ) -> tuple[list[bool], Mapping[int, Sequence[int]]]:
+        paths: list[list[int]] = [[]]
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            paths.append([*paths[parent], token])
+        allowed = [any(text[: len(path)] == path for text in self._texts) for path in paths]
+        inner = {parents[node] for node, flag in enumerate(allowed) if node and flag} - {0}
+        leaves = [node for node, flag in enumerate(allowed) if flag and node not in inner]
+        return allowed, {node: found for node in leaves if (found := self.forced(paths[node]))}
+
+    def _following(self, path: list[int]) -> list[int]:
+        return [t[len(path)] for t in self._texts if t[: len(path)] == path and len(t) > len(path)]
+
+
+class Fixed(Drafter):
+    """Always drafts the same."""
+
+    def __init__(self, tree: DraftTree, branching: bool = True) -> None:
+        self.tree, self.branching = tree, branching
+        self.seen: list[VerifiedStep] = []
+
+    def propose(self, max_depth: int) -> DraftTree:
+        return self.tree
+
+    def observe(self, step: VerifiedStep) -> None:
+        self.seen.append(step)
+
+
+def chain(text: str) -> DraftTree:
+    return DraftTree.chain(0, map(ord, text))
+
+
+def text_of(candidates: Candidates, node: int) -> str:
+    text = ""
+    while node:
+        text = chr(candidates.tokens[node]) + text
+        node = candidates.parents[node]
+    return text
+
+
+@pytest.mark.parametrize("branching", [True, False])
+def test_forced_tokens_come_first_and_each_drafter_sees_its_own(branching: bool) -> None:
+    own = Fixed(chain("abx"), branching)
+    drafter = with_forced(own, Spelled("abc"))
+    assert drafter.branching == branching
+    drafter.begin([0])
+    tree = drafter.propose(8)
+    assert tree.first_chain() == chain("abc")
+    assert drafter.origins()[:4] == ("root", "grammar", "grammar", "grammar")
+    tokens = tuple(map(ord, "abc"))
+    drafter.observe(VerifiedStep(tree, (*tokens, 0, 0), (*tokens, 0, 0), (1, 2, 3), (*tokens, 0)))
+    assert own.seen[0].tree == chain("abx")
+    assert own.seen[0].accepted == (1, 2)
+
+
+def test_candidates_that_may_not_come_are_left_out_and_forced_ones_are_put_in() -> None:
+    candidates = Candidates(0, "lookup")
+    a = candidates.add(ord("a"), 0, 0.5)
+    b = candidates.add(ord("b"), a, 0.4)
+    candidates.add(ord("z"), 0, 0.3)
+    candidates.add(ord("x"), b, 0.2)
+    candidates.add(ord("q"), b, 0.1)
+    found = guided(candidates, Spelled("abxcd", "abyef"), 16, 16)
+    texts = [text_of(found, node) for node in range(1, len(found.tokens))]
+    reached = dict(zip(texts, found.p_reached, strict=True))
+    assert set(reached) == {"a", "ab", "abx", "abxc", "abxcd"}
+    assert reached["a"] == pytest.approx(0.99)
+    assert reached["ab"] == pytest.approx(0.99**2)
+    assert reached["abx"] == pytest.approx(0.99**2 * 0.5)
+    assert reached["abxcd"] == pytest.approx(0.99**4 * 0.5)
+    assert found.origins(5) == ["grammar", "grammar", "lookup", "grammar", "grammar"]
+    assert len(guided(candidates, Spelled("abxcd", "abyef"), 3, 16).tokens) == 4
+    assert max(guided(candidates, Spelled("abxcd", "abyef"), 16, 4).depths) == 4

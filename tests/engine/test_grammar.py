@@ -1,0 +1,173 @@
+"""States of a grammar along draft trees, and tokenizers of every kind."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlxspec.draft.drafter import DraftTree
+from mlxspec.engine.constraint import Constraint, Phase, Phases
+from mlxspec.engine.grammar import Grammar, GrammarState, Vocabulary
+from mlxspec.errors import OptionError
+from mlxspec.loading.detokenizer import wrap
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.demo import demo, endless_tokenizer
+from tests.support.examples import LONG
+from tests.support.random_schemas import random_object
+from tests.support.tokenizer_kinds import SENTENCEPIECE, byte_level, sentencepiece, word_piece
+
+# That of babyllama lacks characters.
+_PATHS = {"demo": SENTENCEPIECE["demo"]}
+if LONG:
+    _PATHS = {name: path for name, path in SENTENCEPIECE.items() if name != "babyllama"}
+TOKENIZERS: dict[str, Any] = {
+    **{name: lambda path=path: wrap(sentencepiece(path)) for name, path in _PATHS.items()},
+    "byte level": lambda: wrap(byte_level()),
+    "bytes": chat_tokenizer,
+}
+
+
+@cache
+def vocabulary_of(name: str) -> tuple[TokenizerWrapper, Vocabulary]:
+    tokenizer = TOKENIZERS[name]()
+    return tokenizer, Vocabulary.of(tokenizer, len(tokenizer) + 5)
+
+
+def begun(constraint: Constraint | Phases, name: str = "demo") -> GrammarState:
+    return Grammar(constraint, vocabulary_of(name)[1]).begin()
+
+
+def allowed(state: GrammarState) -> list[int] | None:
+    """The tokens that may come next; None for all."""
+    mask = state.masks(DraftTree.chain(0))
+    if mask is None:
+        return None
+    flags: list[bool] = mask[0].tolist()  # type: ignore[assignment]
+    return [token for token, flag in enumerate(flags) if flag]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_forced_tokens_are_all_that_may_come_one_by_one(name: str) -> None:
+    tokenizer, vocabulary = vocabulary_of(name)
+    value = '{"größe and <s> </s>": [1, "日本語 \\"x\\"", null], "  spaces": ""}'
+    constraint = Constraint.json_schema(f'{{"const": {value}}}')
+    state = Grammar(constraint, vocabulary).begin()
+    tokens: list[int] = []
+    while not tokens or tokens[-1] not in tokenizer.eos_token_ids:
+        (token,) = allowed(state) or ()
+        assert state.forced()[:1] == (token,)
+        tokens.append(token)
+        if token not in tokenizer.eos_token_ids:
+            state.accept([token])
+    text = b"".join(vocabulary._texts[token] for token in tokens[:-1]).decode()
+    assert text == value
+    assert not set(tokens[:-1]) & {*tokenizer.all_special_ids}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_text_becomes_tokens_of_exactly_its_bytes(name: str) -> None:
+    _, vocabulary = vocabulary_of(name)
+    for text in ("", "a", " a", "  ", '": "', "日本 é", "</s><s>", "\n\t{", "name"):
+        tokens = vocabulary.encode(text)
+        assert b"".join(vocabulary._texts[token] for token in tokens) == text.encode()
+
+
+def random_tree(source: random.Random, state: GrammarState, vocab_size: int) -> DraftTree:
+    """Some branches that the grammar allows, for a while."""
+    branches = []
+    for _ in range(4):
+        tokens: list[int] = []
+        for _ in range(source.randrange(1, 7)):
+            mask = state.masks(DraftTree.chain(0, tokens))
+            flags: Any = None if mask is None else mask[len(tokens)].tolist()
+            may_come = [t for t in range(vocab_size) if flags is None or flags[t]]
+            tokens.append(source.choice(may_come if source.random() < 0.9 else range(vocab_size)))
+        branches.append(tokens)
+    tree = DraftTree.from_branches(0, branches)
+    # In any order that has parents before children.
+    order = sorted(range(len(tree)), key=lambda node: (tree.depths[node], source.random()))
+    number = {node: index for index, node in enumerate(order)} | {-1: -1}
+    return DraftTree(
+        tuple(tree.tokens[node] for node in order),
+        tuple(number[tree.parents[node]] for node in order),
+    )
+
+
+def test_each_node_of_a_tree_has_the_mask_of_its_own_context() -> None:
+    source = random.Random(5)
+    tokenizer, vocabulary = vocabulary_of("bytes")
+    ends = tokenizer.eos_token_ids
+    for _ in range(6):
+        constraint = Constraint.json_schema(random_object(source))
+        state = Grammar(constraint, vocabulary).begin()
+        tree = random_tree(source, state, vocabulary.vocab_size)
+        before = allowed(state)
+        masks = state.masks(tree)
+        kept = state.allowed(tree)
+        flags, forced = state.guide(tree.tokens, tree.parents)
+        assert masks is not None
+        paths: list[list[int]] = [[]]
+        for node in range(1, len(tree)):
+            paths.append([*paths[tree.parents[node]], tree.tokens[node]])
+        for node, path in enumerate(paths):
+            alone = Grammar(constraint, vocabulary).begin()
+            may_come = True
+            for index, token in enumerate(path):
+                may_come &= token in (allowed(alone) or ())
+                if not may_come or (token in ends and index < len(path) - 1):
+                    may_come = False
+                    break
+                if token not in ends:
+                    alone.accept([token])
+            assert flags[node] == may_come
+            if may_come and not (path and path[-1] in ends):
+                assert mx.array_equal(masks[node], alone.masks(DraftTree.chain(0))[0])  # type: ignore[index]
+                assert forced.get(node, alone.forced()) == alone.forced()
+        assert len(kept) == sum(flags)
+        assert allowed(state) == before  # nothing is left of what was looked at
+
+
+def test_phases_lead_from_free_text_to_a_constraint() -> None:
+    tokenizer, _ = vocabulary_of("bytes")
+    (end,) = tokenizer.eos_token_ids
+    opens, closes = (tokenizer.get_vocab()[name] for name in ("<think>", "</think>"))
+    answer = Constraint.choice(["yes"])
+    phases = Phases((Phase(answer, {opens: 1}), Phase(None, {closes: 2}, False), Phase(answer)))
+    state = begun(phases, "bytes")
+    yes = tokenizer.encode("yes")
+    assert allowed(state) == sorted([opens, yes[0]])
+    assert state.forced() == ()
+    tree = DraftTree.from_branches(
+        0, [[opens, yes[2], closes, *yes, end], [*yes, end, yes[0]], [closes], [opens, end]]
+    )
+    assert sorted(state.allowed(tree).tokens) == sorted(
+        [0, opens, yes[2], closes, *yes, *yes, end, end]
+    )
+    state.accept([opens, yes[1]])
+    assert allowed(state) == [t for t in range(len(tokenizer) + 5) if t != end]
+    state.accept([closes])
+    assert state.forced() == (*yes, end)
+    unconstrained = begun(Phases((Phase(),)), "bytes")
+    assert allowed(unconstrained) is None
+
+
+def test_tokenizers_that_cannot_follow_a_constraint_are_refused() -> None:
+    with pytest.raises(OptionError, match="no token that ends"):
+        Vocabulary.of(endless_tokenizer(), demo().vocab_size)
+    words = wrap(word_piece())
+    words.eos_token_ids = {1}
+    with pytest.raises(OptionError, match="no token for"):
+        Vocabulary.of(words, len(words))
+
+
+def test_a_vocabulary_is_made_once_and_forgets_constraints_it_has_not_seen_for_long() -> None:
+    tokenizer, vocabulary = vocabulary_of("bytes")
+    assert Vocabulary.of(tokenizer, vocabulary.vocab_size) is vocabulary
+    for number in range(200):
+        vocabulary.matcher(Constraint.regex(f"a{number}"))
+    assert len(vocabulary._compiled) <= 64

@@ -1,0 +1,267 @@
+"""Answers are what a request's schema, regex or grammar says; calls of strict tools are, too."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel, Field
+
+import mlxspec
+from mlxspec.generation.constrained import in_answer
+from mlxspec.server.admission import Memory
+from mlxspec.server.prefix_cache import PrefixCache
+from mlxspec.server.worker import ServedModel
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.demo import FLAT, given_costs, stand_in_decoder
+from tests.support.random_models import random_model
+from tests.support.serving import Running, running_server
+
+pytestmark = pytest.mark.slow
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello there"}]
+
+
+class Person(BaseModel):
+    """What an answer is read as."""
+
+    name: str = Field(max_length=8)
+    age: int = Field(ge=0, le=99)
+    mood: Literal["fine", "tired"]
+
+
+SCHEMA: dict[str, Any] = {**Person.model_json_schema(), "additionalProperties": False}
+FORMAT: Any = {
+    "type": "json_schema",
+    "json_schema": {"name": "person", "strict": True, "schema": SCHEMA},
+}
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> OpenAI:
+    return server.client()
+
+
+def chat(client: OpenAI, **fields: Any) -> Any:
+    given = {"model": client_model(client), "messages": HELLO, "max_tokens": 80, **fields}
+    return client.chat.completions.create(**given)
+
+
+def client_model(client: OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+def test_an_answer_is_what_plain_constrained_decoding_writes(client: OpenAI) -> None:
+    decoder = stand_in_decoder(mlxspec.Decoder)
+    prompt = decoder.tokenizer.apply_chat_template(HELLO, add_generation_prompt=True)
+    constraint = in_answer(
+        mlxspec.Constraint.json_schema(SCHEMA), decoder.tokenizer, reasons=False, trims_space=True
+    )
+    for temp in (0.0, 0.9):
+        expected = "".join(
+            response.text
+            for response in decoder.stream(prompt, 80, constraint=constraint, temp=temp, seed=3)
+        ).removeprefix(" ")
+        fields = {"response_format": FORMAT, "temperature": temp, "seed": 3}
+        answer = chat(client, **fields).choices[0]
+        assert answer.message.content == expected
+        assert answer.finish_reason == "stop"
+        jsonschema.validate(json.loads(expected), SCHEMA)
+        chunks = chat(client, **fields, stream=True)
+        texts = [c.delta.content or "" for chunk in chunks for c in chunk.choices]
+        assert "".join(texts) == expected
+
+
+def test_sdks_parse_answers_into_their_types(client: OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="small", messages=HELLO, max_tokens=80, response_format=Person
+    )
+    parsed = answer.choices[0].message.parsed
+    assert isinstance(parsed, Person)
+    assert parsed.mood in ("fine", "tired")
+
+
+def test_answers_that_run_at_once_each_have_their_form(client: OpenAI) -> None:
+    answer = chat(client, response_format=FORMAT, n=4, temperature=1.0, seed=1)
+    texts = [choice.message.content for choice in answer.choices]
+    assert len(set(texts)) > 1
+    for text in texts:
+        Person.model_validate_json(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_regex": "[a-c]{3}, ok"}, "[a-c]{3}, ok"),
+        ({"structured_outputs": {"regex": "x[yz]"}}, "x[yz]"),
+        ({"guided_grammar": 'start: "a" ("b" | "c") "d"'}, "a[bc]d"),
+        ({"grammar": 'root ::= "a" [0-9] "."'}, r"a\d\."),
+        ({"json_schema": {"enum": [1, 22]}}, "1|22"),
+        ({"response_format": {"type": "json_object", "schema": {"const": [1]}}}, r"\[1\]"),
+    ],
+)
+def test_other_servers_names_for_constraints_mean_the_same(
+    client: OpenAI, fields: dict[str, Any], pattern: str
+) -> None:
+    answer = chat(client, extra_body=fields).choices[0]
+    assert re.fullmatch(pattern, answer.message.content)
+    assert answer.finish_reason == "stop"
+    text = client.completions.create(
+        model="small", prompt="Once upon", max_tokens=20, extra_body=fields
+    )
+    assert re.fullmatch(pattern, text.choices[0].text)
+
+
+def test_a_json_object_is_one_or_has_not_ended(client: OpenAI) -> None:
+    answer = chat(client, response_format={"type": "json_object"}).choices[0]
+    assert answer.message.content.startswith("{")
+    if answer.finish_reason == "stop":
+        assert isinstance(json.loads(answer.message.content), dict)
+
+
+def test_what_cannot_be_kept_is_a_400_and_others_are_answered(
+    server: Running, client: OpenAI
+) -> None:
+    wrong = {**FORMAT, "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, response_format=wrong)
+    assert caught.value.param == "response_format.json_schema.schema"
+    assert "uniqueItems" in str(caught.value)
+    hostile = [
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}},
+        {"type": "string", "pattern": "(.*x.{15}y.*|.*z.{20}q.*){5}"},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        {"enum": [f"value {i}" for i in range(20_000)]},
+        {"type": "array", "minItems": 10**9},
+    ]
+    for schema in hostile:
+        body = {"messages": HELLO, "max_tokens": 8, "json_schema": schema}
+        answer = httpx.post(f"{server.address}/v1/chat/completions", json=body, timeout=60)
+        assert answer.status_code in (200, 400), answer.text
+        if answer.status_code == 400:
+            assert answer.json()["error"]["message"]
+    assert Person.model_validate_json(
+        chat(client, response_format=FORMAT).choices[0].message.content
+    )
+
+
+# --- reasoning and tools ---
+
+MARKERS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
+FIND: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "find",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "what": {"type": "string", "maxLength": 5},
+                "where": {"enum": ["here", "there"]},
+            },
+            "required": ["what", "where"],
+            "additionalProperties": False,
+        },
+    },
+}
+OTHER: dict[str, Any] = {"type": "function", "function": {"name": "other"}}
+
+
+@pytest.fixture(scope="module")
+def thinker() -> Iterator[Running]:
+    """A random model of bytes that reasons and calls tools."""
+    tokenizer = chat_tokenizer("json_tools", markers=MARKERS)
+    model = random_model("llama", vocab_size=len(tokenizer) + 6)
+    decoder = mlxspec.AutoDecoder(model, tokenizer, memory_tokens=0)
+    decoder.costs = given_costs(FLAT)
+    served = ServedModel("thinker", decoder, PrefixCache(model, 1 << 24), Memory(model))
+    with running_server(served) as running:
+        yield running
+
+
+def token(name: str) -> int:
+    return int(chat_tokenizer("json_tools", markers=MARKERS).get_vocab()[name])
+
+
+def test_a_constraint_begins_after_the_reasoning(thinker: Running) -> None:
+    client = thinker.client()
+    fields = {
+        "response_format": FORMAT,
+        "temperature": 1.0,
+        "seed": 2,
+        "max_tokens": 400,
+        # Reasoning of a random model would hardly end.
+        "logit_bias": {str(token("</think>")): 4, str(token("<|im_end|>")): 9},
+        "extra_body": {"chat_template_kwargs": {"force_thinking": True}},
+    }
+    answer = chat(client, **fields).choices[0]
+    assert answer.finish_reason == "stop"
+    assert answer.message.reasoning_content
+    jsonschema.validate(json.loads(answer.message.content), SCHEMA)
+
+
+def test_a_model_that_opens_reasoning_itself_may(thinker: Running) -> None:
+    client = thinker.client()
+    fields = {"response_format": FORMAT, "temperature": 1.0, "seed": 2, "max_tokens": 400}
+    opens = {str(token("<think>")): 5, str(token("</think>")): 5}
+    answer = chat(client, **fields, logit_bias=opens).choices[0]
+    assert answer.message.reasoning_content
+    jsonschema.validate(json.loads(answer.message.content), SCHEMA)
+    # A bias cannot make it write what the constraint does not allow.
+    ends = {str(token("<|im_end|>")): 100, str(token("<think>")): -100}
+    answer = chat(client, **fields, logit_bias=ends).choices[0]
+    jsonschema.validate(json.loads(answer.message.content), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "find"}}, "auto"]
+)
+def test_arguments_of_strict_tools_are_valid(thinker: Running, choice: Any) -> None:
+    client = thinker.client()
+    bias = {str(token("<tool_call>")): 100} if choice == "auto" else {}
+    strict = FIND["function"]["parameters"]
+    for seed in range(3):
+        answer = chat(
+            client,
+            tools=[FIND],
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            temperature=1.0,
+            seed=seed,
+            max_tokens=300,
+            logit_bias=bias,
+        ).choices[0]
+        assert answer.finish_reason == "tool_calls"
+        (call,) = answer.message.tool_calls
+        assert call.function.name == "find"
+        jsonschema.validate(json.loads(call.function.arguments), strict)
+
+
+def test_with_tools_an_answer_is_a_call_or_has_its_form(thinker: Running) -> None:
+    client = thinker.client()
+    fields: dict[str, Any] = {"tools": [FIND, OTHER], "response_format": FORMAT, "max_tokens": 300}
+    texts = {str(token("<think>")): -100, str(token("<tool_call>")): -100}
+    answer = chat(client, **fields, logit_bias=texts).choices[0]
+    assert not answer.message.tool_calls
+    jsonschema.validate(json.loads(answer.message.content), SCHEMA)
+    calls = chat(client, **fields, logit_bias={str(token("<tool_call>")): 100}).choices[0]
+    assert calls.message.tool_calls
+    assert calls.message.tool_calls[0].function.name in ("find", "other")
+
+
+def test_a_schema_of_a_strict_tool_that_cannot_be_kept_is_named(thinker: Running) -> None:
+    parameters = {"type": "object", "properties": {"a": {"not": {}}}}
+    wrong = {"type": "function", "function": {"name": "w", "parameters": parameters}}
+    strict = {**wrong, "function": {**wrong["function"], "strict": True}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(thinker.client(), tools=[OTHER, strict])
+    assert caught.value.param == "tools[1].function.parameters"
+    assert chat(thinker.client(), tools=[OTHER, wrong], max_tokens=4).choices
