@@ -1,4 +1,4 @@
-"""The endpoints: OpenAI's, and those that tell how the server is doing."""
+"""The endpoints: OpenAI's, Anthropic's, and those that tell how the server is doing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from .answering import FAILED, Silence, answered
-from .errors import ApiError
+from .errors import ApiError, error_response, new_request_id
 from .gate import Gate, json_body
 from .generating import Generating
+from .messages_answer import MessagesAnswer, messages_headers
+from .messages_requests import MessagesRequest, parse_messages
 from .openai import (
     ChatAnswer,
     CompletionAnswer,
@@ -53,6 +55,8 @@ def create_app(
     routes = [
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.complete, methods=["POST"]),
+        Route("/v1/messages", api.message, methods=["POST"]),
+        Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
         Route("/v1/tokenize", api.tokenize, methods=["POST"]),
@@ -76,7 +80,7 @@ def create_app(
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JSONResponse(error.body, error.status, error.headers)
+    return error_response(error, request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -84,12 +88,13 @@ async def _http_error(request: Request, error: Exception) -> Response:
     what = {404: "there is no such path", 405: f"{request.method} is not for this path"}
     message = f"{request.url.path}: {what.get(error.status_code, error.detail)}"
     told = ApiError(message, status=error.status_code, headers=dict(error.headers or {}))
-    return JSONResponse(told.body, told.status, told.headers)
+    return error_response(told, request.url.path)
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
     # Starlette raises the error again, at which uvicorn closes the connection.
-    return JSONResponse(FAILED.body, FAILED.status, {"Connection": "close"})
+    failed = ApiError(FAILED.message, status=FAILED.status, headers={"Connection": "close"})
+    return error_response(failed, request.url.path)
 
 
 class _Api:
@@ -119,6 +124,33 @@ class _Api:
         partition = request.state.partition
         stream = await self._generating.submitted(served, body, prompts, partition, "prompt")
         return await answered(request, stream, answer, body.stream, self._silence)
+
+    # --- messages ---
+
+    async def message(self, request: Request) -> Response:
+        """``/v1/messages``"""
+        body = parse_messages(await json_body(request))
+        served = self._served_for(body)
+        prompt = await self._generating.chat_prompt(served, body)
+        answer = MessagesAnswer(body, served.name, prompt.format)
+        partition = request.state.partition
+        stream = await self._generating.submitted(served, body, [prompt], partition, "messages")
+        return await answered(request, stream, answer, body.stream, self._silence)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """``/v1/messages/count_tokens``"""
+        body = parse_messages(await json_body(request), to_count=True)
+        served = self._served_for(body)
+        count = len((await self._generating.chat_prompt(served, body)).tokens)
+        headers = messages_headers(served.name, new_request_id())
+        return JSONResponse({"input_tokens": count}, headers=headers)
+
+    def _served_for(self, body: MessagesRequest) -> ServedModel:
+        """The model of a request; the default one stands in for those of Anthropic."""
+        name = body.model
+        if name and name.startswith("claude-") and name not in self._worker.models:
+            name = None
+        return self._generating.served(name)
 
     # --- telling ---
 

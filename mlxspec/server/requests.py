@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ..engine.params import SamplingParams
 from .errors import ApiError
@@ -110,7 +110,11 @@ class Request:
         prediction: the text that the client expects, to draft from.
         drafts: tell which text came from accepted drafts; our own
             ``"mlxspec": {"drafts": true}``.
+        cuts_max_tokens: where there is no room for so many tokens, an answer has fewer, and the
+            request is no error.
     """
+
+    cuts_max_tokens: ClassVar[bool] = False
 
     model: str | None = None
     sampling: Sampling = Sampling()
@@ -172,7 +176,7 @@ def parse_chat(body: object) -> ChatRequest:
         ApiError: a field is missing or wrong, or asks for what this server does not do.
     """
     fields = Fields(checked_body(body))
-    _refuse_unsupported(fields, _UNSUPPORTED | _UNSUPPORTED_IN_CHAT)
+    refuse_unsupported(fields, _UNSUPPORTED | _UNSUPPORTED_IN_CHAT)
     _check_response_format(fields)
     messages, continued = _messages(fields)
     tools = _tools(fields)
@@ -198,7 +202,7 @@ def parse_completion(body: object) -> CompletionRequest:
         ApiError: as for :func:`parse_chat`.
     """
     fields = Fields(checked_body(body))
-    _refuse_unsupported(fields, _UNSUPPORTED)
+    refuse_unsupported(fields, _UNSUPPORTED)
     _check_response_format(fields)
     prompts = _prompts(fields)
     common = _common(fields)
@@ -333,9 +337,8 @@ _UNSUPPORTED_IN_CHAT: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def _refuse_unsupported(
-    fields: Fields, unsupported: dict[str, tuple[tuple[Any, ...], str]]
-) -> None:
+def refuse_unsupported(fields: Fields, unsupported: dict[str, tuple[tuple[Any, ...], str]]) -> None:
+    """Refuse the fields that a table names, unless they ask for nothing."""
     for name in fields:
         if name in unsupported:
             harmless, remedy = unsupported[name]
