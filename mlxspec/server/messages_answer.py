@@ -51,6 +51,7 @@ class _Block:
 
 
 def _new_block(delta: Delta) -> _Block:
+    start: dict[str, Any]
     if isinstance(delta, Text):
         return _Block({"type": "text", "text": ""}, "text_delta", "text")
     if isinstance(delta, Reasoning):
@@ -58,7 +59,7 @@ def _new_block(delta: Delta) -> _Block:
         return _Block(start, "thinking_delta", "thinking")
     assert isinstance(delta, ToolCallBegun)
     # The id stays the one that chat templates take when it comes back.
-    start: dict[str, Any] = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
+    start = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
     return _Block(start, "input_json_delta", "partial_json")
 
 

@@ -18,8 +18,8 @@ from .fields import Fields, as_integer, checked_body
 from .requests import ChatRequest, parse_chat, refuse_unsupported
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
-"""The first line of Claude Code's system prompt, which is a block of its own. Some of it differs from request to request, and
-then no prefix would ever be found in the cache."""
+"""The first line of Claude Code's system prompt, mostly in a block of its own. Some of it differs
+from request to request, and then no prefix would ever be found in the cache."""
 
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 _THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
