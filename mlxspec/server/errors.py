@@ -52,7 +52,9 @@ class ApiError(MlxspecError):
     def messages_body(self, request_id: str) -> dict[str, Any]:
         """The answer's JSON, in Anthropic's form."""
         kind = _MESSAGES_TYPES.get(self.status, "api_error" if self.status >= 500 else _INVALID)
-        told = {"type": kind, "message": self.message}
+        told: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.code == NO_THREADS:  # at which clients send the whole conversation
+            told["details"] = {"error_code": self.code, "unsupported": []}
         return {"type": "error", "error": told, "request_id": request_id}
 
 
@@ -69,6 +71,9 @@ def new_request_id() -> str:
     """An id by which Anthropic's clients name a request."""
     return f"req_{uuid.uuid4().hex}"
 
+
+NO_THREADS = "thread_unsupported_request"
+"""Anthropic's code for requests whose conversations the server would have to keep."""
 
 _INVALID = "invalid_request_error"
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}

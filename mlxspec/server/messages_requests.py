@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .errors import ApiError
+from .errors import NO_THREADS, ApiError
 from .fields import Fields, as_integer, checked_body
 from .requests import ChatRequest, parse_chat, refuse_unsupported
 
@@ -48,6 +48,12 @@ def parse_messages(body: object, *, to_count: bool = False) -> MessagesRequest:
     """
     fields = Fields(checked_body(body))
     refuse_unsupported(fields, _UNSUPPORTED)
+    if fields["thread"] is not None:
+        raise ApiError(
+            "thread: the server keeps no conversations; leave it out, and send all messages.",
+            param="thread",
+            code=NO_THREADS,
+        )
     for name in ("metadata", "context_management", "cache_control"):
         fields.object(name)
     fields.text("service_tier")
@@ -79,7 +85,6 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "container": ((), "leave it out, since the server runs no code"),
     "mcp_servers": (([],), "leave it out, since the server calls no tools; offer them in tools"),
     "output_format": ((), "leave it out, since outputs are not constrained here"),
-    "thread": ((), "leave it out, since the server keeps no conversations, and send all messages"),
 }
 
 _RENAMED = {"stop": "stop_sequences"}

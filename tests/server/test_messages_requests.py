@@ -277,6 +277,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "1"}
         ({"output_format": {"type": "json_schema"}}, "output_format"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
+        ({"thread": {"type": "create"}}, "thread"),
         ({"stream": "yes"}, "stream"),
     ],
 )
