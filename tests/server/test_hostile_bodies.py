@@ -8,12 +8,15 @@ from typing import Any
 
 import httpx
 import pytest
+from anthropic.types import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 import mlxspec
+from tests.server.test_messages_answer import EVENT
+from tests.server.test_messages_requests import FULL_MESSAGES
 from tests.server.test_requests import FULL_CHAT, FULL_COMPLETION, hostile
 from tests.support.chat_tokenizer import CHATML, with_tools
 from tests.support.demo import stand_in_decoder
@@ -25,11 +28,14 @@ pytestmark = pytest.mark.slow
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOKENIZE, DETOKENIZE = "/v1/tokenize", "/v1/detokenize"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+PATHS = [CHAT, TEXT, TOKENIZE, DETOKENIZE, MESSAGES, COUNT]
 MOST = 12
 """Tokens of an answer, so that none takes long."""
 
 CHAT_BODY = {**FULL_CHAT, "model": "small", "max_completion_tokens": MOST}
 TEXT_BODY = {**FULL_COMPLETION, "model": "small", "max_completion_tokens": MOST, "suffix": None}
+MESSAGES_BODY = {**FULL_MESSAGES, "model": "small", "max_tokens": MOST}
 
 bodies: st.SearchStrategy[tuple[str, Any]] = st.one_of(
     st.tuples(st.just(CHAT), hostile(CHAT_BODY)),
@@ -37,14 +43,16 @@ bodies: st.SearchStrategy[tuple[str, Any]] = st.one_of(
     st.tuples(st.just(TOKENIZE), hostile({"prompt": "x", "add_special_tokens": True})),
     st.tuples(st.just(TOKENIZE), hostile({"messages": FULL_CHAT["messages"]})),
     st.tuples(st.just(DETOKENIZE), hostile({"tokens": [1, 300], "model": "small"})),
-    st.tuples(st.sampled_from([CHAT, TEXT, TOKENIZE, DETOKENIZE]), json_values),
+    st.tuples(st.sampled_from([MESSAGES, COUNT]), hostile(MESSAGES_BODY)),
+    st.tuples(st.sampled_from(PATHS), json_values),
 )
 """JSON values, for each endpoint that takes one."""
 
 raw_bodies: st.SearchStrategy[tuple[str, bytes]] = st.one_of(
     st.tuples(st.just(CHAT), mutated(json.dumps(CHAT_BODY).encode())),
     st.tuples(st.just(TEXT), mutated(json.dumps(TEXT_BODY).encode())),
-    st.tuples(st.sampled_from([CHAT, TEXT, TOKENIZE, DETOKENIZE]), st.binary(max_size=40)),
+    st.tuples(st.just(MESSAGES), mutated(json.dumps(MESSAGES_BODY).encode())),
+    st.tuples(st.sampled_from(PATHS), st.binary(max_size=40)),
 )
 """Bytes that are hardly JSON, or none."""
 
@@ -69,6 +77,9 @@ def test_the_bodies_that_are_made_hostile_are_answered_before(http: httpx.Client
         (TEXT, {**TEXT_BODY, "stream": False}),
         (TOKENIZE, {"messages": FULL_CHAT["messages"]}),
         (DETOKENIZE, {"tokens": [1, 300]}),
+        (MESSAGES, MESSAGES_BODY),
+        (MESSAGES, {**MESSAGES_BODY, "stream": False}),
+        (COUNT, MESSAGES_BODY),
     ):
         assert check(http, path, json.dumps(body).encode()), path
 
@@ -111,8 +122,14 @@ def check(http: httpx.Client, path: str, body: bytes) -> bool:
         check_answer(path, json.loads(body), answer)
     else:
         assert 400 <= answer.status_code < 500, answer.text
-        (error,) = strictly(answer.content).values()
-        assert set(error) == {"message", "type", "param", "code"}
+        told = strictly(answer.content)
+        error = told["error"]
+        if path in (MESSAGES, COUNT):
+            assert set(told) == {"type", "error", "request_id"}
+            assert set(error) - {"details"} == {"type", "message"}
+        else:
+            assert set(told) == {"error"}
+            assert set(error) == {"message", "type", "param", "code"}
         assert 0 < len(error["message"]) < 1000
     following = http.post(TEXT, json={"prompt": "Once", "max_tokens": 4})
     assert following.json()["choices"][0]["text"] == ONCE
@@ -133,6 +150,12 @@ def check_answer(path: str, body: Any, answer: httpx.Response) -> None:
     if path == DETOKENIZE:
         assert isinstance(strictly(answer.content)["prompt"], str)
         return
+    if path == COUNT:
+        assert strictly(answer.content)["input_tokens"] > 0
+        return
+    if path == MESSAGES:
+        check_message(body, answer)
+        return
     if body.get("stream"):
         *events, done, end = answer.text.split("\n\n")
         assert (done, end) == ("data: [DONE]", "")
@@ -145,6 +168,17 @@ def check_answer(path: str, body: Any, answer: httpx.Response) -> None:
     choices = [choice for chunk in told for choice in chunk["choices"]]
     ends = [choice["index"] for choice in choices if choice["finish_reason"]]
     assert sorted(ends) == list(range(n_choices(path, body)))
+
+
+def check_message(body: Any, answer: httpx.Response) -> None:
+    if not body.get("stream"):
+        assert Message.model_validate(strictly(answer.content)).stop_reason
+        return
+    *events, end = answer.text.split("\n\n")
+    assert end == ""
+    told = [strictly(event.partition("\ndata: ")[2]) for event in events]
+    kinds = [EVENT.validate_python(event).type for event in told]
+    assert (kinds[0], *kinds[-2:]) == ("message_start", "message_delta", "message_stop")
 
 
 def n_choices(path: str, body: Any) -> int:

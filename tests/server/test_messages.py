@@ -22,6 +22,7 @@ from anthropic.types import Message
 
 from mlxspec.server.admission import Memory
 from mlxspec.server.answering import Silence
+from mlxspec.server.served_model import ServedModel
 from mlxspec.server.worker import Limits
 from tests.server.test_endpoints import HELLO, PIECES, answer_alone, ids_of, scripted_caller
 from tests.server.test_messages_answer import EVENT, extras
@@ -175,15 +176,17 @@ def test_an_answer_is_gone_on_with(client: Anthropic) -> None:
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == len(expected)
 
 
-def test_an_answer_has_the_tokens_that_the_context_has_room_for(server: Running) -> None:
-    longest = server.worker.models["small"].context_length
-    assert longest
-    words = {"role": "user", "content": "word " * (longest - 100)}
-    room = longest - len(ids_of([words]))
-    assert 0 < room < 200
-    made = streamed(client_of(server), messages=[words], max_tokens=64000)
-    assert made.usage.output_tokens == room
-    assert made.stop_reason == "model_context_window_exceeded"
+def test_an_answer_has_the_tokens_that_the_context_has_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    longest = len(ids_of(HELLO)) + 9
+    monkeypatch.setattr(ServedModel, "context_length", longest)
+    with running_server() as server:
+        client = client_of(server)
+        made = streamed(client, max_tokens=64000)
+        assert made.usage.output_tokens == 9
+        assert made.stop_reason == "model_context_window_exceeded"
+        assert streamed(client, max_tokens=9).stop_reason == "max_tokens"
 
 
 def test_an_answer_has_the_tokens_that_memory_has_room_for() -> None:
