@@ -96,6 +96,7 @@ class GenerationResponse(MlxLmResponse):
         finish_reason: "stop" or "length" with the last token, None before.
         stats: figures of the generation so far, the step of this token included.
         reused_tokens: prompt tokens that a session's cache held already.
+        stop_string: with the last token, the stop string that ended the output, if one did.
     """
 
     text: str
@@ -110,6 +111,7 @@ class GenerationResponse(MlxLmResponse):
     finish_reason: str | None = None
     stats: SpeculationStats = SpeculationStats()
     reused_tokens: int = 0
+    stop_string: str | None = None
 
     def token_logprobs(self, count: int = 0) -> TokenLogprobs:
         """The token's log-probability, and the ``count`` likeliest tokens in its place.

@@ -173,6 +173,7 @@ def _response(
     generated: int,
     output: OutputText,
 ) -> GenerationResponse:
+    is_last = generated == stats.emitted
     return GenerationResponse(
         text=text,
         token=step.verified.tokens[index],
@@ -184,8 +185,9 @@ def _response(
         generation_tps=clock.generation_tps(generated),
         peak_memory=mx.get_peak_memory() / 1e9,
         stats=stats,
-        finish_reason=output.finish_reason if generated == stats.emitted else None,
+        finish_reason=output.finish_reason if is_last else None,
         reused_tokens=clock.n_cached,
+        stop_string=output.stop_string if is_last else None,
     )
 
 
@@ -244,6 +246,10 @@ class OutputText:
         stop_tokens: token ids that end the output; their own text is not part of it.
         stop_strings: texts that end the output before them.
         max_tokens: with this many tokens the output is full.
+
+    Attributes:
+        finish_reason: "stop" or "length" once it has ended.
+        stop_string: the one that ended it.
     """
 
     def __init__(
@@ -254,6 +260,7 @@ class OutputText:
         max_tokens: int,
     ) -> None:
         self.finish_reason: str | None = None
+        self.stop_string: str | None = None
         self._detokenizer = detokenizer
         self._stop_tokens = stop_tokens
         self._stop_strings = stop_strings
@@ -283,8 +290,9 @@ class OutputText:
     def _release(self, segment: str) -> str:
         """What may be shown now that ``segment`` has come."""
         text = self._held + segment
-        cut = min((at for at in map(text.find, self._stop_strings) if at >= 0), default=None)
-        if cut is not None:
+        found = [(at, stop) for stop in self._stop_strings if (at := text.find(stop)) >= 0]
+        if found:
+            cut, self.stop_string = min(found)
             self.finish_reason = "stop"
             self._held = ""
             return text[:cut]

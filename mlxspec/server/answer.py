@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 from .errors import ApiError
-from .events import Ended, Event, Piece
+from .events import Begun, Ended, Event, Piece
 from .output import Delta, OutputParser, Reasoning, Text, ToolCallBegun
 
 
@@ -29,6 +29,9 @@ class Answer(ABC):
 
     end = ""
     """What ends a stream."""
+
+    headers: Mapping[str, str] = {}
+    """Of the response."""
 
     def __init__(self, n_choices: int) -> None:
         self.ends: list[Ended | None] = [None] * n_choices
@@ -54,6 +57,9 @@ class Answer(ABC):
                 continue
             pieces: list[Piece] = []
             for event in group:
+                if isinstance(event, Begun):
+                    chunks += self.choice_begun(event)
+                    continue
                 if isinstance(event, Ended):
                     self.ends[index] = event
                     break
@@ -62,6 +68,10 @@ class Answer(ABC):
         if self.done and not was_done:
             chunks += self.close()
         return chunks
+
+    def choice_begun(self, event: Begun) -> list[dict[str, Any]]:
+        """The chunks before the first token of a choice."""
+        return []
 
     @abstractmethod
     def feed_choice(
@@ -143,5 +153,5 @@ class ChatChoice:
     def finish_reason(self, end: Ended | None) -> str:
         """Why it has ended: "stop", "length" or "tool_calls"."""
         reason = end.finish_reason if end else "stop"
-        calls = self.calls and (reason == "stop" or self.parser.finished)
+        calls = self.parser.n_calls and (reason == "stop" or self.parser.finished)
         return "tool_calls" if calls else reason

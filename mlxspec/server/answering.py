@@ -58,7 +58,7 @@ async def answered(
             _server_sent_events(stream, answer, silence.sign),
             on_end=stream.close,
             media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **answer.headers},
         )
     making = asyncio.create_task(_whole(stream, answer, silence.sign))
     gone = asyncio.create_task(_disconnected(request))
@@ -71,7 +71,7 @@ async def answered(
         left = gone.done()
         gone.cancel()
     if making.done():
-        return JSONResponse(making.result())
+        return JSONResponse(making.result(), headers=answer.headers)
     if left:
         making.cancel()
         return Response(status_code=499)
@@ -79,6 +79,7 @@ async def answered(
         _with_life_signs(making, answer, silence.sign),
         on_end=making.cancel,
         media_type="application/json",
+        headers=answer.headers,
     )
 
 

@@ -1,4 +1,4 @@
-"""The endpoints: OpenAI's, and those that tell how the server is doing."""
+"""The endpoints: OpenAI's, Anthropic's, and those that tell how the server is doing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from .answering import FAILED, Silence, answered, is_answered
-from .errors import ApiError
+from .errors import ApiError, error_response, new_request_id
 from .fields import shown
 from .gate import Gate, OnRefusal, json_body
 from .generating import Generating
+from .messages_answer import MessagesAnswer, messages_headers
+from .messages_requests import MessagesRequest, parse_messages
 from .openai import (
     ChatAnswer,
     CompletionAnswer,
@@ -60,7 +62,7 @@ def create_app(
         assert isinstance(error, ApiError)
         if not is_answered(request):  # else the generation's end tells of it
             on_refusal(request.url.path, error)
-        return JSONResponse(error.body, error.status, error.headers)
+        return error_response(error, request.url.path)
 
     routes = [
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
@@ -71,6 +73,8 @@ def create_app(
         Route("/v1/responses/{id}", api.delete_response, methods=["DELETE"]),
         Route("/v1/responses/{id}/cancel", api.cancel_response, methods=["POST"]),
         Route("/v1/responses/{id}/input_items", api.input_items),
+        Route("/v1/messages", api.message, methods=["POST"]),
+        Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
         Route("/v1/tokenize", api.tokenize, methods=["POST"]),
@@ -105,7 +109,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
             )
             status = 404
     told = ApiError(message, status=status, headers=dict(error.headers or {}))
-    return JSONResponse(told.body, told.status, told.headers)
+    return error_response(told, path)
 
 
 _NOT_OURS = {
@@ -133,7 +137,8 @@ _NOT_OURS = {
 
 async def _server_error(request: Request, error: Exception) -> Response:
     # Starlette raises the error again, at which uvicorn closes the connection.
-    return JSONResponse(FAILED.body, FAILED.status, {"Connection": "close"})
+    failed = ApiError(FAILED.message, status=FAILED.status, headers={"Connection": "close"})
+    return error_response(failed, request.url.path)
 
 
 class _Api:
@@ -234,6 +239,33 @@ class _Api:
                 param="response_id",
             )
         return found
+
+    # --- messages ---
+
+    async def message(self, request: Request) -> Response:
+        """``/v1/messages``"""
+        body = parse_messages(await json_body(request))
+        served = self._served_for(body)
+        prompt = await self._generating.chat_prompt(served, body)
+        answer = MessagesAnswer(body, served.name, prompt.format)
+        partition = request.state.partition
+        stream = await self._generating.submitted(served, body, [prompt], partition, "messages")
+        return await answered(request, stream, answer, body.stream, self._silence)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """``/v1/messages/count_tokens``"""
+        body = parse_messages(await json_body(request), to_count=True)
+        served = self._served_for(body)
+        count = len((await self._generating.chat_prompt(served, body)).tokens)
+        headers = messages_headers(served.name, new_request_id())
+        return JSONResponse({"input_tokens": count}, headers=headers)
+
+    def _served_for(self, body: MessagesRequest) -> ServedModel:
+        """The model of a request; the default one stands in for those of Anthropic."""
+        name = body.model
+        if name and name.startswith("claude-") and name not in self._worker.models:
+            name = None
+        return self._generating.served(name)
 
     # --- telling ---
 

@@ -27,6 +27,21 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """A choice's prompt has run, and its first token follows.
+
+    Attributes:
+        index: of the choice.
+        prompt_tokens: tokens in its prompt.
+        cached_tokens: those of them that were in a cache.
+    """
+
+    index: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
 class Ended:
     """A choice has ended.
 
@@ -38,6 +53,7 @@ class Ended:
         completion_tokens: tokens generated, the one that ended the output included.
         drafted: draft tokens proposed.
         accepted: draft tokens accepted.
+        stop: the stop string that ended it, if one did.
     """
 
     index: int
@@ -47,6 +63,7 @@ class Ended:
     completion_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    stop: str | None = None
 
 
-Event = Piece | Ended
+Event = Begun | Piece | Ended

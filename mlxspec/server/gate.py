@@ -16,10 +16,9 @@ from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .errors import ApiError
+from .errors import ApiError, error_response
 
 MOST_BYTES = 32 * 2**20
 """Of a request's body."""
@@ -74,7 +73,7 @@ class Gate:
             scope.setdefault("state", {})["partition"] = self._checked(scope)
         except ApiError as error:
             self._on_refusal(scope["path"], error)
-            response = JSONResponse(error.body, error.status, error.headers)
+            response = error_response(error, scope["path"])
             await response(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -72,8 +72,8 @@ class Generating:
         length, most = sum(len(str(text)) for text in texts), served.most_characters
         if most is not None and length > most:
             raise ApiError(
-                f"{param} has {length:,} characters, which are more than the model's context of "
-                f"{served.context_length:,} tokens can hold: shorten it",
+                f"the prompt is too long: {param} has {length:,} characters, more than the model's "
+                f"context of {served.context_length:,} tokens can hold: shorten it",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -150,7 +150,7 @@ class Generating:
         requests: list[GenerationRequest] = []
         for prompt in prompts:
             tokens = tuple(prompt.tokens)  # one for all choices
-            max_tokens = self._room(served, len(tokens), body.max_tokens, param)
+            max_tokens = self._max_tokens_of(served, len(tokens), body, param)
             grammar = await self._grammar(served, body, prompt)
             for choice in range(body.n):
                 sampling = body.sampling.params(decoder.vocab_size, choice, served.special_tokens)
@@ -189,19 +189,22 @@ class Generating:
         async with self._compiling:
             return await run_in_threadpool(compiled_constraint, body, prompt, tokenizer, vocabulary)
 
-    def _room(self, served: ServedModel, n_prompt: int, max_tokens: int | None, param: str) -> int:
+    def _max_tokens_of(self, served: ServedModel, n_prompt: int, body: Request, param: str) -> int:
         """How many tokens an output may have; a request that does not say takes what there is."""
         longest, memory = served.context_length, served.memory
         if longest is not None and n_prompt >= longest:
             raise ApiError(
-                f"the prompt has {n_prompt:,} tokens, and the model's context {longest:,}: "
-                "shorten it",
+                # Claude Code reads both numbers out of it, and shortens the conversation.
+                f"the prompt is too long: {n_prompt} tokens > {longest}, which is the model's "
+                "context: shorten it",
                 param=param,
                 code="context_length_exceeded",
             )
-        if max_tokens is not None:
-            return max_tokens
-        room = self._max_tokens if longest is None else min(self._max_tokens, longest - n_prompt)
+        if body.max_tokens is not None and not body.cuts_max_tokens:
+            return body.max_tokens
+        room = self._max_tokens if body.max_tokens is None else body.max_tokens
+        if longest is not None:
+            room = min(room, longest - n_prompt)
         while room > 1 and memory.bytes_for(n_prompt + room) > memory.limit:
             room //= 2
         return room

@@ -14,7 +14,7 @@ from ..generation.options import GenerationOptions
 from ..generation.response import GenerationResponse
 from ..generation.scheduler import Job, Scheduler
 from .errors import ApiError
-from .events import Ended, Piece
+from .events import Begun, Ended, Piece
 from .records import Records
 from .served_model import ServedModel
 from .tickets import Ticket
@@ -172,7 +172,9 @@ class Lane:
         if ticket.first_token is None:
             ticket.first_token = now
             seconds = now - ticket.asked
-            metrics.add_first_token(seconds, response.prompt_tokens, response.reused_tokens)
+            n_prompt, n_cached = response.prompt_tokens, response.reused_tokens
+            metrics.add_first_token(seconds, n_prompt, n_cached)
+            ticket.batch.append(Begun(ticket.request.index, n_prompt, n_cached))
         wanted = ticket.request.top_logprobs
         logprobs = None if wanted is None else response.token_logprobs(wanted)
         ticket.batch.append(
@@ -244,6 +246,7 @@ def _end_of(ticket: Ticket, finish_reason: str) -> Ended:
         last.generation_tokens,
         stats.drafted,
         stats.accepted,
+        last.stop_string,
     )
 
 

@@ -114,7 +114,11 @@ class Request:
             ``"mlxspec": {"drafts": true}``.
         constraint: what the answer's text has to be.
         constrained_by: the field that says so.
+        cuts_max_tokens: where there is no room for so many tokens, an answer has fewer, and the
+            request is no error.
     """
+
+    cuts_max_tokens: ClassVar[bool] = False
 
     model: str | None = None
     sampling: Sampling = Sampling()
@@ -336,6 +340,7 @@ _UNSUPPORTED_IN_CHAT: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def refuse_unsupported(fields: Fields, unsupported: dict[str, tuple[tuple[Any, ...], str]]) -> None:
+    """Refuse the fields that a table names, unless they ask for nothing."""
     for name in fields:
         if name in unsupported:
             harmless, remedy = unsupported[name]

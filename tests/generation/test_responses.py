@@ -61,6 +61,11 @@ def test_text_ends_before_the_first_stop_string(
     assert text.finish_reason == "stop"
     cut = min((known.index(s) for s in stop if s in known), default=len(known))
     assert shown == known[:cut]
+    if text.stop_string is None:
+        assert not any(s in known for s in stop)
+    else:
+        assert text.stop_string in stop
+        assert known.startswith(text.stop_string, cut)
 
 
 @given(tokens.filter(bool), stops, st.booleans())

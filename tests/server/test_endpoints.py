@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -411,16 +413,22 @@ WEATHER: Any = {
 }
 
 
-@pytest.fixture(scope="module")
-def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server whose model asks for the weather in Paris, and then says that it is sunny."""
-    directory = write_scripted_model(tmp_path_factory.mktemp("tools") / "m", PIECES, ends=True)
-    model, tokenizer = mlxspec.load(str(directory))
+@contextmanager
+def scripted_caller(directory: Path, script: Sequence[str]) -> Iterator[Running]:
+    """A server of a scripted model that calls tools."""
+    model, tokenizer = mlxspec.load(str(write_scripted_model(directory, script, ends=True)))
     tokenizer = with_tools(tokenizer, "json_tools", TEMPLATE)
     decoder = mlxspec.AutoDecoder(model, tokenizer, memory_tokens=0)
     decoder.costs = given_costs(FLAT)
     served = ServedModel("caller", decoder, PrefixCache(model, 1 << 24), Memory(model))
     with running_server(served) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server whose model asks for the weather in Paris, and then says that it is sunny."""
+    with scripted_caller(tmp_path_factory.mktemp("tools") / "m", PIECES) as running:
         yield running
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from anthropic.types import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion
@@ -15,6 +16,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
 import mlxspec
+from tests.server.test_messages_answer import EVENT
+from tests.server.test_messages_requests import FULL_MESSAGES
 from tests.server.test_requests import FULL_CHAT, FULL_COMPLETION, hostile
 from tests.server.test_responses_answer import valid
 from tests.server.test_responses_requests import CODEX
@@ -28,14 +31,16 @@ pytestmark = pytest.mark.slow
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOKENIZE, DETOKENIZE = "/v1/tokenize", "/v1/detokenize"
-RESPONSES, COUNT = "/v1/responses", "/v1/responses/input_tokens"
-PATHS = [CHAT, TEXT, TOKENIZE, DETOKENIZE, RESPONSES, COUNT]
+RESPONSES, INPUT = "/v1/responses", "/v1/responses/input_tokens"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+PATHS = [CHAT, TEXT, TOKENIZE, DETOKENIZE, RESPONSES, INPUT, MESSAGES, COUNT]
 MOST = 12
 """Tokens of an answer, so that none takes long."""
 
 CHAT_BODY = {**FULL_CHAT, "model": "small", "max_completion_tokens": MOST}
 TEXT_BODY = {**FULL_COMPLETION, "model": "small", "max_completion_tokens": MOST, "suffix": None}
 RESPONSES_BODY = {**CODEX, "store": True, "max_output_tokens": MOST, "top_logprobs": 1}
+MESSAGES_BODY = {**FULL_MESSAGES, "model": "small", "max_tokens": MOST}
 
 bodies: st.SearchStrategy[tuple[str, Any]] = st.one_of(
     st.tuples(st.just(CHAT), hostile(CHAT_BODY)),
@@ -43,7 +48,8 @@ bodies: st.SearchStrategy[tuple[str, Any]] = st.one_of(
     st.tuples(st.just(TOKENIZE), hostile({"prompt": "x", "add_special_tokens": True})),
     st.tuples(st.just(TOKENIZE), hostile({"messages": FULL_CHAT["messages"]})),
     st.tuples(st.just(DETOKENIZE), hostile({"tokens": [1, 300], "model": "small"})),
-    st.tuples(st.sampled_from([RESPONSES, COUNT]), hostile(RESPONSES_BODY)),
+    st.tuples(st.sampled_from([RESPONSES, INPUT]), hostile(RESPONSES_BODY)),
+    st.tuples(st.sampled_from([MESSAGES, COUNT]), hostile(MESSAGES_BODY)),
     st.tuples(st.sampled_from(PATHS), json_values),
 )
 """JSON values, for each endpoint that takes one."""
@@ -52,6 +58,7 @@ raw_bodies: st.SearchStrategy[tuple[str, bytes]] = st.one_of(
     st.tuples(st.just(CHAT), mutated(json.dumps(CHAT_BODY).encode())),
     st.tuples(st.just(TEXT), mutated(json.dumps(TEXT_BODY).encode())),
     st.tuples(st.just(RESPONSES), mutated(json.dumps(RESPONSES_BODY).encode())),
+    st.tuples(st.just(MESSAGES), mutated(json.dumps(MESSAGES_BODY).encode())),
     st.tuples(st.sampled_from(PATHS), st.binary(max_size=40)),
 )
 """Bytes that are hardly JSON, or none."""
@@ -79,7 +86,10 @@ def test_the_bodies_that_are_made_hostile_are_answered_before(http: httpx.Client
         (DETOKENIZE, {"tokens": [1, 300]}),
         (RESPONSES, RESPONSES_BODY),
         (RESPONSES, {**RESPONSES_BODY, "stream": False}),
-        (COUNT, RESPONSES_BODY),
+        (INPUT, RESPONSES_BODY),
+        (MESSAGES, MESSAGES_BODY),
+        (MESSAGES, {**MESSAGES_BODY, "stream": False}),
+        (COUNT, MESSAGES_BODY),
     ):
         assert check(http, path, json.dumps(body).encode()), path
 
@@ -122,8 +132,14 @@ def check(http: httpx.Client, path: str, body: bytes) -> bool:
         check_answer(path, json.loads(body), answer)
     else:
         assert 400 <= answer.status_code < 500, answer.text
-        (error,) = strictly(answer.content).values()
-        assert set(error) == {"message", "type", "param", "code"}
+        told = strictly(answer.content)
+        error = told["error"]
+        if path in (MESSAGES, COUNT):
+            assert set(told) == {"type", "error", "request_id"}
+            assert set(error) - {"details"} == {"type", "message"}
+        else:
+            assert set(told) == {"error"}
+            assert set(error) == {"message", "type", "param", "code"}
         assert 0 < len(error["message"]) < 1000
     following = http.post(TEXT, json={"prompt": "Once", "max_tokens": 4})
     assert following.json()["choices"][0]["text"] == ONCE
@@ -144,11 +160,14 @@ def check_answer(path: str, body: Any, answer: httpx.Response) -> None:
     if path == DETOKENIZE:
         assert isinstance(strictly(answer.content)["prompt"], str)
         return
-    if path == COUNT:
+    if path in (INPUT, COUNT):
         assert strictly(answer.content)["input_tokens"] > 0
         return
     if path == RESPONSES:
         check_response(body, answer)
+        return
+    if path == MESSAGES:
+        check_message(body, answer)
         return
     if body.get("stream"):
         *events, done, end = answer.text.split("\n\n")
@@ -174,6 +193,17 @@ def check_response(body: Any, answer: httpx.Response) -> None:
         assert [event.sequence_number for event in events] == list(range(len(events)))
         response = events[-1].response
     assert response.status in ("completed", "incomplete")
+
+
+def check_message(body: Any, answer: httpx.Response) -> None:
+    if not body.get("stream"):
+        assert Message.model_validate(strictly(answer.content)).stop_reason
+        return
+    *events, end = answer.text.split("\n\n")
+    assert end == ""
+    told = [strictly(event.partition("\ndata: ")[2]) for event in events]
+    kinds = [EVENT.validate_python(event).type for event in told]
+    assert (kinds[0], *kinds[-2:]) == ("message_start", "message_delta", "message_stop")
 
 
 def n_choices(path: str, body: Any) -> int:
