@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .errors import NO_THREADS, ApiError
+from .errors import NO_THREADS, ApiError, renamed, renamed_field
 from .fields import Fields, as_integer, checked_body
 from .requests import ChatRequest, parse_chat, refuse_unsupported
 
@@ -65,13 +65,20 @@ def parse_messages(body: object, *, to_count: bool = False) -> MessagesRequest:
         _tool(Fields(tool, f"tools[{index}]"))
         for index, tool in enumerate(fields.items("tools") or [])
     ]
-    chat |= _tool_choice(fields) | _thinking(fields) | _output_config(fields)
+    chat |= _tool_choice(fields) | _thinking(fields)
+    config = fields.object("output_config") or Fields({})
+    chat["reasoning_effort"] = config.word("effort", _EFFORTS)
+    format, names = config.object("format") or fields.object("output_format"), dict(_NAMES)
+    if format is not None:
+        chat["response_format"] = _response_format(format)
+        names |= {"response_format.json_schema": format.path, "response_format": format.path}
     chat["stop"] = fields.items("stop_sequences")
     try:
         request = parse_chat(chat)
     except ApiError as error:
-        raise _renamed(error) from error
-    return MessagesRequest(**vars(request))
+        raise renamed(error, names) from error
+    constrained_by = renamed_field(request.constrained_by, names)
+    return MessagesRequest(**{**vars(request), "constrained_by": constrained_by})
 
 
 _SAME = (
@@ -84,19 +91,10 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "compaction": ((), "leave it out, since the server sums up no conversations"),
     "container": ((), "leave it out, since the server runs no code"),
     "mcp_servers": (([],), "leave it out, since the server calls no tools; offer them in tools"),
-    "output_format": ((), "leave it out, since outputs are not constrained here"),
 }
 
-_RENAMED = {"stop": "stop_sequences"}
-
-
-def _renamed(error: ApiError) -> ApiError:
-    """An error about a field of a chat, as one about the field that it was made of."""
-    for name, theirs in _RENAMED.items():
-        if error.param and re.match(rf"{name}\b", error.param):
-            message = error.message.replace(name, theirs, 1)
-            return ApiError(message, param=error.param.replace(name, theirs, 1))
-    return error
+_NAMES = {"stop": "stop_sequences"}
+"""What fields of a chat are called here."""
 
 
 # --- messages ---
@@ -280,11 +278,8 @@ def _thinking(fields: Fields) -> dict[str, Any]:
     return {"enable_thinking": _THINKING[kind]}
 
 
-def _output_config(fields: Fields) -> dict[str, Any]:
-    config = fields.object("output_config")
-    if config is None:
-        return {}
-    if config["format"] is not None:
-        config.refuse("format", "leave it out, since outputs are not constrained here")
-    effort = config.word("effort", _EFFORTS)
-    return {} if effort is None else {"reasoning_effort": effort}
+def _response_format(format: Fields) -> dict[str, Any]:
+    """What the output has to be, as a chat has it."""
+    if format.text("type") != "json_schema":
+        format.refuse("type", 'send "json_schema" with a schema')
+    return {"type": "json_schema", "json_schema": {"schema": format["schema"], "strict": True}}

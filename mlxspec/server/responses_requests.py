@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from .errors import ApiError
+from .errors import ApiError, renamed, renamed_field
 from .fields import Fields, checked_body, shown
 from .requests import ChatRequest, parse_chat, refuse_unsupported
 from .response_store import StoredResponse
@@ -105,9 +105,10 @@ def parse_responses(body: object, earlier: Earlier) -> ResponsesRequest:
     try:
         request = parse_chat({name: value for name, value in chat.items() if value is not None})
     except ApiError as error:
-        raise _in_own_words(error, _NAMES | tools.places) from None
+        raise renamed(error, _NAMES | tools.places) from None
+    checked = {**vars(request), "constrained_by": renamed_field(request.constrained_by, _NAMES)}
     return ResponsesRequest(
-        **vars(request),
+        **checked,
         items=items,
         known_tools=tools.known,
         store=fields.flag("store") is not False,
@@ -141,21 +142,6 @@ _NAMES = {
     "tool_choice.function": "tool_choice",
 }
 """What fields of a chat are called here."""
-
-
-def _in_own_words(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """An error that names a chat's field, with the name that the client has sent."""
-    param = error.param
-    if param is None:
-        return error
-    for old in sorted(names, key=len, reverse=True):
-        if param == old or param.startswith((f"{old}.", f"{old}[")):
-            param = names[old] + param.removeprefix(old)
-            break
-    message = error.message.replace(error.param or "", param)
-    return ApiError(
-        message, status=error.status, param=param, code=error.code, headers=error.headers
-    )
 
 
 # --- options ---

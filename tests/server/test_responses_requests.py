@@ -282,7 +282,7 @@ def test_reasoning_of_others_is_their_summary() -> None:
         ({"n": 2}, "n"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"reasoning": {"effort": "enormous"}}, "reasoning.effort"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"verbosity": "huge"}}, "text.verbosity"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"truncation": "some"}, "truncation"),
