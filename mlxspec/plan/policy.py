@@ -20,8 +20,8 @@ _FIRST_BANK = 0.35
 _INCOME = 1.02  # per emitted token, so that the bank keeps its level at 98 % of plain speed
 _RISKED_SHARE = 0.15
 
-_FIRST_PATIENCE, _MOST_PATIENCE = 0.35, 4.0  # plain joint steps
-_PATIENCE_PER_STEP = 0.1  # so no sequence runs at less than about nine tenths of its speed
+_FIRST_PATIENCE, _MOST_PATIENCE = 4.0, 64.0  # plain joint steps
+_PATIENCE_PER_STEP = 0.1  # so a long output runs at nine tenths of its speed at least
 
 _STEEP = 0.6  # plain steps that each further row costs; published curves of Macs stay below 0.3
 _STEPS_BEFORE_BACK_OFF = 8  # steps without a draft

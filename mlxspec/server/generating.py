@@ -33,11 +33,15 @@ class Generating:
     Args:
         worker: runs them.
         max_tokens: of requests that do not say, as far as the context has room.
+
+    Attributes:
+        models: by their names.
     """
 
     def __init__(self, worker: Worker, max_tokens: int) -> None:
         self._worker = worker
         self._max_tokens = max_tokens
+        self.models = worker.models
         self._default = next(iter(worker.models.values()))
         # A tokenizer serves one thread at a time.
         self._tokenizing = {name: asyncio.Lock() for name in worker.models}
@@ -52,9 +56,9 @@ class Generating:
         """
         if name is None:
             return self._default
-        served = self._worker.models.get(name)
+        served = self.models.get(name)
         if served is None:
-            known = ", ".join(self._worker.models)
+            known = ", ".join(self.models)
             raise ApiError(
                 f"there is no model {name!r} here: ask for {known}",
                 status=404,

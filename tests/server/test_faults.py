@@ -19,10 +19,11 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 import mlxspec
-from mlxspec.server import app, generating, lane, worker
+from mlxspec.server import generating, lane, worker
 from mlxspec.server.admission import Memory
 from mlxspec.server.answering import Silence
 from mlxspec.server.gate import MOST_BYTES
+from mlxspec.server.openai.answer import CompletionAnswer
 from mlxspec.server.tickets import Ticket
 from mlxspec.server.worker import Limits
 from tests.support.brake import Brake, braked, until
@@ -626,7 +627,7 @@ def test_a_fault_in_an_answer_is_told_in_its_stream(
         raise RuntimeError("a secret")
 
     with monkeypatch.context() as patch:
-        patch.setattr(app.CompletionAnswer, "_feed_choice", broken)
+        patch.setattr(CompletionAnswer, "_feed_choice", broken)
         streamed = post(server, TEXT, {"prompt": "Once", "stream": True})
         assert streamed.text.endswith("}\n\ndata: [DONE]\n\n")
         whole = post(server, TEXT, {"prompt": "Once"})

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from mlxspec.server.errors import ApiError
-from mlxspec.server.messages_requests import MessagesRequest, parse_messages
+from mlxspec.server.messages.requests import MessagesRequest, parse_messages
 from mlxspec.server.requests import parse_chat
 from tests.server.test_requests import hostile
 from tests.support.examples import examples

@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
 from mlxspec.server.events import Ended, Event, Piece
-from mlxspec.server.openai import (
+from mlxspec.server.openai.answer import (
     ChatAnswer,
     CompletionAnswer,
     detokenize_answer,

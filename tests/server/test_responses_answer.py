@@ -17,9 +17,9 @@ from pydantic import TypeAdapter
 from mlxspec.server.errors import ApiError
 from mlxspec.server.events import Event, Piece
 from mlxspec.server.output import output_format
-from mlxspec.server.response_store import ResponseStore, StoredResponse
-from mlxspec.server.responses_answer import ResponsesAnswer
-from mlxspec.server.responses_requests import Earlier, parse_responses
+from mlxspec.server.responses.answer import ResponsesAnswer
+from mlxspec.server.responses.requests import Earlier, parse_responses
+from mlxspec.server.responses.store import ResponseStore, StoredResponse
 from tests.server.test_openai import TOKENIZER, ended, extras, pieces
 
 NONE = Earlier(lambda _: None, lambda _: None)

@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 
 from mlxspec.server.errors import ApiError
 from mlxspec.server.requests import ChatRequest, parse_chat
-from mlxspec.server.response_store import StoredResponse
-from mlxspec.server.responses_requests import Earlier, ResponsesRequest, parse_responses
+from mlxspec.server.responses.requests import Earlier, ResponsesRequest, parse_responses
+from mlxspec.server.responses.store import StoredResponse
 from tests.server.test_requests import check_any, hostile, param_of
 from tests.support.examples import examples
 from tests.support.hostile import json_values

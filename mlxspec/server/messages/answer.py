@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .answer import Answer, ChatChoice
-from .errors import ApiError, new_request_id
-from .events import Begun, Ended, Piece
-from .messages_requests import MessagesRequest
-from .output import Delta, OutputFormat, OutputParser, Reasoning, Text, ToolCallBegun
+from ..answer import Answer, ChatChoice
+from ..errors import ApiError, new_request_id
+from ..events import Begun, Ended, Piece
+from ..output import Delta, OutputFormat, OutputParser, Reasoning, Text, ToolCallBegun
+from .requests import MessagesRequest
 
 _SIGNATURE = "mlxspec"
 """Of thinking. Clients expect one and send it back; nothing is read from it."""

@@ -11,14 +11,14 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .answer import Answer, ChatChoice
-from .errors import ApiError
-from .events import Ended, Piece
-from .fields import refuse, without_lone_surrogates
-from .openai import TokenNames
-from .output import Delta, OutputFormat, OutputParser, Text, ToolCallArguments, ToolCallBegun
-from .response_store import StoredResponse
-from .responses_requests import ResponsesRequest, Tool, new_id
+from ..answer import Answer, ChatChoice
+from ..errors import ApiError
+from ..events import Ended, Piece
+from ..fields import refuse, without_lone_surrogates
+from ..openai.answer import TokenNames
+from ..output import Delta, OutputFormat, OutputParser, Text, ToolCallArguments, ToolCallBegun
+from .requests import ResponsesRequest, Tool, new_id
+from .store import StoredResponse
 
 Event = dict[str, Any]
 

@@ -17,11 +17,11 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .. import __version__
-from ..loading.detokenizer import token_bytes
-from .answer import Answer, ChatChoice
-from .events import Ended, Piece
-from .output import (
+from ... import __version__
+from ...loading.detokenizer import token_bytes
+from ..answer import Answer, ChatChoice
+from ..events import Ended, Piece
+from ..output import (
     Delta,
     OutputFormat,
     OutputParser,
@@ -30,7 +30,7 @@ from .output import (
     ToolCallArguments,
     ToolCallBegun,
 )
-from .requests import ChatRequest, CompletionRequest, Request
+from ..requests import ChatRequest, CompletionRequest, Request
 
 _IMPOSSIBLE = -9999.0  # what OpenAI has for minus infinity, which is no JSON
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from .errors import ApiError, renamed, renamed_field
-from .fields import Fields, checked_body, shown
-from .requests import ChatRequest, parse_chat, refuse_unsupported
-from .response_store import StoredResponse
+from ..errors import ApiError, renamed, renamed_field
+from ..fields import Fields, checked_body, shown
+from ..requests import ChatRequest, parse_chat, refuse_unsupported
+from .store import StoredResponse
 
 _MOST_TOKENS = 2**31 - 1
 _MOST_METADATA = 16  # entries, as at OpenAI

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .errors import NO_THREADS, ApiError, renamed, renamed_field
-from .fields import Fields, as_integer, checked_body
-from .requests import ChatRequest, parse_chat, refuse_unsupported
+from ..errors import NO_THREADS, ApiError, renamed, renamed_field
+from ..fields import Fields, as_integer, checked_body
+from ..requests import ChatRequest, parse_chat, refuse_unsupported
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 """The first line of Claude Code's system prompt, mostly in a block of its own. Some of it differs

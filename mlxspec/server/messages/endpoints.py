@@ -1,0 +1,60 @@
+"""The endpoints of the Messages API."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ..answering import Silence, answered
+from ..errors import new_request_id
+from ..gate import json_body
+from ..generating import Generating
+from ..served_model import ServedModel
+from .answer import MessagesAnswer, messages_headers
+from .requests import MessagesRequest, parse_messages
+
+
+class MessagesEndpoints:
+    """Answers requests to these paths.
+
+    Args:
+        generating: makes generations of requests.
+        silence: how long clients hear nothing.
+
+    Attributes:
+        routes: the paths, and what answers them.
+    """
+
+    def __init__(self, generating: Generating, silence: Silence) -> None:
+        self._generating = generating
+        self._silence = silence
+        self.routes = [
+            Route("/v1/messages", self.message, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
+        ]
+
+    async def message(self, request: Request) -> Response:
+        """``/v1/messages``"""
+        body = parse_messages(await json_body(request))
+        served = self._served_for(body)
+        prompt = await self._generating.chat_prompt(served, body)
+        answer = MessagesAnswer(body, served.name, prompt.format)
+        partition = request.state.partition
+        stream = await self._generating.submitted(served, body, [prompt], partition, "messages")
+        return await answered(request, stream, answer, body.stream, self._silence)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """``/v1/messages/count_tokens``"""
+        body = parse_messages(await json_body(request), to_count=True)
+        served = self._served_for(body)
+        count = len((await self._generating.chat_prompt(served, body)).tokens)
+        headers = messages_headers(served.name, new_request_id())
+        return JSONResponse({"input_tokens": count}, headers=headers)
+
+    def _served_for(self, body: MessagesRequest) -> ServedModel:
+        """The model of a request; the default one stands in for those of Anthropic."""
+        name = body.model
+        if name and name.startswith("claude-") and name not in self._generating.models:
+            name = None
+        return self._generating.served(name)
