@@ -20,8 +20,10 @@ _FIRST_BANK = 0.35
 _INCOME = 1.02  # per emitted token, so that the bank keeps its level at 98 % of plain speed
 _RISKED_SHARE = 0.15
 
-_FIRST_PATIENCE, _MOST_PATIENCE = 4.0, 64.0  # plain joint steps
-_PATIENCE_PER_STEP = 0.1  # so a long output runs at nine tenths of its speed at least
+# In plain joint steps: an output comes so much later at most, and takes a tenth longer. A first
+# patience of less lets the newest of many short outputs keep all others from drafting.
+_FIRST_PATIENCE, _MOST_PATIENCE = 4.0, 64.0
+_PATIENCE_PER_STEP = 0.1
 
 _STEEP = 0.6  # plain steps that each further row costs; published curves of Macs stay below 0.3
 _STEPS_BEFORE_BACK_OFF = 8  # steps without a draft

@@ -33,8 +33,7 @@ def share_rows(
     Everybody waits for a draft, so there are two guards. The sequences share their banks: what
     these hold in all pays for a step that fails, and what a step costs beyond a plain one is
     charged to those who draft, in proportion to their rows. And none waits for the others longer
-    than its patience, so that each runs at about nine tenths of its speed in plain joint steps
-    at least.
+    than its patience: all in all a few plain joint steps, and a tenth of its time.
 
     Args:
         planners: of the sequences that plan their drafts, in the middle of a generation.
