@@ -52,5 +52,9 @@ def test_nobody_waits_long_for_the_drafts_of_others(patient: bool) -> None:
     for planner in (copies, waits):
         planner.policy.bank = 100.0
     costs = FixedCosts(DEAR, sync_overhead=0.0)
+    waits.policy.patience = 0.3
     share_rows([copies, waits], [64, 64], costs, sequences=2, patient=patient)
     assert (len(copies.propose(64)) > 1) is patient
+    waits.policy.patience = 4.0
+    share_rows([copies, waits], [64, 64], costs, sequences=2, patient=patient)
+    assert len(copies.propose(64)) > 1
