@@ -36,7 +36,7 @@ _IMPOSSIBLE = -9999.0  # what OpenAI has for minus infinity, which is no JSON
 
 
 class _OpenAIAnswer(Answer):
-    """What the answers of both APIs have in common.
+    """What the answers to chats and completions have in common.
 
     Args:
         request: what was asked.
