@@ -114,6 +114,8 @@ class Request:
             ``"mlxspec": {"drafts": true}``.
         constraint: what the answer's text has to be.
         constrained_by: the field that says so.
+        names: what the body calls fields that its API names otherwise than OpenAI's for chats; a
+            name stands for all that is below it, too.
         cuts_max_tokens: where there is no room for so many tokens, an answer has fewer, and the
             request is no error.
         param: what the body calls the prompt.
@@ -135,6 +137,11 @@ class Request:
     drafts: bool = False
     constraint: Constraint | None = None
     constrained_by: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def place_of(self, path: str) -> str:
+        """What the body calls a field of a chat."""
+        return _renamed(path, self.names)
 
 
 @dataclass(frozen=True)
@@ -209,8 +216,7 @@ def parse_as_chat(chat: dict[str, Any], names: Mapping[str, str]) -> dict[str, A
 
     Args:
         chat: the translated body.
-        names: what fields of a chat are called in the other API; a name stands for all that is
-            below it, too.
+        names: as of :class:`Request`.
 
     Returns:
         the attributes of a :class:`ChatRequest`.
@@ -226,7 +232,8 @@ def parse_as_chat(chat: dict[str, Any], names: Mapping[str, str]) -> dict[str, A
         param = _renamed(error.param, names)
         message = error.message.replace(error.param, param)
         raise ApiError(message, status=error.status, param=param, code=error.code) from error
-    return vars(request) | {"constrained_by": _renamed(request.constrained_by, names)}
+    constrained_by = _renamed(request.constrained_by, names)
+    return vars(request) | {"constrained_by": constrained_by, "names": names}
 
 
 def _renamed(path: str, names: Mapping[str, str]) -> str:

@@ -61,14 +61,14 @@ def parse_messages(body: object, *, to_count: bool = False) -> MessagesRequest:
         fields.refuse("max_tokens", "choose an integer of 1 or more")
     chat: dict[str, Any] = {name: fields[name] for name in _SAME}
     chat["messages"] = [*_system(fields), *_turns(fields)]
-    chat["tools"] = [
-        _tool(Fields(tool, f"tools[{index}]"))
-        for index, tool in enumerate(fields.items("tools") or [])
-    ]
+    chat["tools"], names = [], dict(_NAMES)
+    for index, tool in enumerate(fields.items("tools") or []):
+        chat["tools"].append(_tool(Fields(tool, f"tools[{index}]")))
+        names[f"tools[{index}].function.parameters"] = f"tools[{index}].input_schema"
     chat |= _tool_choice(fields) | _thinking(fields)
     config = fields.object("output_config") or Fields({})
     chat["reasoning_effort"] = config.word("effort", _EFFORTS)
-    format, names = config.object("format") or fields.object("output_format"), dict(_NAMES)
+    format = config.object("format") or fields.object("output_format")
     if format is not None:
         chat["response_format"] = _response_format(format)
         names |= {"response_format.json_schema": format.path, "response_format": format.path}

@@ -242,14 +242,14 @@ class _Tools:
         known: by the names that the model knows.
         choice: in the form of a chat.
         told: what the response says is offered.
-        places: where a chat's tools stand in the body.
     """
 
     def __init__(self, fields: Fields, items: Sequence[dict[str, Any]]) -> None:
         self.for_chat: list[dict[str, Any]] = []
         self.known: dict[str, Tool] = {}
         self.told: list[dict[str, Any]] = []
-        self.places: dict[str, str] = {}
+        self._paths: dict[str, str] = {}
+        """Where they stand in the body, by the names that the model knows."""
         given = [
             Fields(tool, f"tools[{index}]")
             for index, tool in enumerate(fields.items("tools") or [])
@@ -267,6 +267,14 @@ class _Tools:
         if hosted and not self.known:
             hosted[0].refuse("type", "offer functions, since the server itself runs no tools")
         self.choice = self._choice(fields)
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Where the functions of the chat stand in the body."""
+        return {
+            f"tools[{index}].function": self._paths[tool["function"]["name"]]
+            for index, tool in enumerate(self.for_chat)
+        }
 
     def _add(self, tool: Fields, again: bool = False) -> dict[str, Any]:
         """Take a tool, which may come again; returns it as the response tells it."""
@@ -302,8 +310,7 @@ class _Tools:
                 return {}
             one.refuse("name", "give each tool a name of its own")
         description = one.text("description")
-        self.places[f"tools[{len(self.for_chat)}].function"] = one.path
-        self.known[name] = tool
+        self.known[name], self._paths[name] = tool, one.path
         if tool.custom:
             function, told = _custom(one)
         else:
