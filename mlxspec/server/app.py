@@ -1,4 +1,4 @@
-"""The endpoints: OpenAI's, Anthropic's, and those that tell how the server is doing."""
+"""The application: each API's endpoints, and those that tell how the server is doing."""
 
 from __future__ import annotations
 
