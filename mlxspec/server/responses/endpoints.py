@@ -41,7 +41,7 @@ class ResponsesEndpoints:
 
     async def respond(self, request: Request) -> Response:
         """``/v1/responses``"""
-        body = await self._responses_request(request)
+        body = await self._parsed(request)
         served = self._generating.served(body.model)
         prompt = await self._generating.chat_prompt(served, body)
         keep = partial(self._responses.put, request.state.partition)
@@ -51,7 +51,7 @@ class ResponsesEndpoints:
 
     async def count_input(self, request: Request) -> Response:
         """``/v1/responses/input_tokens``"""
-        body = await self._responses_request(request)
+        body = await self._parsed(request)
         served = self._generating.served(body.model)
         count = len((await self._generating.chat_prompt(served, body)).tokens)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
@@ -82,7 +82,7 @@ class ResponsesEndpoints:
         """``/v1/responses/ID/input_items``"""
         return JSONResponse(input_items_answer(self._kept(request).given, request.query_params))
 
-    async def _responses_request(self, request: Request) -> ResponsesRequest:
+    async def _parsed(self, request: Request) -> ResponsesRequest:
         partition = request.state.partition
         earlier = Earlier(
             partial(self._responses.response, partition), partial(self._responses.item, partition)
