@@ -100,9 +100,14 @@ def _in_shell(path: Path) -> str:
     return quoted
 
 
-def _key_in_shell(variable: str, server: Server) -> str:
-    """What gives the key to a command, to stand before it, under another name."""
-    return f'{variable}="${API_KEY}" ' if server.needs_key else ""
+def _key_in_shell(server: Server) -> str:
+    """The key as a command names it."""
+    return f'"${API_KEY}"' if server.needs_key else _NO_KEY
+
+
+def _key_to_fill_in(server: Server) -> str:
+    """The key as a field of a window wants it."""
+    return "the server's key" if server.needs_key else _NO_KEY
 
 
 def _opencode(server: Server) -> Setup:
@@ -264,7 +269,7 @@ def _aider(server: Server) -> Setup:
     files = [SettingsFile(path, settings)]
     if lengths:  # aider looks for this name by itself
         files.append(SettingsFile(Path.home() / ".aider.model.metadata.json", lengths))
-    key = _key_in_shell("OPENAI_API_KEY", server)
+    key = f"OPENAI_API_KEY={_key_in_shell(server)} " if server.needs_key else ""
     return Setup(
         files=files,
         commands=[f"{key}aider --config {_in_shell(path)}"],
@@ -278,16 +283,15 @@ def _cline(server: Server) -> Setup:
     fields = {
         "API Provider": "OpenAI Compatible",
         "Base URL": server.api,
-        "API Key": "the server's key" if server.needs_key else _NO_KEY,
+        "API Key": _key_to_fill_in(server),
         "Model ID": server.model,
     }
     if length:
         fields["Context Window Size"] = str(length)
         fields["Max Output Tokens"] = str(_output(length))
-    key = f'"${API_KEY}"' if server.needs_key else _NO_KEY
     command = (
         f"cline auth --provider openai-compatible --baseurl {shlex.quote(server.api)} "
-        f"--modelid {shlex.quote(server.model)} --apikey {key}"
+        f"--modelid {shlex.quote(server.model)} --apikey {_key_in_shell(server)}"
     )
     return Setup(
         fields=fields,
@@ -298,16 +302,12 @@ def _cline(server: Server) -> Setup:
 
 def _open_webui(server: Server) -> Setup:
     """https://docs.openwebui.com/reference/env-configuration (OpenAI), and its quick starts."""
-    key = f'"${API_KEY}"' if server.needs_key else _NO_KEY
     command = (
-        f"OPENAI_API_BASE_URL={shlex.quote(server.api)} OPENAI_API_KEY={key} "
+        f"OPENAI_API_BASE_URL={shlex.quote(server.api)} OPENAI_API_KEY={_key_in_shell(server)} "
         "open-webui serve --port 3000"
     )
     return Setup(
-        fields={
-            "URL": server.api,
-            "Key": "the server's key" if server.needs_key else _NO_KEY,
-        },
+        fields={"URL": server.api, "Key": _key_to_fill_in(server)},
         commands=[command],
         notes=[
             "The fields are in Admin Settings, Connections, OpenAI, Add Connection. Open WebUI "

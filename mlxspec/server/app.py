@@ -1,4 +1,4 @@
-"""The endpoints: OpenAI's, Anthropic's, and those that tell how the server is doing."""
+"""The application: each API's endpoints, and those that tell how the server is doing."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def create_app(
             on_refusal(request.url.path, told)
         return error_response(told, request.url.path)
 
-    generating = Generating(worker, max_tokens)
+    generating = Generating(worker, max_tokens, silence)
     routes = [
-        *OpenAIEndpoints(generating, silence).routes,
-        *ResponsesEndpoints(generating, silence).routes,
-        *MessagesEndpoints(generating, silence).routes,
+        *OpenAIEndpoints(generating).routes,
+        *ResponsesEndpoints(generating).routes,
+        *MessagesEndpoints(generating).routes,
         *_Telling(worker).routes,
     ]
     return Starlette(

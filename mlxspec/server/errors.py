@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -84,27 +83,3 @@ _MESSAGES_TYPES = _TYPES | {413: "request_too_large"}
 
 def _type_of(status: int) -> str:
     return "server_error" if status >= 500 else _INVALID
-
-
-def renamed_field(field: str, names: Mapping[str, str]) -> str:
-    """A field of one API as another one calls it.
-
-    Args:
-        field: in OpenAI's notation.
-        names: of fields, which stand for all that is below them, too.
-    """
-    for name in sorted(names, key=len, reverse=True):
-        if field == name or field.startswith((f"{name}.", f"{name}[")):
-            return names[name] + field.removeprefix(name)
-    return field
-
-
-def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """An error about a field of one API, as one about the field that it was made of."""
-    if error.param is None:
-        return error
-    param = renamed_field(error.param, names)
-    message = error.message.replace(error.param, param)
-    return ApiError(
-        message, status=error.status, param=param, code=error.code, headers=error.headers
-    )

@@ -1,4 +1,4 @@
-"""From a checked body to generations in the worker's queue, for every API."""
+"""From a checked body to the response, by way of the worker's queue, for every API."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from functools import partial
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError
 from ..generation.options import GenerationOptions
+from .answer import Answer
+from .answering import Silence, answered
 from .errors import ApiError
 from .prompts import (
     ChatPrompt,
@@ -33,14 +37,16 @@ class Generating:
     Args:
         worker: runs them.
         max_tokens: of requests that do not say, as far as the context has room.
+        silence: how long clients hear nothing.
 
     Attributes:
         models: by their names.
     """
 
-    def __init__(self, worker: Worker, max_tokens: int) -> None:
+    def __init__(self, worker: Worker, max_tokens: int, silence: Silence) -> None:
         self._worker = worker
         self._max_tokens = max_tokens
+        self._silence = silence
         self.models = worker.models
         self._default = next(iter(worker.models.values()))
         # A tokenizer serves one thread at a time.
@@ -118,26 +124,34 @@ class Generating:
         )
         return prompts
 
-    async def submitted(
+    async def respond(
         self,
+        request: HttpRequest,
         served: ServedModel,
         body: Request,
         prompts: Sequence[Prompt],
-        partition: str,
-        param: str,
-    ) -> EventStream:
-        """Queue ``n`` generations of each prompt.
+        answer: Answer,
+    ) -> Response:
+        """Queue ``n`` generations of each prompt, and answer with what comes of them.
 
         Args:
+            request: whose client waits.
             served: the model.
-            body: the request.
+            body: of the request.
             prompts: made of it.
-            partition: whose prefixes may be used.
-            param: the field that has the prompt.
+            answer: in the form of the API.
 
         Raises:
-            ApiError: an option is out of range, a prompt is too long, or the queue is full.
+            ApiError: an option is out of range, a prompt is too long, the queue is full, or a
+                generation has failed before anything was sent.
         """
+        stream = await self._submitted(served, body, prompts, request.state.partition)
+        return await answered(request, stream, answer, body.stream, self._silence)
+
+    async def _submitted(
+        self, served: ServedModel, body: Request, prompts: Sequence[Prompt], partition: str
+    ) -> EventStream:
+        """Queue ``n`` generations of each prompt, which may use the prefixes of a partition."""
         decoder = served.decoder
         prediction: tuple[int, ...] = ()
         if body.prediction:
@@ -154,7 +168,7 @@ class Generating:
         requests: list[GenerationRequest] = []
         for prompt in prompts:
             tokens = tuple(prompt.tokens)  # one for all choices
-            max_tokens = self._max_tokens_of(served, len(tokens), body, param)
+            max_tokens = self._max_tokens_of(served, len(tokens), body)
             grammar = await self._grammar(served, body, prompt)
             for choice in range(body.n):
                 sampling = body.sampling.params(decoder.vocab_size, choice, served.special_tokens)
@@ -173,7 +187,7 @@ class Generating:
                         prediction,
                         body.logprobs,
                         partition,
-                        param,
+                        body.param,
                     )
                 )
         return self._worker.submit(served, requests)
@@ -193,7 +207,7 @@ class Generating:
         async with self._compiling:
             return await run_in_threadpool(compiled_constraint, body, prompt, tokenizer, vocabulary)
 
-    def _max_tokens_of(self, served: ServedModel, n_prompt: int, body: Request, param: str) -> int:
+    def _max_tokens_of(self, served: ServedModel, n_prompt: int, body: Request) -> int:
         """How many tokens an output may have; a request that does not say takes what there is."""
         longest, memory = served.context_length, served.memory
         if longest is not None and n_prompt >= longest:
@@ -201,7 +215,7 @@ class Generating:
                 # Claude Code reads both numbers out of it, and shortens the conversation.
                 f"the prompt is too long: {n_prompt} tokens > {longest}, which is the model's "
                 "context: shorten it",
-                param=param,
+                param=body.param,
                 code="context_length_exceeded",
             )
         if body.max_tokens is not None and not body.cuts_max_tokens:

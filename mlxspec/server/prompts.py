@@ -197,7 +197,8 @@ def compiled_constraint(
     for number, tool in enumerate(request.tools):
         if calls and is_strict(tool):
             schema = Constraint.json_schema(parameters_of(tool))
-            _compiled(schema, vocabulary, f"tools[{number}].function.parameters")
+            place = request.place_of(f"tools[{number}].function.parameters")
+            _compiled(schema, vocabulary, place)
     assert isinstance(prompt, ChatPrompt)
     phases = _answer_phases(request, prompt, tokenizer, calls)
     return _compiled(phases, vocabulary, request.constrained_by or "tools")

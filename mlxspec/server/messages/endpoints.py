@@ -6,7 +6,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ..answering import Silence, answered
 from ..errors import new_request_id
 from ..gate import json_body
 from ..generating import Generating
@@ -19,16 +18,14 @@ class MessagesEndpoints:
     """Answers requests to these paths.
 
     Args:
-        generating: makes generations of requests.
-        silence: how long clients hear nothing.
+        generating: makes generations of requests, and responses of them.
 
     Attributes:
         routes: the paths, and what answers them.
     """
 
-    def __init__(self, generating: Generating, silence: Silence) -> None:
+    def __init__(self, generating: Generating) -> None:
         self._generating = generating
-        self._silence = silence
         self.routes = [
             Route("/v1/messages", self.message, methods=["POST"]),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
@@ -40,9 +37,7 @@ class MessagesEndpoints:
         served = self._served_for(body)
         prompt = await self._generating.chat_prompt(served, body)
         answer = MessagesAnswer(body, served.name, prompt.format)
-        partition = request.state.partition
-        stream = await self._generating.submitted(served, body, [prompt], partition, "messages")
-        return await answered(request, stream, answer, body.stream, self._silence)
+        return await self._generating.respond(request, served, body, [prompt], answer)
 
     async def count_tokens(self, request: Request) -> Response:
         """``/v1/messages/count_tokens``"""

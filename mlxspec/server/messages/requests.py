@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..errors import NO_THREADS, ApiError, renamed, renamed_field
+from ..errors import NO_THREADS, ApiError
 from ..fields import Fields, as_integer, checked_body
-from ..requests import ChatRequest, parse_chat, refuse_unsupported
+from ..requests import ChatRequest, parse_as_chat, refuse_unsupported
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 """The first line of Claude Code's system prompt, mostly in a block of its own. Some of it differs
@@ -61,24 +61,19 @@ def parse_messages(body: object, *, to_count: bool = False) -> MessagesRequest:
         fields.refuse("max_tokens", "choose an integer of 1 or more")
     chat: dict[str, Any] = {name: fields[name] for name in _SAME}
     chat["messages"] = [*_system(fields), *_turns(fields)]
-    chat["tools"] = [
-        _tool(Fields(tool, f"tools[{index}]"))
-        for index, tool in enumerate(fields.items("tools") or [])
-    ]
+    chat["tools"], names = [], dict(_NAMES)
+    for index, tool in enumerate(fields.items("tools") or []):
+        chat["tools"].append(_tool(Fields(tool, f"tools[{index}]")))
+        names[f"tools[{index}].function.parameters"] = f"tools[{index}].input_schema"
     chat |= _tool_choice(fields) | _thinking(fields)
     config = fields.object("output_config") or Fields({})
     chat["reasoning_effort"] = config.word("effort", _EFFORTS)
-    format, names = config.object("format") or fields.object("output_format"), dict(_NAMES)
+    format = config.object("format") or fields.object("output_format")
     if format is not None:
         chat["response_format"] = _response_format(format)
         names |= {"response_format.json_schema": format.path, "response_format": format.path}
     chat["stop"] = fields.items("stop_sequences")
-    try:
-        request = parse_chat(chat)
-    except ApiError as error:
-        raise renamed(error, names) from error
-    constrained_by = renamed_field(request.constrained_by, names)
-    return MessagesRequest(**{**vars(request), "constrained_by": constrained_by})
+    return MessagesRequest(**parse_as_chat(chat, names))
 
 
 _SAME = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ _IMPOSSIBLE = -9999.0  # what OpenAI has for minus infinity, which is no JSON
 
 
 class _OpenAIAnswer(Answer):
-    """What the answers of both APIs have in common.
+    """What the answers to chats and completions have in common.
 
     Args:
         request: what was asked.
@@ -125,18 +126,19 @@ class _OpenAIAnswer(Answer):
             envelope["usage"] = usage
         return envelope
 
+    @abstractmethod
     def _begin_choice(self, index: int) -> list[dict[str, Any]]:
         """The choices of the chunks before any token of a choice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _feed_choice(
         self, index: int, pieces: Sequence[Piece], end: Ended | None
     ) -> list[dict[str, Any]]:
         """The choices of the chunks for some tokens of a choice, and its end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _whole_choice(self, index: int) -> dict[str, Any]:
-        raise NotImplementedError
+        """A choice of the answer in one piece."""
 
     def _reasoning_tokens(self) -> int:
         return 0

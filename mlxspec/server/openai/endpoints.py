@@ -9,11 +9,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ..answering import Silence, answered
 from ..errors import ApiError
 from ..gate import json_body
 from ..generating import Generating
-from ..requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from ..requests import check_ids, parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from ..served_model import ServedModel
 from .answer import (
     ChatAnswer,
@@ -29,16 +28,14 @@ class OpenAIEndpoints:
     """Answers requests to these paths.
 
     Args:
-        generating: makes generations of requests.
-        silence: how long clients hear nothing.
+        generating: makes generations of requests, and responses of them.
 
     Attributes:
         routes: the paths, and what answers them.
     """
 
-    def __init__(self, generating: Generating, silence: Silence) -> None:
+    def __init__(self, generating: Generating) -> None:
         self._generating = generating
-        self._silence = silence
         self.routes = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
@@ -54,9 +51,7 @@ class OpenAIEndpoints:
         served = self._generating.served(body.model)
         prompt = await self._generating.chat_prompt(served, body)
         answer = ChatAnswer(body, served.name, served.decoder.tokenizer, prompt.format)
-        partition = request.state.partition
-        stream = await self._generating.submitted(served, body, [prompt], partition, "messages")
-        return await answered(request, stream, answer, body.stream, self._silence)
+        return await self._generating.respond(request, served, body, [prompt], answer)
 
     async def complete(self, request: Request) -> Response:
         """``/v1/completions``"""
@@ -64,9 +59,7 @@ class OpenAIEndpoints:
         served = self._generating.served(body.model)
         prompts = await self._generating.completion_prompts(served, body)
         answer = CompletionAnswer(body, served.name, served.decoder.tokenizer)
-        partition = request.state.partition
-        stream = await self._generating.submitted(served, body, prompts, partition, "prompt")
-        return await answered(request, stream, answer, body.stream, self._silence)
+        return await self._generating.respond(request, served, body, prompts, answer)
 
     async def models(self, request: Request) -> Response:
         """``/v1/models``"""
@@ -95,12 +88,7 @@ class OpenAIEndpoints:
         content = await json_body(request)
         tokens = parse_detokenize(content)
         served = self._generating.served(_model_of(content))
-        wrong = next((token for token in tokens if token >= served.decoder.vocab_size), None)
-        if wrong is not None:
-            raise ApiError(
-                f"tokens has the id {wrong}: the model's are 0 to {served.decoder.vocab_size - 1}",
-                param="tokens",
-            )
+        check_ids(tokens, served.decoder.vocab_size, "tokens")
         tokenizer = served.decoder.tokenizer
         return JSONResponse(
             await self._generating.tokenized(served, detokenize_answer, tokenizer, tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -223,13 +224,12 @@ Told = list[tuple[str, dict[str, Any]]]
 """Kinds of events and their fields, but for those that say which item it is."""
 
 
-class _Item:
+class _Item(ABC):
     """An item of the output.
 
     Attributes:
         id: of the item.
         status: "in_progress", "completed" or "incomplete".
-        text: what it has so far.
     """
 
     prefix = ""
@@ -244,21 +244,21 @@ class _Item:
         """What it has so far."""
         return "".join(self._texts)
 
+    @abstractmethod
     def told(self) -> dict[str, Any]:
         """The item as it is now."""
-        raise NotImplementedError
 
     def begun(self) -> Told:
         """The events after it was added."""
         return []
 
+    @abstractmethod
     def add(self, text: str, logprobs: list[dict[str, Any]]) -> Told:
         """Take more of its text; returns the events for it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def ended(self) -> Told:
         """The events before it is done."""
-        raise NotImplementedError
 
 
 class _Spoken(_Item):

@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ..answering import Silence, answered
 from ..errors import ApiError
 from ..fields import shown
 from ..gate import json_body
@@ -22,16 +21,14 @@ class ResponsesEndpoints:
     """Answers requests to these paths.
 
     Args:
-        generating: makes generations of requests.
-        silence: how long clients hear nothing.
+        generating: makes generations of requests, and responses of them.
 
     Attributes:
         routes: the paths, and what answers them.
     """
 
-    def __init__(self, generating: Generating, silence: Silence) -> None:
+    def __init__(self, generating: Generating) -> None:
         self._generating = generating
-        self._silence = silence
         self._responses = ResponseStore()
         self.routes = [
             Route("/v1/responses", self.respond, methods=["POST"]),
@@ -44,19 +41,17 @@ class ResponsesEndpoints:
 
     async def respond(self, request: Request) -> Response:
         """``/v1/responses``"""
-        body = await self._responses_request(request)
+        body = await self._parsed(request)
         served = self._generating.served(body.model)
         prompt = await self._generating.chat_prompt(served, body)
-        partition = request.state.partition
-        keep = partial(self._responses.put, partition)
+        keep = partial(self._responses.put, request.state.partition)
         tokenizer = served.decoder.tokenizer
         answer = ResponsesAnswer(body, served.name, tokenizer, prompt.format, keep)
-        stream = await self._generating.submitted(served, body, [prompt], partition, body.param)
-        return await answered(request, stream, answer, body.stream, self._silence)
+        return await self._generating.respond(request, served, body, [prompt], answer)
 
     async def count_input(self, request: Request) -> Response:
         """``/v1/responses/input_tokens``"""
-        body = await self._responses_request(request)
+        body = await self._parsed(request)
         served = self._generating.served(body.model)
         count = len((await self._generating.chat_prompt(served, body)).tokens)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
@@ -87,7 +82,7 @@ class ResponsesEndpoints:
         """``/v1/responses/ID/input_items``"""
         return JSONResponse(input_items_answer(self._kept(request).given, request.query_params))
 
-    async def _responses_request(self, request: Request) -> ResponsesRequest:
+    async def _parsed(self, request: Request) -> ResponsesRequest:
         partition = request.state.partition
         earlier = Earlier(
             partial(self._responses.response, partition), partial(self._responses.item, partition)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
-from ..errors import ApiError, renamed, renamed_field
+from ..errors import ApiError
 from ..fields import Fields, checked_body, shown
-from ..requests import ChatRequest, parse_chat, refuse_unsupported
+from ..requests import ChatRequest, parse_as_chat, refuse_unsupported
 from .store import StoredResponse
 
 _MOST_TOKENS = 2**31 - 1
@@ -102,18 +102,14 @@ def parse_responses(body: object, earlier: Earlier) -> ResponsesRequest:
         **_logprobs(fields),
         **_reasoning(fields),
     }
-    try:
-        request = parse_chat({name: value for name, value in chat.items() if value is not None})
-    except ApiError as error:
-        raise renamed(error, _NAMES | tools.places) from None
-    checked = {**vars(request), "constrained_by": renamed_field(request.constrained_by, _NAMES)}
-    return ResponsesRequest(
-        **checked,
+    given = {name: value for name, value in chat.items() if value is not None}
+    request = ResponsesRequest(
+        **parse_as_chat(given, _NAMES | tools.places),
         items=items,
         known_tools=tools.known,
         store=fields.flag("store") is not False,
-        told=_told(fields, request, tools),
     )
+    return replace(request, told=_told(fields, request, tools))
 
 
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -198,7 +194,7 @@ def _metadata(fields: Fields) -> dict[str, str]:
     return found
 
 
-def _told(fields: Fields, request: ChatRequest, tools: _Tools) -> dict[str, Any]:
+def _told(fields: Fields, request: ResponsesRequest, tools: _Tools) -> dict[str, Any]:
     """What a response says of its request: what holds, where that is not what was asked for."""
     reasoning, text = fields.object("reasoning"), fields.object("text")
     sampling = request.sampling
@@ -216,7 +212,7 @@ def _told(fields: Fields, request: ChatRequest, tools: _Tools) -> dict[str, Any]
         "reasoning": {"effort": reasoning.text("effort") if reasoning else None, "summary": None},
         "safety_identifier": fields.text("safety_identifier"),
         "service_tier": "default",
-        "store": fields.flag("store") is not False,
+        "store": request.store,
         "temperature": sampling.temperature,
         "text": {"format": (text and text["format"]) or {"type": "text"}, "verbosity": "medium"},
         "tool_choice": fields["tool_choice"] or "auto",
@@ -246,14 +242,14 @@ class _Tools:
         known: by the names that the model knows.
         choice: in the form of a chat.
         told: what the response says is offered.
-        places: where a chat's tools stand in the body.
     """
 
     def __init__(self, fields: Fields, items: Sequence[dict[str, Any]]) -> None:
         self.for_chat: list[dict[str, Any]] = []
         self.known: dict[str, Tool] = {}
         self.told: list[dict[str, Any]] = []
-        self.places: dict[str, str] = {}
+        self._paths: dict[str, str] = {}
+        """Where they stand in the body, by the names that the model knows."""
         given = [
             Fields(tool, f"tools[{index}]")
             for index, tool in enumerate(fields.items("tools") or [])
@@ -271,6 +267,14 @@ class _Tools:
         if hosted and not self.known:
             hosted[0].refuse("type", "offer functions, since the server itself runs no tools")
         self.choice = self._choice(fields)
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Where the functions of the chat stand in the body."""
+        return {
+            f"tools[{index}].function": self._paths[tool["function"]["name"]]
+            for index, tool in enumerate(self.for_chat)
+        }
 
     def _add(self, tool: Fields, again: bool = False) -> dict[str, Any]:
         """Take a tool, which may come again; returns it as the response tells it."""
@@ -306,8 +310,7 @@ class _Tools:
                 return {}
             one.refuse("name", "give each tool a name of its own")
         description = one.text("description")
-        self.places[f"tools[{len(self.for_chat)}].function"] = one.path
-        self.known[name] = tool
+        self.known[name], self._paths[name] = tool, one.path
         if tool.custom:
             function, told = _custom(one)
         else:
