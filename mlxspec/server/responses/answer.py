@@ -21,7 +21,7 @@ from ..output import Delta, OutputFormat, OutputParser, Text, ToolCallArguments,
 from .requests import ResponsesRequest, Tool, new_id
 from .store import StoredResponse
 
-Event = dict[str, Any]
+ResponseEvent = dict[str, Any]
 
 
 class ResponsesAnswer(Answer):
@@ -68,13 +68,15 @@ class ResponsesAnswer(Answer):
 
     # --- as other answers ---
 
-    def begin(self) -> list[Event]:
+    def begin(self) -> list[ResponseEvent]:
         if self._sent:
             return []
         return [self._lifecycle("response.created"), self._lifecycle("response.in_progress")]
 
-    def feed_choice(self, index: int, pieces: Sequence[Piece], end: Ended | None) -> list[Event]:
-        events: list[Event] = []
+    def feed_choice(
+        self, index: int, pieces: Sequence[Piece], end: Ended | None
+    ) -> list[ResponseEvent]:
+        events: list[ResponseEvent] = []
         said = self._read(pieces, end is not None)
         for kind, group in groupby(said, key=lambda one: type(one[0])):
             if kind is ToolCallBegun:
@@ -90,7 +92,7 @@ class ResponsesAnswer(Answer):
             events += self._finish(self._choice.finish_reason(end) == "length")
         return events
 
-    def close(self) -> list[Event]:
+    def close(self) -> list[ResponseEvent]:
         if self._request.store:
             self._keep(StoredResponse(self.whole(), self._request.items))
         return [self._lifecycle(f"response.{self._status}")]
@@ -114,7 +116,7 @@ class ResponsesAnswer(Answer):
     def finished(self, index: int) -> bool:
         return self._choice.parser.finished
 
-    def framed(self, chunk: Event) -> str:
+    def framed(self, chunk: ResponseEvent) -> str:
         return f"event: {chunk['type']}\n{super().framed(chunk)}"
 
     def life_sign(self) -> str:
@@ -142,23 +144,23 @@ class ResponsesAnswer(Answer):
                 self._untold = []
         return said
 
-    def _begin_call(self, delta: Delta) -> list[Event]:
+    def _begin_call(self, delta: Delta) -> list[ResponseEvent]:
         assert isinstance(delta, ToolCallBegun)
         tool = self._request.known_tools.get(delta.name, Tool(delta.name))
         call = (_CustomCall if tool.custom else _FunctionCall)(delta.id, tool)
         return [*self._end_item("completed"), *self._begin_item(call)]
 
-    def _ensure(self, kind: type[_Item]) -> list[Event]:
+    def _ensure(self, kind: type[_Item]) -> list[ResponseEvent]:
         """Let the last item be of this kind."""
         if self._items and isinstance(self._items[-1], kind):
             return []
         return [*self._end_item("completed"), *self._begin_item(kind())]
 
-    def _begin_item(self, item: _Item) -> list[Event]:
+    def _begin_item(self, item: _Item) -> list[ResponseEvent]:
         self._items.append(item)
         return [self._of_item("response.output_item.added"), *self._events(item.begun())]
 
-    def _end_item(self, status: str) -> list[Event]:
+    def _end_item(self, status: str) -> list[ResponseEvent]:
         """End the last item, if there is one."""
         if not self._items:
             return []
@@ -167,7 +169,7 @@ class ResponsesAnswer(Answer):
         item.status = status
         return [*events, self._of_item("response.output_item.done")]
 
-    def _finish(self, cut_off: bool) -> list[Event]:
+    def _finish(self, cut_off: bool) -> list[ResponseEvent]:
         events = [] if self._items else self._begin_item(_Message())
         self._status = "incomplete" if cut_off else "completed"
         self._completed = None if cut_off else int(time.time())
@@ -175,18 +177,18 @@ class ResponsesAnswer(Answer):
 
     # --- events ---
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
         self._sent += 1
         return {"type": kind, "sequence_number": self._sent - 1, **fields}
 
-    def _lifecycle(self, kind: str) -> Event:
+    def _lifecycle(self, kind: str) -> ResponseEvent:
         return self._event(kind, response=self.whole())
 
-    def _of_item(self, kind: str) -> Event:
+    def _of_item(self, kind: str) -> ResponseEvent:
         index = len(self._items) - 1
         return self._event(kind, output_index=index, item=self._items[-1].told())
 
-    def _events(self, told: Sequence[tuple[str, dict[str, Any]]]) -> list[Event]:
+    def _events(self, told: Sequence[tuple[str, dict[str, Any]]]) -> list[ResponseEvent]:
         """Events of the last item."""
         place = {"item_id": self._items[-1].id, "output_index": len(self._items) - 1}
         return [self._event(f"response.{kind}", **place, **fields) for kind, fields in told]
