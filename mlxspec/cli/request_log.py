@@ -85,12 +85,13 @@ def _record(tickets: Sequence[Ticket]) -> dict[str, Any]:
         for name in ("tokens", "emitted", "steps", "decode_seconds", "plain_seconds")
     )
     begun = [ticket.first_token for ticket in tickets if ticket.first_token]
-    errors = [ticket.error.message for ticket in tickets if ticket.error]
+    errors = [(t.outcome, t.error.message) for t in tickets if t.error]
+    errors.sort(key=lambda error: error[0] == "cancelled")  # as others are where one has failed
     outcomes = dict.fromkeys(ticket.outcome or "" for ticket in tickets)
     cached = [t.cached_tokens for t in tickets if t.cached_tokens is not None]
     return {
         "model": first.served.name,
-        "outcome": "error" if errors else "/".join(outcomes),
+        "outcome": errors[0][0] if errors else "/".join(outcomes),
         "choices": len(tickets),
         "prompt_tokens": len(first.request.prompt),
         "cached_tokens": min(cached, default=None),
@@ -99,7 +100,7 @@ def _record(tickets: Sequence[Ticket]) -> dict[str, Any]:
         "first_token": round(min(begun) - first.asked, 3) if begun else None,
         "tokens_per_step": round(emitted / steps, 2) if steps else None,
         "gain": round(plain_seconds / seconds, 2) if plain_seconds and seconds else None,
-        "error": errors[0] if errors else None,
+        "error": errors[0][1] if errors else None,
     }
 
 

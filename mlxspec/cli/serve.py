@@ -1,4 +1,4 @@
-"""``mlxspec serve``: models behind OpenAI's API, for editors, agents and chat pages."""
+"""``mlxspec serve``: models behind OpenAI's and Anthropic's APIs, for editors and agents."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def serve_command(
     log_json: bool,
     color: bool | None,
 ) -> None:
-    """Serve models behind OpenAI's API.
+    """Serve models behind OpenAI's and Anthropic's APIs.
 
     Several requests are answered at once, all with drafts: one forward verifies the rows of all
     of them. What earlier prompts have in common with a new one does not run again.

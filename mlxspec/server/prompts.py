@@ -18,7 +18,7 @@ from ..loading.chat_template import apply_template
 from ..loading.detokenizer import detokenizer_of
 from ..loading.model import encode_prompt
 from .call_grammar import calls_constraint, is_strict, parameters_of
-from .errors import ApiError
+from .errors import ApiError, renamed_field
 from .output import OutputFormat, call_opening, output_format
 from .requests import ChatRequest, CompletionRequest, Request, check_ids
 
@@ -197,7 +197,8 @@ def compiled_constraint(
     for number, tool in enumerate(request.tools):
         if calls and is_strict(tool):
             schema = Constraint.json_schema(parameters_of(tool))
-            _compiled(schema, vocabulary, f"tools[{number}].function.parameters")
+            place = f"tools[{number}].function.parameters"
+            _compiled(schema, vocabulary, renamed_field(place, request.names))
     assert isinstance(prompt, ChatPrompt)
     phases = _answer_phases(request, prompt, tokenizer, calls)
     return _compiled(phases, vocabulary, request.constrained_by or "tools")

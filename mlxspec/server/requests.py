@@ -148,6 +148,7 @@ class ChatRequest(Request):
         forced_tool: the name of the function that must be called.
         parallel_tool_calls: an answer may have several tool calls.
         template_kwargs: what the chat template gets besides messages and tools.
+        names: what the body calls fields of a chat, where that is another API's.
         param: what the body calls the conversation.
     """
 
@@ -160,6 +161,7 @@ class ChatRequest(Request):
     forced_tool: str | None = None
     parallel_tool_calls: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -351,6 +353,15 @@ def refuse_unsupported(fields: Fields, unsupported: dict[str, tuple[tuple[Any, .
                 for one in harmless
             ):
                 fields.refuse(name, remedy)
+
+
+def left_out(kind: str) -> str:
+    """What stands for a part of a tool's result that is no text.
+
+    The client's tool has put it there, not the user, so it is no error, and the model had better
+    know.
+    """
+    return f"[{kind[:20]}: left out, since this model reads text alone]"
 
 
 # --- what the output has to be ---

@@ -134,7 +134,7 @@ def wrong(**fields: Any) -> str | None:
 def test_a_text_is_a_message_of_the_user() -> None:
     request = asked()
     chat = parse_chat({"messages": [{"role": "user", "content": "Hello"}]})
-    assert vars(chat) == {name: getattr(request, name) for name in vars(chat)}
+    assert vars(chat) == {name: getattr(request, name) for name in vars(chat)} | {"names": {}}
     assert request.store
     assert ITEMS.validate_python(request.items[0]).content[0].text == "Hello"
     assert asked(input=[{"role": "user", "content": "Hello"}]).messages == request.messages

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from ..errors import NO_THREADS, ApiError, renamed, renamed_field
 from ..fields import Fields, as_integer, checked_body
-from ..requests import ChatRequest, parse_chat, refuse_unsupported
+from ..requests import ChatRequest, left_out, parse_chat, refuse_unsupported
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 """The first line of Claude Code's system prompt, mostly in a block of its own. Some of it differs
@@ -61,14 +61,15 @@ def parse_messages(body: object, *, to_count: bool = False) -> MessagesRequest:
         fields.refuse("max_tokens", "choose an integer of 1 or more")
     chat: dict[str, Any] = {name: fields[name] for name in _SAME}
     chat["messages"] = [*_system(fields), *_turns(fields)]
-    chat["tools"] = [
-        _tool(Fields(tool, f"tools[{index}]"))
-        for index, tool in enumerate(fields.items("tools") or [])
+    tools = [
+        Fields(tool, f"tools[{index}]") for index, tool in enumerate(fields.items("tools") or [])
     ]
+    chat["tools"] = [*map(_tool, tools)]
+    names = _NAMES | {f"{tool.path}.function.parameters": tool.at("input_schema") for tool in tools}
     chat |= _tool_choice(fields) | _thinking(fields)
     config = fields.object("output_config") or Fields({})
     chat["reasoning_effort"] = config.word("effort", _EFFORTS)
-    format, names = config.object("format") or fields.object("output_format"), dict(_NAMES)
+    format = config.object("format") or fields.object("output_format")
     if format is not None:
         chat["response_format"] = _response_format(format)
         names |= {"response_format.json_schema": format.path, "response_format": format.path}
@@ -78,7 +79,7 @@ def parse_messages(body: object, *, to_count: bool = False) -> MessagesRequest:
     except ApiError as error:
         raise renamed(error, names) from error
     constrained_by = renamed_field(request.constrained_by, names)
-    return MessagesRequest(**{**vars(request), "constrained_by": constrained_by})
+    return MessagesRequest(**{**vars(request), "constrained_by": constrained_by, "names": names})
 
 
 _SAME = (
@@ -93,7 +94,7 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mcp_servers": (([],), "leave it out, since the server calls no tools; offer them in tools"),
 }
 
-_NAMES = {"stop": "stop_sequences"}
+_NAMES = {"stop": "stop_sequences", "tool_choice.function": "tool_choice"}
 """What fields of a chat are called here."""
 
 
@@ -170,9 +171,10 @@ def _tool_result(block: Fields) -> dict[str, Any]:
 
 
 def _text_in_result(block: Fields) -> str:
-    if block.text("type") == "tool_reference":  # to a tool that has been offered already
+    kind = block.needed_text("type")
+    if kind == "tool_reference":  # to a tool that has been offered already
         return block.needed_text("tool_name")
-    return _text_in(block)
+    return _text_in(block) if kind == "text" else left_out(kind)
 
 
 def _answer(fields: Fields) -> dict[str, Any]:
@@ -257,6 +259,8 @@ def _tool_choice(fields: Fields) -> dict[str, Any]:
     kind = choice.word("type", ("auto", "any", "tool", "none"))
     if kind is None:
         choice.refuse("type", "choose one of auto, any, tool, none")
+    if kind == "any" and not fields["tools"]:
+        choice.refuse("type", "send tools with it")
     several = not choice.flag("disable_parallel_tool_use")
     if kind == "tool":
         function = {"name": choice.needed_text("name")}

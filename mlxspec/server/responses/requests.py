@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..errors import ApiError, renamed, renamed_field
 from ..fields import Fields, checked_body, shown
-from ..requests import ChatRequest, parse_chat, refuse_unsupported
+from ..requests import ChatRequest, left_out, parse_chat, refuse_unsupported
 from .store import StoredResponse
 
 _MOST_TOKENS = 2**31 - 1
@@ -102,13 +102,14 @@ def parse_responses(body: object, earlier: Earlier) -> ResponsesRequest:
         **_logprobs(fields),
         **_reasoning(fields),
     }
+    names = _NAMES | tools.places
     try:
         request = parse_chat({name: value for name, value in chat.items() if value is not None})
     except ApiError as error:
-        raise renamed(error, _NAMES | tools.places) from None
-    checked = {**vars(request), "constrained_by": renamed_field(request.constrained_by, _NAMES)}
+        raise renamed(error, names) from error
+    constrained_by = renamed_field(request.constrained_by, names)
     return ResponsesRequest(
-        **checked,
+        **{**vars(request), "constrained_by": constrained_by, "names": names},
         items=items,
         known_tools=tools.known,
         store=fields.flag("store") is not False,
@@ -246,14 +247,14 @@ class _Tools:
         known: by the names that the model knows.
         choice: in the form of a chat.
         told: what the response says is offered.
-        places: where a chat's tools stand in the body.
     """
 
     def __init__(self, fields: Fields, items: Sequence[dict[str, Any]]) -> None:
         self.for_chat: list[dict[str, Any]] = []
         self.known: dict[str, Tool] = {}
         self.told: list[dict[str, Any]] = []
-        self.places: dict[str, str] = {}
+        self._paths: dict[str, str] = {}
+        """Where they stand in the body, by the names that the model knows."""
         given = [
             Fields(tool, f"tools[{index}]")
             for index, tool in enumerate(fields.items("tools") or [])
@@ -271,6 +272,12 @@ class _Tools:
         if hosted and not self.known:
             hosted[0].refuse("type", "offer functions, since the server itself runs no tools")
         self.choice = self._choice(fields)
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Where a chat's tools stand in the body."""
+        names = [tool["function"]["name"] for tool in self.for_chat]
+        return {f"tools[{index}].function": self._paths[name] for index, name in enumerate(names)}
 
     def _add(self, tool: Fields, again: bool = False) -> dict[str, Any]:
         """Take a tool, which may come again; returns it as the response tells it."""
@@ -306,7 +313,7 @@ class _Tools:
                 return {}
             one.refuse("name", "give each tool a name of its own")
         description = one.text("description")
-        self.places[f"tools[{len(self.for_chat)}].function"] = one.path
+        self._paths[name] = one.path
         self.known[name] = tool
         if tool.custom:
             function, told = _custom(one)
@@ -521,10 +528,8 @@ def _call_output(one: Fields) -> dict[str, Any]:
         kind = part.needed_text("type")
         if kind in _TEXT_PARTS:
             text = part.text("text") or ""
-        else:  # a tool of the agent's has put it there, and the model had better know
-            text = (
-                f"[{kind.removeprefix('input_')[:20]}: left out, since this model reads text alone]"
-            )
+        else:
+            text = left_out(kind.removeprefix("input_"))
         item["output"].append({"type": "input_text", "text": text})
     return item
 
