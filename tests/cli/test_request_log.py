@@ -54,3 +54,18 @@ def test_who_left_has_cancelled(capsys: pytest.CaptureFixture[str]) -> None:
     gone = ApiError("cancelled", status=499)
     record = record_of(capsys, (0, gone), (1, gone))
     assert (record["outcome"], record["error"]) == ("cancelled", "cancelled")
+
+
+def test_tokens_are_those_of_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    body = {"prompt": ["Once upon a time", "The"], "n": 2, "max_tokens": 3}
+    with running_server() as server:
+        log = RequestLog(Console(), as_json=True, quiet=False)
+        server.worker.records.on_end = log.ended
+        answers = [httpx.post(f"{server.address}/v1/completions", json=body) for _ in range(2)]
+        log.close()
+    lines = capsys.readouterr().out.splitlines()
+    for answer, line in zip(answers, lines, strict=True):
+        usage, record = answer.json()["usage"], json.loads(line)
+        assert record["prompt_tokens"] == usage["prompt_tokens"]
+        assert record["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+        assert record["tokens"] == usage["completion_tokens"]
