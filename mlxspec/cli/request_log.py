@@ -85,21 +85,30 @@ def _record(tickets: Sequence[Ticket]) -> dict[str, Any]:
         for name in ("tokens", "emitted", "steps", "decode_seconds", "plain_seconds")
     )
     begun = [ticket.first_token for ticket in tickets if ticket.first_token]
-    errors = [ticket.error.message for ticket in tickets if ticket.error]
+    errors = [(t.outcome, t.error.message) for t in tickets if t.error]
+    errors.sort(key=lambda error: error[0] == "cancelled")  # as others are where one has failed
     outcomes = dict.fromkeys(ticket.outcome or "" for ticket in tickets)
-    cached = [t.cached_tokens for t in tickets if t.cached_tokens is not None]
+    # As in the answer's usage: once for all choices of a prompt, of which one has run it.
+    by_prompt: dict[int, list[Ticket]] = {}
+    for ticket in tickets:
+        by_prompt.setdefault(id(ticket.request.prompt), []).append(ticket)
+    known = [
+        [t.cached_tokens for t in some if t.cached_tokens is not None]
+        for some in by_prompt.values()
+    ]
+    cached = [min(some) for some in known if some]
     return {
         "model": first.served.name,
-        "outcome": "error" if errors else "/".join(outcomes),
+        "outcome": errors[0][0] if errors else "/".join(outcomes),
         "choices": len(tickets),
-        "prompt_tokens": len(first.request.prompt),
-        "cached_tokens": min(cached, default=None),
+        "prompt_tokens": sum(len(some[0].request.prompt) for some in by_prompt.values()),
+        "cached_tokens": sum(cached) if cached else None,
         "tokens": tokens,
         "seconds": round(now - first.asked, 3),
         "first_token": round(min(begun) - first.asked, 3) if begun else None,
         "tokens_per_step": round(emitted / steps, 2) if steps else None,
         "gain": round(plain_seconds / seconds, 2) if plain_seconds and seconds else None,
-        "error": errors[0] if errors else None,
+        "error": errors[0][1] if errors else None,
     }
 
 

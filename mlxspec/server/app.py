@@ -70,15 +70,15 @@ def _wrong_path(request: Request, error: Exception) -> ApiError:
     assert isinstance(error, HTTPException)
     path, status = request.url.path, error.status_code
     what = {404: "there is no such path", 405: f"{request.method} is not for this path"}
-    message = f"{path}: {what.get(status, error.detail)}"
+    message, headers = f"{path}: {what.get(status, error.detail)}", dict(error.headers or {})
     for start, purpose in _NOT_OURS.items():
         if path == start or path.startswith(f"{start}/"):
             message = (
                 f"{path}: this server writes texts with a language model, and has no {purpose}: "
                 "ask another server for them"
             )
-            status = 404
-    return ApiError(message, status=status, headers=dict(error.headers or {}))
+            status, headers = 404, {}  # no other method helps
+    return ApiError(message, status=status, headers=headers)
 
 
 _NOT_OURS = {

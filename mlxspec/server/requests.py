@@ -394,6 +394,15 @@ def refuse_unsupported(fields: Fields, unsupported: dict[str, tuple[tuple[Any, .
                 fields.refuse(name, remedy)
 
 
+def left_out(kind: str) -> str:
+    """What stands for a part of a tool's result that is no text.
+
+    The client's tool has put it there, not the user, so it is no error, and the model had better
+    know.
+    """
+    return f"[{kind[:20]}: left out, since this model reads text alone]"
+
+
 # --- what the output has to be ---
 
 

@@ -112,8 +112,8 @@ class Worker:
         n_prompt, longest = len(request.prompt), served.context_length
         if longest is not None and n_prompt + request.max_tokens > longest:
             raise ApiError(
-                f"the model's context has {longest} tokens; the prompt has {n_prompt} and "
-                f"max_tokens is {request.max_tokens}: shorten the prompt or ask for fewer",
+                f"the model's context has {longest} tokens; the prompt has {n_prompt} and the "
+                f"answer may have {request.max_tokens}: shorten the prompt or ask for fewer",
                 param=request.param,
                 code="context_length_exceeded",
             )
@@ -142,10 +142,18 @@ class Worker:
         """Queue generations, all or none; called in an event loop.
 
         Raises:
-            ApiError: as :meth:`check`; 429, the queue is full; 503, the server is ending.
+            ApiError: as :meth:`check`; 400, there is never room for so many; 429, the queue is
+                full; 503, the server is ending.
         """
         for request in requests:
             self.check(served, request)
+        most = self.limits.active + self.limits.queued
+        if len(requests) > most:
+            raise ApiError(
+                f"{len(requests)} choices are more than the server takes at once, which are "
+                f"{most}: ask for fewer",
+                param="n",
+            )
         states = [ticket.state for ticket in self.records.tickets.copy() if ticket.served is served]
         waiting = states.count("queued")
         free = max(0, self.limits.active - (len(states) - waiting))

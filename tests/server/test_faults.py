@@ -690,6 +690,14 @@ def test_who_finds_the_queue_full_is_told_when_to_come_again() -> None:
         check_goes_on(server)
 
 
+def test_more_choices_than_there_are_places_are_no_matter_of_waiting() -> None:
+    with running_server(limits=Limits(active=1, queued=1)) as server:
+        with pytest.raises(openai.BadRequestError) as refused:
+            server.client().completions.create(model="small", prompt="Once", n=3)
+        assert refused.value.param == "n"
+        server.client().completions.create(model="small", prompt="Once", n=2, max_tokens=2)
+
+
 def test_requests_wait_for_memory() -> None:
     model = served()
     each = model.memory.bytes_for(64)

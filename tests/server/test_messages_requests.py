@@ -182,6 +182,13 @@ def test_references_to_tools_are_their_names() -> None:
     assert said({"role": "user", "content": [result]})[0]["content"] == "weather"
 
 
+def test_a_note_stands_for_what_a_tool_has_shown() -> None:
+    content = [{"type": "text", "text": "Look: "}, IMAGE]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": content}
+    (turn,) = said({"role": "user", "content": [result]})
+    assert turn["content"] == "Look: [image: left out, since this model reads text alone]"
+
+
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
@@ -250,7 +257,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "1"}
             "messages[0].content[0].type",
         ),
         (
-            {"messages": [{"role": "user", "content": [{**RESULT, "content": [IMAGE]}]}]},
+            {"messages": [{"role": "user", "content": [{**RESULT, "content": [{}]}]}]},
             "messages[0].content[0].content[0].type",
         ),
         (
@@ -263,7 +270,8 @@ RESULT = {"type": "tool_result", "tool_use_id": "1"}
         ({"tools": [{"type": "computer_20250124", "name": "computer"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "tool", "name": "f"}, "tools": [WEATHER]}, "tool_choice.name"),
         ({"tool_choice": {}}, "tool_choice.type"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"thinking": {"type": "hard"}}, "thinking.type"),

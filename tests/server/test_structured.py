@@ -281,3 +281,26 @@ def test_a_schema_of_a_strict_tool_that_cannot_be_kept_is_named(thinker: Running
     assert refused.status_code == 400
     assert refused.json()["error"]["message"].startswith("tools[1].input_schema: ")
     assert chat(thinker.client(), tools=[OTHER, wrong], max_tokens=4).choices
+
+
+def test_each_api_calls_the_schema_of_a_strict_tool_by_its_own_name(thinker: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"not": {}}}}
+    wrong = {"type": "function", "name": "w", "parameters": schema, "strict": True}
+    tools: Any = [{"type": "web_search"}, {"type": "function", **OTHER["function"]}, wrong]
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "w"}],
+    }
+    for choice in ("auto", allowed):
+        asked: Any = {"input": "Hello there", "tools": tools, "tool_choice": choice}
+        with pytest.raises(openai.BadRequestError) as caught:
+            thinker.client().responses.create(**asked)
+        assert caught.value.param == "tools[2].parameters"
+    sent = [
+        {"name": "o", "input_schema": {}},
+        {"name": "w", "strict": True, "input_schema": schema},
+    ]
+    body = {"max_tokens": 4, "messages": HELLO, "tools": sent}
+    told = httpx.post(f"{thinker.address}/v1/messages", json=body)
+    assert told.json()["error"]["message"].startswith("tools[1].input_schema: ")

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from ..errors import NO_THREADS, ApiError
 from ..fields import Fields, as_integer, checked_body
-from ..requests import ChatRequest, parse_as_chat, refuse_unsupported
+from ..requests import ChatRequest, left_out, parse_as_chat, refuse_unsupported
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 """The first line of Claude Code's system prompt, mostly in a block of its own. Some of it differs
@@ -88,7 +88,7 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mcp_servers": (([],), "leave it out, since the server calls no tools; offer them in tools"),
 }
 
-_NAMES = {"stop": "stop_sequences"}
+_NAMES = {"stop": "stop_sequences", "tool_choice.function": "tool_choice"}
 """What fields of a chat are called here."""
 
 
@@ -165,9 +165,10 @@ def _tool_result(block: Fields) -> dict[str, Any]:
 
 
 def _text_in_result(block: Fields) -> str:
-    if block.text("type") == "tool_reference":  # to a tool that has been offered already
+    kind = block.needed_text("type")
+    if kind == "tool_reference":  # to a tool that has been offered already
         return block.needed_text("tool_name")
-    return _text_in(block)
+    return _text_in(block) if kind == "text" else left_out(kind)
 
 
 def _answer(fields: Fields) -> dict[str, Any]:
@@ -252,6 +253,8 @@ def _tool_choice(fields: Fields) -> dict[str, Any]:
     kind = choice.word("type", ("auto", "any", "tool", "none"))
     if kind is None:
         choice.refuse("type", "choose one of auto, any, tool, none")
+    if kind == "any" and not fields["tools"]:
+        choice.refuse("type", "send tools with it")
     several = not choice.flag("disable_parallel_tool_use")
     if kind == "tool":
         function = {"name": choice.needed_text("name")}

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..errors import ApiError
 from ..fields import Fields, checked_body, shown
-from ..requests import ChatRequest, parse_as_chat, refuse_unsupported
+from ..requests import ChatRequest, left_out, parse_as_chat, refuse_unsupported
 from .store import StoredResponse
 
 _MOST_TOKENS = 2**31 - 1
@@ -524,10 +524,8 @@ def _call_output(one: Fields) -> dict[str, Any]:
         kind = part.needed_text("type")
         if kind in _TEXT_PARTS:
             text = part.text("text") or ""
-        else:  # a tool of the agent's has put it there, and the model had better know
-            text = (
-                f"[{kind.removeprefix('input_')[:20]}: left out, since this model reads text alone]"
-            )
+        else:
+            text = left_out(kind.removeprefix("input_"))
         item["output"].append({"type": "input_text", "text": text})
     return item
 

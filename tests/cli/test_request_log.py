@@ -1,0 +1,71 @@
+"""What the lines say of how requests have ended."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+
+from mlxspec.cli.request_log import RequestLog
+from mlxspec.server.errors import ApiError
+from tests.support.brake import braked, until
+from tests.support.serving import Running, running_server
+
+pytestmark = pytest.mark.slow
+
+
+def record_of(capsys: pytest.CaptureFixture[str], *ends: tuple[int, ApiError]) -> dict[str, Any]:
+    """The record of a request with two choices that end so, by their indices."""
+    with running_server() as server, braked(server.decoder.model) as brake:
+        log = RequestLog(Console(), as_json=True, quiet=False)
+        server.worker.records.on_end = log.ended
+        with ThreadPoolExecutor() as pool:
+            with brake.holding():
+                asked = pool.submit(ask_for_two, server)
+                until(lambda: len(server.worker.records.tickets) == 2)
+                tickets = server.worker.records.tickets.copy()
+                for index, error in ends:
+                    server.worker.end(tickets[index], error)
+            asked.result()
+        until(lambda: not server.worker.records.tickets)
+        log.close()
+    (line,) = capsys.readouterr().out.splitlines()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def ask_for_two(server: Running) -> httpx.Response:
+    body = {"prompt": "Once", "n": 2, "max_tokens": 200}
+    return httpx.post(f"{server.address}/v1/completions", json=body, timeout=60)
+
+
+def test_the_failure_is_told_for_which_other_choices_were_cancelled(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    record = record_of(capsys, (1, ApiError("out of order", status=500)))
+    assert (record["outcome"], record["error"]) == ("error", "out of order")
+
+
+def test_who_left_has_cancelled(capsys: pytest.CaptureFixture[str]) -> None:
+    gone = ApiError("cancelled", status=499)
+    record = record_of(capsys, (0, gone), (1, gone))
+    assert (record["outcome"], record["error"]) == ("cancelled", "cancelled")
+
+
+def test_tokens_are_those_of_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    body = {"prompt": ["Once upon a time", "The"], "n": 2, "max_tokens": 3}
+    with running_server() as server:
+        log = RequestLog(Console(), as_json=True, quiet=False)
+        server.worker.records.on_end = log.ended
+        answers = [httpx.post(f"{server.address}/v1/completions", json=body) for _ in range(2)]
+        log.close()
+    lines = capsys.readouterr().out.splitlines()
+    for answer, line in zip(answers, lines, strict=True):
+        usage, record = answer.json()["usage"], json.loads(line)
+        assert record["prompt_tokens"] == usage["prompt_tokens"]
+        assert record["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+        assert record["tokens"] == usage["completion_tokens"]
