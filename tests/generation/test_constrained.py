@@ -286,6 +286,20 @@ def test_regexes_choices_and_grammars(constraint: Constraint, pattern: str) -> N
         (Constraint.grammar("start: unknown"), "unknown"),
         (Constraint.grammar("root ::= x("), "x("),
         ({"type": "object"}, "dict"),
+        # These would take minutes or gigabytes.
+        (Constraint.json_schema({"items": {"multipleOf": 999983}}), "multipleOf 999983"),
+        (Constraint.json_schema({"allOf": [{"multipleOf": 997}, {"multipleOf": 9.91}]}), "9.91"),
+        (Constraint.grammar(r'start: %json {"\u006dultipleOf": 99991}'), "multipleOf 99991"),
+        (
+            Constraint.json_schema({"patternProperties": {f"^{n}[b-z]*$": {} for n in range(400)}}),
+            "400 patternProperties",
+        ),
+        (
+            Constraint.json_schema(
+                {"properties": {f"k{n}": {} for n in range(4000)}, "additionalProperties": False}
+            ),
+            "too big",
+        ),
     ],
 )
 def test_what_cannot_be_kept_is_named_before_anything_is_generated(
@@ -296,6 +310,14 @@ def test_what_cannot_be_kept_is_named_before_anything_is_generated(
         decoder.stream(PROMPTS[0], 5, constraint=constraint)
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "step", [0.01, 0.25, 60, 1000, 9973, 65536, 100_000, 1e300, 5e-324, 0.0000001]
+)
+def test_usual_multiples_are_kept(step: float) -> None:
+    constraint = Constraint.json_schema({"type": "number", "multipleOf": step})
+    assert "multipleOf" in definition_of(constraint)
 
 
 @pytest.mark.parametrize(
