@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlxspec
 from mlxspec import Constraint, GenerationResponse, SamplingParams
@@ -28,7 +29,9 @@ from mlxspec.generation.scheduler import Scheduler
 from tests.support.demo import FLAT, AnyDecoder, demo, demo_decoder, given_costs
 from tests.support.examples import LONG, examples
 from tests.support.llamas import repetitive_llama
+from tests.support.random_models import random_model
 from tests.support.random_schemas import random_object, random_schema
+from tests.support.tokenizer_kinds import SENTENCEPIECE, byte_level, sentencepiece
 
 PROMPTS = (
     "Describe Alice as JSON:",
@@ -310,6 +313,19 @@ def test_what_cannot_be_kept_is_named_before_anything_is_generated(
         decoder.stream(PROMPTS[0], 5, constraint=constraint)
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_tokenizers_as_mlx_lm_loads_them_have_spaces_and_parts_of_characters() -> None:
+    kinds = [sentencepiece(SENTENCEPIECE["demo"]), byte_level()]
+    for tokenizer in map(TokenizerWrapper, kinds):
+        model = random_model("llama", vocab_size=len(tokenizer) + 30)
+        decoder = mlxspec.Decoder(model, tokenizer)
+        for text in ("a fine  day", "größe 日本"):
+            output = plainly(decoder, "Say:", constraint=Constraint.choice([text]))
+            tokens = [response.token for response in output]
+            written = tokenizer.decode(tokens, skip_special_tokens=True)
+            assert written.strip() == text
+            assert output[-1].finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
