@@ -21,15 +21,17 @@ from ..errors import OptionError
 from ..loading.detokenizer import token_bytes
 from .constraint import Constraint, Phase, Phases, definition_of, in_one_line
 
-# What a constraint may cost at most. llguidance's own limits, but for the automaton's states, of
-# which each takes a kilobyte or two, and for errors, which would repeat the output.
+# What a constraint may cost at most. llguidance's own limits, but for the grammar's size, with the
+# cube of which the time of properties that may be left out grows (a second for 2000 of them); for
+# the automaton's states, of which each takes a kilobyte or two; and for errors, which would repeat
+# the output.
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # some 20 ms
     "step_lexer_fuel": 200_000,  # some 15 ms
     "step_max_items": 50_000,
     "max_items_in_row": 2000,
     "max_lexer_states": 50_000,
-    "max_grammar_size": 500_000,
+    "max_grammar_size": 20_000,
     "verbose_errors": False,
 }
 _KEPT, _KEPT_CHARACTERS = 64, 1_000_000  # compiled constraints of a tokenizer, and their texts
@@ -136,7 +138,8 @@ class Vocabulary:
         return compiled.deep_copy()
 
     def _forget_oldest(self) -> None:
-        characters = sum(len(constraint.text) for constraint in self._compiled)
+        # (A copy, since another thread may compile meanwhile.)
+        characters = sum(len(constraint.text) for constraint in list(self._compiled))
         while len(self._compiled) > _KEPT or (
             characters > _KEPT_CHARACTERS and len(self._compiled) > 1
         ):

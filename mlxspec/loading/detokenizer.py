@@ -189,10 +189,17 @@ def detokenizer_of(wrapper: TokenizerWrapper) -> Any:
 
 
 def token_bytes(wrapper: TokenizerWrapper, token: int) -> bytes:
-    """What a token stands for, alone: a part of a character, too, where the detokenizer is ours."""
-    own = getattr(wrapper, "_mlxspec_detokenizer", None)
+    """What a token stands for, alone: a space in front and a part of a character, too.
+
+    (Decoding a token by itself drops both.)
+    """
+    own = getattr(wrapper, "_mlxspec_detokenizer", None) or getattr(wrapper, "_mlxspec_bytes", None)
     if own is None:
-        return str(wrapper.decode([token])).encode()
+        tokenizer = wrapper._tokenizer
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            return str(wrapper.decode([token])).encode()
+        own = streaming_detokenizer(tokenizer)
+        wrapper._mlxspec_bytes = own  # which does not write the output's text
     return bytes(own.token_bytes(token))
 
 

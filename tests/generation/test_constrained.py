@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlxspec
 from mlxspec import Constraint, GenerationResponse, SamplingParams
@@ -28,7 +29,9 @@ from mlxspec.generation.scheduler import Scheduler
 from tests.support.demo import FLAT, AnyDecoder, demo, demo_decoder, given_costs
 from tests.support.examples import LONG, examples
 from tests.support.llamas import repetitive_llama
+from tests.support.random_models import random_model
 from tests.support.random_schemas import random_object, random_schema
+from tests.support.tokenizer_kinds import SENTENCEPIECE, byte_level, sentencepiece
 
 PROMPTS = (
     "Describe Alice as JSON:",
@@ -286,6 +289,20 @@ def test_regexes_choices_and_grammars(constraint: Constraint, pattern: str) -> N
         (Constraint.grammar("start: unknown"), "unknown"),
         (Constraint.grammar("root ::= x("), "x("),
         ({"type": "object"}, "dict"),
+        # These would take minutes or gigabytes.
+        (Constraint.json_schema({"items": {"multipleOf": 999983}}), "multipleOf 999983"),
+        (Constraint.json_schema({"allOf": [{"multipleOf": 997}, {"multipleOf": 9.91}]}), "9.91"),
+        (Constraint.grammar(r'start: %json {"\u006dultipleOf": 99991}'), "multipleOf 99991"),
+        (
+            Constraint.json_schema({"patternProperties": {f"^{n}[b-z]*$": {} for n in range(400)}}),
+            "400 patternProperties",
+        ),
+        (
+            Constraint.json_schema(
+                {"properties": {f"k{n}": {} for n in range(4000)}, "additionalProperties": False}
+            ),
+            "too big",
+        ),
     ],
 )
 def test_what_cannot_be_kept_is_named_before_anything_is_generated(
@@ -296,6 +313,27 @@ def test_what_cannot_be_kept_is_named_before_anything_is_generated(
         decoder.stream(PROMPTS[0], 5, constraint=constraint)
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_tokenizers_as_mlx_lm_loads_them_have_spaces_and_parts_of_characters() -> None:
+    kinds = [sentencepiece(SENTENCEPIECE["demo"]), byte_level()]
+    for tokenizer in map(TokenizerWrapper, kinds):
+        model = random_model("llama", vocab_size=len(tokenizer) + 30)
+        decoder = mlxspec.Decoder(model, tokenizer)
+        for text in ("a fine  day", "größe 日本"):
+            output = plainly(decoder, "Say:", constraint=Constraint.choice([text]))
+            tokens = [response.token for response in output]
+            written = tokenizer.decode(tokens, skip_special_tokens=True)
+            assert written.strip() == text
+            assert output[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "step", [0.01, 0.25, 60, 1000, 9973, 65536, 100_000, 1e300, 5e-324, 0.0000001]
+)
+def test_usual_multiples_are_kept(step: float) -> None:
+    constraint = Constraint.json_schema({"type": "number", "multipleOf": step})
+    assert "multipleOf" in definition_of(constraint)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ def test_nobody_waits_long_for_the_drafts_of_others(patient: bool) -> None:
     waits.begin(range(200, 240))  # nothing repeats
     for planner in (copies, waits):
         planner.policy.bank = 100.0
+    waits.policy.patience = 0.1  # has waited already
     costs = FixedCosts(DEAR, sync_overhead=0.0)
     waits.policy.patience = 0.3
     share_rows([copies, waits], [64, 64], costs, sequences=2, patient=patient)
