@@ -135,6 +135,7 @@ class Vocabulary:
                 )
             self._compiled[constraint] = compiled
             self._forget_oldest()
+        self._compiled.move_to_end(constraint)
         return compiled.deep_copy()
 
     def _forget_oldest(self) -> None:
@@ -409,7 +410,12 @@ class GrammarState:
         if fresh:
             for token in phase.exits:
                 words[token // _WORD] |= _bit(token)
+        if not words.any():
+            raise OptionError(_STUCK)
         return True
+
+
+_STUCK = "the constraint cannot be gone on with in the model's tokens: change it"
 
 
 def _bit(token: int) -> int:
@@ -426,4 +432,4 @@ def _check(matcher: llguidance.LLMatcher) -> None:
             "make it simpler"
         )
     if matcher.is_stopped() and not matcher.is_accepting():
-        raise OptionError("the constraint cannot be gone on with in the model's tokens: change it")
+        raise OptionError(_STUCK)
