@@ -497,6 +497,7 @@ def test_who_reads_nothing_at_all_makes_room_in_the_end(monkeypatch: pytest.Monk
         client = RawClient(server, TEXT, body, receives=1 << 12)
         until(lambda: server.worker.records.tickets)
         check_goes_on(server)
+        until(lambda: not server.worker.records.tickets)
         assert b"nobody reads the answer" in client.read_until(b"[DONE]")
         client.leave()
 
