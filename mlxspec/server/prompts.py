@@ -186,10 +186,10 @@ def compiled_constraint(
     Raises:
         ApiError: a schema, regex or grammar cannot be kept.
     """
-    if request.constraint is not None:  # alone, so that an error names its field
-        _compiled(request.constraint, vocabulary, request.constrained_by)
+    # Alone first, in a chat too, so that an error names its field.
+    grammar = _compiled(request.constraint, vocabulary, request.constrained_by)
     if not isinstance(request, ChatRequest):
-        return _compiled(request.constraint, vocabulary, request.constrained_by)
+        return grammar
     calls = None
     if any(map(is_strict, request.tools)):
         forced, several = request.forced_tool, request.parallel_tool_calls

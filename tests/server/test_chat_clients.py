@@ -14,8 +14,7 @@ import httpx
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from tests.support.chat_tokenizer import CHATML, with_tools
-from tests.support.serving import running_server, served
+from tests.support.serving import running_server, served_with_tools
 
 pytestmark = pytest.mark.slow
 
@@ -99,10 +98,8 @@ ZED_RESULT: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
     """A client of a server whose model knows tools."""
-    model = served()
-    model.decoder.tokenizer = with_tools(model.decoder.tokenizer, "json_tools", CHATML)
     with (
-        running_server(model) as server,
+        running_server(served_with_tools()) as server,
         httpx.Client(base_url=server.address, timeout=60) as client,
     ):
         yield client

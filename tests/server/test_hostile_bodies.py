@@ -21,11 +21,10 @@ from tests.server.test_messages_requests import FULL_MESSAGES
 from tests.server.test_requests import FULL_CHAT, FULL_COMPLETION, hostile
 from tests.server.test_responses_answer import valid
 from tests.server.test_responses_requests import CODEX
-from tests.support.chat_tokenizer import CHATML, with_tools
 from tests.support.demo import stand_in_decoder
 from tests.support.examples import examples
 from tests.support.hostile import json_values, mutated
-from tests.support.serving import running_server, served
+from tests.support.serving import running_server, served_with_tools
 
 pytestmark = pytest.mark.slow
 
@@ -67,10 +66,8 @@ raw_bodies: st.SearchStrategy[tuple[str, bytes]] = st.one_of(
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
     """A client of a server whose model knows tools."""
-    model = served()
-    model.decoder.tokenizer = with_tools(model.decoder.tokenizer, "json_tools", CHATML)
     with (
-        running_server(model, max_tokens=MOST) as running,
+        running_server(served_with_tools(), max_tokens=MOST) as running,
         httpx.Client(base_url=running.address, timeout=60) as client,
     ):
         yield client

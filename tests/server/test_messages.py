@@ -28,8 +28,7 @@ from tests.server.test_endpoints import HELLO, PIECES, answer_alone, ids_of, scr
 from tests.server.test_messages_answer import EVENT, extras
 from tests.server.test_messages_requests import FULL_MESSAGES, WEATHER
 from tests.support.brake import braked, until
-from tests.support.chat_tokenizer import CHATML, with_tools
-from tests.support.serving import Running, running_server, served
+from tests.support.serving import Running, running_server, served, served_with_tools
 
 pytestmark = pytest.mark.slow
 
@@ -50,9 +49,7 @@ def client(server: Running) -> Anthropic:
 @pytest.fixture(scope="module")
 def agent() -> Iterator[Running]:
     """A server of a model that knows tools, and writes no sense."""
-    model = served()
-    model.decoder.tokenizer = with_tools(model.decoder.tokenizer, "json_tools", CHATML)
-    with running_server(model) as running:
+    with running_server(served_with_tools()) as running:
         yield running
 
 

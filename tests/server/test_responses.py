@@ -12,19 +12,12 @@ import pytest
 from openai import OpenAI
 from openai.types.responses import Response
 
-import mlxspec
-from mlxspec.server.admission import Memory
 from mlxspec.server.answering import Silence
-from mlxspec.server.prefix_cache import PrefixCache
-from mlxspec.server.served_model import ServedModel
-from tests.server.test_endpoints import PIECES, TEMPLATE, WEATHER, answer_alone, ids_of
+from tests.server.test_endpoints import PIECES, WEATHER, answer_alone, ids_of, scripted_caller
 from tests.server.test_responses_answer import valid
 from tests.server.test_responses_requests import CODEX
 from tests.support.brake import braked
-from tests.support.chat_tokenizer import CHATML, with_tools
-from tests.support.demo import FLAT, given_costs
-from tests.support.scripted_model import write_scripted_model
-from tests.support.serving import Running, running_server, served
+from tests.support.serving import Running, running_server, served_with_tools
 
 pytestmark = pytest.mark.slow
 
@@ -231,7 +224,7 @@ def test_life_signs_come_before_the_first_token() -> None:
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server whose model asks for the weather in Paris, and then says that it is sunny."""
-    with scripted(tmp_path_factory, PIECES) as running:
+    with scripted_caller(tmp_path_factory.mktemp("tools") / "m", PIECES) as running:
         yield running
 
 
@@ -239,19 +232,8 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """The same, of a model that writes its call for a custom tool."""
     pieces = [piece.replace("city", "input").replace("Paris", r"Par\u00efs\n") for piece in PIECES]
-    with scripted(tmp_path_factory, pieces) as running:
+    with scripted_caller(tmp_path_factory.mktemp("tools") / "m", pieces) as running:
         yield running
-
-
-def scripted(factory: pytest.TempPathFactory, pieces: Any) -> Any:
-    directory = write_scripted_model(factory.mktemp("tools") / "m", pieces, ends=True)
-    model, tokenizer = mlxspec.load(str(directory))
-    tokenizer = with_tools(tokenizer, "json_tools", TEMPLATE)
-    decoder = mlxspec.AutoDecoder(model, tokenizer, memory_tokens=0)
-    decoder.costs = given_costs(FLAT)
-    return running_server(
-        ServedModel("caller", decoder, PrefixCache(model, 1 << 24), Memory(model))
-    )
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "weather"}])
@@ -281,7 +263,7 @@ def test_a_tool_of_a_namespace_is_called_by_its_own_name(
 ) -> None:
     tools = [{"type": "namespace", "name": "crm", "description": "C.", "tools": [TOOL]}]
     pieces = [piece.replace("weather", "crm__weather") for piece in PIECES]
-    with scripted(tmp_path_factory, pieces) as server:
+    with scripted_caller(tmp_path_factory.mktemp("tools") / "m", pieces) as server:
         first = made(server.client(), model="caller", tools=tools)
         (call,) = first.output
         assert call.type == "function_call"
@@ -313,9 +295,7 @@ def test_a_custom_tool_gets_a_text(writer: Running, choice: Any) -> None:
 @pytest.fixture(scope="module")
 def chatml() -> Iterator[Running]:
     """A server whose model knows tools, and writes whatever it writes."""
-    model = served()
-    model.decoder.tokenizer = with_tools(model.decoder.tokenizer, "json_tools", CHATML)
-    with running_server(model) as running:
+    with running_server(served_with_tools()) as running:
         yield running
 
 

@@ -21,6 +21,7 @@ from mlxspec.server.app import create_app
 from mlxspec.server.prefix_cache import PrefixCache
 from mlxspec.server.served_model import ServedModel
 from mlxspec.server.worker import Limits, Worker
+from tests.support.chat_tokenizer import CHATML, with_tools
 from tests.support.demo import FLAT, given_costs, stand_in_decoder
 
 
@@ -54,6 +55,13 @@ def served(name: str = "small", cache_bytes: int = 1 << 28, **options: Any) -> S
     memory = Memory(decoder.model, caches, limit=1 << 32)
     cache = PrefixCache(decoder.model, cache_bytes, caches)
     return ServedModel(name, decoder, cache, memory, options=vars(caches))  # type: ignore[arg-type]
+
+
+def served_with_tools() -> ServedModel:
+    """The same model with a chat template that knows tools, of which its outputs make no sense."""
+    model = served()
+    model.decoder.tokenizer = with_tools(model.decoder.tokenizer, "json_tools", CHATML)
+    return model
 
 
 @contextmanager
