@@ -13,10 +13,20 @@ PACKAGE = Path(mlxspec.__file__).parent
 # The higher the later; the same order as in CONTRIBUTING.md.
 ROOMS = (
     *("errors", "files", "jsonl", "process", "terminal"),
-    *("draft", "plan", "store", "loading", "engine", "distributed"),
+    *("draft", "memory", "plan", "store", "loading", "engine", "distributed"),
     *("generation", "compat", "convert", "eval", "server", "cli"),
 )
-WITHOUT_MLX = ("draft", "plan", "store", "errors", "files", "jsonl", "process", "terminal")
+WITHOUT_MLX = (
+    "draft",
+    "memory",
+    "plan",
+    "store",
+    "errors",
+    "files",
+    "jsonl",
+    "process",
+    "terminal",
+)
 
 
 def imports(path: Path) -> list[str]:

@@ -106,6 +106,45 @@ class SuffixIndex:
         occurrences.sort(reverse=True)
         return occurrences
 
+    def occurrences_of(self, tail: Sequence[int]) -> list[Occurrence]:
+        """Where the last tokens of another text occur, as :meth:`occurrences` does for this one's.
+
+        Another thread may extend the index meanwhile: what it adds is found or not yet.
+
+        Args:
+            tail: the other text's last tokens, of which MAX_LENGTH count, and only those behind a
+                SEPARATOR.
+
+        Returns:
+            those that a token follows, the longest matches first, then the newest.
+        """
+        text, recent = self.tokens, list(tail[-MAX_LENGTH:])[::-1]
+        if SEPARATOR in recent:
+            del recent[recent.index(SEPARATOR) :]
+        lengths: dict[int, int] = {}
+        for size, _, heads, links in self._tables:
+            if size > len(recent) or (size == 1 and len(lengths) >= _MAX_OCCURRENCES):
+                continue
+            value = 0
+            for token in recent[size - 1 :: -1]:
+                value = (value + token) * _BASE & _WORD
+            # The number of buckets says how many bits of the hash count, while it may change.
+            position, found = heads[value >> _HASH_BITS + 1 - len(heads).bit_length()], 0
+            for _ in range(_MAX_LINKS):
+                if position == 0 or found == _MAX_OCCURRENCES:
+                    break
+                length = lengths.get(position, 0)
+                if not length:
+                    longest = min(position, len(recent))
+                    while length < longest and text[position - 1 - length] == recent[length]:
+                        length += 1
+                if length >= size:
+                    lengths[position] = length
+                    found += 1
+                position = links[position]
+        followed = (p for p in lengths if p < len(text) and text[p] != SEPARATOR)
+        return sorted((Occurrence(lengths[p], p) for p in followed), reverse=True)
+
     def _file_all(self) -> None:
         """File the whole text at once, in tables with room for twice as much."""
         bits = max(_MIN_BITS, (2 * len(self.tokens)).bit_length())

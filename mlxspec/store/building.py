@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
+from ..draft.suffix_array import TOKEN_BYTES, SuffixArray, encode_texts
 from ..errors import StoreError
 from ..files import check_writable, sole_writer
 from ..jsonl import conversation_of, json_lines
@@ -22,7 +23,6 @@ from .store import (
     read_store,
     write_store,
 )
-from .suffix_array import TOKEN_BYTES, SuffixArray, encode_texts
 
 MAX_TOKENS = 50_000_000
 """Tokens of a store unless it is told otherwise. Building it takes about 90 bytes a token."""

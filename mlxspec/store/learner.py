@@ -7,10 +7,10 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ..draft.suffix_array import TOKEN_BYTES, SuffixArray, encode_texts
 from ..errors import StoreError
 from ..files import check_writable, sole_writer
 from .store import Store, Vocabulary, check_max_tokens, identify, read_store, write_store
-from .suffix_array import TOKEN_BYTES, SuffixArray, encode_texts
 
 LEARNED_TOKENS = 250_000
 """Tokens of outputs that a store keeps; of more, the oldest outputs go."""

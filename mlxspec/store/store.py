@@ -18,10 +18,11 @@ from typing import Protocol
 
 import numpy as np
 
+from ..draft.suffix_array import TOKEN_BITS, SuffixArray
 from ..draft.suffix_index import SEPARATOR, Occurrence
 from ..errors import OptionError, StoreError
 from ..files import replaced
-from .suffix_array import TOKEN_BITS, SuffixArray
+from ..memory.excerpts import DEPTH, DamagedTexts, Excerpts, Searched, excerpts
 
 _HUB_SNAPSHOT = re.compile(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]")
 _MAX_VOCABULARY = (1 << TOKEN_BITS) - 1
@@ -140,6 +141,27 @@ class Store:
             for length, position in part.occurrences(tail, limit)
         ]
         return sorted(found, reverse=True)[:limit]
+
+    def look_up(self, tail: Sequence[int], limit: int = 8, depth: int = DEPTH) -> Excerpts:
+        """Find what followed where the context's last tokens stand.
+
+        Args:
+            tail: the context's last tokens, at most 64 of which are compared.
+            limit: how many excerpts to return at most.
+            depth: how many tokens an excerpt has at most.
+
+        Returns:
+            the excerpts; none from a part of the file that proves to be damaged.
+        """
+        parts = [
+            Searched(part.occurrences, part.tokens.data, part)
+            for part in (self.learned, self.built)
+        ]
+        while True:
+            try:
+                return excerpts(parts, tail, limit, depth, self.identity.vocab_size)
+            except DamagedTexts as damaged:
+                parts = [part for part in parts if part.texts is not damaged.texts]
 
     @property
     def info(self) -> StoreInfo:

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxspec.draft.suffix_array import SuffixArray
 from mlxspec.errors import StoreError
 from mlxspec.store.building import build_store
 from mlxspec.store.store import identify, open_store, write_store
-from mlxspec.store.suffix_array import SuffixArray
 from tests.support.examples import examples
 from tests.support.hostile import harmless, mutated
 from tests.support.tokenizers import FIRST

@@ -15,7 +15,7 @@ from mlxspec.errors import OptionError, StoreError
 from mlxspec.store.building import add_to_store, build_store
 from mlxspec.store.learner import Learner
 from mlxspec.store.store import Store, open_store
-from tests.store.test_suffix_array import scan
+from tests.draft.test_suffix_array import scan
 from tests.support.tokenizers import FIRST, SECOND, FakeTokenizer
 
 TEXTS = [[1, 2, 3, 4, 5], [7, 2, 3, 9], [1, 2, 3, 4, 6]]
@@ -213,3 +213,28 @@ def test_nothing_of_mlx_is_needed():
     )
     root = Path(mlxspec.__file__).parents[1]
     assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
+
+
+@given(
+    built=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=20), min_size=1, max_size=5),
+    tail=st.lists(st.integers(0, 3), min_size=1, max_size=8),
+    depth=st.integers(1, 10),
+)
+def test_a_look_up_copies_what_followed(
+    tmp_path_factory: pytest.TempPathFactory,
+    built: list[list[int]],
+    tail: list[int],
+    depth: int,
+):
+    store = build_store(tmp_path_factory.mktemp("store") / "s", built, FIRST)
+    tokens, occurrences, sources = store.look_up(tail, 1000, depth)
+    texts = texts_in(store)
+    expected = [
+        (length, text[place : place + depth])
+        for text in texts
+        for length, place in scan(text, tail)
+    ]
+    found = [(length, tokens[start : tokens.index(-1, start)]) for length, start in occurrences]
+    assert sorted(found) == sorted(expected)
+    assert [length for length, _ in found] == sorted((n for n, _ in found), reverse=True)
+    assert len(sources) == len(found)

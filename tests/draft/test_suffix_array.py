@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxspec.draft import suffix_array
+from mlxspec.draft.suffix_array import TOKEN_BITS, SuffixArray, sorted_places
 from mlxspec.draft.suffix_index import Occurrence
-from mlxspec.store.suffix_array import TOKEN_BITS, SuffixArray, sorted_places
 
 TOKENS = st.lists(st.integers(-1, 3), max_size=80)
 
@@ -65,7 +66,7 @@ TAIL = st.lists(st.integers(0, 3), max_size=12)
 
 
 def search(tokens: list[int]) -> SuffixArray:
-    array = np.array(tokens, dtype=np.int32)
+    array = np.array([*tokens, -1], dtype=np.int32)
     return SuffixArray(array, sorted_places(array))
 
 
@@ -135,3 +136,51 @@ def test_a_wrong_order_gives_no_wrong_occurrence(tokens: list[int], tail: list[i
     for length, place in found:
         assert length <= true.get(place, length)
         assert tokens[place - length : place] == tail[-length:]
+
+
+def test_nothing_before_a_separator_counts():
+    assert search([1, 2, 3]).occurrences([1, -1, 2], 4) == [Occurrence(1, 2)]
+    assert search([1, 2, 3]).occurrences([1, 2, -1], 4) == []
+
+
+TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=70), max_size=5)
+
+
+def joined(texts: list[list[int]]) -> SuffixArray:
+    return SuffixArray.of(np.array(text, np.int32).tobytes() for text in texts)
+
+
+@given(TEXTS, TEXTS, st.data(), st.integers(1, 20))
+def test_merging_equals_sorting_what_is_kept(
+    first: list[list[int]], second: list[list[int]], data: st.DataObject, chunk: int
+):
+    everything = [*first, *second]
+    kept = data.draw(st.lists(st.booleans(), min_size=len(everything), max_size=len(everything)))
+    starts: list[int] = []
+    at = 0
+    for text, stays in zip(everything, kept, strict=True):
+        starts.append(at if stays else -1)
+        at += stays * (len(text) + 1)
+
+    def moves(texts: list[list[int]], starts: list[int]):
+        new = [
+            start + index if start >= 0 else 0
+            for text, start in zip(texts, starts, strict=True)
+            for index in range(len(text) + 1)
+        ]
+        return lambda places: np.array(new, np.int32)[places]
+
+    arrays = joined(first), joined(second)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suffix_array, "_CHUNK", chunk)
+        pieces = [
+            *suffix_array.merged_order(
+                *arrays, moves(first, starts[: len(first)]), moves(second, starts[len(first) :])
+            )
+        ]
+    order = np.concatenate([np.zeros(0, np.int32), *pieces]).tolist()
+    whole = joined([text for text, stays in zip(everything, kept, strict=True) if stays])
+    tokens = whole.tokens.tolist()
+    assert sorted(order) == sorted(whole.order.tolist())
+    keys = [before(tokens, place)[:64] for place in order]
+    assert keys == sorted(keys)

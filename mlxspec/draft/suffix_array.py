@@ -1,0 +1,310 @@
+"""Texts and their suffix array: where a context has stood in them, found by binary search."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from .suffix_index import MAX_LENGTH, SEPARATOR, Occurrence
+
+TOKEN_BITS = 21
+"""Token ids are below 2**TOKEN_BITS - 1: three of them fit into one integer to sort by."""
+TOKEN_BYTES = 4
+
+_CHUNK = 1 << 16  # places that are merged at a time
+
+_SEPARATOR_BYTES = np.int32(SEPARATOR).tobytes()
+
+
+class SuffixArray:
+    """Texts, and the order in which their places are searched.
+
+    A place is between two tokens of a text, numbered by the token that follows it. Places are
+    sorted by the tokens before them, read backwards, so this is the suffix array of the reversed
+    texts. Nothing needs to be loaded: a look-up reads a few dozen numbers of either array.
+
+    Args:
+        tokens: (n,) of int32, a SEPARATOR behind each text.
+        order: (places,) of int32, from 1 to n - 1, as :func:`sorted_places` sorts them. A wrong
+            order costs matches and never gives a false one: every match is compared by token.
+    """
+
+    def __init__(self, tokens: np.ndarray, order: np.ndarray) -> None:
+        self.tokens = tokens
+        self.order = order
+        # Memory views give Python integers four times as fast as arrays do.
+        self._tokens = tokens.data
+        self._order = order.data
+
+    @classmethod
+    def of(cls, texts: Iterable[bytes]) -> SuffixArray:
+        """Sort texts, each given as the bytes of its tokens."""
+        data = b"".join(text + _SEPARATOR_BYTES for text in texts)
+        tokens = np.ndarray(len(data) // TOKEN_BYTES, np.int32, data)
+        return cls(tokens, sorted_places(tokens))
+
+    @property
+    def texts(self) -> list[bytes]:
+        """Each text as the bytes of its tokens."""
+        return split_texts(self.tokens)
+
+    @property
+    def n_texts(self) -> int:
+        """How many texts there are."""
+        return int(np.count_nonzero(self.tokens == SEPARATOR))
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens they have together."""
+        return len(self.tokens) - self.n_texts
+
+    def occurrences(self, tail: Sequence[int], limit: int) -> list[Occurrence]:
+        """Find up to ``limit`` places, the longest matches first, then the newest.
+
+        Where more places match equally long than are wanted, a sample is taken at regular
+        intervals of the order, which tells better than the newest places what mostly follows.
+        (Half of each open trace set looked up in the other half, eight places: the right token
+        came first 13.9 % against 12.5 % of the times on Spec-Bench, 34.0 against 32.7 on code,
+        53.2 against 52.9 with the agent.)
+
+        Args:
+            tail: the context, of which the last MAX_LENGTH tokens count, and only those behind a
+                SEPARATOR.
+            limit: how many places to return at most.
+
+        Raises:
+            IndexError: ``order`` holds places that are not in ``tokens``.
+        """
+        recent = list(tail[-MAX_LENGTH:])[::-1]
+        if SEPARATOR in recent:
+            del recent[recent.index(SEPARATOR) :]
+        ranges = self._ranges(recent, limit)
+        if limit < 1 or not ranges:
+            return []
+        low, high = ranges.pop()  # the slots that have been taken
+        shared = len(ranges) + 1
+        if high - low <= limit:
+            found = self._measured(self._order[low:high].tolist(), recent)
+        else:
+            found = self._sample(low, high, low, low, limit, recent[:shared])
+        while ranges and len(found) < limit:
+            left, right = ranges.pop()
+            match = recent[: len(ranges) + 1]
+            found += self._sample(left, right, low, high, limit - len(found), match)
+            low, high = left, right
+        return found
+
+    def _ranges(self, recent: list[int], limit: int) -> list[tuple[int, int]]:
+        """The slots of the places after the last token, the last two tokens, and so on.
+
+        Each range lies within the one before it. The last is empty of no place, and the first
+        that has no more than ``limit``, or the one of the longest match.
+        """
+        tokens, order = self._tokens, self._order
+        low, high = 0, len(order)
+        ranges: list[tuple[int, int]] = []
+        for depth, token in enumerate(recent, 1):
+
+            def key(place: int, depth: int = depth) -> int:
+                # Before the first text this is the last token of all, a SEPARATOR as well.
+                return tokens[place - depth]
+
+            low = bisect_left(order, token, low, high, key=key)
+            if low == high or key(order[low]) != token:
+                break
+            high = bisect_right(order, token, low + 1, high, key=key)
+            ranges.append((low, high))
+            if high - low <= limit:
+                break
+        return ranges
+
+    def _measured(self, places: list[int], recent: list[int]) -> list[Occurrence]:
+        """Places with the lengths of their matches, those that match at all."""
+        tokens, whole = self._tokens, len(recent)
+        found = []
+        for place in places:
+            length, longest = 0, min(place, whole)
+            while length < longest and tokens[place - 1 - length] == recent[length]:
+                length += 1
+            if length > 0:
+                found.append(Occurrence(length, place))
+        found.sort(reverse=True)
+        return found
+
+    def _sample(
+        self, left: int, right: int, low: int, high: int, limit: int, recent: list[int]
+    ) -> list[Occurrence]:
+        """Up to ``limit`` places in the slots ``left`` … ``right`` without ``low`` … ``high``.
+
+        Args:
+            left, right, low, high: slots, in the order left, low, high, right.
+            limit: how many places.
+            recent: what stands before all of them, read backwards.
+        """
+        order, match = self._order, recent[::-1]
+        equal = right - left - (high - low)
+        wanted = min(equal, limit)
+        slots = [left + equal * number // wanted for number in range(wanted)]
+        places = [order[slot if slot < low else slot + high - low] for slot in slots]
+        places.sort(reverse=True)
+        return [Occurrence(len(match), place) for place in places if self._follows(place, match)]
+
+    def _follows(self, place: int, match: list[int]) -> bool:
+        return place >= len(match) and self._tokens[place - len(match) : place].tolist() == match
+
+
+Moves = Callable[[np.ndarray], np.ndarray]
+"""Says where some places, (n,) of int32, are after a merge; 0 for those that are left out."""
+
+
+def merged_order(
+    first: SuffixArray, second: SuffixArray, move_first: Moves, move_second: Moves
+) -> Iterator[np.ndarray]:
+    """The order of the places of two arrays together, without sorting them again.
+
+    The places of the second are placed in the order of the first by binary search, many at a
+    time. So this takes time in proportion to the second's length times the logarithm of the
+    first's, and to read the first once, and no memory to speak of.
+
+    Args:
+        first: the larger one.
+        second: the smaller one. Of equal places its own come last.
+        move_first, move_second: where their places will be.
+
+    Yields:
+        the next places of the order, (n,) of int32.
+    """
+    done = 0  # slots of the first
+    for start in range(0, len(second.order), _CHUNK):
+        places = second.order[start : start + _CHUNK]
+        slots = _slots_among(first, second.tokens, places, done)
+        taken, last = 0, int(slots[-1])
+        while taken < len(slots):
+            stop = min(done + _CHUNK, last)
+            next_taken = int(np.searchsorted(slots, stop, side="right"))
+            inserted = np.insert(
+                move_first(first.order[done:stop]),
+                slots[taken:next_taken] - done,
+                move_second(places[taken:next_taken]),
+            )
+            yield inserted[inserted > 0]
+            done, taken = stop, next_taken
+    for start in range(done, len(first.order), _CHUNK):
+        moved = move_first(first.order[start : start + _CHUNK])
+        yield moved[moved > 0]
+
+
+def _slots_among(
+    array: SuffixArray, tokens: np.ndarray, places: np.ndarray, least: int
+) -> np.ndarray:
+    """Before which slots of an array's order other places belong, behind those equal to them.
+
+    Args:
+        array: where they are to be placed.
+        tokens: the texts of the other places, a SEPARATOR behind each.
+        places: the other places, in order.
+        least: no place belongs before this slot.
+
+    Returns:
+        (places,) of int64, ascending.
+    """
+    low = np.full(len(places), least, np.int64)
+    high = np.full(len(places), len(array.order), np.int64)
+    while len(open_ := np.flatnonzero(low < high)):
+        middle = (low[open_] + high[open_]) // 2
+        there, here = array.order[middle], places[open_]
+        before = np.zeros(len(open_), bool)
+        equal = np.arange(len(open_))
+        for depth in range(1, MAX_LENGTH + 1):
+            # Before the first text stands the last token of all, a SEPARATOR as well.
+            that, this = array.tokens[there[equal] - depth], tokens[here[equal] - depth]
+            before[equal] = this < that
+            equal = equal[(this == that) & (this != SEPARATOR)]
+            if not len(equal):
+                break
+        high[open_[before]] = middle[before]
+        low[open_[~before]] = middle[~before] + 1
+    return low
+
+
+def encode_texts(tokens: Sequence[int], vocab_size: int) -> list[bytes]:
+    """Turn token ids into texts as the bytes of int32, which can be compared and hashed.
+
+    Ids beyond the vocabulary, which a model with spare rows may emit, divide a text. A text of
+    one token is left out: nothing can be looked up in it.
+    """
+    ids = np.asarray(tokens, dtype=np.int64)
+    known = (ids >= 0) & (ids < vocab_size)
+    return split_texts(np.where(known, ids, SEPARATOR).astype(np.int32))
+
+
+def split_texts(tokens: np.ndarray) -> list[bytes]:
+    """The texts between the separators, less the empty ones and those of one token."""
+    ends = np.flatnonzero(tokens == SEPARATOR)
+    texts = (text[text != SEPARATOR].tobytes() for text in np.split(tokens, ends))
+    return [text for text in texts if len(text) > TOKEN_BYTES]
+
+
+def sorted_places(tokens: np.ndarray) -> np.ndarray:
+    """Sort the places that have a token before and after them by the tokens before them.
+
+    The tokens are compared backwards from the place: first the one just before it, then the one
+    before that, at least MAX_LENGTH of them. So the places at which a context ends as it does
+    now stand beside each other, the closer to it the longer they match. Equal places keep the
+    order of the text.
+
+    A suffix array of the reversed text (Manber and Myers, 1990), built by doubling the number of
+    tokens compared, each time only among the places that were equal so far (Larsson and
+    Sadakane, 1999).
+
+    Args:
+        tokens: (n,) of int32, ids below 2**TOKEN_BITS - 1, and SEPARATOR between texts.
+
+    Returns:
+        (places,) of int32: positions of the tokens that follow the places.
+    """
+    n = len(tokens)
+    order, starts = _sorted_by_three(tokens)  # slot s holds the place order[s]
+    # A place's rank is the first slot of the places that are equal to it.
+    rank = np.empty(n + 1, np.int32)
+    rank[order] = np.maximum.accumulate(np.where(starts, np.arange(n + 1, dtype=np.int32), 0))
+    depth = 3
+    while depth < MAX_LENGTH:
+        shared = ~starts
+        shared[:-1] |= shared[1:]
+        slots = np.flatnonzero(shared)
+        places = order[slots]
+        before = np.maximum(places - depth, 0)
+        keys = rank[places].astype(np.int64) << 32 | rank[before]
+        sorting = np.argsort(keys, kind="stable")
+        places, keys = places[sorting], keys[sorting]
+        order[slots] = places
+        starts[slots] = _starts(keys)
+        rank[places] = np.maximum.accumulate(np.where(starts[slots], slots, 0))
+        depth *= 2
+    inner = np.zeros(n + 1, bool)
+    inner[1:n] = (tokens[:-1] >= 0) & (tokens[1:] >= 0)
+    return order[inner[order]]
+
+
+def _sorted_by_three(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sort all places 0 … n by the three tokens before them, and mark where values change.
+
+    A separator, and what would stand before the text, comes before every token.
+    """
+    values = np.zeros(len(tokens) + 3, np.int64)
+    values[3:] = tokens.astype(np.int64) + 1
+    keys = values[2:] << 2 * TOKEN_BITS
+    keys |= values[1:-1] << TOKEN_BITS
+    keys |= values[:-2]
+    order = np.argsort(keys, kind="stable")
+    return order.astype(np.int32), _starts(keys[order])
+
+
+def _starts(keys: np.ndarray) -> np.ndarray:
+    """Where, in sorted keys, a value comes for the first time."""
+    starts = np.ones(len(keys), bool)
+    starts[1:] = keys[1:] != keys[:-1]
+    return starts

@@ -1,0 +1,52 @@
+"""The newest answers, which are searched from the moment at which they end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import numpy as np
+
+from ..draft.suffix_index import SEPARATOR, SuffixIndex
+from .excerpts import Searched
+from .part import Learned
+
+_PIECE = 256  # tokens that are indexed at a time
+
+
+class Live:
+    """Answers in a suffix index. One thread adds to it while others search.
+
+    Args:
+        answers: those to begin with.
+    """
+
+    def __init__(self, answers: Iterable[Learned] = ()) -> None:
+        self._index = SuffixIndex()
+        self._answers: dict[bytes, Learned] = {}
+        self.searched = Searched(
+            lambda tail, limit: self._index.occurrences_of(tail), self._index.tokens, self
+        )
+        for answer in answers:
+            self.add(answer)
+
+    def __len__(self) -> int:
+        """How many tokens there are, with a SEPARATOR for each text."""
+        return len(self._index)
+
+    @property
+    def answers(self) -> list[Learned]:
+        """Each answer once, the one given last at the end."""
+        return [*self._answers.values()]
+
+    def add(self, answer: Learned) -> None:
+        """Add an answer, which is found from now on."""
+        before = self._answers.pop(answer.text, None)
+        self._answers[answer.text] = before.again(answer) if before else answer
+        if before:
+            return
+        tokens = np.frombuffer(answer.text, np.int32).tolist()
+        for start in range(0, len(tokens), _PIECE):
+            self._index.extend(tokens[start : start + _PIECE])
+            time.sleep(0)  # lets those that draft have the interpreter
+        self._index.extend([SEPARATOR])
