@@ -1,50 +1,19 @@
-"""The texts that a generation drafts from: its own context, and earlier outputs."""
+"""The index of a generation's context, kept from one turn of a conversation to the next."""
 
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from .suffix_index import MAX_LENGTH, SEPARATOR, SuffixIndex
-
-
-class OutputMemory:
-    """The last outputs of this process, first in, first out. Threads may share it.
-
-    There is no lock: a generation that is garbage-collected adds its output wherever that
-    happens, possibly within these methods. Each line's change of the deque is atomic.
-
-    Args:
-        max_tokens: how much is remembered; 0 remembers nothing.
-    """
-
-    def __init__(self, max_tokens: int = 16384) -> None:
-        self.max_tokens = max_tokens
-        self._outputs: deque[list[int]] = deque()
-
-    def add(self, output: Sequence[int]) -> None:
-        """Remember an output, or its end if it is too long; the oldest outputs make room."""
-        kept = list(output)[max(0, len(output) - self.max_tokens) :]
-        if not kept:
-            return
-        self._outputs.append(kept)
-        surplus = sum(map(len, self._outputs.copy())) - self.max_tokens
-        while surplus > 0:
-            surplus -= len(self._outputs.popleft())
-
-    def text(self) -> list[int]:
-        """All of it, the oldest first, a separator after each output."""
-        return [token for output in self._outputs.copy() for token in (*output, SEPARATOR)]
-
 
 # Times the text of an index built anew; what is more comes from abandoned turns.
 _MOST_TEXT = 4
 
 
 class ContextIndex:
-    """The index of a context and of earlier outputs; a thread builds it during the prefill.
+    """The index of a context; a thread builds it during the prefill.
 
     The next prompt of a conversation begins with most of the last context; then only the rest is
     added. Where the two differ, the abandoned turn stays in the index as one more text to draft
@@ -57,8 +26,9 @@ class ContextIndex:
         self._prompt: array[int] = array("i")
         self._prompt_end = 0
         """Where in the index's text the prompt ends and the output begins."""
-        self.memory_end = 0
-        """How many tokens of earlier outputs the text begins with."""
+        self.conversation_end = 0
+        """Behind the last abandoned turn: what stands before is the conversation's, if not the
+        context's."""
 
     @property
     def index(self) -> SuffixIndex:
@@ -71,24 +41,21 @@ class ContextIndex:
         """What was added since the prompt."""
         return self.index.tokens[self._prompt_end :]
 
-    def begin(self, prompt: Sequence[int], earlier: Sequence[int] = ()) -> None:
-        """Start the index of a context.
-
-        Args:
-            prompt: what it begins with.
-            earlier: earlier outputs, for an index that is built anew.
-        """
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start the index of a context that begins with ``prompt``."""
         tokens = array("i", prompt)
         kept = self._continued(tokens) if self._building else None
         self._prompt = tokens
         if kept is not None:
             index, added = kept
+            if added[:1] == array("i", [SEPARATOR]):
+                self.conversation_end = len(index) + 1
             self._prompt_end = len(index) + len(added)
             self._run(lambda: _extended(index, added))
         else:
-            self.memory_end = len(earlier)
-            self._prompt_end = len(earlier) + len(tokens)
-            self._run(lambda: SuffixIndex([*earlier, *tokens]))
+            self.conversation_end = 0
+            self._prompt_end = len(tokens)
+            self._run(lambda: SuffixIndex(tokens))
 
     def _continued(self, prompt: array[int]) -> tuple[SuffixIndex, array[int]] | None:
         """The index so far and what to add to it; None where building a new one is better.
@@ -100,7 +67,7 @@ class ContextIndex:
         added = prompt[common:]
         if common < len(context):
             added = array("i", [SEPARATOR]) + prompt[max(0, common - MAX_LENGTH) :]
-        needed = self.memory_end + max(len(context), len(prompt))
+        needed = max(len(context), len(prompt))
         if len(added) >= common or len(self.index) + len(added) > _MOST_TEXT * needed:
             return None
         return self.index, added

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -203,15 +203,32 @@ def _hash_chains(buckets: np.ndarray, bits: int) -> tuple[array[int], array[int]
     return array("i", heads.tobytes()), array("i", links.tobytes())
 
 
-class TextStore(Protocol):
-    """Other texts to draft from, such as :class:`mlxspec.store.Store`."""
+class Excerpts(NamedTuple):
+    """What followed where a text's end occurs in other texts.
 
-    @property
-    def tokens(self) -> Sequence[int]:
-        """All of them, a SEPARATOR after each."""
+    Attributes:
+        tokens: the excerpts, a SEPARATOR behind each.
+        occurrences: the longest match first; ``position`` is where its excerpt begins in
+            ``tokens``.
+        sources: per occurrence, whatever tells the texts which of them it is from.
+    """
 
-    def occurrences(self, tail: Sequence[int], limit: int) -> list[Occurrence]:
-        """Where ``tail`` occurs in them, best first. Positions are negative: from the end."""
+    tokens: list[int]
+    occurrences: list[Occurrence]
+    sources: Sequence[Any]
+
+
+class EarlierTexts(Protocol):
+    """Texts to draft from beside the context, such as a memory of outputs or a store."""
+
+    def look_up(self, tail: Sequence[int], limit: int, depth: int) -> Excerpts:
+        """Find where a text's end occurs.
+
+        Args:
+            tail: the text's last tokens.
+            limit: how many occurrences to return at most.
+            depth: how many tokens after each to return at most.
+        """
 
 
 class Continuation(NamedTuple):
@@ -234,7 +251,6 @@ def continuations(
     text: Sequence[int],
     occurrences: list[Occurrence],
     path: Sequence[int],
-    stored: Sequence[int] = (),
 ) -> list[Continuation]:
     """Group occurrences by the token that follows a path drafted from them.
 
@@ -242,7 +258,6 @@ def continuations(
         text: the indexed text.
         occurrences: those that all of ``path`` follows, the longest match first.
         path: draft tokens after the text's end.
-        stored: the text of the occurrences whose positions are negative.
 
     Returns:
         the different next tokens, best first: by longest match, then number of occurrences,
@@ -253,8 +268,7 @@ def continuations(
     groups: dict[int, list[Occurrence]] = {}
     for occurrence in occurrences:
         at = occurrence.position + depth
-        source = text if occurrence.position >= 0 else stored
-        token = source[at] if at < end else path[at - end]
+        token = text[at] if at < end else path[at - end]
         if token in groups:
             groups[token].append(occurrence)
         else:

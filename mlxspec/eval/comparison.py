@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..draft.context_index import OutputMemory
 from ..draft.drafter import Drafter
 from ..errors import OptionError
 from ..jsonl import load_json
+from ..memory.memory import Memory
 from ..plan.cost_curve import CostCurve
+from ..plan.suffix_source import Earlier
 from .joint_replay import JointReport, joint_report, replay_jointly, replay_plain_batch
 from .page import Bar, BarChart, render
 from .policies import HINDSIGHT, POLICIES, Policy, Task
@@ -111,8 +112,16 @@ def compare(
 
 def _drafters(policy: Policy, curve: CostCurve, classes: bytes) -> Callable[[Completion], Drafter]:
     """What gives each completion its drafter; all of them share one memory."""
-    memory = OutputMemory()
-    return lambda one: policy.make_drafter(Task(one.output, curve, classes, memory))
+    if not policy.memory_tokens:
+        return lambda one: policy.make_drafter(Task(one.output, curve, classes))
+    memory = Memory(policy.memory_tokens)
+    earlier = Earlier("memory", memory, memory.used)
+
+    def remember(output: Sequence[int], earned: Mapping[str, int]) -> None:
+        memory.add(output, earned)
+        memory.settle()  # so that the next completion finds it, however fast this goes
+
+    return lambda one: policy.make_drafter(Task(one.output, curve, classes, earlier, remember))
 
 
 def jointly_chosen(names: str, concurrency: int) -> dict[str, Policy]:

@@ -7,16 +7,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from ..draft.context_index import OutputMemory
 from ..draft.drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
 from ..draft.prompt_lookup import NgramIndex, PromptLookupDrafter
 from ..draft.suffix_index import SuffixIndex
+from ..memory.memory import MAX_TOKENS
 from ..plan.cost_curve import CostCurve, FixedCosts
 from ..plan.drafter_source import DrafterSource
 from ..plan.p_accept import AcceptanceModel
 from ..plan.planner import Planner, Source
 from ..plan.policy import trees_pay
-from ..plan.suffix_source import SuffixCandidates, SuffixSource
+from ..plan.suffix_source import (
+    CONTEXT,
+    Earlier,
+    Evidence,
+    OnOutput,
+    SuffixCandidates,
+    SuffixSource,
+)
 from .replay import verify
 
 
@@ -270,15 +277,17 @@ class Hindsight(Drafter):
     def begin(self, prompt: Sequence[int]) -> None:
         self._text = SuffixIndex(prompt)
         self._acceptance = AcceptanceModel(self.token_classes)
-        self._acceptance.begin(memory_end=0)
+        self._acceptance.begin()
         self._done = 0
 
     def propose(self, max_depth: int) -> DraftTree:
         following = self.output[self._done : self._done + self.curve.widest]
         self._acceptance.refresh()
+        text = self._text
+        evidence = Evidence(CONTEXT, text.tokens, text.occurrences(), self._acceptance)
         self._candidates = SuffixCandidates(
-            self._text,
-            self._acceptance,
+            text.tokens[-1],
+            [evidence],
             max_nodes=self.curve.widest - 1,
             max_depth=min(max_depth, len(following)),
             branching=self.branching,
@@ -310,13 +319,15 @@ class Task:
         output: its tokens, which only hindsight reads.
         curve: T(rows) / T(1).
         classes: see :func:`mlxspec.plan.p_accept.token_classes`.
-        memory: the outputs that a policy adds to it, from one completion to the next.
+        memory: of the completions so far, if the policy has one.
+        remember: adds this output to it.
     """
 
     output: Sequence[int]
     curve: CostCurve
     classes: bytes
-    memory: OutputMemory
+    memory: Earlier | None = None
+    remember: OnOutput | None = None
 
 
 @dataclass(frozen=True)
@@ -327,17 +338,24 @@ class Policy:
         description: what it is, for users.
         make_drafter: gives a new drafter for each completion.
         follows_costs: whether its drafts depend on the cost curve.
+        memory_tokens: how many tokens of completions it remembers.
     """
 
     description: str
     make_drafter: Callable[[Task], Drafter]
     follows_costs: bool = False
+    memory_tokens: int = 0
 
 
-def _planned(task: Task, memory: OutputMemory | None = None, *others: Source) -> Planner:
+def _planned(task: Task, *others: Source) -> Planner:
+    suffixes = SuffixSource(
+        earlier=[task.memory] if task.memory else [],
+        on_output=task.remember,
+        token_classes=task.classes,
+    )
     return Planner(
         FixedCosts(task.curve),
-        [SuffixSource(memory=memory, token_classes=task.classes), *others],
+        [suffixes, *others],
         branching=trees_pay(task.curve),
     )
 
@@ -353,10 +371,10 @@ POLICIES: dict[str, Policy] = {
         follows_costs=True,
     ),
     "auto-memory": Policy(
-        "the default decoder on what follows: it remembers the process's earlier outputs, up to "
-        "16k tokens",
-        lambda task: _planned(task, task.memory),
+        "the default decoder on what follows: it remembers the process's earlier outputs",
+        _planned,
         follows_costs=True,
+        memory_tokens=MAX_TOKENS,
     ),
     # Spec-Bench's PLD, the yardstick of published figures.
     "prompt-lookup": Policy(
@@ -404,7 +422,7 @@ def policies_with(drafter: type[Drafter]) -> dict[str, Policy]:
         name: Policy("a drafter of your own", lambda task: drafter()),
         f"auto+{name}": Policy(
             "the default decoder, which drafts with it too",
-            lambda task: _planned(task, None, DrafterSource(drafter())),
+            lambda task: _planned(task, DrafterSource(drafter())),
             follows_costs=True,
         ),
     }

@@ -13,7 +13,6 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..draft.combined import CombinedDrafter
-from ..draft.context_index import OutputMemory
 from ..draft.custom import checked_drafter
 from ..draft.drafter import Drafter
 from ..draft.lookahead import LookaheadDrafter, check_sizes
@@ -22,12 +21,13 @@ from ..draft.prompt_lookup import lookup_drafter
 from ..engine.draft_model import DraftModelDrafter
 from ..engine.target import Capability
 from ..loading.tokenizer import vocabulary_classes
+from ..memory.memory import MAX_TOKENS, Memory
 from ..plan.cost_curve import Costs, FixedCosts
 from ..plan.drafter_source import DrafterSource
 from ..plan.lookahead_source import LookaheadKnowledge, LookaheadSource
 from ..plan.planner import Planner, Source
 from ..plan.policy import trees_pay
-from ..plan.suffix_source import SuffixSource
+from ..plan.suffix_source import Earlier, SuffixSource
 from ..store.store import open_store
 from .decoder import Decoder, MakeDrafter, drafter_maker
 from .options import GenerationOptions, Prompt
@@ -89,14 +89,18 @@ class AutoDecoder(_PlannedDecoder):
         model: str | Path | nn.Module = "mlx_model",
         tokenizer: TokenizerWrapper | None = None,
         *,
-        memory_tokens: int = 16384,
+        memory_tokens: int = MAX_TOKENS,
         store: str | os.PathLike[str] | None = None,
         extra_drafter: Drafter | Callable[[], Drafter] | None = None,
         on_measuring: Callable[[float], None] | None = None,
     ) -> None:
         super().__init__(model, tokenizer, on_measuring=on_measuring)
-        self.memory = OutputMemory(memory_tokens)
-        self._store = open_store(store, self.tokenizer) if store is not None else None
+        self.memory = Memory(memory_tokens) if memory_tokens else None
+        self._earlier: list[Earlier] = []
+        if self.memory:
+            self._earlier.append(Earlier("memory", self.memory, self.memory.used))
+        if store is not None:
+            self._earlier.append(Earlier("store", open_store(store, self.tokenizer)))
         self._extra = drafter_maker(extra_drafter) if extra_drafter is not None else None
 
     @cached_property
@@ -125,8 +129,8 @@ class AutoDecoder(_PlannedDecoder):
     ) -> Planner:
         """A planner that looks up text that repeats, and asks other sources too."""
         suffixes = SuffixSource(
-            memory=self.memory,
-            store=self._store,
+            earlier=self._earlier,
+            on_output=self.memory.add if self.memory else None,
             token_classes=self._token_classes,
             context=session.index if session else None,
         )

@@ -1,7 +1,7 @@
 """Earlier answers, kept to draft from: in a process, or on disk over its runs. No MLX here."""
 
-from .excerpts import Excerpts, Source
+from .excerpts import Source
 from .memory import MAX_TOKENS, Memory
 from .part import EARNED, SOURCES
 
-__all__ = ["EARNED", "MAX_TOKENS", "SOURCES", "Excerpts", "Memory", "Source"]
+__all__ = ["EARNED", "MAX_TOKENS", "SOURCES", "Memory", "Source"]

@@ -7,25 +7,10 @@ from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 from ..draft.suffix_array import TOKEN_BITS
-from ..draft.suffix_index import MAX_LENGTH, SEPARATOR, Occurrence
+from ..draft.suffix_index import MAX_LENGTH, SEPARATOR, Excerpts, Occurrence
 
 DEPTH = 48
 """Tokens of an excerpt: as deep as drafts go."""
-
-
-class Excerpts(NamedTuple):
-    """The beginnings of what followed, copied out of the texts.
-
-    Attributes:
-        tokens: what followed at each occurrence, a SEPARATOR behind each excerpt.
-        occurrences: the longest match first, then the newest. Their positions index ``tokens``,
-            where the excerpt begins.
-        sources: parallel to the occurrences: which text each is from, for :meth:`Memory.used`.
-    """
-
-    tokens: list[int]
-    occurrences: list[Occurrence]
-    sources: list[Source]
 
 
 class Source(NamedTuple):

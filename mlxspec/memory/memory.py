@@ -12,7 +12,8 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from ..draft.suffix_array import TOKEN_BITS, encode_texts
-from .excerpts import DEPTH, DamagedTexts, Excerpts, Source, excerpts
+from ..draft.suffix_index import Excerpts
+from .excerpts import DEPTH, DamagedTexts, Source, excerpts
 from .live import Live
 from .part import NOTHING, SUPERSEDED, Learned, Merged, Part
 

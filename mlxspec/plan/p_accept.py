@@ -70,6 +70,8 @@ _FIRST_LENGTH_BIASES = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -0.4, -0.4, 0.0)
 _RECENT_RATE = 0.1
 _AVERAGE_RATE = 0.03
 _FIRST_AVERAGE = 0.3
+_USUAL_AGE = 8192  # tokens; how far back an occurrence in earlier texts counts as
+_EXPERIENCE_RATE = 0.2
 
 
 class Estimate(NamedTuple):
@@ -87,6 +89,25 @@ class Estimate(NamedTuple):
     length_class: int
 
 
+class Experience:
+    """How often the continuations of some texts were right in earlier generations.
+
+    Attributes:
+        average: the share that was right.
+        kind_biases: as they were at the end of a generation, on average.
+    """
+
+    def __init__(self) -> None:
+        self.average = _FIRST_AVERAGE
+        self.kind_biases = [0.0] * 4
+
+    def take(self, average: float, kind_biases: Sequence[float]) -> None:
+        """Learn from a generation that has ended."""
+        self.average += _EXPERIENCE_RATE * (average - self.average)
+        for kind, bias in enumerate(kind_biases):
+            self.kind_biases[kind] += _EXPERIENCE_RATE * (bias - self.kind_biases[kind])
+
+
 class AcceptanceModel:
     """A logistic model of a continuation's p_accept, with biases that are learned online.
 
@@ -98,22 +119,39 @@ class AcceptanceModel:
 
     Args:
         classes: per token id its :class:`TokenClass`; tokens beyond its end are UNKNOWN.
+        experience: of earlier texts, which this model is for; each generation begins with it and
+            adds to it. None for the context, whose beginning tells nothing of its end.
     """
 
-    def __init__(self, classes: bytes = b"") -> None:
+    def __init__(self, classes: bytes = b"", *, experience: Experience | None = None) -> None:
         self._classes = classes
+        self._experience = experience
         prior = _prior()
         self._unanimous = _Weights(prior["unanimous"])
         self._divided = _Weights(prior["divided"])
         self._lower_ranked = _Weights(prior["lower_ranked"])
-        self.begin(0)
+        self.begin()
 
-    def begin(self, memory_end: int) -> None:
-        """Forget what was learned; the text before ``memory_end`` is earlier outputs."""
-        self._memory_end = memory_end
+    def begin(self, conversation_end: int = 0) -> None:
+        """Start a generation, with nothing learned but experience.
+
+        Args:
+            conversation_end: what stands before it in the index is the conversation's, but not
+                the context's.
+        """
+        self._conversation_end = conversation_end
         self._recent = self._average = _FIRST_AVERAGE
         self._kind_biases = [0.0] * 4
         self._length_biases = [*_FIRST_LENGTH_BIASES]
+        self._learned = False
+        if self._experience:
+            self._recent = self._average = self._experience.average
+            self._kind_biases = [*self._experience.kind_biases]
+
+    def end(self) -> None:
+        """End a generation: what was learned becomes experience."""
+        if self._experience and self._learned:
+            self._experience.take(self._recent, self._kind_biases)
 
     def refresh(self) -> None:
         """Take into account what was learned in the last step; call it once a step."""
@@ -153,15 +191,16 @@ class AcceptanceModel:
             z += weights.share * agreeing / occurrences
             z += weights.log_agreeing * _LOG[agreeing]
             z += weights.log_occurrences * _LOG[occurrences]
-            z += weights.log_age * math.log(end - continuation.newest + 1)
             z += weights.by_class[self._class_of(continuation.token)]
             z += weights.by_class_before[class_before]
             if depth == 0:
                 z += weights.first
             kind = 2 if rank else 0
-            if continuation.newest < self._memory_end:
-                z += weights.from_memory
-                kind += 1
+            if self._experience:
+                z += weights.earlier
+            else:
+                z += weights.log_age * math.log(end - continuation.newest + 1)
+                kind += continuation.newest < self._conversation_end
             length_class = _LENGTH_CLASSES[length]
             z += self._kind_biases[kind] + self._length_biases[length_class]
             p_accept = 1 / (1 + math.exp(-z))
@@ -176,6 +215,7 @@ class AcceptanceModel:
             right: the rank of the right one; None if none was.
             at_root: whether the node is the root.
         """
+        self._learned = True
         tried = estimates if right is None else estimates[: right + 1]
         for rank, (p_accept, kind, length_class) in enumerate(tried):
             change = _BIAS_RATE * ((rank == right) - p_accept)
@@ -217,7 +257,7 @@ class _Weights:
         self.logit_recent: float = prior["logit_recent"]
         self.logit_average: float = prior["logit_average"]
         self.first: float = prior["first"]
-        self.from_memory: float = prior["from_memory"]
+        self.earlier: float = prior["from_memory"] + self.log_age * math.log(_USUAL_AGE)
         self.standing = 0.0
 
 

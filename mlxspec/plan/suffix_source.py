@@ -2,89 +2,143 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
+from typing import Any, NamedTuple
 
-from ..draft.context_index import ContextIndex, OutputMemory
+from ..draft.context_index import ContextIndex
 from ..draft.drafter import VerifiedStep
 from ..draft.suffix_index import (
     MAX_LENGTH,
+    EarlierTexts,
+    Excerpts,
     Occurrence,
     SuffixIndex,
-    TextStore,
     continuations,
 )
-from .p_accept import AcceptanceModel, Estimate
+from .p_accept import AcceptanceModel, Estimate, Experience
 from .planner import Candidates, Source
 
-# Negative p_reached, serial number, parent, rank among its siblings, occurrences, path.
-_Frontier = tuple[float, int, int, int, list[Occurrence], list[int]]
+CONTEXT = "context"
+"""The origin of drafts from the context itself."""
+OTHERS = "other"
+"""Where accepted drafts came from that are not of a :class:`SuffixSource`."""
 
 # Where these come from: docs/planner-notes.md, "Constants".
 _CHILDREN = 6  # per node of a tree; more are never likely enough
-_STORED_OCCURRENCES = 8  # that a store is asked for
+_EARLIER_OCCURRENCES = 8  # that earlier texts are asked for
+_DEEPEST = 48  # tokens of an excerpt; more than drafts have
 _LEAST_P_REACHED = 0.01  # nodes that are reached more rarely gain nothing on any machine
+
+OnOutput = Callable[[Sequence[int], Mapping[str, int]], None]
+"""Called with an output, and with its figures as :attr:`SuffixSource.earned` has them."""
+
+
+class Earlier:
+    """Earlier texts that all generations of a decoder draft from.
+
+    Args:
+        name: the origin of their drafts.
+        texts: where they are looked up.
+        on_used: called with the one of ``Excerpts.sources`` that an accepted draft came from.
+
+    Attributes:
+        experience: how often they were right in the generations so far.
+    """
+
+    def __init__(
+        self, name: str, texts: EarlierTexts, on_used: Callable[[Any], None] | None = None
+    ) -> None:
+        self.name = name
+        self.texts = texts
+        self.on_used = on_used
+        self.experience = Experience()
 
 
 class SuffixSource(Source):
     """Continuations of the earlier occurrences of the text's end.
 
-    The text is the context, preceded by earlier outputs; a store on disk can be searched as
-    well. The probabilities are learned from every emitted token, drafted or not.
+    They are looked up in the context, and in earlier texts such as a memory of outputs or a store.
+    How likely each of these is right is learned from every emitted token, drafted or not.
 
     Args:
-        memory: earlier outputs to draft from, to which each output is added at its end.
-        store: other texts to draft from.
+        earlier: earlier texts to draft from.
+        on_output: takes each output at its end, to be drafted from later.
         token_classes: see :func:`mlxspec.plan.p_accept.token_classes`.
         context: the index of the conversation so far, which is extended; by default each
             generation has a new one.
+
+    Attributes:
+        earned: the generation's figures: its "steps" and "tokens", and how many accepted drafts
+            came from the context, from each of the earlier texts, and from others.
     """
 
-    name = "suffix"
+    name = CONTEXT
 
     def __init__(
         self,
         *,
-        memory: OutputMemory | None = None,
-        store: TextStore | None = None,
+        earlier: Sequence[Earlier] = (),
+        on_output: OnOutput | None = None,
         token_classes: bytes = b"",
         context: ContextIndex | None = None,
     ) -> None:
-        self._memory = memory
-        self._store = store
-        self._acceptance = AcceptanceModel(token_classes)
+        self._on_output = on_output
         self._kept_context = context
+        self._acceptance = AcceptanceModel(token_classes)
+        self._earlier = [
+            (one, AcceptanceModel(token_classes, experience=one.experience)) for one in earlier
+        ]
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation; a thread builds the index during the prefill."""
         self._context = self._kept_context or ContextIndex()
-        self._context.begin(prompt, self._memory.text() if self._memory else [])
+        self._context.begin(prompt)
         self._index: SuffixIndex | None = None
-        self._acceptance.begin(memory_end=self._context.memory_end)
+        self._acceptance.begin(self._context.conversation_end)
+        for _, acceptance in self._earlier:
+            acceptance.begin()
+        self.earned: Counter[str] = Counter()
 
     def candidates(
         self, max_nodes: int, max_depth: int, branching: bool, least_p: Sequence[float]
     ) -> Candidates:
+        index = self._text()
         self._acceptance.refresh()
+        evidence = [Evidence(CONTEXT, index.tokens, index.occurrences(), self._acceptance)]
+        self._excerpts: dict[str, tuple[Earlier, Excerpts]] = {}
+        tail = index.tokens[-MAX_LENGTH:] if self._earlier else ()
+        for one, acceptance in self._earlier:
+            depth = min(max_depth, max_nodes, _DEEPEST)
+            excerpts = one.texts.look_up(tail, _EARLIER_OCCURRENCES, depth)
+            if excerpts.occurrences:
+                acceptance.refresh()
+                self._excerpts[one.name] = one, excerpts
+                evidence.append(
+                    Evidence(one.name, excerpts.tokens, excerpts.occurrences, acceptance)
+                )
         self._tree = SuffixCandidates(
-            self._text(),
-            self._acceptance,
+            index.tokens[-1],
+            evidence,
             max_nodes=max_nodes,
             max_depth=max_depth,
             branching=branching,
             least_p=least_p,
-            store=self._store,
         )
         return self._tree
 
     def observe(self, step: VerifiedStep, searched: bool) -> None:
+        self._count(step, searched)
         if searched:
             self._tree.learn(step.tokens)
         self._text().extend(step.tokens)
 
     def end(self) -> None:
-        if self._memory:
-            self._memory.add(self._context.output)
+        for _, acceptance in self._earlier:
+            acceptance.end()
+        if self._on_output:
+            self._on_output(self._context.output, self.earned)
         self._index = None
 
     def _text(self) -> SuffixIndex:
@@ -92,103 +146,172 @@ class SuffixSource(Source):
             self._index = self._context.index
         return self._index
 
+    def _count(self, step: VerifiedStep, searched: bool) -> None:
+        """Count the step, and its accepted drafts by where they came from."""
+        self.earned.update(steps=1, tokens=len(step.tokens))
+        node: int | None = 0 if searched else None
+        for accepted in step.accepted:
+            if node is not None:
+                node = self._tree.child(node, step.tree.tokens[accepted])
+            name = OTHERS if node is None else self._tree.names[node - 1]
+            self.earned[name] += 1
+            if node is not None and name in self._excerpts:
+                earlier, excerpts = self._excerpts[name]
+                if earlier.on_used:
+                    first = excerpts.occurrences.index(self._tree.first_occurrence(node))
+                    earlier.on_used(excerpts.sources[first])
+
+
+class Evidence(NamedTuple):
+    """Where a text's end occurred before.
+
+    Attributes:
+        name: the origin of drafts.
+        tokens: the text that was searched.
+        occurrences: the longest match first.
+        acceptance: estimates the probabilities of what followed.
+    """
+
+    name: str
+    tokens: Sequence[int]
+    occurrences: list[Occurrence]
+    acceptance: AcceptanceModel
+
+
+# Negative p_reached, serial number, parent, the text that names it, occurrences by text, path.
+_Frontier = tuple[float, int, int, int, list[list[Occurrence]], list[int]]
+# A text's probabilities, the tokens that it proposes as children of a node, and their estimates.
+_Saying = tuple[AcceptanceModel, list[int], list[Estimate]]
+# p_reached, the text that names it, and the occurrences that go on with it by text.
+_Child = tuple[float, int, dict[int, list[Occurrence]]]
+
+_NOWHERE: list[Occurrence] = []  # where a text has nothing to say
+
 
 class SuffixCandidates(Candidates):
     """A tree of continuations, grown best first.
 
     A child's probability is its parent's, times those of its better siblings being wrong, times
-    its own. No child's exceeds its parent's, so any number of first nodes is a tree.
+    its own. No child's exceeds its parent's, so any number of first nodes is a tree. Where two
+    texts propose the same child, it has the higher of their probabilities; a child that only the
+    later one proposes gets what the children of the earlier one leave.
 
     Args:
-        index: the text to draft from.
-        acceptance: estimates the probabilities.
+        root: the current token.
+        evidence: where it occurred before, in one or several texts.
         max_nodes, max_depth, branching, least_p: as for :meth:`Source.candidates`.
-        store: other texts to draft from.
+
+    Attributes:
+        names: per node but the root, the origin of its draft token.
     """
 
     def __init__(
         self,
-        index: SuffixIndex,
-        acceptance: AcceptanceModel,
+        root: int,
+        evidence: Sequence[Evidence],
         *,
         max_nodes: int,
         max_depth: int,
         branching: bool,
         least_p: Sequence[float],
-        store: TextStore | None = None,
     ) -> None:
-        super().__init__(index.tokens[-1], "suffix")
-        self._index = index
-        self._stored = store.tokens if store else ()
-        self._acceptance = acceptance
+        super().__init__(root)
+        self.names: list[str] = []
+        self._evidence = evidence
         self._most_children = _CHILDREN if branching else 1
-        # Per node its ranked children: tokens, estimates, and their nodes where they were grown.
-        self._children: list[tuple[list[int], list[Estimate], dict[int, int]]] = []
+        # Per node, what each text said of its children; and its children's nodes by token.
+        self._sayings: list[list[_Saying]] = []
+        self._children: list[dict[int, int]] = []
+        self._firsts: list[Occurrence] = []  # per node but the root, the best occurrence
         self._serial = 0  # decides between equals: the older entry comes first
-        occurrences = index.occurrences()
-        if store:
-            occurrences += store.occurrences(index.tokens[-MAX_LENGTH:], _STORED_OCCURRENCES)
-            occurrences.sort(reverse=True)
-        self._grow(occurrences, max_nodes, max_depth, least_p)
+        self._grow(max_nodes, max_depth, least_p)
+
+    def origins(self, n_draft: int) -> list[str]:
+        return self.names[:n_draft]
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of a node with this token."""
+        return self._children[node].get(token)
+
+    def first_occurrence(self, node: int) -> Occurrence:
+        """The best of the occurrences that a node continues, in the text that ``names`` tells."""
+        return self._firsts[node - 1]
 
     def learn(self, emitted: Sequence[int]) -> None:
         """Learn from the tokens that followed, whether they had been verified as drafts or not."""
         node: int | None = 0
         for token in emitted:
-            if node is None or node >= len(self._children):
+            if node is None:
                 return
-            tokens, estimates, nodes = self._children[node]
-            if not tokens:
-                return
-            right = tokens.index(token) if token in tokens else None
-            self._acceptance.learn(estimates, right, at_root=node == 0)
-            node = None if right is None else nodes.get(right)
+            for acceptance, tokens, estimates in self._sayings[node]:
+                right = tokens.index(token) if token in tokens else None
+                acceptance.learn(estimates, right, at_root=node == 0)
+            node = self._children[node].get(token)
 
-    def _grow(
-        self,
-        occurrences: list[Occurrence],
-        max_nodes: int,
-        max_depth: int,
-        least_p: Sequence[float],
-    ) -> None:
+    def _grow(self, max_nodes: int, max_depth: int, least_p: Sequence[float]) -> None:
         """Best-first search from the root."""
         frontier: list[_Frontier] = []
-        self._expand(0, 1.0, occurrences, [], frontier)
+        self._expand(0, 1.0, [text.occurrences for text in self._evidence], [], frontier)
         while frontier and len(self.p_reached) < max_nodes and max_depth > 0:
-            negative_p, _, parent, rank, occurrences, path = heappop(frontier)
+            negative_p, _, parent, name, occurrences, path = heappop(frontier)
             p_reached = -negative_p
             # Nodes that would pay if the first token were known to be right are grown as well.
             first = self.p_reached[0] if self.p_reached else 1.0
             if p_reached < max(_LEAST_P_REACHED, first * least_p[len(self.p_reached)]):
                 break
-            node = self.add(path[-1], parent, p_reached)
-            self._children[parent][2][rank] = node
+            node = self._children[parent][path[-1]] = self.add(path[-1], parent, p_reached)
+            self.names.append(self._evidence[name].name)
+            self._firsts.append(occurrences[name][0])
             if len(path) < max_depth:
                 self._expand(node, p_reached, occurrences, path, frontier)
             else:
-                self._children.append(([], [], {}))
+                self._sayings.append([])
+                self._children.append({})
 
     def _expand(
         self,
         node: int,
-        p_reached: float,
-        occurrences: list[Occurrence],
+        p_node: float,
+        occurrences: Sequence[list[Occurrence]],
         path: list[int],
         frontier: list[_Frontier],
     ) -> None:
         """Rank a node's continuations and put them on the frontier."""
-        text = self._index.tokens
-        found = continuations(text, occurrences, path, self._stored)
-        estimates: list[Estimate] = []
-        if found:
-            estimates = self._acceptance.estimate(
-                found, len(text), len(path), self.tokens[node], self._most_children
+        sayings: list[_Saying] = []
+        children: dict[int, _Child] = {}
+        left = p_node  # the probability that none of the children is right
+        for number, (text, own) in enumerate(zip(self._evidence, occurrences, strict=True)):
+            found = continuations(text.tokens, own, path) if own else []
+            if not found:
+                continue
+            most, p_left = self._most_children, p_node
+            estimates = text.acceptance.estimate(
+                found, len(text.tokens), len(path), self.tokens[node], most
             )
-        for rank, estimate in enumerate(estimates):
-            token, _, _, going_on = found[rank]
-            p_child = p_reached * estimate.p_accept
-            heappush(frontier, (-p_child, self._serial, node, rank, going_on, [*path, token]))
+            sayings.append((text.acceptance, [one.token for one in found[:most]], estimates))
+            share = left / p_node  # that the children of earlier texts leave
+            for (token, _, _, going_on), estimate in zip(found, estimates, strict=False):
+                p_child = p_left * estimate.p_accept
+                p_left *= 1 - estimate.p_accept
+                known = children.get(token)
+                if known is None:
+                    gained = p_child if not sayings[1:] else min(share * p_child, left)
+                    children[token] = gained, number, {number: going_on}
+                else:
+                    p_known, name, by_text = known
+                    gained = min(max(p_child - p_known, 0.0), left)
+                    by_text[number] = going_on
+                    children[token] = p_known + gained, number if gained else name, by_text
+                left -= gained
+        self._sayings.append(sayings)
+        self._children.append({})
+        ranked = list(children.items())
+        if len(sayings) > 1:
+            ranked.sort(key=lambda child: -child[1][0])
+            if self._most_children == 1:
+                del ranked[1:]
+        texts = range(len(occurrences))
+        for token, (p_child, name, by_text) in ranked:
+            followed = [by_text.get(number, _NOWHERE) for number in texts]
+            heappush(frontier, (-p_child, self._serial, node, name, followed, [*path, token]))
             self._serial += 1
-            p_reached *= 1 - estimate.p_accept
-        tokens = [continuation.token for continuation in found[: self._most_children]]
-        self._children.append((tokens, estimates, {}))

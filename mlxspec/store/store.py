@@ -19,10 +19,10 @@ from typing import Protocol
 import numpy as np
 
 from ..draft.suffix_array import TOKEN_BITS, SuffixArray
-from ..draft.suffix_index import SEPARATOR, Occurrence
+from ..draft.suffix_index import SEPARATOR, Excerpts, Occurrence
 from ..errors import OptionError, StoreError
 from ..files import replaced
-from ..memory.excerpts import DEPTH, DamagedTexts, Excerpts, Searched, excerpts
+from ..memory.excerpts import DEPTH, DamagedTexts, Searched, excerpts
 
 _HUB_SNAPSHOT = re.compile(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]")
 _MAX_VOCABULARY = (1 << TOKEN_BITS) - 1

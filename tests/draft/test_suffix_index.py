@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.draft.suffix_index import MAX_LENGTH, SEPARATOR, Occurrence, SuffixIndex, continuations
+from mlxspec.draft.suffix_index import MAX_LENGTH, SEPARATOR, SuffixIndex, continuations
 from tests.support.examples import examples
 from tests.support.interrupts import interrupted_anywhere
 
@@ -114,10 +114,3 @@ def test_a_loop_is_drafted_beyond_the_end_of_the_text() -> None:
 
 def test_nothing_is_drafted_across_a_separator() -> None:
     assert tokens_after([1, 2, SEPARATOR, 3, 1, 2], []) == []
-
-
-def test_negative_positions_are_a_stores() -> None:
-    stored = [7, 8, 9, SEPARATOR]
-    found = continuations([1, 8], [Occurrence(1, -2)], [], stored)
-    assert [c.token for c in found] == [9]
-    assert continuations([1, 8], [Occurrence(1, -2)], [9], stored) == []

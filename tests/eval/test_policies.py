@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from mlxspec.draft.context_index import OutputMemory
 from mlxspec.draft.drafter import Drafter
 from mlxspec.eval.policies import (
     POLICIES,
@@ -26,7 +25,7 @@ PROMPT = [1, 2, 3, 4, 5, 9, 1]
 
 def drafter_of(name: str, output: list[int]) -> Drafter:
     """A policy's drafter for one output."""
-    return POLICIES[name].make_drafter(Task(output, FLAT, b"", OutputMemory()))
+    return POLICIES[name].make_drafter(Task(output, FLAT, b""))
 
 
 def proposal(drafter: Drafter, text: Sequence[int], fed: int = 3) -> list[int]:

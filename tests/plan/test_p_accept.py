@@ -3,7 +3,7 @@
 import pytest
 
 from mlxspec.draft.suffix_index import Continuation, Occurrence
-from mlxspec.plan.p_accept import AcceptanceModel, TokenClass, token_classes
+from mlxspec.plan.p_accept import AcceptanceModel, Experience, TokenClass, token_classes
 
 _EXPECTED = {
     "▁the": TokenClass.WORD_START,
@@ -56,11 +56,37 @@ def test_competitors_make_the_best_less_likely() -> None:
     assert close < clear < alone
 
 
-def test_what_comes_from_memory_is_less_likely_right() -> None:
+def test_what_comes_from_earlier_texts_is_less_likely_right() -> None:
+    own = p_accept(AcceptanceModel(), continuation(3))[0]
+    assert p_accept(AcceptanceModel(experience=Experience()), continuation(3))[0] < own
+
+
+def test_earlier_texts_are_known_from_the_generations_before() -> None:
+    experience = Experience()
+    model = AcceptanceModel(experience=experience)
+    first = p_accept(model, continuation(3))
+    estimates = model.estimate([continuation(3)], end=100, depth=0, before=3, limit=1)
+    for _ in range(20):
+        model.learn(estimates, None, at_root=True)
+    model.end()
+    model.begin()
+    after = p_accept(model, continuation(3))
+    assert after < first
+    model.begin()
+    model.end()  # where nothing was learned nothing changes
+    model.begin()
+    assert p_accept(model, continuation(3)) == after
+
+
+def test_abandoned_turns_have_a_bias_of_their_own() -> None:
     model = AcceptanceModel()
-    own = p_accept(model, continuation(3))[0]
-    model.begin(memory_end=60)
-    assert p_accept(model, continuation(3))[0] < own
+    model.begin(conversation_end=40)
+    here, before = p_accept(model, continuation(3)), p_accept(model, continuation(3, position=30))
+    estimates = model.estimate([continuation(3, position=30)], end=100, depth=0, before=3, limit=1)
+    for _ in range(5):
+        model.learn(estimates, 0, at_root=False)
+    gained = p_accept(model, continuation(3))[0] - here[0]
+    assert p_accept(model, continuation(3, position=30))[0] - before[0] > gained > 0
 
 
 @pytest.mark.parametrize("truth", [True, False])
@@ -73,5 +99,5 @@ def test_experience_moves_the_estimates(truth: bool) -> None:
         model.learn(estimates, 0 if truth else None, at_root=True)
     after = p_accept(model, continuation(2))[0]
     assert after > max(before, 0.9) if truth else after < min(before, 0.1)
-    model.begin(memory_end=0)
+    model.begin()
     assert p_accept(model, continuation(2))[0] == before

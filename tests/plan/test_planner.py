@@ -2,15 +2,19 @@
 
 import itertools
 import random
+from collections.abc import Mapping, Sequence
 
 import pytest
 
-from mlxspec.draft.context_index import ContextIndex, OutputMemory
+from mlxspec.draft.context_index import ContextIndex
 from mlxspec.draft.drafter import DraftTree, VerifiedStep
-from mlxspec.draft.suffix_index import SEPARATOR, Occurrence, SuffixIndex
+from mlxspec.draft.suffix_index import SEPARATOR, Excerpts, Occurrence, SuffixIndex
 from mlxspec.eval.replay import replay
+from mlxspec.memory import Memory
 from mlxspec.plan.chips import chip_curve
 from mlxspec.plan.cost_curve import CostCurve
+from mlxspec.plan.p_accept import AcceptanceModel, Experience
+from mlxspec.plan.suffix_source import Earlier, Evidence, SuffixCandidates
 from tests.support.planners import suffix_planner
 
 FLAT = CostCurve([(1, 1), (32, 1.3)])
@@ -74,13 +78,36 @@ def test_no_draft_is_deeper_than_max_depth() -> None:
 
 def test_an_earlier_output_is_drafted_from_memory() -> None:
     output = noise(100, seed=7)
-    memory = OutputMemory()
-    drafter = suffix_planner(FLAT, memory=memory)
+    memory, used, told = Memory(), [], []
+
+    def remember(output: Sequence[int], earned: Mapping[str, int]) -> None:
+        memory.add(output, earned)
+        memory.settle()
+        told.append(dict(earned))
+
+    earlier = [Earlier("memory", memory, used.append)]
+    drafter = suffix_planner(FLAT, earlier=earlier, on_output=remember)
     first = replay([1, 2, 3], output, drafter)
     again = replay([1, 4, 3], output, drafter)
     assert len(first.rows) == 100
     assert len(again.rows) < 30
-    assert memory.text().count(SEPARATOR) == 2
+    assert told[0] == {"steps": 100, "tokens": 100}
+    assert told[1]["steps"] == len(again.rows)
+    # The last step has no token of the target's own.
+    assert told[1]["memory"] == len(used) == 101 - len(again.rows)
+
+
+def test_a_memory_that_misleads_is_trusted_less_in_each_generation() -> None:
+    """Its texts have the output's tokens, and others after each of them."""
+    output = noise(300, seed=20)
+    lies = [[token, wrong] for token, wrong in zip(output, noise(300, seed=21), strict=True)]
+    memory = Memory()
+    for lie in lies:
+        memory.add([*lie, *noise(3, seed=lie[1])])
+    memory.settle()
+    drafter = suffix_planner(chip_curve("M4 Pro"), earlier=[Earlier("memory", memory)])
+    costs = [replay([1, 2], output, drafter).cost(chip_curve("M4 Pro")) for _ in range(4)]
+    assert 301 > costs[0] > costs[1] > costs[2] > costs[3] > 300
 
 
 def test_an_answer_is_drafted_from_the_one_it_takes_the_place_of() -> None:
@@ -98,20 +125,59 @@ def test_an_answer_is_drafted_from_the_one_it_takes_the_place_of() -> None:
 
 def test_a_store_is_drafted_from() -> None:
     class Stored:
-        tokens = (*noise(100, seed=8), SEPARATOR)
+        tokens = noise(100, seed=8)
 
-        def occurrences(self, tail: list[int], limit: int) -> list[Occurrence]:
-            if tail[-1] not in self.tokens:
-                return []
-            return [Occurrence(1, self.tokens.index(tail[-1]) + 1 - len(self.tokens))]
+        def look_up(self, tail: Sequence[int], limit: int, depth: int) -> Excerpts:
+            if tail[-1] not in self.tokens[:-1]:
+                return Excerpts([], [], [])
+            start = self.tokens.index(tail[-1]) + 1
+            excerpt = [*self.tokens[start : start + depth], SEPARATOR]
+            return Excerpts(excerpt, [Occurrence(1, 0)], [None])
 
-    drafter = suffix_planner(FLAT, store=Stored())
-    assert len(replay([1, 2], list(Stored.tokens[:100]), drafter).rows) < 40
+    drafter = suffix_planner(FLAT, earlier=[Earlier("store", Stored())])
+    assert len(replay([1, 2], Stored.tokens, drafter).rows) < 40
+
+
+def test_where_texts_agree_a_child_has_the_higher_probability() -> None:
+    """One tree of several texts; with one of them it is that text's own."""
+    classes, sure, unsure = b"", Experience(), Experience()
+    sure.average, unsure.average = 0.9, 0.1
+
+    def candidates(*evidence: Evidence, branching: bool = True) -> SuffixCandidates:
+        for one in evidence:
+            one.acceptance.begin()
+            one.acceptance.refresh()
+        return SuffixCandidates(
+            5,
+            evidence,
+            max_nodes=8,
+            max_depth=4,
+            branching=branching,
+            least_p=[0.0] * 9,
+        )
+
+    def says(name: str, tokens: list[int], experience: Experience) -> Evidence:
+        model = AcceptanceModel(classes, experience=experience)
+        return Evidence(name, [*tokens, SEPARATOR], [Occurrence(3, 0)], model)
+
+    high, low = says("high", [1, 2], sure), says("low", [1, 3], unsure)
+    alone = candidates(high)
+    both = candidates(low, high)
+    assert alone.tokens == [5, 1, 2]
+    assert set(both.tokens) == {5, 1, 2, 3}
+    assert both.p_reached[0] == pytest.approx(alone.p_reached[0])
+    assert both.names[:2] == ["high", "high"]
+    below = [p for p, parent in zip(both.p_reached, both.parents[1:], strict=True) if parent]
+    assert sum(below) <= both.p_reached[0]
+    chain = candidates(low, high, branching=False)
+    assert chain.tokens == [5, 1, 2]
+    assert chain.draft(2).is_chain
 
 
 def test_an_abandoned_generation_leaves_the_drafter_usable() -> None:
     text = noise(50, seed=9)
-    drafter = suffix_planner(FLAT, memory=OutputMemory())
+    memory = Memory()
+    drafter = suffix_planner(FLAT, earlier=[Earlier("memory", memory)], on_output=memory.add)
     drafter.begin(text)
     drafter.end()
     assert len(replay([*text, *text[:5]], text[5:], drafter).rows) < 20
