@@ -62,9 +62,8 @@ class Memories:
     def _kept(self, identity: TokenizerIdentity, model: str) -> KeptTexts | None:
         from ..memory import open_kept
 
-        name = os.path.abspath(model) if os.path.isdir(model) else model
         try:
-            return open_kept(identity, name, self._settings.max_tokens)
+            return open_kept(identity, absolute(model), self._settings.max_tokens)
         except StoreError as error:
             note(f"{error}; answers are remembered until this command ends")
             return None
@@ -97,6 +96,14 @@ class Memories:
             if kind is None:
                 _sort(memory)
             memory.close(patience=0)
+
+
+def absolute(model: str) -> str:
+    """A model's name, by which it is found from any directory."""
+    from ..loading.model_files import DEMO, local_path
+
+    is_there = model != DEMO and local_path(model).exists()
+    return os.path.abspath(local_path(model)) if is_there else model
 
 
 def _sort(memory: Memory) -> None:
