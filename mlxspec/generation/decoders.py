@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -147,12 +147,16 @@ class AutoDecoder(_PlannedDecoder):
             self.memory.refresh()
         suffixes = SuffixSource(
             earlier=self._earlier,
-            on_output=self.memory.add if self.memory else None,
+            on_output=self._remember,
             token_classes=self._token_classes,
             context=session.index if session else None,
         )
         branching = trees_pay(self.costs.curve) and self.capability is Capability.TREE
         return self._plan([suffixes, *others], branching=branching, costs=costs)
+
+    def _remember(self, output: Sequence[int], earned: Mapping[str, int]) -> None:
+        if self.memory and self.remembers:
+            self.memory.add(output, earned)
 
     def look_ups_beside(
         self, session: Session | None, drafter: DraftModelDrafter, others: Sequence[Source] = ()
