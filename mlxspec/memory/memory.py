@@ -161,25 +161,20 @@ class Memory:
         while not done.wait(0.1) and self._thread.is_alive():
             pass
 
-    def close(self, patience: float | None = None) -> bool:
+    def close(self, patience: float | None = None) -> None:
         """Keep all that was added, and merge what there is to merge.
 
         Nothing is remembered from then on.
 
         Args:
             patience: for how many seconds to merge; None merges to the end. What is left is for
-                whoever opens the same directory next. A second call may say otherwise.
-
-        Returns:
-            whether nothing is left.
+                whoever opens the same directory next.
         """
         self._shelf.requests.put(_FINISH)
         self._thread.join(patience)
-        if finished := not self._thread.is_alive():
-            return finished
-        self._shelf.requests.put(_STOP)
-        self._thread.join(_EXIT_SECONDS)
-        return finished
+        if self._thread.is_alive():
+            self._shelf.requests.put(_STOP)
+            self._thread.join(_EXIT_SECONDS)
 
 
 _STOP, _FINISH, _REFRESH, _MERGED = object(), object(), object(), object()

@@ -579,12 +579,12 @@ def test_a_long_sort_is_told_of_and_ctrl_c_leaves_it(
     monkeypatch.setattr("mlxspec.cli.memories._QUIETLY", 0.0)
     close, patiences = Memory.close, []
 
-    def slow(self: Memory, patience: float | None = None) -> bool:
+    def slow(self: Memory, patience: float | None = None) -> None:
         patiences.append(patience)
         if patience is None:
             time.sleep(0.2)
             raise KeyboardInterrupt
-        return close(self, patience)
+        close(self, patience)
 
     monkeypatch.setattr(Memory, "close", slow)
     with Memories() as memories:
@@ -603,9 +603,9 @@ def test_after_an_error_nobody_waits_for_the_sorting(monkeypatch: pytest.MonkeyP
     save_settings(Settings(True))
     close, patiences = Memory.close, []
 
-    def watched(self: Memory, patience: float | None = None) -> bool:
+    def watched(self: Memory, patience: float | None = None) -> None:
         patiences.append(patience)
-        return close(self, patience)
+        close(self, patience)
 
     monkeypatch.setattr(Memory, "close", watched)
     with pytest.raises(ZeroDivisionError):
