@@ -298,9 +298,11 @@ def _tokenizer_of(model: str | None) -> Any:
     Raises:
         LoadError: there is none.
     """
-    from ..loading.tokenizer import load_tokenizer_of
+    if model is None:
+        return None
+    from ..loading.tokenizer import load_tokenizer_of  # takes a second
 
-    return None if model is None else load_tokenizer_of(model)
+    return load_tokenizer_of(model)
 
 
 def _decoder(about: About, tokenizer: Any) -> Callable[[Text], str]:

@@ -28,6 +28,7 @@ _SETTINGS = "settings.json"
 _ABOUT = "about.json"
 _NAME = re.compile(r"[0-9a-f]{16}")
 _MOST_BYTES = 1 << 20
+_ELSEWHERE = f"{SWITCH} may name another directory"
 _REMEDY = "set it again with `mlxspec memory`"
 
 
@@ -235,10 +236,7 @@ def _opened(directory: Path, identity: TokenizerIdentity, max_tokens: int) -> Ke
     try:
         return KeptTexts(directory, identity, max_tokens)
     except OSError as error:
-        raise StoreError(
-            f"{directory}: cannot be made ({reason(error)}); {ENVIRONMENT_VARIABLE} names another "
-            "place"
-        ) from error
+        raise StoreError(f"{directory}: cannot be made ({reason(error)}); {_ELSEWHERE}") from error
 
 
 def _read_json(path: Path) -> object:
@@ -258,7 +256,9 @@ def _write_json(path: Path, value: object) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise StoreError(f"{path.parent}: cannot be made ({reason(error)})") from error
+        raise StoreError(
+            f"{path.parent}: cannot be made ({reason(error)}); {_ELSEWHERE}"
+        ) from error
     with replaced(path, StoreError) as file:
         file.write(json.dumps(value, indent=1).encode() + b"\n")
 
