@@ -100,9 +100,16 @@ class Memory:
         if isinstance(source.texts, Part):
             source.texts.use(source.position)
 
-    def settle(self) -> None:
-        """Wait until all that was added can be looked up."""
+    def settle(self, *, tidy: bool = False) -> None:
+        """Wait until all that was added can be looked up.
+
+        Args:
+            tidy: wait for all merging, too. What is found then depends on nothing but what was
+                added, and no more than ``max_tokens`` are held.
+        """
         done = threading.Event()
+        if tidy:
+            self._shelf.requests.put(_TIDY)
         self._shelf.requests.put(done)
         while not done.wait(0.1) and self._thread.is_alive():
             pass
@@ -113,7 +120,7 @@ class Memory:
         self._thread.join()
 
 
-_STOP, _FINISH, _MERGED = object(), object(), object()
+_STOP, _FINISH, _TIDY, _MERGED = object(), object(), object(), object()
 
 _open: weakref.WeakSet[Memory] = weakref.WeakSet()
 
@@ -145,10 +152,7 @@ class _Shelf:
         """Do what is asked for until the end, and whenever nothing is, merge parts step by step."""
         finishing = False
         while True:
-            if self._merging is None and self._untidy:
-                self._untidy = False
-                self._merging = self._merge()
-            if self._merging and len(self.searched.parts) > _MANY_PARTS:
+            if self._has_to_merge() and len(self.searched.parts) > _MANY_PARTS:
                 self._go_on()
             try:
                 request = self.requests.get(block=not (self._merging or finishing))
@@ -161,6 +165,9 @@ class _Shelf:
                 return
             if request is _FINISH:
                 finishing = True
+            elif request is _TIDY:
+                while self._has_to_merge():
+                    self._go_on()
             elif isinstance(request, threading.Event):
                 request.set()
             else:
@@ -191,6 +198,13 @@ class _Shelf:
         for other in older:
             other.supersede(hashes)
         self._untidy = True
+
+    def _has_to_merge(self) -> bool:
+        """Whether parts are being merged, which begins here if there is something to merge."""
+        if self._merging is None and self._untidy:
+            self._untidy = False
+            self._merging = self._merge()
+        return self._merging is not None
 
     def _go_on(self) -> None:
         """Go on with merging by one step."""
