@@ -20,6 +20,8 @@ from typing import Any
 
 # Nor do tests touch the step times that the user's machine has learned.
 os.environ["MLXSPEC_CACHE_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
+# Nor the answers that the user keeps.
+os.environ["MLXSPEC_DATA_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
 
 import mlxspec  # noqa: F401  # isort: skip  (before mlx.core)
 import mlx.core as mx
@@ -30,7 +32,7 @@ from tests.support.examples import LONG, examples
 from tests.support.harness import NEAR_TIES
 from tests.support.shared import SHARED
 
-STEP_TIMES = Path(os.environ["MLXSPEC_CACHE_DIR"])
+OF_THE_USER = (os.environ["MLXSPEC_CACHE_DIR"], os.environ["MLXSPEC_DATA_DIR"])
 
 # A shell starts what runs in the background with Ctrl-C ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -90,7 +92,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    shutil.rmtree(STEP_TIMES, ignore_errors=True)
+    for directory in OF_THE_USER:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

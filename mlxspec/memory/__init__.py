@@ -1,7 +1,46 @@
 """Earlier answers, kept to draft from: in a process, or on disk over its runs. No MLX here."""
 
+from .contents import Contents, Text, contents, earned_by_day, forget, kept_texts, verify
 from .excerpts import Source
+from .kept import KEPT_TOKENS, KeptTexts
 from .memory import MAX_TOKENS, Memory
 from .part import EARNED, SOURCES
+from .settings import (
+    About,
+    Settings,
+    directory_name,
+    kept_directories,
+    load_settings,
+    memory_directory,
+    open_kept,
+    save_settings,
+)
+from .tokenizer_identity import TokenizerIdentity, Vocabulary, identify
 
-__all__ = ["EARNED", "MAX_TOKENS", "SOURCES", "Memory", "Source"]
+__all__ = [
+    "EARNED",
+    "KEPT_TOKENS",
+    "MAX_TOKENS",
+    "SOURCES",
+    "About",
+    "Contents",
+    "KeptTexts",
+    "Memory",
+    "Settings",
+    "Source",
+    "Text",
+    "TokenizerIdentity",
+    "Vocabulary",
+    "contents",
+    "directory_name",
+    "earned_by_day",
+    "forget",
+    "identify",
+    "kept_directories",
+    "kept_texts",
+    "load_settings",
+    "memory_directory",
+    "open_kept",
+    "save_settings",
+    "verify",
+]

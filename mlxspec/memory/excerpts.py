@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from ..draft.suffix_array import TOKEN_BITS
 from ..draft.suffix_index import MAX_LENGTH, SEPARATOR, Excerpts, Occurrence
 
@@ -35,11 +37,13 @@ class Searched(NamedTuple):
         search: where a context's last tokens stand, best first, and up to how many at least.
         tokens: all of the texts, a SEPARATOR behind each.
         texts: what sources name.
+        unverified: the tokens, where a file holds them of which only the header was verified.
     """
 
     search: Callable[[Sequence[int], int], list[Occurrence]]
     tokens: Tokens
     texts: object
+    unverified: np.ndarray | None = None
 
 
 class DamagedTexts(Exception):
@@ -68,8 +72,7 @@ def excerpts(
         tail: the context, of which the last tokens count.
         limit: how many excerpts to return at most.
         depth: how many tokens an excerpt has at most.
-        vocab_size: all ids are below it. In a file of which only the header was verified, another
-            one shows damage.
+        vocab_size: all ids are below it. Another one shows that unverified texts are damaged.
 
     Raises:
         DamagedTexts: some of the texts are.
@@ -83,21 +86,38 @@ def excerpts(
             raise DamagedTexts(searched.texts) from error
         found += [(length, position, searched) for length, position in occurrences[:limit]]
     found.sort(key=itemgetter(0), reverse=True)  # stable: of equal ones the newer come first
+    chosen = found[:limit]
+    _check(chosen, depth, vocab_size)
     tokens: list[int] = []
     places, sources = [], []
-    for length, position, searched in found[:limit]:
+    for length, position, searched in chosen:
         excerpt = searched.tokens[position : position + depth].tolist()
         if SEPARATOR in excerpt:
             del excerpt[excerpt.index(SEPARATOR) :]
-        if not excerpt:
-            raise DamagedTexts(searched.texts)
         places.append(Occurrence(length, len(tokens)))
         sources.append(Source(searched.texts, position))
         tokens += excerpt
         tokens.append(SEPARATOR)
-    if tokens and (min(tokens) < SEPARATOR or max(tokens) >= vocab_size):
-        for (_, start), source in zip(places, sources, strict=True):
-            excerpt = tokens[start : tokens.index(SEPARATOR, start)]
-            if min(excerpt) < 0 or max(excerpt) >= vocab_size:
-                raise DamagedTexts(source.texts)
     return Excerpts(tokens, places, sources)
+
+
+def _check(chosen: list[tuple[int, int, Searched]], depth: int, vocab_size: int) -> None:
+    """Refuse excerpts of unverified texts that hold what is no token.
+
+    Raises:
+        DamagedTexts: they do.
+    """
+    pieces = [
+        (searched.unverified[position : position + depth], searched)
+        for _, position, searched in chosen
+        if searched.unverified is not None
+    ]
+    # Read without sign and one greater, a SEPARATOR is 0, and all below it is very large.
+    if pieces and _largest(np.concatenate([piece for piece, _ in pieces])) > vocab_size:
+        for piece, searched in pieces:
+            if _largest(piece) > vocab_size:
+                raise DamagedTexts(searched.texts)
+
+
+def _largest(tokens: np.ndarray) -> int:
+    return int((tokens.view(np.uint32) + np.uint32(1)).max(initial=0))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, cast
 
@@ -13,9 +14,13 @@ import numpy as np
 
 from ..draft.suffix_array import TOKEN_BITS, encode_texts
 from ..draft.suffix_index import Excerpts
+from ..errors import StoreError
 from .excerpts import DEPTH, DamagedTexts, Source, excerpts
+from .journal import Journal, JournalMovedError
+from .kept import KeptTexts, OnTrouble, reason
 from .live import Live
-from .part import NOTHING, SUPERSEDED, Learned, Merged, Part
+from .part import NOTHING, SUPERSEDED, Learned, Merged, Part, distinct
+from .part_file import FilePart
 
 MAX_TOKENS = 1 << 20
 """Tokens that a memory holds unless it is told otherwise: 9 MB, and 1 MB of what is newest."""
@@ -29,9 +34,6 @@ RATIO = 8
 _MANY_PARTS = 8  # beyond which answers wait for merging, too
 _VOCABULARY = (1 << TOKEN_BITS) - 1
 _EXIT_SECONDS = 5.0  # to wait at the process's end
-
-OnTrouble = Callable[[str], None]
-"""Called with one line about what could not be done. The memory goes on without it."""
 
 
 class _Searched(NamedTuple):
@@ -50,17 +52,26 @@ class Memory:
     additions, also by a finaliser that interrupts a method of the memory.
 
     Of equal answers one is kept, as the newest. When the memory is full, the answers go that were
-    neither learned nor drafted from with success for the longest time.
+    neither learned nor drafted from with success for the longest time, by days.
 
     Args:
-        max_tokens: how much is remembered. 0 remembers nothing.
-        on_trouble: see :data:`OnTrouble`.
+        max_tokens: how much is remembered; 0 remembers nothing. None takes what ``kept`` says, or
+            MAX_TOKENS.
+        kept: where answers are kept over runs. Without it they end with the process.
+        on_trouble: called with one line about what could not be done, by the memory's thread or
+            by one that looks up. The memory goes on without it.
     """
 
     def __init__(
-        self, max_tokens: int = MAX_TOKENS, *, on_trouble: OnTrouble = lambda line: None
+        self,
+        max_tokens: int | None = None,
+        *,
+        kept: KeptTexts | None = None,
+        on_trouble: OnTrouble = lambda line: None,
     ) -> None:
-        self._shelf = _Shelf(max_tokens, on_trouble)
+        if max_tokens is None:
+            max_tokens = kept.max_tokens if kept else MAX_TOKENS
+        self._shelf = _Shelf(max_tokens, kept, on_trouble)
         self._thread = threading.Thread(target=self._shelf.run, name="mlxspec memory", daemon=True)
         self._thread.start()
         _open.add(self)
@@ -74,13 +85,14 @@ class Memory:
             limit: how many excerpts to return at most.
             depth: how many tokens an excerpt has at most.
         """
+        shelf = self._shelf
         while True:
-            live, parts = self._shelf.searched
+            live, parts = shelf.searched
             try:
                 everything = (live.searched, *(part.searched for part in parts))
-                return excerpts(everything, tail, limit, depth)
+                return excerpts(everything, tail, limit, depth, shelf.vocab_size)
             except DamagedTexts as damaged:
-                self._shelf.drop(damaged.texts)
+                shelf.drop(damaged.texts)
 
     def add(self, output: Sequence[int], earned: Mapping[str, int] | None = None) -> None:
         """Remember an answer, soon. This waits for nothing, wherever it is called.
@@ -100,12 +112,18 @@ class Memory:
         if isinstance(source.texts, Part):
             source.texts.use(source.position)
 
+    def refresh(self) -> None:
+        """See, soon, what other processes have kept or forgotten. Cheap where that is nothing."""
+        if self._shelf.is_outdated():
+            self._shelf.requests.put(_REFRESH)
+
     def settle(self, *, tidy: bool = False) -> None:
         """Wait until all that was added can be looked up.
 
         Args:
-            tidy: wait for all merging, too. What is found then depends on nothing but what was
-                added, and no more than ``max_tokens`` are held.
+            tidy: wait for all merging, too. Then no more than ``max_tokens`` are held, and unless
+                they are kept for several processes, what is found depends on nothing but what was
+                added.
         """
         done = threading.Event()
         if tidy:
@@ -120,7 +138,7 @@ class Memory:
         self._thread.join()
 
 
-_STOP, _FINISH, _TIDY, _MERGED = object(), object(), object(), object()
+_STOP, _FINISH, _REFRESH, _TIDY, _MERGED = (object() for _ in range(5))
 
 _open: weakref.WeakSet[Memory] = weakref.WeakSet()
 
@@ -136,35 +154,85 @@ def _stop_all() -> None:
 class _Shelf:
     """What a memory holds, and the work of its thread."""
 
-    def __init__(self, max_tokens: int, on_trouble: OnTrouble) -> None:
+    def __init__(self, max_tokens: int, kept: KeptTexts | None, on_trouble: OnTrouble) -> None:
+        self.vocab_size = kept.identity.vocab_size if kept else _VOCABULARY
         self._max_tokens = max_tokens
+        self._kept = kept
         self._on_trouble = on_trouble
+        self._told: set[str] = set()
         self._live_tokens = max(1, min(LIVE_TOKENS, max_tokens // 8))
         self._changing = threading.Lock()
         """Held for a moment while :attr:`searched` is replaced."""
         self._untidy = False
         """Whether there may be something to merge."""
         self._merging: Generator[None, None, None] | None = None
-        self.searched = _Searched(Live(), ())
+        self._journals: dict[Part, list[Journal]] = {}
+        """Of sorted parts that are not in a file yet, where their answers are kept."""
+        self.searched = _Searched(Live(), self._files())
         self.requests: SimpleQueue[object] = SimpleQueue()
 
     def run(self) -> None:
         """Do what is asked for until the end, and whenever nothing is, merge parts step by step."""
+        try:
+            self._adopt()
+            self._serve()
+        finally:
+            self._merging = None
+            for journals in self._journals.values():
+                for journal in journals:
+                    journal.close()
+            if self._kept:
+                self._kept.close()
+
+    def drop(self, texts: object) -> None:
+        """Search some texts no longer, since they prove to be damaged."""
+        if self._kept and isinstance(texts, FilePart):
+            self._tell(f"{texts.path}: is damaged; what it holds is not drafted from")
+            self._kept.refuse(texts)
+        self._leave_out(texts)
+
+    def _leave_out(self, texts: object) -> None:
+        with self._changing:
+            live, parts = self.searched
+            remaining = tuple(part for part in parts if part is not texts)
+            self.searched = _Searched(Live() if live is texts else live, remaining)
+
+    def is_outdated(self) -> bool:
+        """Whether other processes have changed what is kept."""
+        return self._kept is not None and self._kept.changed()
+
+    def _tell(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            self._on_trouble(line)
+
+    def _trouble(self, error: Exception) -> None:
+        assert self._kept
+        self._tell(
+            f"{self._kept.directory}: {reason(error)}; answers are remembered until this process "
+            "ends, and kept where that is possible"
+        )
+
+    def _serve(self) -> None:
         finishing = False
         while True:
-            if self._has_to_merge() and len(self.searched.parts) > _MANY_PARTS:
+            while self._has_to_merge() and len(self.searched.parts) > _MANY_PARTS:
                 self._go_on()
+            busy = bool(self._merging) or self._untidy
             try:
-                request = self.requests.get(block=not (self._merging or finishing))
+                request = self.requests.get(block=not (busy or finishing))
             except Empty:
-                if self._merging is None:
+                if self._merging:
+                    self._go_on()
+                elif not busy:
                     return
-                self._go_on()
                 continue
             if request is _STOP:
                 return
             if request is _FINISH:
                 finishing = True
+            elif request is _REFRESH:
+                self._refresh()
             elif request is _TIDY:
                 while self._has_to_merge():
                     self._go_on()
@@ -172,32 +240,6 @@ class _Shelf:
                 request.set()
             else:
                 self._take(*cast(tuple[list[int], dict[str, int]], request))
-
-    def drop(self, texts: object) -> None:
-        """Search some texts no longer."""
-        with self._changing:
-            live, parts = self.searched
-            remaining = tuple(part for part in parts if part is not texts)
-            self.searched = _Searched(Live() if live is texts else live, remaining)
-
-    def _take(self, output: list[int], earned: dict[str, int]) -> None:
-        most = self._max_tokens * 3 // 4  # what is left when the memory has become too full
-        for text in encode_texts(output[max(0, len(output) - most) :], _VOCABULARY):
-            self.searched.live.add(Learned.now(text, earned))
-            earned = {}
-            if len(self.searched.live) >= self._live_tokens:
-                self._sort()
-
-    def _sort(self) -> None:
-        """Make a sorted part of the newest answers."""
-        part = Part.of(self.searched.live.answers)
-        with self._changing:
-            older = self.searched.parts
-            self.searched = _Searched(Live(), (part, *older))
-        hashes = np.sort(part.records["hash"])
-        for other in older:
-            other.supersede(hashes)
-        self._untidy = True
 
     def _has_to_merge(self) -> bool:
         """Whether parts are being merged, which begins here if there is something to merge."""
@@ -209,40 +251,225 @@ class _Shelf:
     def _go_on(self) -> None:
         """Go on with merging by one step."""
         assert self._merging is not None
-        if next(self._merging, _MERGED) is _MERGED:
-            self._merging = None
+        try:
+            if next(self._merging, _MERGED) is not _MERGED:
+                return
+        except (OSError, StoreError) as error:
+            self._trouble(error)
+        self._merging = None
 
-    def _merge(self) -> Generator[None, None, None]:
-        """Merge the newest parts as far as need be; all of them where some texts must go."""
-        parts = self.searched.parts
-        if sum(map(len, parts)) > self._max_tokens - self._live_tokens:
-            chosen = parts
-            left_out = surplus(parts, self._max_tokens * 3 // 4)
-        else:
-            chosen = parts[: _too_many(parts)]
-            left_out = [np.zeros(len(part.records), bool) for part in chosen]
-        if not chosen:
+    # Answers, until they are sorted.
+
+    def _take(self, output: list[int], earned: dict[str, int]) -> None:
+        most = self._max_tokens * 3 // 4  # what is left when the memory has become too full
+        for text in encode_texts(output[max(0, len(output) - most) :], self.vocab_size):
+            answer = Learned.now(text, earned)
+            self._write_down(answer)
+            self.searched.live.add(answer)
+            earned = {}
+        if len(self.searched.live) >= self._live_tokens:
+            self._sort()
+
+    def _write_down(self, answer: Learned) -> None:
+        if not self._kept:
             return
-        result, result_out = NOTHING, np.zeros(0, bool)
-        for part, out in zip(chosen, left_out, strict=True):
-            result = yield from Merged(part, result, (out, result_out)).in_memory()
-            result_out = np.zeros(len(result.records), bool)
+        try:
+            try:
+                self._kept.append(answer)
+            except JournalMovedError:
+                self._forget_lost_journals()
+                self._kept.append(answer)
+        except (OSError, JournalMovedError) as error:
+            self._trouble(error)
+
+    def _adopt(self) -> None:
+        """Take over the answers of processes that are gone."""
+        if not self._kept:
+            return
+        try:
+            for answers in self._kept.adopt(self._tell):
+                for answer in answers:
+                    self.searched.live.add(answer)
+                if len(self.searched.live) >= self._live_tokens:
+                    self._sort()
+        except OSError as error:
+            self._trouble(error)
+
+    def _sort(self) -> None:
+        """Make a sorted part of the newest answers."""
+        part = Part.of(self.searched.live.answers)
+        if self._kept:
+            self._journals[part], self._kept.journals = self._kept.journals, []
+        with self._changing:
+            older = self.searched.parts
+            self.searched = _Searched(Live(), (part, *older))
+        hashes = np.sort(part.records["hash"])
+        for other in older:
+            other.supersede(hashes)
+        self._untidy = True
+
+    def _forget_lost_journals(self) -> None:
+        """Take anew, from what is still there, what was in a journal that another process moved.
+
+        It has moved it to forget some of its answers, and has written the others to a part.
+        """
+        assert self._kept
+        if remaining := _if_some_are_lost(self._kept.journals):
+            self._kept.journals = remaining.journals
+            with self._changing:
+                self.searched = _Searched(Live(remaining.answers), self.searched.parts)
+        for part, journals in [*self._journals.items()]:
+            if remaining := _if_some_are_lost(journals):
+                del self._journals[part]
+                new = Part.of(distinct(remaining.answers))
+                self._journals[new] = remaining.journals
+                with self._changing:
+                    live, parts = self.searched
+                    parts = tuple(new if old is part else old for old in parts)
+                    self.searched = _Searched(live, parts)
+
+    # Parts.
+
+    def _files(self) -> tuple[Part, ...]:
+        """The parts that are in files."""
+        try:
+            return tuple(self._kept.parts(self._tell)) if self._kept else ()
+        except OSError as error:
+            self._trouble(error)
+            return ()
+
+    def _refresh(self) -> None:
+        """See what other processes have done, unless this one keeps them from doing anything."""
+        if self.is_outdated() and self._merging is None:
+            self._read_directory()
+            self._untidy = self._untidy or bool(self._journals)
+
+    def _read_directory(self) -> None:
+        """Search what is in the directory now."""
+        self._forget_lost_journals()
+        files = self._files()
         with self._changing:
             live, parts = self.searched
-            newer = parts[: parts.index(chosen[0])]
-            self.searched = _Searched(live, (*newer, result, *parts[len(newer) + len(chosen) :]))
-        for part in newer:  # made meanwhile
-            result.supersede(np.sort(part.records["hash"]))
+            own = tuple(part for part in parts if not isinstance(part, FilePart))
+            self.searched = _Searched(live, own + files)
+
+    def _merge(self) -> Generator[None, None, None]:
+        """Merge the smallest parts as far as need be; all of them where some texts must go."""
+        if self._kept:
+            with self._kept.merging() as alone:
+                if alone:  # otherwise another process does
+                    yield from self._merge_files(self._kept)
+        else:
+            chosen, left_out = self._choice(())
+            if chosen:
+                merged = yield from _merged(chosen, left_out)
+                self._replace(chosen, (yield from merged.in_memory()))
+
+    def _merge_files(self, kept: KeptTexts) -> Generator[None, None, None]:
+        """Merge parts in files, and those that are not in a file yet into one."""
+        self._read_directory()
+        kept.tidy_up()
+        yield from kept.set_aside_damaged(self._tell)
+        verified: set[Part] = set()
+        while True:
+            chosen, left_out = self._choice(self._journals)
+            files = [part for part in chosen if isinstance(part, FilePart)]
+            for part in files:
+                if part not in verified:
+                    verified.add(part)
+                    if not (yield from kept.verify(part, self._tell)):
+                        self._leave_out(part)
+                        break
+            else:
+                break
+        if not chosen:
+            return
+        merged = yield from _merged(chosen, left_out)
+        journals = [journal for part in chosen for journal in self._journals.get(part, ())]
+        written = yield from kept.write(merged, files, [journal.name for journal in journals])
+        self._replace(chosen, written)
+        for journal in journals:
+            journal.close()
+        for old in chosen:
+            self._journals.pop(old, None)
+
+    def _choice(self, wanted: Iterable[Part]) -> tuple[list[Part], list[np.ndarray]]:
+        """Which parts become one, the smallest first, and which of their texts are left out.
+
+        Args:
+            wanted: parts that must be among them.
+        """
+        parts = sorted(self.searched.parts, key=len)
+        if sum(map(len, parts)) > self._max_tokens - self._live_tokens:
+            return parts, surplus(parts, self._max_tokens * 3 // 4)
+        first = [part for part in parts if part in wanted]
+        chosen = first + [part for part in parts if part not in wanted]
+        chosen = chosen[: too_many([*map(len, chosen)], len(first))]
+        return chosen, [np.zeros(len(part.records), bool) for part in chosen]
+
+    def _replace(self, old: list[Part], new: Part) -> None:
+        """Search one part instead of some others."""
+        with self._changing:
+            live, parts = self.searched
+            remaining = [part for part in parts if part not in old]
+            # It stands where the newest of them was; those before it were made meanwhile.
+            place = min((parts.index(part) for part in old if part in parts), default=0)
+            self.searched = _Searched(live, (*remaining[:place], new, *remaining[place:]))
+        for part in remaining[:place]:
+            new.supersede(np.sort(part.records["hash"]))
 
 
-def _too_many(parts: Sequence[Part]) -> int:
-    """How many of the newest parts become one; 0 where all are as they should be."""
-    number, size = 0, 0
-    for part in parts:
-        if number and len(part) >= RATIO * size:
+class _Remaining(NamedTuple):
+    """Journals that are still at their place, and the answers in them."""
+
+    journals: list[Journal]
+    answers: list[Learned]
+
+
+def _if_some_are_lost(journals: list[Journal]) -> _Remaining | None:
+    """What remains of journals of which some were moved; None if all are at their place."""
+    if all(journal.is_at_its_place() for journal in journals):
+        return None
+    remaining = _Remaining([], [])
+    for journal in journals:
+        if journal.is_at_its_place():
+            with suppress(OSError, ValueError):
+                remaining.answers.extend(journal.adopt())
+                remaining.journals.append(journal)
+                continue
+        journal.close()
+    return remaining
+
+
+def _merged(parts: list[Part], left_out: list[np.ndarray]) -> Generator[None, None, Merged]:
+    """All of some parts, the smallest first, of which the last is merged when it is written."""
+    if len(parts) == 1:
+        return Merged(parts[0], NOTHING, (left_out[0], np.zeros(0, bool)))
+    result, result_out = parts[0], left_out[0]
+    for number, (part, out) in enumerate(zip(parts[1:], left_out[1:], strict=True), 2):
+        if part.newest > result.newest:
+            merged = Merged(result, part, (result_out, out))
+        else:
+            merged = Merged(part, result, (out, result_out))
+        if number < len(parts):
+            result = yield from merged.in_memory()
+            result_out = np.zeros(len(result.records), bool)
+    return merged
+
+
+def too_many(sizes: Sequence[int], wanted: int) -> int:
+    """How many of some parts become one; 0 where all are as they should be.
+
+    Args:
+        sizes: the parts'.
+        wanted: how many of the first must be among them.
+    """
+    number, total = 0, 0
+    for size in sizes:
+        if number >= max(1, wanted) and size >= RATIO * total:
             break
-        number, size = number + 1, size + len(part)
-    return number if number > 1 else 0
+        number, total = number + 1, total + size
+    return number if number > 1 else wanted
 
 
 def surplus(parts: Sequence[Part], most: int) -> list[np.ndarray]:
@@ -253,13 +480,11 @@ def surplus(parts: Sequence[Part], most: int) -> list[np.ndarray]:
     Returns:
         for each part (texts,) of bool.
     """
-    # Behind each other from the oldest to the newest, as the texts of a part are.
-    ordered = parts[::-1]
-    used = np.concatenate([part.used for part in ordered])
-    lengths = np.concatenate([part.lengths for part in ordered])
-    newest_first = np.argsort(used, kind="stable")[::-1]
-    kept_lengths = np.where(used == SUPERSEDED, 0, lengths)[newest_first]
+    used = np.concatenate([part.used for part in parts])
+    learned = np.concatenate([part.records["learned"] for part in parts])
+    lengths = np.concatenate([part.lengths for part in parts])
+    newest_first = np.lexsort((learned, used))[::-1]
+    lengths[used == SUPERSEDED] = 0
     out = np.empty(len(used), bool)
-    out[newest_first] = np.cumsum(kept_lengths) > most
-    borders = np.cumsum([len(part.records) for part in ordered])[:-1]
-    return np.split(out, borders)[::-1]
+    out[newest_first] = np.cumsum(lengths[newest_first]) > most
+    return np.split(out, np.cumsum([len(part.records) for part in parts])[:-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -82,6 +82,15 @@ class Learned:
         return Learned(self.text, later.learned, figures if fits else later.earned)
 
 
+def distinct(answers: Iterable[Learned]) -> list[Learned]:
+    """Each answer once, the one given last at the end."""
+    found: dict[bytes, Learned] = {}
+    for answer in answers:
+        before = found.pop(answer.text, None)
+        found[answer.text] = before.again(answer) if before else answer
+    return [*found.values()]
+
+
 class Part:
     """Texts in the order of their learning, their sorted places, and a record of each.
 
@@ -118,6 +127,11 @@ class Part:
     def lengths(self) -> np.ndarray:
         """The tokens of each text and its SEPARATOR, (texts,) of int64."""
         return np.diff(self.records["end"].astype(np.int64), prepend=0)
+
+    @property
+    def newest(self) -> int:
+        """When its last text was learned, in seconds since 1970."""
+        return int(self.records["learned"][-1]) if len(self.records) else 0
 
     def use(self, position: int) -> None:
         """Take note that the text at a position was drafted from with success."""

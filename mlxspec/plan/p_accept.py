@@ -126,10 +126,7 @@ class AcceptanceModel:
     def __init__(self, classes: bytes = b"", *, experience: Experience | None = None) -> None:
         self._classes = classes
         self._experience = experience
-        prior = _prior()
-        self._unanimous = _Weights(prior["unanimous"])
-        self._divided = _Weights(prior["divided"])
-        self._lower_ranked = _Weights(prior["lower_ranked"])
+        self._unanimous, self._divided, self._lower_ranked = _weights()
         self.begin()
 
     def begin(self, conversation_end: int = 0) -> None:
@@ -156,8 +153,10 @@ class AcceptanceModel:
     def refresh(self) -> None:
         """Take into account what was learned in the last step; call it once a step."""
         recent, average = _logit(self._recent), _logit(self._average)
-        for weights in (self._unanimous, self._divided, self._lower_ranked):
-            weights.standing = weights.logit_recent * recent + weights.logit_average * average
+        self._standing = {
+            weights: weights.logit_recent * recent + weights.logit_average * average
+            for weights in (self._unanimous, self._divided, self._lower_ranked)
+        }
 
     def estimate(
         self, found: Sequence[Continuation], end: int, depth: int, before: int, limit: int
@@ -187,7 +186,7 @@ class AcceptanceModel:
             else:
                 weights = self._unanimous
                 z = 0.0
-            z += weights.standing + weights.by_length[length]
+            z += self._standing[weights] + weights.by_length[length]
             z += weights.share * agreeing / occurrences
             z += weights.log_agreeing * _LOG[agreeing]
             z += weights.log_occurrences * _LOG[occurrences]
@@ -231,10 +230,7 @@ class AcceptanceModel:
 
 
 class _Weights:
-    """One weight vector, its non-linear terms tabulated.
-
-    ``standing`` is the part of the logit that is the same throughout a step.
-    """
+    """One weight vector, its non-linear terms tabulated."""
 
     def __init__(self, prior: dict[str, Any]) -> None:
         logs = [math.log(length + 1) for length in range(_MAX_LENGTH + 1)]
@@ -258,14 +254,17 @@ class _Weights:
         self.logit_average: float = prior["logit_average"]
         self.first: float = prior["first"]
         self.earlier: float = prior["from_memory"] + self.log_age * math.log(_USUAL_AGE)
-        self.standing = 0.0
 
 
 @cache
-def _prior() -> dict[str, dict[str, Any]]:
+def _weights() -> tuple[_Weights, _Weights, _Weights]:
+    """For continuations without a competitor, for the best of several, and for the others."""
     text = files(__package__).joinpath("p_accept_prior.json").read_text(encoding="utf-8")
     prior: dict[str, dict[str, Any]] = json.loads(text)
-    return prior
+    unanimous, divided, lower_ranked = map(
+        _Weights, (prior["unanimous"], prior["divided"], prior["lower_ranked"])
+    )
+    return unanimous, divided, lower_ranked
 
 
 def _logit(average: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..draft.context_index import ContextIndex
@@ -182,10 +183,8 @@ class Evidence(NamedTuple):
 _Frontier = tuple[float, int, int, int, list[list[Occurrence]], list[int]]
 # A text's probabilities, the tokens that it proposes as children of a node, and their estimates.
 _Saying = tuple[AcceptanceModel, list[int], list[Estimate]]
-# p_reached, the text that names it, and the occurrences that go on with it by text.
-_Child = tuple[float, int, dict[int, list[Occurrence]]]
-
-_NOWHERE: list[Occurrence] = []  # where a text has nothing to say
+# p_reached, token, the text that names it, and the occurrences that go on with it by text.
+_Child = tuple[float, int, int, list[list[Occurrence]]]
 
 
 class SuffixCandidates(Candidates):
@@ -223,6 +222,7 @@ class SuffixCandidates(Candidates):
         self._sayings: list[list[_Saying]] = []
         self._children: list[dict[int, int]] = []
         self._firsts: list[Occurrence] = []  # per node but the root, the best occurrence
+        self._nowhere: list[list[Occurrence]] = [[] for _ in evidence]
         self._serial = 0  # decides between equals: the older entry comes first
         self._grow(max_nodes, max_depth, least_p)
 
@@ -277,41 +277,58 @@ class SuffixCandidates(Candidates):
         frontier: list[_Frontier],
     ) -> None:
         """Rank a node's continuations and put them on the frontier."""
+        most = self._most_children
         sayings: list[_Saying] = []
-        children: dict[int, _Child] = {}
-        left = p_node  # the probability that none of the children is right
+        ranked: list[_Child] = []
         for number, (text, own) in enumerate(zip(self._evidence, occurrences, strict=True)):
             found = continuations(text.tokens, own, path) if own else []
             if not found:
                 continue
-            most, p_left = self._most_children, p_node
             estimates = text.acceptance.estimate(
                 found, len(text.tokens), len(path), self.tokens[node], most
             )
             sayings.append((text.acceptance, [one.token for one in found[:most]], estimates))
-            share = left / p_node  # that the children of earlier texts leave
+            children: list[_Child] = []
+            left = p_node  # the probability that no child so far is right
             for (token, _, _, going_on), estimate in zip(found, estimates, strict=False):
-                p_child = p_left * estimate.p_accept
-                p_left *= 1 - estimate.p_accept
-                known = children.get(token)
-                if known is None:
-                    gained = p_child if not sayings[1:] else min(share * p_child, left)
-                    children[token] = gained, number, {number: going_on}
-                else:
-                    p_known, name, by_text = known
-                    gained = min(max(p_child - p_known, 0.0), left)
-                    by_text[number] = going_on
-                    children[token] = p_known + gained, number if gained else name, by_text
-                left -= gained
+                followed = self._nowhere.copy()
+                followed[number] = going_on
+                children.append((left * estimate.p_accept, token, number, followed))
+                left *= 1 - estimate.p_accept
+            ranked = _united(ranked, children, p_node, most) if ranked else children
         self._sayings.append(sayings)
         self._children.append({})
-        ranked = list(children.items())
-        if len(sayings) > 1:
-            ranked.sort(key=lambda child: -child[1][0])
-            if self._most_children == 1:
-                del ranked[1:]
-        texts = range(len(occurrences))
-        for token, (p_child, name, by_text) in ranked:
-            followed = [by_text.get(number, _NOWHERE) for number in texts]
-            heappush(frontier, (-p_child, self._serial, node, name, followed, [*path, token]))
+        for p_child, token, number, followed in ranked:
+            heappush(frontier, (-p_child, self._serial, node, number, followed, [*path, token]))
             self._serial += 1
+
+
+def _united(
+    first: Sequence[_Child], second: Sequence[_Child], p_node: float, most: int
+) -> list[_Child]:
+    """The best children of a node that two texts propose, up to ``most`` of each, the best first.
+
+    Args:
+        first, second: what the texts propose, the likeliest first.
+        p_node: the node's own probability.
+        most: 1 where the node may have one child only.
+    """
+    united = {child[1]: child for child in first}
+    left = p_node - sum(child[0] for child in first)
+    share = max(0.0, left) / p_node
+    for p_child, token, number, followed in second:
+        known = united.get(token)
+        if known is None:
+            p_child = gained = max(0.0, min(share * p_child, left))
+        else:
+            p_known, _, name, followed_before = known
+            gained = max(0.0, min(p_child - p_known, left))
+            p_child, number = p_known + gained, number if gained else name
+            followed = [a or b for a, b in zip(followed_before, followed, strict=True)]
+        united[token] = p_child, token, number, followed
+        left -= gained
+    ranked = sorted(united.values(), key=_P_REACHED, reverse=True)
+    return ranked[:1] if most == 1 else ranked
+
+
+_P_REACHED = itemgetter(0)

@@ -1,8 +1,9 @@
 """Stores: texts on disk that drafts are drawn from, searched without loading them. No MLX here."""
 
+from ..memory.tokenizer_identity import TokenizerIdentity, Vocabulary, identify
 from .building import add_to_store, build_store
 from .learner import LEARNED_TOKENS, Learner
-from .store import Store, StoreInfo, TokenizerIdentity, Vocabulary, identify, open_store
+from .store import Store, StoreInfo, open_store
 
 __all__ = [
     "LEARNED_TOKENS",

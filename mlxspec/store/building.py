@@ -14,12 +14,11 @@ from ..draft.suffix_array import TOKEN_BYTES, SuffixArray, encode_texts
 from ..errors import StoreError
 from ..files import check_writable, sole_writer
 from ..jsonl import conversation_of, json_lines
+from ..memory.tokenizer_identity import Vocabulary, identify
 from .store import (
     Store,
-    Vocabulary,
     begins_as_store,
     check_max_tokens,
-    identify,
     read_store,
     write_store,
 )

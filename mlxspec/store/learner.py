@@ -10,7 +10,8 @@ from pathlib import Path
 from ..draft.suffix_array import TOKEN_BYTES, SuffixArray, encode_texts
 from ..errors import StoreError
 from ..files import check_writable, sole_writer
-from .store import Store, Vocabulary, check_max_tokens, identify, read_store, write_store
+from ..memory.tokenizer_identity import Vocabulary, identify
+from .store import Store, check_max_tokens, read_store, write_store
 
 LEARNED_TOKENS = 250_000
 """Tokens of outputs that a store keeps; of more, the oldest outputs go."""

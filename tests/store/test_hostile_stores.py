@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from mlxspec.draft.suffix_array import SuffixArray
 from mlxspec.errors import StoreError
+from mlxspec.memory.tokenizer_identity import identify
 from mlxspec.store.building import build_store
-from mlxspec.store.store import identify, open_store, write_store
+from mlxspec.store.store import open_store, write_store
 from tests.support.examples import examples
 from tests.support.hostile import harmless, mutated
 from tests.support.tokenizers import FIRST

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from mlxspec.errors import StoreError
-from mlxspec.store.store import identify
+from mlxspec.memory.tokenizer_identity import identify
 from tests.support.tokenizers import FIRST, FakeTokenizer
 
 

@@ -1,0 +1,273 @@
+"""What is kept of answers: counting, reading, verifying and forgetting them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date, datetime
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from ..errors import StoreError
+from .journal import JOURNAL, MOVED, parse
+from .kept import KeptTexts, OnTrouble, reason
+from .part import EARNED, NOTHING, SUPERSEDED, Learned, Merged, Part, distinct, hash_of
+from .part_file import DAMAGED
+
+_PATIENCE = 120.0  # seconds to wait for a process that merges
+
+Result = TypeVar("Result")
+
+
+class Text(NamedTuple):
+    """A kept answer.
+
+    Attributes:
+        tokens: (n,) of int32.
+        learned: when it ended, in seconds since 1970.
+    """
+
+    tokens: np.ndarray
+    learned: int
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What is kept with one tokenizer.
+
+    Attributes:
+        texts, tokens: how many answers, and tokens of them.
+        nbytes: size of all files.
+        oldest, newest: when the first and the last of them ended, in seconds since 1970; None
+            where there is none.
+    """
+
+    texts: int
+    tokens: int
+    nbytes: int
+    oldest: int | None
+    newest: int | None
+
+
+def contents(kept: KeptTexts, tell: OnTrouble) -> Contents:
+    """Count what is kept.
+
+    Args:
+        kept: where.
+        tell: called with a line for each file that cannot be read.
+
+    Raises:
+        StoreError: the directory cannot be read.
+    """
+    texts = tokens = 0
+    times: list[int] = []
+    for part, current in _current(kept, tell):
+        records = part.records[current]
+        texts += len(records)
+        tokens += int(part.lengths[current].sum()) - len(records)
+        times += [int(time) for time in (records["learned"].min(), records["learned"].max())]
+    nbytes = 0
+    with _errors_of(kept), os.scandir(kept.directory) as entries:
+        for entry in entries:
+            nbytes += entry.stat(follow_symlinks=False).st_size
+    return Contents(texts, tokens, nbytes, min(times, default=None), max(times, default=None))
+
+
+def kept_texts(kept: KeptTexts, tell: OnTrouble) -> Iterator[Text]:
+    """Each answer once, those of a file in the order of their learning.
+
+    Args:
+        kept: where.
+        tell: called with a line for each file that cannot be read.
+
+    Raises:
+        StoreError: the directory cannot be read.
+    """
+    for part, current in _current(kept, tell):
+        ends = part.records["end"].tolist()
+        for number in np.flatnonzero(current).tolist():
+            start = ends[number - 1] if number else 0
+            tokens = part.array.tokens[start : ends[number] - 1]
+            yield Text(tokens, int(part.records["learned"][number]))
+
+
+def earned_by_day(kept: KeptTexts, tell: OnTrouble) -> dict[date, dict[str, int]]:
+    """What the generations of the kept answers earned, by the local day on which they ended.
+
+    Args:
+        kept: where.
+        tell: called with a line for each file that cannot be read.
+
+    Returns:
+        for each day, in order, the number of "answers" and the sum of each figure of EARNED.
+
+    Raises:
+        StoreError: the directory cannot be read.
+    """
+    sums: dict[date, dict[str, int]] = {}
+    for part in _parts(kept, tell):
+        # Times of one quarter of an hour are of one day in every time zone.
+        quarters, places = np.unique(part.records["learned"] // 900, return_inverse=True)
+        for number, quarter in enumerate(quarters.tolist()):
+            records = part.records[places == number] if len(quarters) > 1 else part.records
+            day = datetime.fromtimestamp(quarter * 900).date()
+            figures = sums.setdefault(day, dict.fromkeys(("answers", *EARNED), 0))
+            figures["answers"] += len(records)
+            for name in EARNED:
+                figures[name] += int(records[name].sum(dtype=np.int64))
+    return dict(sorted(sums.items()))
+
+
+def verify(kept: KeptTexts, tell: OnTrouble) -> int:
+    """Verify all files, and set those aside that are damaged.
+
+    Args:
+        kept: where.
+        tell: called with a line for each file that is damaged.
+
+    Returns:
+        how many were set aside.
+
+    Raises:
+        StoreError: the directory cannot be read, or another process does not finish merging.
+    """
+    lines: list[str] = []
+    with _alone(kept):
+        parts = kept.parts(tell)
+        finished(kept.set_aside_damaged(lines.append))
+        for part in parts:
+            finished(kept.verify(part, lines.append))
+    for line in lines:
+        tell(line)
+    return len(lines)
+
+
+def forget(kept: KeptTexts, which: Callable[[Text], bool], tell: OnTrouble) -> int:
+    """Forget some answers, in all files, also in those that other processes write.
+
+    What other processes hold in memory goes when they see it: before their next answer is kept,
+    or when their next generation begins. Files that are damaged, in which answers cannot be told
+    from each other, go whole.
+
+    Args:
+        kept: where.
+        which: whether a text is to be forgotten.
+        tell: called with a line for each file that cannot be read.
+
+    Returns:
+        how many answers are forgotten.
+
+    Raises:
+        StoreError: the directory cannot be read or written, or another process does not finish
+            merging. What was not forgotten is still there.
+    """
+    forgotten: set[int] = set()
+    with _alone(kept):
+        kept.parts(tell)
+        kept.tidy_up()
+        finished(kept.set_aside_damaged(tell))
+        for name in sorted(kept.journal_names()):
+            _forget_in_journal(kept, name, which, forgotten, tell)
+        for part in kept.parts(tell):
+            ends = part.records["end"].tolist()
+            out = np.zeros(len(ends), bool)
+            for number, learned in enumerate(part.records["learned"].tolist()):
+                start = ends[number - 1] if number else 0
+                out[number] = which(Text(part.array.tokens[start : ends[number] - 1], learned))
+            if not out.any():
+                continue
+            if not finished(kept.verify(part, tell)):
+                continue
+            forgotten.update(part.records["hash"][out].tolist())
+            if out.all():
+                kept.remove([part.name])
+            else:
+                merged = Merged(part, NOTHING, (out, np.zeros(0, bool)))
+                finished(kept.write(merged, [part], ()))
+        for entry in os.listdir(kept.directory):
+            if entry.endswith(DAMAGED):
+                (kept.directory / entry).unlink(missing_ok=True)
+    return len(forgotten)
+
+
+def finished(steps: Generator[object, None, Result]) -> Result:
+    """Do all steps at once."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+
+def _forget_in_journal(
+    kept: KeptTexts,
+    name: str,
+    which: Callable[[Text], bool],
+    forgotten: set[int],
+    tell: OnTrouble,
+) -> None:
+    """Make a part of what remains of a journal, which may be another process's."""
+
+    def goes(answer: Learned) -> bool:
+        return which(Text(np.frombuffer(answer.text, np.int32), answer.learned))
+
+    if not any(map(goes, kept.journaled(name, tell))):
+        return
+    path = kept.directory / f"{name}{JOURNAL}"
+    moved = path.with_suffix(MOVED)
+    # Its writer sees that, and writes anew what is not in it by now.
+    path.rename(moved)
+    answers = distinct(parse(moved.read_bytes(), kept.identity)[0])
+    remaining = [answer for answer in answers if not goes(answer)]
+    forgotten.update(hash_of(answer.text) for answer in answers if goes(answer))
+    if remaining:
+        finished(kept.write(Merged(NOTHING, Part.of(remaining)), (), [name]))
+    else:
+        kept.remove([name])
+
+
+def _parts(kept: KeptTexts, tell: OnTrouble) -> list[Part]:
+    """All texts, those of journals made into parts, the newest part first."""
+    with _errors_of(kept):
+        files = kept.parts(tell)
+        journaled = [
+            answer for name in kept.journal_names() for answer in kept.journaled(name, tell)
+        ]
+    return [Part.of(distinct(sorted(journaled, key=lambda answer: answer.learned))), *files]
+
+
+def _current(kept: KeptTexts, tell: OnTrouble) -> Iterator[tuple[Part, np.ndarray]]:
+    """The parts, and which of their texts, at least one, are in no newer one."""
+    seen = np.zeros(0, np.uint64)
+    for part in _parts(kept, tell):
+        hashes = part.records["hash"]
+        current = (part.used != SUPERSEDED) & ~np.isin(hashes, seen)
+        seen = np.union1d(seen, hashes[current])
+        if current.any():
+            yield part, current
+
+
+@contextmanager
+def _alone(kept: KeptTexts) -> Iterator[None]:
+    """Keep other processes from replacing files while the body runs."""
+    with _errors_of(kept), kept.merging(_PATIENCE) as alone:
+        if not alone:
+            raise StoreError(
+                f"{kept.directory}: another process has been merging for {_PATIENCE:.0f} seconds; "
+                "try again later"
+            )
+        yield
+
+
+@contextmanager
+def _errors_of(kept: KeptTexts) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"{kept.directory}: {reason(error)}; see that you may read and write it"
+        ) from error
