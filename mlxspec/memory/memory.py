@@ -396,10 +396,15 @@ class _Shelf:
     def _choice(self, wanted: Iterable[Part]) -> tuple[list[Part], list[np.ndarray]]:
         """Which parts become one, the smallest first, and which of their texts are left out.
 
+        Parts of this process alone stay in the order of their age, in which those that were merged
+        before grow. So they tell of texts of one second, too, which of them is older.
+
         Args:
             wanted: parts that must be among them.
         """
-        parts = sorted(self.searched.parts, key=len)
+        parts = [*self.searched.parts]
+        if self._kept:
+            parts.sort(key=len)
         if sum(map(len, parts)) > self._max_tokens - self._live_tokens:
             return parts, surplus(parts, self._max_tokens * 3 // 4)
         first = [part for part in parts if part in wanted]
@@ -475,16 +480,20 @@ def too_many(sizes: Sequence[int], wanted: int) -> int:
 def surplus(parts: Sequence[Part], most: int) -> list[np.ndarray]:
     """Which texts are left out so that no more than ``most`` tokens remain.
 
-    Those go that were used on the longest past day; of one day those learned first.
+    Those go that were used on the longest past day; of one day those learned first, of one second
+    those of the last part.
 
     Returns:
         for each part (texts,) of bool.
     """
-    used = np.concatenate([part.used for part in parts])
-    learned = np.concatenate([part.records["learned"] for part in parts])
-    lengths = np.concatenate([part.lengths for part in parts])
+    # Behind each other from the oldest to the newest, as the texts of a part are.
+    ordered = parts[::-1]
+    used = np.concatenate([part.used for part in ordered])
+    learned = np.concatenate([part.records["learned"] for part in ordered])
+    lengths = np.concatenate([part.lengths for part in ordered])
     newest_first = np.lexsort((learned, used))[::-1]
     lengths[used == SUPERSEDED] = 0
     out = np.empty(len(used), bool)
     out[newest_first] = np.cumsum(lengths[newest_first]) > most
-    return np.split(out, np.cumsum([len(part.records) for part in parts])[:-1])
+    borders = np.cumsum([len(part.records) for part in ordered])[:-1]
+    return np.split(out, borders)[::-1]

@@ -160,6 +160,22 @@ def test_a_tidy_memory_holds_no_more_than_it_may_in_few_parts(
         held.close()
 
 
+@given(st.lists(st.integers(2, 30), max_size=40), st.integers(5, 60), st.integers(20, 400))
+def test_of_one_day_and_even_of_one_second_what_was_learned_first_goes_first(
+    lengths: list[int], live: int, max_tokens: int
+):
+    with pytest.MonkeyPatch.context() as patch:
+        make_small(patch, live)
+        held = Memory(max_tokens)
+        answers = [[number] * min(length, max_tokens // 2) for number, length in enumerate(lengths)]
+        for answer in answers:
+            held.add(answer)
+            held.settle(tidy=True)
+        held.close()
+        remaining = texts_of(held)
+        assert remaining == answers[len(answers) - len(remaining) :]
+
+
 @pytest.mark.usefixtures("small")
 def test_a_full_memory_forgets_what_was_not_used_for_the_longest_time():
     pick = random.Random(0)
