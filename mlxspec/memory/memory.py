@@ -117,9 +117,17 @@ class Memory:
         if self._shelf.is_outdated():
             self._shelf.requests.put(_REFRESH)
 
-    def settle(self) -> None:
-        """Wait until all that was added can be looked up."""
+    def settle(self, *, tidy: bool = False) -> None:
+        """Wait until all that was added can be looked up.
+
+        Args:
+            tidy: wait for all merging, too. Then no more than ``max_tokens`` are held, and unless
+                they are kept for several processes, what is found depends on nothing but what was
+                added.
+        """
         done = threading.Event()
+        if tidy:
+            self._shelf.requests.put(_TIDY)
         self._shelf.requests.put(done)
         while not done.wait(0.1) and self._thread.is_alive():
             pass
@@ -130,7 +138,7 @@ class Memory:
         self._thread.join()
 
 
-_STOP, _FINISH, _REFRESH, _MERGED = object(), object(), object(), object()
+_STOP, _FINISH, _REFRESH, _TIDY, _MERGED = (object() for _ in range(5))
 
 _open: weakref.WeakSet[Memory] = weakref.WeakSet()
 
@@ -208,10 +216,7 @@ class _Shelf:
     def _serve(self) -> None:
         finishing = False
         while True:
-            if self._merging is None and self._untidy:
-                self._untidy = False
-                self._merging = self._merge()
-            while self._merging and len(self.searched.parts) > _MANY_PARTS:
+            while self._has_to_merge() and len(self.searched.parts) > _MANY_PARTS:
                 self._go_on()
             busy = bool(self._merging) or self._untidy
             try:
@@ -228,10 +233,20 @@ class _Shelf:
                 finishing = True
             elif request is _REFRESH:
                 self._refresh()
+            elif request is _TIDY:
+                while self._has_to_merge():
+                    self._go_on()
             elif isinstance(request, threading.Event):
                 request.set()
             else:
                 self._take(*cast(tuple[list[int], dict[str, int]], request))
+
+    def _has_to_merge(self) -> bool:
+        """Whether parts are being merged, which begins here if there is something to merge."""
+        if self._merging is None and self._untidy:
+            self._untidy = False
+            self._merging = self._merge()
+        return self._merging is not None
 
     def _go_on(self) -> None:
         """Go on with merging by one step."""
@@ -381,10 +396,15 @@ class _Shelf:
     def _choice(self, wanted: Iterable[Part]) -> tuple[list[Part], list[np.ndarray]]:
         """Which parts become one, the smallest first, and which of their texts are left out.
 
+        Parts of this process alone stay in the order of their age, in which those that were merged
+        before grow. So they tell of texts of one second, too, which of them is older.
+
         Args:
             wanted: parts that must be among them.
         """
-        parts = sorted(self.searched.parts, key=len)
+        parts = [*self.searched.parts]
+        if self._kept:
+            parts.sort(key=len)
         if sum(map(len, parts)) > self._max_tokens - self._live_tokens:
             return parts, surplus(parts, self._max_tokens * 3 // 4)
         first = [part for part in parts if part in wanted]
@@ -460,16 +480,20 @@ def too_many(sizes: Sequence[int], wanted: int) -> int:
 def surplus(parts: Sequence[Part], most: int) -> list[np.ndarray]:
     """Which texts are left out so that no more than ``most`` tokens remain.
 
-    Those go that were used on the longest past day; of one day those learned first.
+    Those go that were used on the longest past day; of one day those learned first, of one second
+    those of the last part.
 
     Returns:
         for each part (texts,) of bool.
     """
-    used = np.concatenate([part.used for part in parts])
-    learned = np.concatenate([part.records["learned"] for part in parts])
-    lengths = np.concatenate([part.lengths for part in parts])
+    # Behind each other from the oldest to the newest, as the texts of a part are.
+    ordered = parts[::-1]
+    used = np.concatenate([part.used for part in ordered])
+    learned = np.concatenate([part.records["learned"] for part in ordered])
+    lengths = np.concatenate([part.lengths for part in ordered])
     newest_first = np.lexsort((learned, used))[::-1]
     lengths[used == SUPERSEDED] = 0
     out = np.empty(len(used), bool)
     out[newest_first] = np.cumsum(lengths[newest_first]) > most
-    return np.split(out, np.cumsum([len(part.records) for part in parts])[:-1])
+    borders = np.cumsum([len(part.records) for part in ordered])[:-1]
+    return np.split(out, borders)[::-1]

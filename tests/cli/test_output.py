@@ -77,6 +77,17 @@ def test_in_a_narrow_window_a_row_is_a_block(columns: int) -> None:
     assert len({len(line) for line in lines if line.startswith("  ")}) == 1
 
 
+def test_in_a_block_a_figure_that_is_too_long_goes_on_in_the_next_line() -> None:
+    table = FoldingTable("decoder", "speed", "worst set")
+    table.add_row("auto", "1.50×", "a_set_with_a_long_name 1.25×")
+    console = Console(file=io.StringIO(), width=30, color_system=None)
+    console.print(table)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    words = [word for line in lines for word in line.split()]
+    assert "".join(words) == "autospeed1.50×worstseta_set_with_a_long_name1.25×"
+    assert max(map(len, lines)) <= 30
+
+
 def test_a_terminal_has_bold_and_dim_unless_no_color_is_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

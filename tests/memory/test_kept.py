@@ -18,7 +18,7 @@ from mlxspec.memory import KeptTexts, Memory, part
 from mlxspec.memory.contents import contents, earned_by_day, forget, kept_texts, verify
 from mlxspec.memory.part import SUPERSEDED
 from mlxspec.memory.tokenizer_identity import identify
-from tests.memory.test_memory import looked_up, make_small, tidy
+from tests.memory.test_memory import looked_up, make_small
 from tests.support.tokenizers import FIRST, SECOND
 
 IDENTITY = identify(FIRST)
@@ -127,7 +127,7 @@ def test_what_is_full_forgets_what_was_not_used_for_the_longest_time(tmp_path: P
     answers = some_answers(200)
     learn(tmp_path, answers[:20], max_tokens=2000)
     held = opened(tmp_path, max_tokens=2000)
-    tidy(held)
+    held.settle(tidy=True)
     for one in held._shelf.searched.parts:
         one.used[one.used != SUPERSEDED] = 1
     for answer in answers[:10]:
@@ -143,8 +143,8 @@ def test_days_of_use_are_shared_by_processes_and_kept(tmp_path: Path):
     answers = some_answers(30)
     learn(tmp_path, answers)
     first, second = opened(tmp_path), opened(tmp_path)
-    tidy(first)
-    tidy(second)
+    first.settle(tidy=True)
+    second.settle(tidy=True)
     (source,) = first.look_up(answers[0][:-1], limit=1).sources
     for held in (first, second):
         for one in held._shelf.searched.parts:
@@ -164,7 +164,7 @@ def test_what_other_processes_keep_is_seen_when_asked_for(tmp_path: Path):
     answers = some_answers(40)
     for answer in answers:
         second.add(answer)
-    tidy(second)
+    second.settle(tidy=True)
     deadline = time.monotonic() + 20
     while not looked_up(first, answers[0]) and time.monotonic() < deadline:
         first.refresh()
@@ -368,7 +368,7 @@ def test_nothing_forgotten_comes_back_from_a_living_process(tmp_path: Path):
     held = opened(tmp_path)
     for answer in answers:
         held.add(answer)
-    tidy(held)
+    held.settle(tidy=True)
     gone = [answers[0], answers[30], answers[41], answers[42]]
     assert len(held._shelf.searched.live) > 0
     forget(KeptTexts(tmp_path, IDENTITY), lambda text: text.tokens.tolist() in gone, fail)
@@ -404,12 +404,12 @@ def test_sorted_answers_that_wait_for_the_lock_are_forgotten_too(tmp_path: Path)
     with kept.merging():
         for answer in answers:
             held.add(answer)
-        tidy(held)
+        held.settle(tidy=True)
         assert files(tmp_path, ".part") == []
     gone = answers[:25]
     forget(kept, lambda text: text.tokens.tolist() in gone, fail)
     held.refresh()
-    tidy(held)
+    held.settle(tidy=True)
     new = some_answers(30, seed=1)
     for answer in new:
         held.add(answer)
