@@ -119,7 +119,7 @@ class Store:
             the excerpts; none from a part of the file that proves to be damaged.
         """
         parts = [
-            Searched(part.occurrences, part.tokens.data, part, part.tokens)
+            Searched(part.matches, part.tokens.data, part, part.tokens)
             for part in (self.learned, self.built)
         ]
         while True:
