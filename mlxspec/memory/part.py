@@ -105,7 +105,6 @@ class Part:
         self.array = array
         self.records = records
         self.used = used
-        self.searched = Searched(array.matches, array.tokens.data, self)
 
     @classmethod
     def of(cls, answers: Sequence[Learned]) -> Part:
@@ -122,6 +121,11 @@ class Part:
     def __len__(self) -> int:
         """How many tokens there are, with a SEPARATOR for each text."""
         return len(self.array.tokens)
+
+    @property
+    def searched(self) -> Searched:
+        """The part as a look-up takes it."""
+        return Searched(self.array.matches, self.array.tokens.data, self)
 
     @property
     def lengths(self) -> np.ndarray:
