@@ -4,9 +4,10 @@
 
 The answers are made of random phrases that recur in new orders, as they do in code and prose, 200
 to 8,000 tokens each; the contexts that are looked up end in such phrases and are not in the memory
-as a whole. Learning is all that is done for an answer from its end on, merging included, in time of
-the processor. Meant to stay below 20 µs a token learned, 10 bytes a token on disk, 50 ms to open,
-100 µs a look-up (99 %: 300 µs) and 200 MB of resident memory with ten million tokens.
+as a whole. Learning is all that is done for an answer from its end on, merging included. It and the
+look-ups are given in time of the processor, which other programs change less. Meant to stay below
+20 µs a token learned, 10 bytes a token on disk, 50 ms to open, 100 µs a look-up (99 %: 300 µs) and
+200 MB of resident memory with ten million tokens.
 """
 
 from __future__ import annotations
@@ -77,21 +78,20 @@ def _put(results, function, *arguments) -> None:  # type: ignore[no-untyped-def]
     results.put((function(*arguments), resident()))
 
 
-def learn(directory: Path, tokens: int) -> tuple[float, float]:
-    """Seconds of the processor for a token, and the longest that an answer waited to be found."""
+def learn(directory: Path, tokens: int) -> float:
+    """Seconds of the processor for a token."""
     memory = Memory(kept=KeptTexts(directory, identify(Words()), 10**9), on_trouble=print)
     answers = Answers(tokens, 1)
-    used, longest = 0.0, 0.0
+    used = 0.0
     for number, answer in enumerate(answers.up_to(tokens)):
-        started, before = time.monotonic(), time.process_time()
+        before = time.process_time()
         memory.add(answer)
         if number % 4 == 0:
             memory.settle()
-            longest = max(longest, time.monotonic() - started)
         used += time.process_time() - before
     before = time.process_time()
     memory.close()
-    return (used + time.process_time() - before) / tokens, longest
+    return (used + time.process_time() - before) / tokens
 
 
 def draft(directory: Path, tokens: int) -> tuple[float, float, float, int]:
@@ -105,9 +105,9 @@ def draft(directory: Path, tokens: int) -> tuple[float, float, float, int]:
     costs = []
     for at in np.random.default_rng(3).integers(64, MOST, LOOKUPS).tolist():
         context = other[at - 64 : at]
-        started = time.perf_counter()
+        started = time.thread_time()
         memory.look_up(context)
-        costs.append(time.perf_counter() - started)
+        costs.append(time.thread_time() - started)
     costs.sort()
     parts = len(list(directory.glob("*.part")))
     memory.close()
@@ -115,11 +115,11 @@ def draft(directory: Path, tokens: int) -> tuple[float, float, float, int]:
 
 
 def report(tokens: int, directory: Path) -> None:
-    (learning, waited), peak = in_process_of_its_own(learn, directory, tokens)
+    learning, peak = in_process_of_its_own(learn, directory, tokens)
     nbytes = sum(path.stat().st_size for path in directory.iterdir())
     (opened, median, slow, parts), drafting_peak = in_process_of_its_own(draft, directory, tokens)
     print(
-        f"{tokens:>12,} {learning * 1e6:>8.1f} µs {waited:>7.2f} s {nbytes / tokens:>8.2f} B"
+        f"{tokens:>12,} {learning * 1e6:>8.1f} µs {nbytes / tokens:>8.2f} B"
         f" {parts:>6} {opened * 1e3:>7.1f} ms {median * 1e6:>8.1f} µs {slow * 1e6:>8.1f} µs"
         f" {peak:>7.0f} MB {drafting_peak:>7.0f} MB",
         flush=True,
@@ -128,8 +128,8 @@ def report(tokens: int, directory: Path) -> None:
 
 def main() -> None:
     print(f"Python {platform.python_version()}, {platform.machine()}, {LOOKUPS} look-ups each")
-    columns = ("tokens", "learn", "waited", "size", "parts", "open", "look-up", "99 %")
-    heads = "{:>12} {:>11} {:>9} {:>10} {:>6} {:>10} {:>11} {:>11} {:>10} {:>10}"
+    columns = ("tokens", "learn", "size", "parts", "open", "look-up", "99 %")
+    heads = "{:>12} {:>11} {:>10} {:>6} {:>10} {:>11} {:>11} {:>10} {:>10}"
     print(heads.format(*columns, "learning", "drafting"), flush=True)
     for tokens in map(int, sys.argv[1:] or ("100000", "1000000", "10000000")):
         with tempfile.TemporaryDirectory() as directory:

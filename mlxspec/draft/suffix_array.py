@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -101,7 +102,7 @@ class SuffixArray:
             left, right = ranges.pop()
             equal = right - left - (high - low)
             if equal:
-                match = np.array(recent[len(ranges) :: -1], np.int32).tobytes()
+                match = array("i", recent[len(ranges) :: -1]).tobytes()
                 found += self._sample(left, low, high, equal, limit - len(found), match)
             low, high = left, right
         return found

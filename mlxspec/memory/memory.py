@@ -15,7 +15,7 @@ import numpy as np
 from ..draft.suffix_array import TOKEN_BITS, encode_texts
 from ..draft.suffix_index import Excerpts
 from ..errors import StoreError
-from .excerpts import DEPTH, DamagedTexts, Source, excerpts
+from .excerpts import DEPTH, DamagedTexts, Searched, Source, excerpts
 from .journal import Journal, JournalMovedError
 from .kept import KeptTexts, OnTrouble, reason
 from .live import Live
@@ -36,11 +36,24 @@ _VOCABULARY = (1 << TOKEN_BITS) - 1
 _EXIT_SECONDS = 5.0  # to wait at the process's end
 
 
-class _Searched(NamedTuple):
-    """All that is searched at one time, the newest first."""
+class _State(NamedTuple):
+    """All that is searched at one time.
+
+    Attributes:
+        live: the newest answers.
+        parts: the others, the newest first.
+        everything: both, to be searched. Nothing in it leads back here, so that the file of a part
+            that is searched no longer leaves the process's memory at once.
+    """
 
     live: Live
     parts: tuple[Part, ...]
+    everything: tuple[Searched, ...]
+
+    @classmethod
+    def of(cls, live: Live, parts: Iterable[Part]) -> _State:
+        parts = tuple(parts)
+        return cls(live, parts, (live.searched, *(part.searched for part in parts)))
 
 
 class Memory:
@@ -87,10 +100,8 @@ class Memory:
         """
         shelf = self._shelf
         while True:
-            live, parts = shelf.searched
             try:
-                everything = (live.searched, *(part.searched for part in parts))
-                return excerpts(everything, tail, limit, depth, shelf.vocab_size)
+                return excerpts(shelf.searched.everything, tail, limit, depth, shelf.vocab_size)
             except DamagedTexts as damaged:
                 shelf.drop(damaged.texts)
 
@@ -169,7 +180,7 @@ class _Shelf:
         self._merging: Generator[None, None, None] | None = None
         self._journals: dict[Part, list[Journal]] = {}
         """Of sorted parts that are not in a file yet, where their answers are kept."""
-        self.searched = _Searched(Live(), self._files())
+        self.searched = _State.of(Live(), self._files())
         self.requests: SimpleQueue[object] = SimpleQueue()
 
     def run(self) -> None:
@@ -194,9 +205,9 @@ class _Shelf:
 
     def _leave_out(self, texts: object) -> None:
         with self._changing:
-            live, parts = self.searched
+            live, parts, _ = self.searched
             remaining = tuple(part for part in parts if part is not texts)
-            self.searched = _Searched(Live() if live is texts else live, remaining)
+            self.searched = _State.of(Live() if live is texts else live, remaining)
 
     def is_outdated(self) -> bool:
         """Whether other processes have changed what is kept."""
@@ -303,7 +314,7 @@ class _Shelf:
             self._journals[part], self._kept.journals = self._kept.journals, []
         with self._changing:
             older = self.searched.parts
-            self.searched = _Searched(Live(), (part, *older))
+            self.searched = _State.of(Live(), (part, *older))
         hashes = np.sort(part.records["hash"])
         for other in older:
             other.supersede(hashes)
@@ -318,16 +329,16 @@ class _Shelf:
         if remaining := _if_some_are_lost(self._kept.journals):
             self._kept.journals = remaining.journals
             with self._changing:
-                self.searched = _Searched(Live(remaining.answers), self.searched.parts)
+                self.searched = _State.of(Live(remaining.answers), self.searched.parts)
         for part, journals in [*self._journals.items()]:
             if remaining := _if_some_are_lost(journals):
                 del self._journals[part]
                 new = Part.of(distinct(remaining.answers))
                 self._journals[new] = remaining.journals
                 with self._changing:
-                    live, parts = self.searched
+                    live, parts, _ = self.searched
                     parts = tuple(new if old is part else old for old in parts)
-                    self.searched = _Searched(live, parts)
+                    self.searched = _State.of(live, parts)
 
     # Parts.
 
@@ -350,9 +361,9 @@ class _Shelf:
         self._forget_lost_journals()
         files = self._files()
         with self._changing:
-            live, parts = self.searched
+            live, parts, _ = self.searched
             own = tuple(part for part in parts if not isinstance(part, FilePart))
-            self.searched = _Searched(live, own + files)
+            self.searched = _State.of(live, own + files)
 
     def _merge(self) -> Generator[None, None, None]:
         """Merge the smallest parts as far as need be; all of them where some texts must go."""
@@ -416,11 +427,11 @@ class _Shelf:
     def _replace(self, old: list[Part], new: Part) -> None:
         """Search one part instead of some others."""
         with self._changing:
-            live, parts = self.searched
+            live, parts, _ = self.searched
             remaining = [part for part in parts if part not in old]
             # It stands where the newest of them was; those before it were made meanwhile.
             place = min((parts.index(part) for part in old if part in parts), default=0)
-            self.searched = _Searched(live, (*remaining[:place], new, *remaining[place:]))
+            self.searched = _State.of(live, (*remaining[:place], new, *remaining[place:]))
         for part in remaining[:place]:
             new.supersede(np.sort(part.records["hash"]))
 

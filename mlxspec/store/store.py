@@ -119,8 +119,7 @@ class Store:
             the excerpts; none from a part of the file that proves to be damaged.
         """
         parts = [
-            Searched(part.matches, part.tokens.data, part, part.tokens)
-            for part in (self.learned, self.built)
+            Searched(part.matches, part.tokens.data, part) for part in (self.learned, self.built)
         ]
         while True:
             try:

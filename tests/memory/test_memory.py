@@ -40,7 +40,7 @@ def holding(answers: list[list[int]], max_tokens: int = 1 << 20) -> Memory:
 
 def texts_of(held: Memory) -> list[list[int]]:
     """All texts, the oldest first."""
-    live, parts = held._shelf.searched
+    live, parts, _ = held._shelf.searched
     found = []
     for one in reversed(parts):
         ends = one.records["end"].tolist()
@@ -111,7 +111,7 @@ def test_equal_answers_are_kept_once_as_the_newest_with_what_all_of_them_earned(
         held.add(answer, {"steps": 2, "tokens": 20, "memory": 18})
     held.close()
     newest = list(dict.fromkeys(map(tuple, reversed(given))))[::-1]
-    live, parts = held._shelf.searched
+    live, parts, _ = held._shelf.searched
     # What is in the live part may be in a sorted one until it is sorted itself.
     texts = list(map(tuple, texts_of(held)))
     assert set(texts) == set(newest)
