@@ -15,11 +15,8 @@ DEPTH = 48
 """Tokens of an excerpt: as deep as drafts go."""
 
 
-class Source(NamedTuple):
-    """Where an excerpt is from: the texts, and the position in them at which it begins."""
-
-    texts: object
-    position: int
+Source = tuple[object, int]
+"""Where an excerpt is from: some texts, and the position in them at which it begins."""
 
 
 class Tokens(Protocol):
@@ -34,13 +31,14 @@ class Searched(NamedTuple):
     """Texts that can be searched.
 
     Attributes:
-        search: where a context's last tokens stand, best first, and up to how many at least.
+        search: where a context's last tokens stand, up to how many at least: pairs of length and
+            position, best first.
         tokens: all of the texts, a SEPARATOR behind each.
         texts: what sources name.
         unverified: the tokens, where a file holds them of which only the header was verified.
     """
 
-    search: Callable[[Sequence[int], int], list[Occurrence]]
+    search: Callable[[Sequence[int], int], Sequence[tuple[int, int]]]
     tokens: Tokens
     texts: object
     unverified: np.ndarray | None = None
@@ -81,24 +79,27 @@ def excerpts(
     found: list[tuple[int, int, Searched]] = []
     for searched in everything:
         try:
-            occurrences = searched.search(tail, limit)
+            matches = searched.search(tail, limit)
         except IndexError as error:
             raise DamagedTexts(searched.texts) from error
-        found += [(length, position, searched) for length, position in occurrences[:limit]]
-    found.sort(key=itemgetter(0), reverse=True)  # stable: of equal ones the newer come first
-    chosen = found[:limit]
-    _check(chosen, depth, vocab_size)
+        found += [(length, position, searched) for length, position in matches[:limit]]
+    found.sort(key=_LENGTH, reverse=True)  # stable: of equal ones the newer come first
+    del found[limit:]
+    _check(found, depth, vocab_size)
     tokens: list[int] = []
-    places, sources = [], []
-    for length, position, searched in chosen:
-        excerpt = searched.tokens[position : position + depth].tolist()
+    occurrences, sources = [], []
+    for length, position, (_, text, texts, _) in found:
+        occurrences.append(Occurrence(length, len(tokens)))
+        sources.append((texts, position))
+        excerpt = text[position : position + depth].tolist()
         if SEPARATOR in excerpt:
             del excerpt[excerpt.index(SEPARATOR) :]
-        places.append(Occurrence(length, len(tokens)))
-        sources.append(Source(searched.texts, position))
         tokens += excerpt
         tokens.append(SEPARATOR)
-    return Excerpts(tokens, places, sources)
+    return Excerpts(tokens, occurrences, sources)
+
+
+_LENGTH = itemgetter(0)
 
 
 def _check(chosen: list[tuple[int, int, Searched]], depth: int, vocab_size: int) -> None:

@@ -109,8 +109,9 @@ class Memory:
         Args:
             source: the excerpt's. If its text has moved since it was looked up, nothing happens.
         """
-        if isinstance(source.texts, Part):
-            source.texts.use(source.position)
+        texts, position = source
+        if isinstance(texts, Part):
+            texts.use(position)
 
     def refresh(self) -> None:
         """See, soon, what other processes have kept or forgotten. Cheap where that is nothing."""

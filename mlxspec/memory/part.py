@@ -105,7 +105,7 @@ class Part:
         self.array = array
         self.records = records
         self.used = used
-        self.searched = Searched(array.occurrences, array.tokens.data, self)
+        self.searched = Searched(array.matches, array.tokens.data, self)
 
     @classmethod
     def of(cls, answers: Sequence[Learned]) -> Part:

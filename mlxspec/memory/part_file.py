@@ -90,7 +90,7 @@ class FilePart(Part):
             for kind, length, offset in zip(kinds, lengths, self._ends, strict=False)
         )
         super().__init__(SuffixArray(tokens, order), records, _used(path, records))
-        self.searched = Searched(self.array.occurrences, tokens.data, self, tokens)
+        self.searched = Searched(self.array.matches, tokens.data, self, tokens)
 
     def verify(self) -> Generator[None, None, None]:
         """Verify all of the file, piece by piece.
