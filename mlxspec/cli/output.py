@@ -24,6 +24,7 @@ from ..terminal import visible, wants_color
 from .options import option_field
 
 _UNLIMITED = 10_000  # columns
+_GAP = 2  # columns before and between the texts of a block
 
 
 class _OutputConsole(Console):
@@ -186,16 +187,16 @@ class FoldingTable:
         labels = self._headings[1:]
         longest = max(map(len, labels), default=0)
         widest = max((len(cell) for row in self._rows for cell in row[1:]), default=0)
-        widest = max(1, min(widest, columns - longest - 4))  # a longer one is folded
+        widest = max(1, min(widest, columns - longest - 2 * _GAP))  # a longer one is folded
         for name, *figures in self._rows:
             yield Text(name, style="bold")
             # All blocks are of one width, so that figures stand below each other.
-            grid = Table.grid(padding=(0, 2))
-            grid.add_column(min_width=longest)
-            grid.add_column(min_width=widest, justify="right", overflow="fold")
+            grid = Table.grid()
+            grid.add_column(width=longest + _GAP)
+            grid.add_column(width=widest, justify="right", overflow="fold")
             for label, figure in zip(labels, figures, strict=True):
                 grid.add_row(label, figure)
-            yield Padding(grid, (0, 0, 1, 2))
+            yield Padding(grid, (0, 0, 1, _GAP))
 
 
 def figures_grid(rows: Iterable[tuple[str, ...]]) -> Table:

@@ -73,7 +73,8 @@ class ReplayOptions:
         "--memory N[,N...]",
         "Replay the default decoder with memories of earlier outputs of these sizes, and without "
         "one: tokens, k for 1,024 and M for 1,048,576 (1M is the default decoder's), or 'all'. One "
-        "memory goes through all TRACES, category by category, in the order of the files.",
+        "memory goes through all TRACES, category by category, in the order of the files; outputs "
+        "that --limit leaves out are not in it.",
     )
 
 

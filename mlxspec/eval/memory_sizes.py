@@ -108,10 +108,10 @@ def _sentence(sizes: Sequence[int | None], enough: int, changes: str) -> str:
         return f"Remembering gains at most 1 % on {changes}."
     size = sizes[enough]
     what = "everything" if size is None else f"{_name(size)} tokens"
-    others = "no larger memory is more than 1 % faster"
+    others = "; no larger memory is more than 1 % faster"
     if enough == len(sizes) - 1:
-        others = "every smaller memory is more than 1 % slower"
-    return f"Remembering {what} gains {changes}; {others}."
+        others = "; every smaller memory is more than 1 % slower" if enough > 1 else ""
+    return f"Remembering {what} gains {changes}{others}."
 
 
 def memory_page(

@@ -77,15 +77,19 @@ def test_in_a_narrow_window_a_row_is_a_block(columns: int) -> None:
     assert len({len(line) for line in lines if line.startswith("  ")}) == 1
 
 
-def test_in_a_block_a_figure_that_is_too_long_goes_on_in_the_next_line() -> None:
-    table = FoldingTable("decoder", "speed", "worst set")
-    table.add_row("auto", "1.50×", "a_set_with_a_long_name 1.25×")
-    console = Console(file=io.StringIO(), width=30, color_system=None)
+@pytest.mark.parametrize("columns", range(28, 42))
+@pytest.mark.parametrize("heading", ["worst set", "outputs below 0.98"])
+def test_in_a_block_a_figure_that_is_too_long_goes_on_in_the_next_line(
+    heading: str, columns: int
+) -> None:
+    table = FoldingTable("decoder", "speed", heading)
+    table.add_row("auto", "1.50×", "a_set_with_a_name 1.25×")
+    console = Console(file=io.StringIO(), width=columns, color_system=None)
     console.print(table)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    words = [word for line in lines for word in line.split()]
-    assert "".join(words) == "autospeed1.50×worstseta_set_with_a_long_name1.25×"
-    assert max(map(len, lines)) <= 30
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= columns
+    figures = "".join(line.removeprefix(f"  {heading}") for line in text.splitlines()[2:])
+    assert "".join(figures.split()) == "a_set_with_a_name1.25×"
 
 
 def test_a_terminal_has_bold_and_dim_unless_no_color_is_set(

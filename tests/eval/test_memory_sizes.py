@@ -168,6 +168,12 @@ def test_a_size_is_enough_if_no_larger_one_is_faster_by_more_than_a_hundredth(
     assert "gains -" not in line
 
 
+def test_one_size_and_nothing_are_compared_with_each_other_alone() -> None:
+    assert told("1M", M3=[1.5, 1.6]) == [
+        "Remembering 1M tokens gains 6.7 % on M3 (1.50× to 1.60×)."
+    ]
+
+
 def test_nothing_alone_is_compared_with_nothing() -> None:
     assert told("0", M3=[1.5], M4=[1.6]) == [
         "Without a memory the speed is 1.50× on M3, 1.60× on M4."
