@@ -152,7 +152,7 @@ def test_a_tidy_memory_holds_no_more_than_it_may_in_few_parts(
         for answer in answers:
             held.add(answer)
             held.settle(tidy=True)
-            newest, parts = held._shelf.searched
+            newest, parts, *_ = held._shelf.searched
             sizes = [len(one) for one in parts]
             assert len(newest) + sum(sizes) <= max_tokens
             for number in range(1, len(sizes)):
