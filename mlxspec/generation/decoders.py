@@ -28,7 +28,7 @@ from ..plan.cost_curve import Costs, FixedCosts
 from ..plan.drafter_source import DrafterSource
 from ..plan.lookahead_source import LookaheadKnowledge, LookaheadSource
 from ..plan.planner import Planner, Source
-from ..plan.policy import trees_pay
+from ..plan.policy import Winnings, trees_pay
 from ..plan.suffix_source import Earlier, SuffixSource
 from ..store.store import open_store
 from .decoder import Decoder, MakeDrafter, drafter_maker
@@ -48,6 +48,11 @@ class _PlannedDecoder(Decoder):
 
     plans = True
 
+    @cached_property
+    def _winnings(self) -> Winnings:
+        """What its generations win by drafting."""
+        return Winnings()
+
     @property
     def predicted_cost(self) -> float:
         """How long the steps of the last generation should have taken, in plain steps."""
@@ -60,7 +65,9 @@ class _PlannedDecoder(Decoder):
         if costs is None:
             costs = self.costs = self.costs.for_generation()
         replays = self.chain_capability is Capability.REPLAY
-        return Planner(costs, sources, branching=branching, replays=replays)
+        return Planner(
+            costs, sources, branching=branching, replays=replays, winnings=self._winnings
+        )
 
     def _fixed_costs(self) -> Costs:
         """The costs as they are now, to be taught nothing."""
