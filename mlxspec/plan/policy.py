@@ -7,6 +7,7 @@ from: docs/planner-notes.md, "Constants".
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..draft.drafter import VerifiedStep
@@ -21,6 +22,7 @@ _INCOME = 1.02  # per emitted token, so that the bank keeps its level at 98 % of
 _RISKED_SHARE = 0.15
 _RISKED_WINNINGS = 0.02  # of what earlier generations won, and at most of their length
 _WINNINGS_RATE = 0.2
+_LAST_LENGTHS = 5
 
 # In plain joint steps: an output comes so much later at most, and takes a tenth longer. A first
 # patience of less lets the newest of many short outputs keep all others from drafting.
@@ -41,27 +43,28 @@ _FLAT = 2.0  # plain steps that so many rows cost
 class Winnings:
     """What the generations of a decoder win by drafting: more than a little, the next may risk.
 
-    A new generation's bank begins with 2 % of what the last ones won on average, as long as that
-    is at most 2 % of their length, so that an output of the usual length whose drafts all fail
-    still runs at 98 % of plain speed.
+    A new generation's bank begins with 2 % of what the last ones won on average, and at most with
+    2 % of the length of the shortest of them. So an output of that length still runs at 98 % of
+    plain speed if all its drafts fail.
 
     Attributes:
         won: what drafts added to the bank, in plain steps, the running average of generations.
-        length: of the outputs, in tokens, likewise.
+        lengths: of the last outputs, in tokens.
     """
 
     def __init__(self) -> None:
-        self.won = self.length = 0.0
+        self.won = 0.0
+        self.lengths: deque[int] = deque([0], maxlen=_LAST_LENGTHS)
 
     @property
     def first_bank(self) -> float:
         """What the bank of the next generation begins with."""
-        return max(_FIRST_BANK, _RISKED_WINNINGS * min(self.won, self.length))
+        return max(_FIRST_BANK, _RISKED_WINNINGS * min(self.won, *self.lengths))
 
     def take(self, policy: Policy) -> None:
         """Learn from a generation that has ended."""
         self.won += _WINNINGS_RATE * (policy.won - self.won)
-        self.length += _WINNINGS_RATE * (policy.emitted - self.length)
+        self.lengths.append(policy.emitted)
 
 
 class Policy:
