@@ -1,0 +1,149 @@
+"""The default decoder beside prompt lookup on short answers that copy from their prompts.
+
+    python benchmarks/short_answers.py [REPEATS] [MODEL]
+
+Sixty prompts of the six kinds of task that the demo model knows, made from a seed. The decoders
+take turns on each prompt, in an order of its own, in one process, and what counts is the median of
+an answer's time from the prompt's first forward to its end. The first round warms up. Outputs are
+compared token by token.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import geometric_mean, median
+
+import mlxspec
+from mlxspec import AutoDecoder, PromptLookupDecoder
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+SEED = 17
+EACH = 10  # prompts of a kind
+_MOST = 160  # tokens of an answer
+_ADJECTIVES = _words("quick brown lazy quiet golden silver little happy old red green tall")
+_NOUNS = _words("fox dog river house garden tree bird window stone teacher farmer ship")
+_VERBS = _words("sees jumps_over follows watches finds likes carries paints leaves hears")
+_PEOPLE = _words("Alice Henry Rosa Oscar Victor Grace Nina Paul Emma Walter Clara Felix")
+_JOBS = _words("baker pilot judge gardener doctor teacher painter driver nurse singer")
+_CITIES = _words("Paris Cairo Lisbon Denver Oslo Lima Prague Berlin Rome Dublin Madrid")
+_NAMES = _words("total count value result index limit size rows items buffer offset width")
+
+
+def _phrase(pick: random.Random) -> str:
+    def thing() -> str:
+        return f"{pick.choice(_ADJECTIVES)} {pick.choice(_NOUNS)}"
+
+    return f"The {thing()} {pick.choice(_VERBS).replace('_', ' ')} the {thing()}."
+
+
+def _facts(pick: random.Random, number: int) -> str:
+    return " ".join(
+        f"{name} is a {pick.choice(_JOBS)} from {pick.choice(_CITIES)} who is "
+        f"{pick.randrange(20, 80)} years old."
+        for name in pick.sample(_PEOPLE, number)
+    )
+
+
+def _code(pick: random.Random) -> tuple[str, str]:
+    """A function, and a name in it."""
+    first, second, third = pick.sample(_NAMES, 3)
+    verb = pick.choice(("copy", "count", "find", "sort", "merge"))
+    lines = [
+        f"def {verb}_{third}({second}, {third}):",
+        f"    {first} = {pick.randrange(10)}",
+        f"    for item in {second}:",
+        f"        if item > {third}:",
+        f"            {first} += {pick.randrange(1, 5)}",
+        f"    return {first}",
+    ]
+    return "\n".join(lines), first
+
+
+def _items(pick: random.Random) -> tuple[str, int]:
+    """Items as JSON, and the id of one."""
+    ids = pick.sample(range(10, 1000), 2)
+    items = ",\n".join(
+        f'  {{\n    "id": {number},\n    "name": "{pick.choice(_PEOPLE)}",\n'
+        f'    "city": "{pick.choice(_CITIES)}"\n  }}'
+        for number in ids
+    )
+    return f"[\n{items}\n]", ids[0]
+
+
+def prompts() -> Iterator[tuple[str, str]]:
+    """Kinds and prompts."""
+    pick = random.Random(SEED)
+    for _ in range(EACH):
+        times = pick.randrange(2, 7)
+        yield "repeat", f'Repeat the following phrase {times} times: "{_phrase(pick)}".'
+        code, name = _code(pick)
+        yield "copy code", f"Copy this code:\n```python\n{code}\n```"
+        new = pick.choice([other for other in _NAMES if other not in code])
+        yield "rename", f"Rename `{name}` to `{new}` in this code:\n```python\n{code}\n```"
+        yield "quote", f"{_facts(pick, 2)}\n\nCopy the text."
+        items, number = _items(pick)
+        city = pick.choice(_CITIES)
+        yield (
+            "edit JSON",
+            f'Set `city` to "{city}" for the item with id {number}:\n```json\n{items}\n```',
+        )
+        facts = _facts(pick, 3)
+        yield "answer", f"{facts}\n\nHow old is {facts.split()[0]}? Quote the sentence."
+
+
+def main(repeats: int, model: str) -> None:
+    plain = PromptLookupDecoder(model)
+    auto = AutoDecoder(plain.model, plain.tokenizer, memory_tokens=0)
+    _ = auto.costs  # measured before anything is timed
+    ways: dict[str, Callable[..., Iterator[mlxspec.GenerationResponse]]] = {
+        "plain": partial(plain.stream, n_draft=0),
+        "prompt lookup": plain.stream,
+        "auto": auto.stream,
+    }
+    asked = [(kind, f"[INST] {text} [/INST]") for kind, text in prompts()]
+    times: dict[str, list[list[float]]] = {way: [[] for _ in asked] for way in ways}
+    tokens: dict[str, int] = dict.fromkeys(ways, 0)
+    steps: dict[str, int] = dict.fromkeys(ways, 0)
+    order = random.Random(SEED)
+    for turn in range(repeats + 1):
+        for index, (_, prompt) in enumerate(asked):
+            outputs = {}
+            for way in order.sample([*ways], len(ways)):
+                started = time.perf_counter()
+                responses = list(ways[way](prompt, _MOST))
+                took = time.perf_counter() - started
+                outputs[way] = [response.token for response in responses]
+                if turn:
+                    times[way][index].append(took)
+                    tokens[way] += len(responses)
+                    steps[way] += responses[-1].stats.steps
+            if any(output != outputs["plain"] for output in outputs.values()):
+                print(f"outputs differ at prompt {index} (a near tie, or a fault)")
+    medians = {way: [median(one) for one in times[way]] for way in ways}
+    kinds = [*dict.fromkeys(kind for kind, _ in asked)]
+    print(f"{'against prompt lookup':<24}{'mean':>7}{'least':>7}{'≥ 0.97':>8}{'tokens/step':>13}")
+    for way in ways:
+        ratios = [
+            lookup / own for lookup, own in zip(medians["prompt lookup"], medians[way], strict=True)
+        ]
+        share = sum(ratio >= 0.97 for ratio in ratios) / len(ratios)
+        print(
+            f"{way:<24}{geometric_mean(ratios):>7.2f}{min(ratios):>7.2f}{share:>8.0%}"
+            f"{tokens[way] / steps[way]:>13.2f}"
+        )
+        for kind in kinds:
+            own = [ratio for ratio, (name, _) in zip(ratios, asked, strict=True) if name == kind]
+            print(f"  {kind:<22}{geometric_mean(own):>7.2f}{min(own):>7.2f}")
+    print(f"{tokens['plain'] / len(asked) / repeats:.0f} tokens an answer")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 3, sys.argv[2] if len(sys.argv) > 2 else "demo")
