@@ -25,6 +25,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --strict examples .ci/packages.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
