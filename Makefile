@@ -25,7 +25,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy --strict examples .ci/packages.py
+	$(BIN)/mypy --strict --follow-imports silent examples .ci/packages.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
