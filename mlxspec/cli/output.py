@@ -24,6 +24,7 @@ from ..terminal import visible, wants_color
 from .options import option_field
 
 _UNLIMITED = 10_000  # columns
+_GAP = 2  # columns before and between the texts of a block
 
 
 class _OutputConsole(Console):
@@ -168,7 +169,7 @@ class FoldingTable:
                 yield table
                 break
         else:
-            yield from self._blocks()
+            yield from self._blocks(options.max_width)
         if self._caption:
             yield Text(f"{self._caption}\n", style="dim")
 
@@ -182,18 +183,20 @@ class FoldingTable:
             table.add_row(*row)
         return table
 
-    def _blocks(self) -> Iterator[RenderableType]:
+    def _blocks(self, columns: int) -> Iterator[RenderableType]:
         labels = self._headings[1:]
+        longest = max(map(len, labels), default=0)
         widest = max((len(cell) for row in self._rows for cell in row[1:]), default=0)
+        widest = max(1, min(widest, columns - longest - 2 * _GAP))  # a longer one is folded
         for name, *figures in self._rows:
             yield Text(name, style="bold")
             # All blocks are of one width, so that figures stand below each other.
-            grid = Table.grid(padding=(0, 2))
-            grid.add_column(min_width=max(map(len, labels), default=0))
-            grid.add_column(min_width=widest, justify="right")
+            grid = Table.grid()
+            grid.add_column(width=longest + _GAP)
+            grid.add_column(width=widest, justify="right", overflow="fold")
             for label, figure in zip(labels, figures, strict=True):
                 grid.add_row(label, figure)
-            yield Padding(grid, (0, 0, 1, 2))
+            yield Padding(grid, (0, 0, 1, _GAP))
 
 
 def figures_grid(rows: Iterable[tuple[str, ...]]) -> Table:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from .output import (
 if TYPE_CHECKING:
     from ..eval.comparison import Comparison, JointComparison
     from ..eval.joint_replay import JointReport
+    from ..eval.policies import Policy
     from ..eval.replay import ReplayReport
     from ..plan.cost_curve import CostCurve
 
@@ -67,6 +69,13 @@ class ReplayOptions:
         "How many outputs run at once and share each step, with drafts and without.",
         default=1,
     )
+    memory: str | None = option_field(
+        "--memory N[,N...]",
+        "Replay the default decoder with memories of earlier outputs of these sizes, and without "
+        "one: tokens, k for 1,024 and M for 1,048,576 (1M is the default decoder's), or 'all'. One "
+        "memory goes through all TRACES, category by category, in the order of the files; outputs "
+        "that --limit leaves out are not in it.",
+    )
 
 
 @command("replay")
@@ -88,27 +97,17 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
       mlxspec replay *.jsonl --tokenizer my_model --html replay.html
       mlxspec replay chats.jsonl --tokenizer my_model --decoder auto,hindsight
       mlxspec replay chats.jsonl --tokenizer my_model --chip all --concurrency 4
+      mlxspec replay chats.jsonl --tokenizer my_model --memory 16k,1M,all --html memory.html
 
     A line of TRACES is an object with "messages", as in OpenAI-style chat logs, and optionally
     "category", "model" and "completions", the indices of the messages to replay.
     """
-    from ..draft.custom import load_drafter
-    from ..eval.comparison import (
-        chosen_policies,
-        compare,
-        compare_jointly,
-        jointly_chosen,
-        replay_page,
-    )
-    from ..eval.policies import AUTO, policies_with
+    from ..eval.comparison import compare, compare_jointly
     from ..eval.traces import load_trace_tokenizer, read_completions
 
     several = asked.concurrency
     _check_concurrency(several, shows)
-    names = asked.decoders if asked.decoders is not None else _ALL if shows.html else AUTO
-    policies = jointly_chosen(names, several) if several > 1 else chosen_policies(names)
-    if asked.drafter is not None:
-        policies |= policies_with(load_drafter(asked.drafter))
+    compared = _decoders(asked, shows) if asked.memory is None else _memories(asked)
     default = _ALL if shows.html else _DEFAULT_CHIP
     if asked.chips and asked.curve:
         raise OptionError("--chip and --curve are given together: choose one")
@@ -116,25 +115,25 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     shows.check()
     tokenizer = load_trace_tokenizer(asked.tokenizer)
     completions = read_completions(traces, tokenizer, asked.limit)
-    work = completions, tokenizer.classes, policies, curves
+    work = completions, tokenizer.classes, compared.policies, curves
     if several > 1:
         with ProgressBar("Replaying") as on_progress:
             joint = compare_jointly(*work, several, on_progress)
         if shows.as_json:
-            write_json(_report(joint, concurrency=several))
+            write_json(_report(joint, compared, concurrency=several))
         else:
-            print_tables(_joint_tables(joint, several))
+            print_tables(_joint_tables(joint, compared, several))
         return
     with ProgressBar("Replaying") as on_progress:
         comparison = compare(*work, on_progress)
 
     def show() -> None:
         if shows.as_json:
-            write_json(_report(comparison))
+            write_json(_report(comparison, compared))
         else:
-            print_tables(_tables(comparison))
+            print_tables(_tables(comparison, compared))
 
-    shows.show(show, lambda: replay_page(comparison, policies, sources))
+    shows.show(show, lambda: compared.page(comparison, compared.policies, sources))
 
 
 def _check_concurrency(concurrency: int, shows: ReportOptions) -> None:
@@ -152,10 +151,83 @@ def _check_concurrency(concurrency: int, shows: ReportOptions) -> None:
         )
 
 
-def _report(comparison: Comparison | JointComparison, **more: Any) -> dict[str, Any]:
-    """The figures of the first decoder on the first chip, and below ``comparison`` of all."""
+@dataclass(frozen=True)
+class _Compared:
+    """What is compared with each other, and how it is told.
+
+    Attributes:
+        policies: by name.
+        facts: what the JSON says of a policy, by its name.
+        verdict: sums a comparison up in lines.
+        page: makes the page.
+    """
+
+    policies: Mapping[str, Policy]
+    facts: Callable[[str], dict[str, Any]]
+    verdict: Callable[[Any], list[str]]
+    page: Callable[[Comparison, Mapping[str, Policy], Mapping[str, str]], str]
+
+
+def _decoders(asked: ReplayOptions, shows: ReportOptions) -> _Compared:
+    """The decoders that are asked for, and a drafter of the user's.
+
+    Raises:
+        OptionError: there is no such decoder.
+    """
+    from ..draft.custom import load_drafter
+    from ..eval.comparison import (
+        chosen_policies,
+        joint_verdict,
+        jointly_chosen,
+        replay_page,
+        verdict,
+    )
+    from ..eval.policies import AUTO, policies_with
+
+    several = asked.concurrency
+    names = asked.decoders if asked.decoders is not None else _ALL if shows.html else AUTO
+    policies = jointly_chosen(names, several) if several > 1 else chosen_policies(names)
+    if asked.drafter is not None:
+        policies |= policies_with(load_drafter(asked.drafter))
+    return _Compared(
+        policies,
+        lambda name: {"decoder": name},
+        joint_verdict if several > 1 else verdict,
+        replay_page,
+    )
+
+
+def _memories(asked: ReplayOptions) -> _Compared:
+    """The sizes of memories that are asked for.
+
+    Raises:
+        OptionError: there is no such size, or another decoder is asked for.
+    """
+    from ..eval.memory_sizes import memories, memory_page, memory_verdict
+    from ..eval.policies import AUTO
+
+    assert asked.memory is not None
+    for option, given in (("--decoder", asked.decoders), ("--drafter", asked.drafter)):
+        if given not in (None, AUTO):
+            raise OptionError(
+                f"{option} {given} with --memory: it compares the default decoder with itself; "
+                "leave one of them out"
+            )
+    policies = memories(asked.memory)
+    return _Compared(
+        policies,
+        lambda name: {"decoder": AUTO, "memory_tokens": policies[name].memory_tokens},
+        partial(memory_verdict, policies),
+        memory_page,
+    )
+
+
+def _report(
+    comparison: Comparison | JointComparison, compared: _Compared, **more: Any
+) -> dict[str, Any]:
+    """The figures of the first policy on the first chip, and below ``comparison`` of all."""
     entries = [
-        {"chip": chip, "decoder": name, **more, **asdict(report)}
+        {"chip": chip, **compared.facts(name), **more, **asdict(report)}
         for chip, reports in comparison.items()
         for name, report in reports.items()
     ]
@@ -178,26 +250,24 @@ def _curves(
     )
 
 
-def _tables(comparison: Comparison) -> Iterator[RenderableType]:
-    from ..eval.comparison import verdict
-
+def _tables(comparison: Comparison, compared: _Compared) -> Iterator[RenderableType]:
     for chip, reports in comparison.items():
         yield shown(f"Modelled on: {chip}")
         yield _sets(reports)
-        yield _decoders(reports)
-    yield from map(shown, verdict(comparison))
+        yield _decoder_figures(reports)
+    yield from map(shown, compared.verdict(comparison))
 
 
-def _joint_tables(comparison: JointComparison, concurrency: int) -> Iterator[RenderableType]:
-    from ..eval.comparison import joint_verdict
-
+def _joint_tables(
+    comparison: JointComparison, compared: _Compared, concurrency: int
+) -> Iterator[RenderableType]:
     for chip, reports in comparison.items():
         yield shown(f"Modelled on: {chip}, {concurrency} outputs at once")
-        yield _joint_decoders(reports)
-    yield from map(shown, joint_verdict(comparison))
+        yield _joint_figures(reports)
+    yield from map(shown, compared.verdict(comparison))
 
 
-def _joint_decoders(reports: Mapping[str, JointReport]) -> RenderableType:
+def _joint_figures(reports: Mapping[str, JointReport]) -> RenderableType:
     result = FoldingTable(
         *("decoder", "plain batching", "drafts, one at a time", "both", "both against batching"),
         *("outputs below 0.98", "outputs per step", "tokens per step", "rows per step"),
@@ -228,7 +298,7 @@ def _sets(reports: Mapping[str, ReplayReport]) -> RenderableType:
     return result
 
 
-def _decoders(reports: Mapping[str, ReplayReport]) -> RenderableType:
+def _decoder_figures(reports: Mapping[str, ReplayReport]) -> RenderableType:
     result = FoldingTable(
         *("decoder", "speed", "worst set", "outputs below 0.98"),
         *("tokens per step", "rows per step"),

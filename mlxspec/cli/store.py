@@ -96,7 +96,7 @@ def info_command(file: str) -> None:
     """Verify the store in FILE and say what it holds."""
     from ..store.store import open_store
 
-    info = open_store(file).info
+    info = open_store(file).verify().info
     learned = counted(info.learned_tokens, "token"), counted(info.learned_sequences, "output")
     for name, value in (
         ("tokenizer", info.identity),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -12,6 +13,8 @@ from .suffix_index import MAX_LENGTH, SEPARATOR, Occurrence
 TOKEN_BITS = 21
 """Token ids are below 2**TOKEN_BITS - 1: three of them fit into one integer to sort by."""
 TOKEN_BYTES = 4
+
+_MOST_KNOWN = 1 << 13  # tokens whose slots are kept, 1 MB
 
 _CHUNK = 1 << 16  # places that are merged at a time
 
@@ -37,6 +40,8 @@ class SuffixArray:
         # Memory views give Python integers four times as fast as arrays do.
         self._tokens = tokens.data
         self._order = order.data
+        # The slots of places after some tokens: half of the time of a look-up goes to find them.
+        self._after: dict[int, tuple[int, int]] = {}
 
     @classmethod
     def of(cls, texts: Iterable[bytes]) -> SuffixArray:
@@ -77,6 +82,10 @@ class SuffixArray:
         Raises:
             IndexError: ``order`` holds places that are not in ``tokens``.
         """
+        return [Occurrence(length, place) for length, place in self.matches(tail, limit)]
+
+    def matches(self, tail: Sequence[int], limit: int) -> list[tuple[int, int]]:
+        """As :meth:`occurrences`, in pairs of length and position, which take less time to make."""
         recent = list(tail[-MAX_LENGTH:])[::-1]
         if SEPARATOR in recent:
             del recent[recent.index(SEPARATOR) :]
@@ -84,43 +93,51 @@ class SuffixArray:
         if limit < 1 or not ranges:
             return []
         low, high = ranges.pop()  # the slots that have been taken
-        shared = len(ranges) + 1
         if high - low <= limit:
             found = self._measured(self._order[low:high].tolist(), recent)
         else:
-            found = self._sample(low, high, low, low, limit, recent[:shared])
+            ranges.append((low, high))
+            found, high = [], low
         while ranges and len(found) < limit:
             left, right = ranges.pop()
-            match = recent[: len(ranges) + 1]
-            found += self._sample(left, right, low, high, limit - len(found), match)
+            equal = right - left - (high - low)
+            if equal:
+                match = array("i", recent[len(ranges) :: -1]).tobytes()
+                found += self._sample(left, low, high, equal, limit - len(found), match)
             low, high = left, right
         return found
 
     def _ranges(self, recent: list[int], limit: int) -> list[tuple[int, int]]:
-        """The slots of the places after the last token, the last two tokens, and so on.
+        """The slots of the places after the last token, after the last two tokens, and so on.
 
-        Each range lies within the one before it. The last is empty of no place, and the first
-        that has no more than ``limit``, or the one of the longest match.
+        Each range lies within the one before it. The last is the first that has no more than
+        ``limit`` slots, or that of the longest match.
         """
         tokens, order = self._tokens, self._order
-        low, high = 0, len(order)
+        if not recent:
+            return []
+        known = self._after.get(recent[0])
+        low, high = known or (0, len(order))
         ranges: list[tuple[int, int]] = []
         for depth, token in enumerate(recent, 1):
+            if depth > 1 or not known:
 
-            def key(place: int, depth: int = depth) -> int:
-                # Before the first text this is the last token of all, a SEPARATOR as well.
-                return tokens[place - depth]
+                def key(place: int, depth: int = depth) -> int:
+                    # Before the first text this is the last token of all, a SEPARATOR as well.
+                    return tokens[place - depth]
 
-            low = bisect_left(order, token, low, high, key=key)
-            if low == high or key(order[low]) != token:
-                break
-            high = bisect_right(order, token, low + 1, high, key=key)
+                low = bisect_left(order, token, low, high, key=key)
+                if low == high or key(order[low]) != token:
+                    break
+                high = bisect_right(order, token, low + 1, high, key=key)
+            if depth == 1 and len(self._after) < _MOST_KNOWN:
+                self._after[token] = low, high
             ranges.append((low, high))
             if high - low <= limit:
                 break
         return ranges
 
-    def _measured(self, places: list[int], recent: list[int]) -> list[Occurrence]:
+    def _measured(self, places: list[int], recent: list[int]) -> list[tuple[int, int]]:
         """Places with the lengths of their matches, those that match at all."""
         tokens, whole = self._tokens, len(recent)
         found = []
@@ -129,30 +146,30 @@ class SuffixArray:
             while length < longest and tokens[place - 1 - length] == recent[length]:
                 length += 1
             if length > 0:
-                found.append(Occurrence(length, place))
+                found.append((length, place))
         found.sort(reverse=True)
         return found
 
     def _sample(
-        self, left: int, right: int, low: int, high: int, limit: int, recent: list[int]
-    ) -> list[Occurrence]:
-        """Up to ``limit`` places in the slots ``left`` … ``right`` without ``low`` … ``high``.
+        self, left: int, low: int, high: int, equal: int, limit: int, match: bytes
+    ) -> list[tuple[int, int]]:
+        """Places in some of the ``equal`` slots from ``left`` on without those ``low`` … ``high``.
 
         Args:
-            left, right, low, high: slots, in the order left, low, high, right.
-            limit: how many places.
-            recent: what stands before all of them, read backwards.
+            left, low, high, equal: slots and their number.
+            limit: how many places are wanted.
+            match: what stands before all of them, as the bytes of int32.
         """
-        order, match = self._order, recent[::-1]
-        equal = right - left - (high - low)
-        wanted = min(equal, limit)
+        tokens, order = self._tokens, self._order
+        wanted, length = min(equal, limit), len(match) // TOKEN_BYTES
         slots = [left + equal * number // wanted for number in range(wanted)]
         places = [order[slot if slot < low else slot + high - low] for slot in slots]
         places.sort(reverse=True)
-        return [Occurrence(len(match), place) for place in places if self._follows(place, match)]
-
-    def _follows(self, place: int, match: list[int]) -> bool:
-        return place >= len(match) and self._tokens[place - len(match) : place].tolist() == match
+        return [
+            (length, place)
+            for place in places
+            if place >= length and tokens[place - length : place].tobytes() == match
+        ]
 
 
 Moves = Callable[[np.ndarray], np.ndarray]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,14 +113,15 @@ def compare(
 
 def _drafters(policy: Policy, curve: CostCurve, classes: bytes) -> Callable[[Completion], Drafter]:
     """What gives each completion its drafter; all of them share one memory."""
-    if not policy.memory_tokens:
+    most = policy.memory_tokens
+    if most == 0:
         return lambda one: policy.make_drafter(Task(one.output, curve, classes))
-    memory = Memory(policy.memory_tokens)
+    memory = Memory(sys.maxsize if most is None else most)
     earlier = Earlier("memory", memory, memory.used)
 
     def remember(output: Sequence[int], earned: Mapping[str, int]) -> None:
         memory.add(output, earned)
-        memory.settle()  # so that the next completion finds it, however fast this goes
+        memory.settle(tidy=True)  # the next completion finds the same, however fast this goes
 
     return lambda one: policy.make_drafter(Task(one.output, curve, classes, earlier, remember))
 
@@ -211,7 +213,11 @@ def joint_verdict(comparison: JointComparison) -> list[str]:
 
 
 def replay_page(
-    comparison: Comparison, policies: Mapping[str, Policy], sources: Mapping[str, str]
+    comparison: Comparison,
+    policies: Mapping[str, Policy],
+    sources: Mapping[str, str],
+    template: str = "replay.html",
+    **more: Any,
 ) -> str:
     """The HTML page: one look tells which policy wins on which chip.
 
@@ -219,6 +225,8 @@ def replay_page(
         comparison: from :func:`compare`.
         policies: what was compared.
         sources: by chip, where its cost curve comes from.
+        template: this one, or one that extends it.
+        more: what such a template shows besides, or instead.
     """
     chart = BarChart(
         {
@@ -231,16 +239,16 @@ def replay_page(
         SLOW,
     )
     sets = next(iter(next(iter(comparison.values())).values())).sets.values()
-    return render(
-        "replay.html",
-        verdict=verdict(comparison),
-        table=comparison,
-        chips=list(comparison),
-        decoders={name: policy.description for name, policy in policies.items()},
-        best={chip: chart.best(bars) for chip, bars in chart.groups.items()},
-        hindsight=HINDSIGHT,
-        chart=chart,
-        sources=sources,
-        completions=sum(one.completions for one in sets),
-        tokens=sum(one.tokens for one in sets),
-    )
+    values: dict[str, Any] = {
+        "verdict": verdict(comparison),
+        "table": comparison,
+        "chips": list(comparison),
+        "decoders": {name: policy.description for name, policy in policies.items()},
+        "best": {chip: chart.best(bars) for chip, bars in chart.groups.items()},
+        "hindsight": HINDSIGHT,
+        "chart": chart,
+        "sources": sources,
+        "completions": sum(one.completions for one in sets),
+        "tokens": sum(one.tokens for one in sets),
+    }
+    return render(template, **{**values, **more})

@@ -338,13 +338,13 @@ class Policy:
         description: what it is, for users.
         make_drafter: gives a new drafter for each completion.
         follows_costs: whether its drafts depend on the cost curve.
-        memory_tokens: how many tokens of completions it remembers.
+        memory_tokens: how many tokens of completions it remembers; None for all.
     """
 
     description: str
     make_drafter: Callable[[Task], Drafter]
     follows_costs: bool = False
-    memory_tokens: int = 0
+    memory_tokens: int | None = 0
 
 
 def _planned(task: Task, *others: Source) -> Planner:

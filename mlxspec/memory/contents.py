@@ -107,17 +107,20 @@ def earned_by_day(kept: KeptTexts, tell: OnTrouble) -> dict[date, dict[str, int]
     Raises:
         StoreError: the directory cannot be read.
     """
+    names = ("answers", *EARNED)
     sums: dict[date, dict[str, int]] = {}
     for part in _parts(kept, tell):
-        # Times of one quarter of an hour are of one day in every time zone.
+        # All times of a quarter of an hour are of one day in every time zone.
         quarters, places = np.unique(part.records["learned"] // 900, return_inverse=True)
-        for number, quarter in enumerate(quarters.tolist()):
-            records = part.records[places == number] if len(quarters) > 1 else part.records
-            day = datetime.fromtimestamp(quarter * 900).date()
-            figures = sums.setdefault(day, dict.fromkeys(("answers", *EARNED), 0))
-            figures["answers"] += len(records)
-            for name in EARNED:
-                figures[name] += int(records[name].sum(dtype=np.int64))
+        days = [datetime.fromtimestamp(900 * quarter).date() for quarter in quarters.tolist()]
+        ordinals = np.array([day.toordinal() for day in days], np.int64)[places]
+        first = int(ordinals.min(initial=date.max.toordinal()))
+        counts = [np.bincount(ordinals - first)]
+        counts += [np.bincount(ordinals - first, part.records[name]) for name in EARNED]
+        for day in set(days):
+            figures = sums.setdefault(day, dict.fromkeys(names, 0))
+            for name, count in zip(names, counts, strict=True):
+                figures[name] += int(count[day.toordinal() - first])
     return dict(sorted(sums.items()))
 
 

@@ -8,18 +8,15 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ..draft.suffix_array import TOKEN_BITS
+from ..draft.suffix_array import TOKEN_BITS, TOKEN_BYTES
 from ..draft.suffix_index import MAX_LENGTH, SEPARATOR, Excerpts, Occurrence
 
 DEPTH = 48
 """Tokens of an excerpt: as deep as drafts go."""
 
 
-class Source(NamedTuple):
-    """Where an excerpt is from: the texts, and the position in them at which it begins."""
-
-    texts: object
-    position: int
+Source = tuple[object, int]
+"""Where an excerpt is from: some texts, and the position in them at which it begins."""
 
 
 class Tokens(Protocol):
@@ -27,23 +24,22 @@ class Tokens(Protocol):
 
     def __getitem__(self, places: slice, /) -> Tokens: ...
 
-    def tolist(self) -> list[int]: ...
+    def tobytes(self) -> bytes: ...
 
 
 class Searched(NamedTuple):
     """Texts that can be searched.
 
     Attributes:
-        search: where a context's last tokens stand, best first, and up to how many at least.
+        search: where a context's last tokens stand, up to how many at least: pairs of length and
+            position, best first.
         tokens: all of the texts, a SEPARATOR behind each.
         texts: what sources name.
-        unverified: the tokens, where a file holds them of which only the header was verified.
     """
 
-    search: Callable[[Sequence[int], int], list[Occurrence]]
+    search: Callable[[Sequence[int], int], Sequence[tuple[int, int]]]
     tokens: Tokens
     texts: object
-    unverified: np.ndarray | None = None
 
 
 class DamagedTexts(Exception):
@@ -72,7 +68,7 @@ def excerpts(
         tail: the context, of which the last tokens count.
         limit: how many excerpts to return at most.
         depth: how many tokens an excerpt has at most.
-        vocab_size: all ids are below it. Another one shows that unverified texts are damaged.
+        vocab_size: all ids are below it. Another one shows that texts are damaged.
 
     Raises:
         DamagedTexts: some of the texts are.
@@ -81,43 +77,36 @@ def excerpts(
     found: list[tuple[int, int, Searched]] = []
     for searched in everything:
         try:
-            occurrences = searched.search(tail, limit)
+            matches = searched.search(tail, limit)
         except IndexError as error:
             raise DamagedTexts(searched.texts) from error
-        found += [(length, position, searched) for length, position in occurrences[:limit]]
-    found.sort(key=itemgetter(0), reverse=True)  # stable: of equal ones the newer come first
-    chosen = found[:limit]
-    _check(chosen, depth, vocab_size)
-    tokens: list[int] = []
-    places, sources = [], []
-    for length, position, searched in chosen:
-        excerpt = searched.tokens[position : position + depth].tolist()
-        if SEPARATOR in excerpt:
-            del excerpt[excerpt.index(SEPARATOR) :]
-        places.append(Occurrence(length, len(tokens)))
-        sources.append(Source(searched.texts, position))
-        tokens += excerpt
-        tokens.append(SEPARATOR)
-    return Excerpts(tokens, places, sources)
-
-
-def _check(chosen: list[tuple[int, int, Searched]], depth: int, vocab_size: int) -> None:
-    """Refuse excerpts of unverified texts that hold what is no token.
-
-    Raises:
-        DamagedTexts: they do.
-    """
-    pieces = [
-        (searched.unverified[position : position + depth], searched)
-        for _, position, searched in chosen
-        if searched.unverified is not None
-    ]
-    # Read without sign and one greater, a SEPARATOR is 0, and all below it is very large.
-    if pieces and _largest(np.concatenate([piece for piece, _ in pieces])) > vocab_size:
-        for piece, searched in pieces:
-            if _largest(piece) > vocab_size:
-                raise DamagedTexts(searched.texts)
+        found += [(length, position, searched) for length, position in matches[:limit]]
+    found.sort(key=_LENGTH, reverse=True)  # stable: of equal ones the newer come first
+    pieces, occurrences, sources = [], [], []
+    end = 0
+    for length, position, searched in found[:limit]:
+        piece = searched.tokens[position : position + depth].tobytes()
+        # Bytes are cut and joined faster than lists. A token's highest byte is 0, so that only
+        # damaged ones seem to have a SEPARATOR between them.
+        piece = piece.partition(_SEPARATOR)[0]
+        if len(piece) % TOKEN_BYTES:
+            raise DamagedTexts(searched.texts)
+        pieces.append(piece + _SEPARATOR)
+        occurrences.append(Occurrence(length, end))
+        sources.append((searched.texts, position))
+        end += len(piece) // TOKEN_BYTES + 1
+    tokens = np.frombuffer(b"".join(pieces), np.int32)
+    if _largest(tokens) > vocab_size:
+        for piece, (texts, _) in zip(pieces, sources, strict=True):
+            if _largest(np.frombuffer(piece, np.int32)) > vocab_size:
+                raise DamagedTexts(texts)
+    return Excerpts(tokens.tolist(), occurrences, sources)
 
 
 def _largest(tokens: np.ndarray) -> int:
+    """One more than the largest id. Without its sign, what is less than a SEPARATOR is huge."""
     return int((tokens.view(np.uint32) + np.uint32(1)).max(initial=0))
+
+
+_SEPARATOR = np.int32(SEPARATOR).tobytes()
+_LENGTH = itemgetter(0)

@@ -28,6 +28,7 @@ _MAGIC = b"mlxjourn"
 _RECORD = struct.Struct(f"<II{len(EARNED)}H")
 _CRC = struct.Struct("<I")
 _LONGEST = 1 << 24  # tokens of an answer
+_MOST_BYTES = 1 << 28  # of a journal, which usually has less than 100 kB
 
 
 class JournalMovedError(Exception):
@@ -86,9 +87,7 @@ class Journal:
             ValueError: it is no journal of this tokenizer's tokens.
             OSError: it cannot be read.
         """
-        with open(self._descriptor, "rb", closefd=False) as file:
-            file.seek(0)
-            data = file.read()
+        data = read(self._descriptor)
         answers, end = parse(data, self._identity)
         if end < len(data):
             os.ftruncate(self._descriptor, end)
@@ -133,6 +132,20 @@ class Journal:
             with suppress(OSError):
                 os.ftruncate(self._descriptor, size)
             raise
+
+
+def read(descriptor: int) -> bytes:
+    """All of a file.
+
+    Raises:
+        ValueError: it is longer than any journal.
+        OSError: it cannot be read.
+    """
+    if os.fstat(descriptor).st_size > _MOST_BYTES:
+        raise ValueError("is too long for a journal")
+    with open(descriptor, "rb", closefd=False) as file:
+        file.seek(0)
+        return file.read()
 
 
 def parse(data: bytes, identity: TokenizerIdentity) -> tuple[list[Learned], int]:

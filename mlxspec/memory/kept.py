@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..errors import StoreError
 from ..files import PRIVATE, remove_leftovers
-from .journal import JOURNAL, MOVED, Journal, parse
+from .journal import JOURNAL, MOVED, Journal, parse, read
 from .part import Learned, Merged
 from .part_file import DAMAGED, PART, USED, DamagedPartError, FilePart, LaterPartError, write_part
 from .tokenizer_identity import TokenizerIdentity
@@ -126,7 +126,8 @@ class KeptTexts:
         """The answers in a journal, which may be another process's."""
         path = self.directory / f"{name}{JOURNAL}"
         try:
-            return parse(path.read_bytes(), self.identity)[0]
+            with path.open("rb") as file:
+                return parse(read(file.fileno()), self.identity)[0]
         except FileNotFoundError:
             return []
         except (OSError, ValueError) as error:

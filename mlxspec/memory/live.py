@@ -24,15 +24,18 @@ class Live:
     def __init__(self, answers: Iterable[Learned] = ()) -> None:
         self._index = SuffixIndex()
         self._answers: dict[bytes, Learned] = {}
-        self.searched = Searched(
-            lambda tail, limit: self._index.occurrences_of(tail), self._index.tokens, self
-        )
         for answer in answers:
             self.add(answer)
 
     def __len__(self) -> int:
         """How many tokens there are, with a SEPARATOR for each text."""
         return len(self._index)
+
+    @property
+    def searched(self) -> Searched:
+        """The answers as a look-up takes them."""
+        index = self._index
+        return Searched(lambda tail, limit: index.occurrences_of(tail), index.tokens, self)
 
     @property
     def answers(self) -> list[Learned]:

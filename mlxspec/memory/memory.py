@@ -15,7 +15,7 @@ import numpy as np
 from ..draft.suffix_array import TOKEN_BITS, encode_texts
 from ..draft.suffix_index import Excerpts
 from ..errors import StoreError
-from .excerpts import DEPTH, DamagedTexts, Source, excerpts
+from .excerpts import DEPTH, DamagedTexts, Searched, Source, excerpts
 from .journal import Journal, JournalMovedError
 from .kept import KeptTexts, OnTrouble, reason
 from .live import Live
@@ -36,11 +36,24 @@ _VOCABULARY = (1 << TOKEN_BITS) - 1
 _EXIT_SECONDS = 5.0  # to wait at the process's end
 
 
-class _Searched(NamedTuple):
-    """All that is searched at one time, the newest first."""
+class _State(NamedTuple):
+    """All that is searched at one time.
+
+    Attributes:
+        live: the newest answers.
+        parts: the others, the newest first.
+        everything: both, to be searched. Nothing in it leads back here, so that the file of a part
+            that is searched no longer leaves the process's memory at once.
+    """
 
     live: Live
     parts: tuple[Part, ...]
+    everything: tuple[Searched, ...]
+
+    @classmethod
+    def of(cls, live: Live, parts: Iterable[Part]) -> _State:
+        parts = tuple(parts)
+        return cls(live, parts, (live.searched, *(part.searched for part in parts)))
 
 
 class Memory:
@@ -87,10 +100,8 @@ class Memory:
         """
         shelf = self._shelf
         while True:
-            live, parts = shelf.searched
             try:
-                everything = (live.searched, *(part.searched for part in parts))
-                return excerpts(everything, tail, limit, depth, shelf.vocab_size)
+                return excerpts(shelf.searched.everything, tail, limit, depth, shelf.vocab_size)
             except DamagedTexts as damaged:
                 shelf.drop(damaged.texts)
 
@@ -109,17 +120,26 @@ class Memory:
         Args:
             source: the excerpt's. If its text has moved since it was looked up, nothing happens.
         """
-        if isinstance(source.texts, Part):
-            source.texts.use(source.position)
+        texts, position = source
+        if isinstance(texts, Part):
+            texts.use(position)
 
     def refresh(self) -> None:
         """See, soon, what other processes have kept or forgotten. Cheap where that is nothing."""
         if self._shelf.is_outdated():
             self._shelf.requests.put(_REFRESH)
 
-    def settle(self) -> None:
-        """Wait until all that was added can be looked up."""
+    def settle(self, *, tidy: bool = False) -> None:
+        """Wait until all that was added can be looked up.
+
+        Args:
+            tidy: wait for all merging, too. Then no more than ``max_tokens`` are held, and unless
+                they are kept for several processes, what is found depends on nothing but what was
+                added.
+        """
         done = threading.Event()
+        if tidy:
+            self._shelf.requests.put(_TIDY)
         self._shelf.requests.put(done)
         while not done.wait(0.1) and self._thread.is_alive():
             pass
@@ -130,7 +150,7 @@ class Memory:
         self._thread.join()
 
 
-_STOP, _FINISH, _REFRESH, _MERGED = object(), object(), object(), object()
+_STOP, _FINISH, _REFRESH, _TIDY, _MERGED = (object() for _ in range(5))
 
 _open: weakref.WeakSet[Memory] = weakref.WeakSet()
 
@@ -160,7 +180,7 @@ class _Shelf:
         self._merging: Generator[None, None, None] | None = None
         self._journals: dict[Part, list[Journal]] = {}
         """Of sorted parts that are not in a file yet, where their answers are kept."""
-        self.searched = _Searched(Live(), self._files())
+        self.searched = _State.of(Live(), self._files())
         self.requests: SimpleQueue[object] = SimpleQueue()
 
     def run(self) -> None:
@@ -185,9 +205,9 @@ class _Shelf:
 
     def _leave_out(self, texts: object) -> None:
         with self._changing:
-            live, parts = self.searched
+            live, parts, _ = self.searched
             remaining = tuple(part for part in parts if part is not texts)
-            self.searched = _Searched(Live() if live is texts else live, remaining)
+            self.searched = _State.of(Live() if live is texts else live, remaining)
 
     def is_outdated(self) -> bool:
         """Whether other processes have changed what is kept."""
@@ -208,10 +228,7 @@ class _Shelf:
     def _serve(self) -> None:
         finishing = False
         while True:
-            if self._merging is None and self._untidy:
-                self._untidy = False
-                self._merging = self._merge()
-            while self._merging and len(self.searched.parts) > _MANY_PARTS:
+            while self._has_to_merge() and len(self.searched.parts) > _MANY_PARTS:
                 self._go_on()
             busy = bool(self._merging) or self._untidy
             try:
@@ -228,10 +245,20 @@ class _Shelf:
                 finishing = True
             elif request is _REFRESH:
                 self._refresh()
+            elif request is _TIDY:
+                while self._has_to_merge():
+                    self._go_on()
             elif isinstance(request, threading.Event):
                 request.set()
             else:
                 self._take(*cast(tuple[list[int], dict[str, int]], request))
+
+    def _has_to_merge(self) -> bool:
+        """Whether parts are being merged, which begins here if there is something to merge."""
+        if self._merging is None and self._untidy:
+            self._untidy = False
+            self._merging = self._merge()
+        return self._merging is not None
 
     def _go_on(self) -> None:
         """Go on with merging by one step."""
@@ -287,7 +314,7 @@ class _Shelf:
             self._journals[part], self._kept.journals = self._kept.journals, []
         with self._changing:
             older = self.searched.parts
-            self.searched = _Searched(Live(), (part, *older))
+            self.searched = _State.of(Live(), (part, *older))
         hashes = np.sort(part.records["hash"])
         for other in older:
             other.supersede(hashes)
@@ -302,16 +329,16 @@ class _Shelf:
         if remaining := _if_some_are_lost(self._kept.journals):
             self._kept.journals = remaining.journals
             with self._changing:
-                self.searched = _Searched(Live(remaining.answers), self.searched.parts)
+                self.searched = _State.of(Live(remaining.answers), self.searched.parts)
         for part, journals in [*self._journals.items()]:
             if remaining := _if_some_are_lost(journals):
                 del self._journals[part]
                 new = Part.of(distinct(remaining.answers))
                 self._journals[new] = remaining.journals
                 with self._changing:
-                    live, parts = self.searched
+                    live, parts, _ = self.searched
                     parts = tuple(new if old is part else old for old in parts)
-                    self.searched = _Searched(live, parts)
+                    self.searched = _State.of(live, parts)
 
     # Parts.
 
@@ -334,9 +361,9 @@ class _Shelf:
         self._forget_lost_journals()
         files = self._files()
         with self._changing:
-            live, parts = self.searched
+            live, parts, _ = self.searched
             own = tuple(part for part in parts if not isinstance(part, FilePart))
-            self.searched = _Searched(live, own + files)
+            self.searched = _State.of(live, own + files)
 
     def _merge(self) -> Generator[None, None, None]:
         """Merge the smallest parts as far as need be; all of them where some texts must go."""
@@ -381,10 +408,15 @@ class _Shelf:
     def _choice(self, wanted: Iterable[Part]) -> tuple[list[Part], list[np.ndarray]]:
         """Which parts become one, the smallest first, and which of their texts are left out.
 
+        Parts of this process alone stay in the order of their age, in which those that were merged
+        before grow. So they tell of texts of one second, too, which of them is older.
+
         Args:
             wanted: parts that must be among them.
         """
-        parts = sorted(self.searched.parts, key=len)
+        parts = [*self.searched.parts]
+        if self._kept:
+            parts.sort(key=len)
         if sum(map(len, parts)) > self._max_tokens - self._live_tokens:
             return parts, surplus(parts, self._max_tokens * 3 // 4)
         first = [part for part in parts if part in wanted]
@@ -395,11 +427,11 @@ class _Shelf:
     def _replace(self, old: list[Part], new: Part) -> None:
         """Search one part instead of some others."""
         with self._changing:
-            live, parts = self.searched
+            live, parts, _ = self.searched
             remaining = [part for part in parts if part not in old]
             # It stands where the newest of them was; those before it were made meanwhile.
             place = min((parts.index(part) for part in old if part in parts), default=0)
-            self.searched = _Searched(live, (*remaining[:place], new, *remaining[place:]))
+            self.searched = _State.of(live, (*remaining[:place], new, *remaining[place:]))
         for part in remaining[:place]:
             new.supersede(np.sort(part.records["hash"]))
 
@@ -460,16 +492,20 @@ def too_many(sizes: Sequence[int], wanted: int) -> int:
 def surplus(parts: Sequence[Part], most: int) -> list[np.ndarray]:
     """Which texts are left out so that no more than ``most`` tokens remain.
 
-    Those go that were used on the longest past day; of one day those learned first.
+    Those go that were used on the longest past day; of one day those learned first, of one second
+    those of the last part.
 
     Returns:
         for each part (texts,) of bool.
     """
-    used = np.concatenate([part.used for part in parts])
-    learned = np.concatenate([part.records["learned"] for part in parts])
-    lengths = np.concatenate([part.lengths for part in parts])
+    # Behind each other from the oldest to the newest, as the texts of a part are.
+    ordered = parts[::-1]
+    used = np.concatenate([part.used for part in ordered])
+    learned = np.concatenate([part.records["learned"] for part in ordered])
+    lengths = np.concatenate([part.lengths for part in ordered])
     newest_first = np.lexsort((learned, used))[::-1]
     lengths[used == SUPERSEDED] = 0
     out = np.empty(len(used), bool)
     out[newest_first] = np.cumsum(lengths[newest_first]) > most
-    return np.split(out, np.cumsum([len(part.records) for part in parts])[:-1])
+    borders = np.cumsum([len(part.records) for part in ordered])[:-1]
+    return np.split(out, borders)[::-1]

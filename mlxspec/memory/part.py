@@ -33,7 +33,7 @@ since 1970), the hash of its tokens, and what the generation earned."""
 
 _MOST = 0xFFFF  # of a figure
 _PIECE = 1 << 18  # tokens that are copied at a time
-_SORTED_ANEW = 1 << 18  # tokens up to which sorting is as fast as merging; it takes 90 bytes each
+_SORTED_ANEW = 1 << 15  # tokens up to which sorting is as fast as merging; it takes 90 bytes each
 _GONE = -(1 << 40)  # less than any place is far from 0
 _DAY = 24 * 60 * 60
 SUPERSEDED = 0
@@ -105,7 +105,6 @@ class Part:
         self.array = array
         self.records = records
         self.used = used
-        self.searched = Searched(array.occurrences, array.tokens.data, self)
 
     @classmethod
     def of(cls, answers: Sequence[Learned]) -> Part:
@@ -122,6 +121,11 @@ class Part:
     def __len__(self) -> int:
         """How many tokens there are, with a SEPARATOR for each text."""
         return len(self.array.tokens)
+
+    @property
+    def searched(self) -> Searched:
+        """The part as a look-up takes it."""
+        return Searched(self.array.matches, self.array.tokens.data, self)
 
     @property
     def lengths(self) -> np.ndarray:

@@ -18,7 +18,6 @@ from ..draft.suffix_array import TOKEN_BITS, SuffixArray
 from ..draft.suffix_index import SEPARATOR
 from ..errors import StoreError
 from ..files import replaced
-from .excerpts import Searched
 from .part import RECORD, Merged, Part, day_of
 from .tokenizer_identity import TokenizerIdentity
 
@@ -90,7 +89,6 @@ class FilePart(Part):
             for kind, length, offset in zip(kinds, lengths, self._ends, strict=False)
         )
         super().__init__(SuffixArray(tokens, order), records, _used(path, records))
-        self.searched = Searched(self.array.occurrences, tokens.data, self, tokens)
 
     def verify(self) -> Generator[None, None, None]:
         """Verify all of the file, piece by piece.

@@ -213,11 +213,11 @@ def add_to_store(
     target = Path(path)
     check_max_tokens(max_tokens)
     identity = identify(tokenizer)
-    read_store(target, identity)
+    read_store(target, identity).verify()
     # Tokenizing takes long, so it comes before the lock is taken.
     texts = [text for ids in sequences for text in encode_texts(ids, identity.vocab_size)]
     with sole_writer(target, StoreError, create=False):
-        store = read_store(target, identity)
+        store = read_store(target, identity).verify()
         held = store.built.texts
         new = _first(texts, max_tokens - store.built.n_tokens, known=held)
         write_store(target, store.identity, SuffixArray.of(chain(held, new)), store.learned)

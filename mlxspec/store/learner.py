@@ -72,6 +72,8 @@ class Learner:
                 return
             with sole_writer(self._path, StoreError, create=True):
                 store = self._read()
+                if store:
+                    store.verify()
                 identity = store.identity if store else self._identity
                 built = store.built if store else SuffixArray.of([])
                 texts = self._newest(store.learned.texts if store else [], self._outputs)

@@ -77,6 +77,21 @@ def test_in_a_narrow_window_a_row_is_a_block(columns: int) -> None:
     assert len({len(line) for line in lines if line.startswith("  ")}) == 1
 
 
+@pytest.mark.parametrize("columns", range(28, 42))
+@pytest.mark.parametrize("heading", ["worst set", "outputs below 0.98"])
+def test_in_a_block_a_figure_that_is_too_long_goes_on_in_the_next_line(
+    heading: str, columns: int
+) -> None:
+    table = FoldingTable("decoder", "speed", heading)
+    table.add_row("auto", "1.50×", "a_set_with_a_name 1.25×")
+    console = Console(file=io.StringIO(), width=columns, color_system=None)
+    console.print(table)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= columns
+    figures = "".join(line.removeprefix(f"  {heading}") for line in text.splitlines()[2:])
+    assert "".join(figures.split()) == "a_set_with_a_name1.25×"
+
+
 def test_a_terminal_has_bold_and_dim_unless_no_color_is_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

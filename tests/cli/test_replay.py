@@ -199,6 +199,82 @@ def test_one_output_at_a_time_is_the_default(traces: Path) -> None:
     assert results[0].stdout == results[1].stdout != ""
 
 
+ANSWER = "The judge Oscar lives in Denver and is 55 years old."
+
+
+@pytest.fixture
+def repeating(tmp_path: Path) -> tuple[Path, Path]:
+    """Two logs of one answer, which is the same."""
+    paths = tmp_path / "monday.jsonl", tmp_path / "tuesday.jsonl"
+    for path in paths:
+        path.write_text(json.dumps(chat("Who is the judge?", ANSWER)))
+    return paths
+
+
+def test_memories_of_several_sizes_are_compared_in_json(repeating: tuple[Path, Path]) -> None:
+    asked = ("--memory", "all,16k", "--chip", "linear", "--chip", "M5 Max")
+    result = replay(*repeating, "--tokenizer", TOKENIZER, "--json", *asked)
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    order = [(one["chip"], one["memory_tokens"]) for one in report["comparison"]]
+    assert order == [(chip, size) for chip in ("linear", "M5 Max") for size in (0, 16384, None)]
+    assert {one["decoder"] for one in report["comparison"]} == {"auto"}
+    assert all(report[key] == value for key, value in report["comparison"][0].items())
+    without, small, unbounded = report["comparison"][3:]
+    assert {key: small[key] for key in FIGURES} == {key: unbounded[key] for key in FIGURES}
+    assert small["sets"]["tuesday"]["speedup"] > without["sets"]["tuesday"]["speedup"]
+    assert small["sets"]["monday"] == without["sets"]["monday"]
+
+
+def test_a_memory_goes_through_the_files_in_their_order(repeating: tuple[Path, Path]) -> None:
+    result = replay(*repeating[::-1], "--tokenizer", TOKENIZER, "--json", "--memory", "1k")
+    without, with_it = json.loads(result.stdout)["comparison"]
+    assert list(with_it["sets"]) == ["tuesday", "monday"]
+    assert with_it["sets"]["monday"]["speedup"] > without["sets"]["monday"]["speedup"]
+    assert with_it["sets"]["tuesday"] == without["sets"]["tuesday"]
+
+
+def test_the_table_has_a_column_for_each_size(repeating: tuple[Path, Path]) -> None:
+    result = replay(*repeating, "--tokenizer", TOKENIZER, "--memory", "16k,1M", "--decoder", "auto")
+    assert result.exit_code == 0, result.stderr
+    for text in ("no memory", "memory 16k", "memory 1M", "Remembering 16k tokens gains", "M4 Pro"):
+        assert text in result.stdout
+
+
+def test_memories_are_compared_with_several_outputs_at_once(repeating: tuple[Path, Path]) -> None:
+    asked = ("--memory", "1k,all", "--concurrency", 2)
+    logs = repeating * 2
+    result = replay(*logs, "--tokenizer", TOKENIZER, "--json", *asked)
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert [one["memory_tokens"] for one in report["comparison"]] == [0, 1024, None]
+    assert report["concurrency"] == 2
+    without, with_it, _ = report["comparison"]
+    assert with_it["speedup"] > without["speedup"]
+    table = replay(*logs, "--tokenizer", TOKENIZER, *asked).stdout
+    assert "memory 1k" in table
+    assert "Remembering 1k tokens gains" in table
+
+
+def test_the_page_of_memories_has_a_plot_for_each_chip(
+    repeating: tuple[Path, Path], tmp_path: Path
+) -> None:
+    result = replay(
+        *(*repeating, "--tokenizer", TOKENIZER, "--memory", "1k,16k,all"),
+        *("--html", tmp_path / "page.html"),
+    )
+    assert result.exit_code == 0, result.stderr
+    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    chips = len(chip_names())
+    assert page.tags.count("polyline") == chips
+    assert page.tags.count("circle") == 4 * chips
+    assert page.tags.count("svg") == chips + 4 * chips  # and a bar for each size
+    for text in ("no memory", "memory 16k", "memory all", "Remembering 1k tokens gains"):
+        assert text in page.text
+    assert {"script", "img", "link", "iframe"}.isdisjoint(page.tags)
+    assert {"src", "href"}.isdisjoint(page.names)
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -211,6 +287,14 @@ def test_one_output_at_a_time_is_the_default(traces: Path) -> None:
         (("--chip", "linear", "--curve", "c.json"), "--chip and --curve"),
         (("--curve", "missing.json"), "missing.json: no cost curve"),
         (("--html", "missing/page.html"), "--html missing/page.html"),
+        (("--memory", ""), "--memory: '' is no size: give tokens as 4096, 16k or 1M"),
+        (("--memory", "x"), "--memory: 'x' is no size"),
+        (("--memory", "-5"), "--memory: '-5' is no size"),
+        (("--memory", "16k,16384"), "--memory names 16k twice: name each size once"),
+        (("--memory", "1M", "--decoder", "vllm"), "--decoder vllm with --memory: "),
+        (("--memory", "1M", "--decoder", "auto,vllm"), "--decoder auto,vllm with --memory: "),
+        (("--memory", "1M", "--drafter", "mlxspec:PromptLookupDrafter"), "Drafter with --memory: "),
+        (("--memory", "1M", "--concurrency", "2", "--html", "a.html"), "--html with --concurren"),
     ],
 )
 def test_a_bad_option_is_one_line(traces: Path, arguments: tuple[str, ...], complaint: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,36 @@ def test_earlier_outputs_are_drafted_from() -> None:
     with_memory, without = decoder_with(FLAT), decoder_with(FLAT, memory_tokens=0)
     for decoder in (with_memory, without):
         list(decoder.stream(prompt, 50))
+    with_memory.memory.settle()
     *_, second = with_memory.stream(prompt, 50)
     *_, forgetful = without.stream(prompt, 50)
     assert second.stats.steps < forgetful.stats.steps
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_no_memory_changes_an_output(temp: float) -> None:
+    """Not one of lies, of loops, or of numbers that are no tokens of this model."""
+    decoder = decoder_with(FLAT)
+    sampling = mlxspec.SamplingParams(temp=temp, seed=6)
+    plain = mlxspec.PromptLookupDecoder(decoder.model, decoder.tokenizer)
+    expected = [r.token for r in plain.stream(PROMPT, 40, n_draft=0, temp=temp, seed=6)]
+    vocab_size = len(decoder.tokenizer.get_vocab())
+    pick = random.Random(0)
+    hostile = [
+        [token if pick.random() < 0.7 else pick.randrange(vocab_size) for token in expected]
+        for _ in range(30)
+    ]
+    hostile += [[token] * 70 for token in set(expected)]
+    hostile += [[*expected[:at], vocab_size + 7, 1 << 40, -5, *expected[at:]] for at in (5, 20)]
+    hostile += [[], [expected[0]], expected[::-1]]
+    for text in hostile:
+        decoder.memory.add(text)
+    decoder.memory.settle()
+    actual = tokens(decoder, temp=temp, seed=6)
+    difference = first_difference(
+        decoder.model, decoder.tokenizer.encode(PROMPT), expected, actual, sampling
+    )
+    assert difference is None or difference.margin < NEAR_TIE_FLOAT32
 
 
 def test_a_store_is_drafted_from(tmp_path: Path) -> None:

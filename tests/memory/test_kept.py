@@ -8,17 +8,30 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 import mlxspec
 from mlxspec.memory import KeptTexts, Memory, part
-from mlxspec.memory.contents import contents, earned_by_day, forget, kept_texts, verify
-from mlxspec.memory.part import SUPERSEDED
+from mlxspec.memory.contents import (
+    contents,
+    earned_by_day,
+    finished,
+    forget,
+    kept_texts,
+    verify,
+)
+from mlxspec.memory.part import SUPERSEDED, Merged
+from mlxspec.memory.part_file import write_part
 from mlxspec.memory.tokenizer_identity import identify
-from tests.memory.test_memory import looked_up, make_small, tidy
+from tests.memory.test_memory import looked_up, make_small
+from tests.support.examples import examples
+from tests.support.hostile import mutated
 from tests.support.tokenizers import FIRST, SECOND
 
 IDENTITY = identify(FIRST)
@@ -127,7 +140,7 @@ def test_what_is_full_forgets_what_was_not_used_for_the_longest_time(tmp_path: P
     answers = some_answers(200)
     learn(tmp_path, answers[:20], max_tokens=2000)
     held = opened(tmp_path, max_tokens=2000)
-    tidy(held)
+    held.settle(tidy=True)
     for one in held._shelf.searched.parts:
         one.used[one.used != SUPERSEDED] = 1
     for answer in answers[:10]:
@@ -143,8 +156,8 @@ def test_days_of_use_are_shared_by_processes_and_kept(tmp_path: Path):
     answers = some_answers(30)
     learn(tmp_path, answers)
     first, second = opened(tmp_path), opened(tmp_path)
-    tidy(first)
-    tidy(second)
+    first.settle(tidy=True)
+    second.settle(tidy=True)
     (source,) = first.look_up(answers[0][:-1], limit=1).sources
     for held in (first, second):
         for one in held._shelf.searched.parts:
@@ -164,7 +177,7 @@ def test_what_other_processes_keep_is_seen_when_asked_for(tmp_path: Path):
     answers = some_answers(40)
     for answer in answers:
         second.add(answer)
-    tidy(second)
+    second.settle(tidy=True)
     deadline = time.monotonic() + 20
     while not looked_up(first, answers[0]) and time.monotonic() < deadline:
         first.refresh()
@@ -368,7 +381,7 @@ def test_nothing_forgotten_comes_back_from_a_living_process(tmp_path: Path):
     held = opened(tmp_path)
     for answer in answers:
         held.add(answer)
-    tidy(held)
+    held.settle(tidy=True)
     gone = [answers[0], answers[30], answers[41], answers[42]]
     assert len(held._shelf.searched.live) > 0
     forget(KeptTexts(tmp_path, IDENTITY), lambda text: text.tokens.tolist() in gone, fail)
@@ -404,12 +417,12 @@ def test_sorted_answers_that_wait_for_the_lock_are_forgotten_too(tmp_path: Path)
     with kept.merging():
         for answer in answers:
             held.add(answer)
-        tidy(held)
+        held.settle(tidy=True)
         assert files(tmp_path, ".part") == []
     gone = answers[:25]
     forget(kept, lambda text: text.tokens.tolist() in gone, fail)
     held.refresh()
-    tidy(held)
+    held.settle(tidy=True)
     new = some_answers(30, seed=1)
     for answer in new:
         held.add(answer)
@@ -428,7 +441,112 @@ def test_a_journal_that_was_moved_by_a_killed_process_is_found(tmp_path: Path):
     assert [1, 2, 3] in all_texts(tmp_path)
 
 
-# Processes that are killed.
+# Files that somebody means harm with.
+
+
+@settings(max_examples=examples(60))
+@given(
+    tokens=st.lists(st.one_of(st.integers(-2, 9), st.sampled_from([99, 100, 2**31 - 1, -(2**31)]))),
+    order=st.lists(st.one_of(st.integers(-2, 30), st.sampled_from([2**31 - 1, -(2**31)]))),
+    ends=st.lists(st.one_of(st.integers(0, 30), st.just(2**32 - 1)), max_size=4),
+)
+def test_what_has_the_right_checksums_and_makes_no_sense_is_harmless(
+    tmp_path_factory: pytest.TempPathFactory, tokens: list[int], order: list[int], ends: list[int]
+):
+    directory = tmp_path_factory.mktemp("memory")
+    learn(directory, [[5, 6, 7, 8]])
+    n_places = len(tokens) - 2 * len(ends)
+    assume(n_places >= 0)
+    order = [*order, *[1] * n_places][:n_places]
+    write_nonsense(directory, tokens, order, ends)
+    lines: list[str] = []
+    held = opened(directory, lines)
+    for tail in ([1, 2], [0], [5], [9, 9, 9]):
+        found = held.look_up(tail)
+        assert all(-1 <= token < 100 for token in found.tokens)
+    for answer in some_answers(10):
+        held.add(answer)
+    held.close()
+    kept = KeptTexts(directory, IDENTITY)
+    verify(kept, lines.append)
+    found = [text.tokens.tolist() for text in kept_texts(kept, lines.append)]
+    assert all(answer in found for answer in [*some_answers(10), [5, 6, 7, 8]])
+    assert all(0 <= token < 100 for text in found for token in text)
+
+
+def write_nonsense(directory: Path, tokens: list[int], order: list[int], ends: list[int]) -> None:
+    """A part with these numbers, and checksums that are right."""
+    records = np.zeros(len(ends), part.RECORD)
+    records["end"] = ends
+
+    class Nonsense(Merged):
+        def __init__(self) -> None:
+            self.records = records
+            self.n_tokens, self.n_places = len(tokens), len(order)
+
+        def used(self) -> np.ndarray:
+            return np.ones(len(ends), np.uint16)
+
+        def tokens(self) -> Iterator[np.ndarray]:
+            yield np.array(tokens, np.int32)
+
+        def order(self) -> Iterator[np.ndarray]:
+            yield np.array(order, np.int32)
+
+    finished(write_part(directory, Nonsense(), IDENTITY, ()))
+
+
+@settings(max_examples=examples(60))
+@given(data=st.data())
+def test_whatever_stands_in_a_journal_is_harmless(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+):
+    directory = tmp_path_factory.mktemp("memory")
+    learn(directory, [[1, 2, 3], [4, 5, 6]])
+    (journal,) = files(directory, ".journal")
+    journal.write_bytes(data.draw(mutated(journal.read_bytes())))
+    lines: list[str] = []
+    held = opened(directory, lines)
+    held.add([7, 8, 9])
+    held.close()
+    found = [
+        text.tokens.tolist() for text in kept_texts(KeptTexts(directory, IDENTITY), lines.append)
+    ]
+    assert [7, 8, 9] in found
+    assert all(text in ([1, 2, 3], [4, 5, 6], [7, 8, 9]) for text in found)
+
+
+def test_a_part_that_proves_to_be_damaged_while_drafting_is_left_out(tmp_path: Path):
+    learn(tmp_path, [[1, 2, 3, 4]])
+    write_nonsense(tmp_path, [1, 2, 150, -1], [1, 2], [4])
+    lines: list[str] = []
+    held = opened(tmp_path, lines)
+    assert looked_up(held, [1, 2]) == [(2, [3, 4])]
+    assert len(lines) == 1
+    assert lines[0].endswith(".part: is damaged; what it holds is not drafted from")
+    for answer in some_answers(10):
+        held.add(answer)
+    held.close()
+    assert len(files(tmp_path, ".damaged")) == 1
+
+
+# Processes that end, and such that are killed.
+
+
+def test_what_was_added_last_is_kept_at_the_processs_end(tmp_path: Path):
+    program = textwrap.dedent(
+        """
+        import sys, pathlib
+        from mlxspec.memory import KeptTexts, Memory, identify
+        from tests.support.tokenizers import FIRST
+        memory = Memory(kept=KeptTexts(pathlib.Path(sys.argv[1]), identify(FIRST)))
+        for number in range(50):
+            memory.add([number, 1, 2, 3])
+        """
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, check=True)
+    assert all_texts(tmp_path) == [[number, 1, 2, 3] for number in range(50)]
+
 
 WORKING = textwrap.dedent(
     """
@@ -511,6 +629,4 @@ def killed_while_working(directory: Path, kills: int, seed: int) -> None:
 
 @pytest.mark.slow
 def test_kills_lose_nothing_and_damage_nothing(tmp_path: Path):
-    from tests.support.examples import examples
-
     killed_while_working(tmp_path / "d", examples(12, 200), 0)

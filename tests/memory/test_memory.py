@@ -38,16 +38,9 @@ def holding(answers: list[list[int]], max_tokens: int = 1 << 20) -> Memory:
     return held
 
 
-def tidy(held: Memory) -> None:
-    """Wait until nothing is left to merge."""
-    held.settle()
-    while held._shelf._untidy or held._shelf._merging:
-        time.sleep(0.001)
-
-
 def texts_of(held: Memory) -> list[list[int]]:
     """All texts, the oldest first."""
-    live, parts = held._shelf.searched
+    live, parts, _ = held._shelf.searched
     found = []
     for one in reversed(parts):
         ends = one.records["end"].tolist()
@@ -118,7 +111,7 @@ def test_equal_answers_are_kept_once_as_the_newest_with_what_all_of_them_earned(
         held.add(answer, {"steps": 2, "tokens": 20, "memory": 18})
     held.close()
     newest = list(dict.fromkeys(map(tuple, reversed(given))))[::-1]
-    live, parts = held._shelf.searched
+    live, parts, _ = held._shelf.searched
     # What is in the live part may be in a sorted one until it is sorted itself.
     texts = list(map(tuple, texts_of(held)))
     assert set(texts) == set(newest)
@@ -149,6 +142,40 @@ def test_merging_adds_up_what_equal_answers_earned_as_far_as_it_fits():
         assert merged.records["tokens"] == (2 if expected == 12 else 1)
 
 
+@given(ANSWERS, st.integers(5, 200), st.integers(20, 400))
+def test_a_tidy_memory_holds_no_more_than_it_may_in_few_parts(
+    answers: list[list[int]], live: int, max_tokens: int
+):
+    with pytest.MonkeyPatch.context() as patch:
+        make_small(patch, live)
+        held = Memory(max_tokens)
+        for answer in answers:
+            held.add(answer)
+            held.settle(tidy=True)
+            newest, parts, *_ = held._shelf.searched
+            sizes = [len(one) for one in parts]
+            assert len(newest) + sum(sizes) <= max_tokens
+            for number in range(1, len(sizes)):
+                assert sizes[number] >= memory.RATIO * sum(sizes[:number])
+        held.close()
+
+
+@given(st.lists(st.integers(2, 30), max_size=40), st.integers(5, 60), st.integers(20, 400))
+def test_of_one_day_and_even_of_one_second_what_was_learned_first_goes_first(
+    lengths: list[int], live: int, max_tokens: int
+):
+    with pytest.MonkeyPatch.context() as patch:
+        make_small(patch, live)
+        held = Memory(max_tokens)
+        answers = [[number] * min(length, max_tokens // 2) for number, length in enumerate(lengths)]
+        for answer in answers:
+            held.add(answer)
+            held.settle(tidy=True)
+        held.close()
+        remaining = texts_of(held)
+        assert remaining == answers[len(answers) - len(remaining) :]
+
+
 @pytest.mark.usefixtures("small")
 def test_a_full_memory_forgets_what_was_not_used_for_the_longest_time():
     pick = random.Random(0)
@@ -156,7 +183,7 @@ def test_a_full_memory_forgets_what_was_not_used_for_the_longest_time():
     held = Memory(1000)
     for number, answer in enumerate(answers):
         held.add(answer)
-        tidy(held)
+        held.settle(tidy=True)
         assert sum(map(len, texts_of(held))) <= 1000
         if number >= 10:
             for one in held._shelf.searched.parts:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlxspec.errors import StoreError
-from mlxspec.store.building import build_store
+from mlxspec.store.building import add_to_store, build_store
 from mlxspec.store.learner import Learner
 from mlxspec.store.store import Store, open_store
 from tests.support.tokenizers import FIRST, FakeTokenizer
@@ -30,11 +30,16 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "s"
 
 
+def learn(path: Path) -> None:
+    with Learner(path, FIRST) as learner:
+        learner.add([1, 2, 3])
+
+
 def refused(path: Path, data: bytes) -> str:
     """The message with which this content is refused."""
     path.write_bytes(data)
     with pytest.raises(StoreError) as caught:
-        open_store(path, FIRST)
+        open_store(path, FIRST).verify()
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
     assert "\n" not in message
@@ -106,12 +111,32 @@ def test_content_of_ill_will_gives_an_error_or_right_results(path: Path, seed: i
             struct.pack_into("<I", changed, 4 * word, pick.choice(tempting))
         path.write_bytes(resealed(bytes(changed)))
         try:
-            store = open_store(path)
+            store = open_store(path).verify()
         except StoreError:
             continue
         opened += 1
         assert_all_right(store)
     assert 0 < opened < 300
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_look_ups_bear_what_was_not_verified(path: Path, seed: int):
+    data = path.read_bytes()
+    pick = random.Random(seed)
+    for _ in range(300):
+        changed = bytearray(data)
+        for _ in range(pick.choice((1, 5, 50))):
+            word = pick.randrange(HEADER // 4, len(data) // 4)
+            struct.pack_into(
+                "<I", changed, 4 * word, pick.choice((0, 1, 3, 99, 100, 2**31, 2**32 - 2))
+            )
+        path.write_bytes(changed)
+        store = open_store(path)
+        for tail in ([0, 1, 2], [3], [1] * 70, [2, 2, 0, 1]):
+            assert len(store.occurrences(tail, 8)) <= 8
+            tokens, occurrences, _ = store.look_up(tail)
+            assert all(-1 <= token < 100 for token in tokens)
+            assert all(-1 in tokens[place:] for _, place in occurrences)
 
 
 @pytest.mark.parametrize("lengths", [(2**32 - 1,) * 4, (2**30, 2**30, 0, 0), (0, 0, 9, 9)])
@@ -148,16 +173,22 @@ def test_another_version_says_what_to_do(path: Path):
 
 
 @pytest.mark.parametrize(
-    "change", [lambda path: Learner(path, FIRST), lambda path: build_store(path, [[1, 2]], FIRST)]
+    "change",
+    [
+        lambda path: learn(path),
+        lambda path: build_store(path, [[1, 2]], FIRST),
+        lambda path: add_to_store(path, [[1, 2]], FIRST),
+    ],
 )
 def test_a_damaged_store_is_neither_learned_into_nor_replaced(
     path: Path, change: Callable[[Path], object]
 ):
-    damaged = path.read_bytes()[:-4]
-    path.write_bytes(damaged)
-    with pytest.raises(StoreError):
-        change(path)
-    assert path.read_bytes() == damaged
+    whole = path.read_bytes()
+    for damaged in (whole[:-4], whole[:-1] + bytes([whole[-1] ^ 1])):
+        path.write_bytes(damaged)
+        with pytest.raises(StoreError):
+            change(path)
+        assert path.read_bytes() == damaged
 
 
 def test_a_long_name_is_cut_between_characters(tmp_path: Path):

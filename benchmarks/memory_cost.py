@@ -1,0 +1,140 @@
+"""What a memory of earlier answers costs: learning, opening, a look-up, memory and disk.
+
+    python benchmarks/memory_cost.py [TOKENS ...]
+
+The answers are made of random phrases that recur in new orders, as they do in code and prose, 200
+to 8,000 tokens each; the contexts that are looked up end in such phrases and are not in the memory
+as a whole. Learning is all that is done for an answer from its end on, merging included. It and the
+look-ups are given in time of the processor, which other programs change less. Meant to stay below
+20 µs a token learned, 10 bytes a token on disk, 50 ms to open, 100 µs a look-up (99 %: 300 µs) and
+200 MB of resident memory with ten million tokens.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import platform
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+
+import numpy as np
+from store_cost import Words
+
+from mlxspec.memory import KeptTexts, Memory, identify
+
+VOCABULARY = 32_000
+LOOKUPS = 5000
+LEAST, MOST = 200, 8000  # tokens of an answer
+
+
+class Answers:
+    """Made-up answers over a set of phrases of 1 to 12 tokens, as many as suit a text's size."""
+
+    def __init__(self, tokens: int, seed: int) -> None:
+        phrases = np.random.default_rng(0)
+        self._lengths = phrases.integers(1, 13, max(2000, tokens // 50))
+        self._starts = np.append(0, np.cumsum(self._lengths)[:-1])
+        self._tokens = (VOCABULARY * phrases.random(self._lengths.sum()) ** 3).astype(np.int32)
+        self._pick = np.random.default_rng(seed)
+
+    def answer(self, length: int) -> list[int]:
+        chosen = (len(self._lengths) * self._pick.random(length // 3) ** 2).astype(np.int64)
+        lengths = self._lengths[chosen]
+        shifts = self._starts[chosen] - np.append(0, np.cumsum(lengths)[:-1])
+        places = np.arange(lengths.sum()) + np.repeat(shifts, lengths)
+        tokens: list[int] = self._tokens[places[:length]].tolist()
+        return tokens
+
+    def up_to(self, tokens: int) -> Iterator[list[int]]:
+        while tokens > 0:
+            length = int(LEAST * (MOST / LEAST) ** self._pick.random())
+            yield self.answer(length)
+            tokens -= length
+
+
+def resident() -> float:
+    """Most megabytes that this process has had in memory."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1e3 if platform.system() == "Linux" else 1e6)
+
+
+def in_process_of_its_own(function, *arguments):  # type: ignore[no-untyped-def]
+    """A function's result, and the most memory that it needs."""
+    context = multiprocessing.get_context("spawn")
+    results: SimpleQueue = context.SimpleQueue()
+    process = context.Process(target=_put, args=(results, function, *arguments))
+    process.start()
+    result = results.get()
+    process.join()
+    return result
+
+
+def _put(results, function, *arguments) -> None:  # type: ignore[no-untyped-def]
+    results.put((function(*arguments), resident()))
+
+
+def learn(directory: Path, tokens: int) -> float:
+    """Seconds of the processor for a token."""
+    memory = Memory(kept=KeptTexts(directory, identify(Words()), 10**9), on_trouble=print)
+    answers = Answers(tokens, 1)
+    used = 0.0
+    for number, answer in enumerate(answers.up_to(tokens)):
+        before = time.process_time()
+        memory.add(answer)
+        if number % 4 == 0:
+            memory.settle()
+        used += time.process_time() - before
+    before = time.process_time()
+    memory.close()
+    return (used + time.process_time() - before) / tokens
+
+
+def draft(directory: Path, tokens: int) -> tuple[float, float, float, int]:
+    """Seconds to open it, of a median look-up and of one in a hundred, and the number of parts."""
+    identity = identify(Words())
+    started = time.perf_counter()
+    memory = Memory(kept=KeptTexts(directory, identity), on_trouble=print)
+    opened = time.perf_counter() - started
+    memory.settle()
+    other = Answers(tokens, 2).answer(MOST)
+    costs = []
+    for at in np.random.default_rng(3).integers(64, MOST, LOOKUPS).tolist():
+        context = other[at - 64 : at]
+        started = time.thread_time()
+        memory.look_up(context)
+        costs.append(time.thread_time() - started)
+    costs.sort()
+    parts = len(list(directory.glob("*.part")))
+    memory.close()
+    return opened, costs[LOOKUPS // 2], costs[LOOKUPS * 99 // 100], parts
+
+
+def report(tokens: int, directory: Path) -> None:
+    learning, peak = in_process_of_its_own(learn, directory, tokens)
+    nbytes = sum(path.stat().st_size for path in directory.iterdir())
+    (opened, median, slow, parts), drafting_peak = in_process_of_its_own(draft, directory, tokens)
+    print(
+        f"{tokens:>12,} {learning * 1e6:>8.1f} µs {nbytes / tokens:>8.2f} B"
+        f" {parts:>6} {opened * 1e3:>7.1f} ms {median * 1e6:>8.1f} µs {slow * 1e6:>8.1f} µs"
+        f" {peak:>7.0f} MB {drafting_peak:>7.0f} MB",
+        flush=True,
+    )
+
+
+def main() -> None:
+    print(f"Python {platform.python_version()}, {platform.machine()}, {LOOKUPS} look-ups each")
+    columns = ("tokens", "learn", "size", "parts", "open", "look-up", "99 %")
+    heads = "{:>12} {:>11} {:>10} {:>6} {:>10} {:>11} {:>11} {:>10} {:>10}"
+    print(heads.format(*columns, "learning", "drafting"), flush=True)
+    for tokens in map(int, sys.argv[1:] or ("100000", "1000000", "10000000")):
+        with tempfile.TemporaryDirectory() as directory:
+            report(tokens, Path(directory))
+
+
+if __name__ == "__main__":
+    main()
