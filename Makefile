@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 # On a terminal the demo is in colour; so it is in a log, where one wants to see it too.
 DEMO_PROMPT := Repeat the following phrase 10 times: "The quick brown fox jumps over the lazy dog.". Don't say anything else.
 
-.PHONY: demo test check lint format bench packages clean
+.PHONY: demo test check lint format bench packages docs clean
 
 demo: $(VENV)/.run
 	$(BIN)/python decoder.py --model demo --decoder prompt-lookup --color --max-tokens 250 --prompt '$(subst ','\'',$(DEMO_PROMPT))'
@@ -34,6 +34,10 @@ format: $(VENV)/.dev
 # Builds wheel and sdist, and tries both in environments of their own.
 packages: $(VENV)/.dev
 	$(BIN)/python .ci/packages.py dist
+
+# The pages, into build/site; `.venv/bin/mkdocs serve` shows them while you write.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/site
 
 bench: $(VENV)/.run
 	$(BIN)/python benchmarks/side_by_side.py

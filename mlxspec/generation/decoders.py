@@ -336,8 +336,8 @@ class LookaheadDecoder(_PlannedDecoder):
         """Generate, write the text to standard output as it comes, and return the result.
 
         Args:
-            prompt, max_tokens, window_size, ngram_size, guess_set_size, pool_from_prompt, temp,
-                seed: as in :meth:`stream`.
+            prompt, max_tokens, temp, seed: as in :meth:`stream`.
+            window_size, ngram_size, guess_set_size, pool_from_prompt: as in :meth:`stream`.
             color: colour accepted draft tokens and the model's own, at a terminal.
             options: :meth:`stream`'s other options.
 
