@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +53,21 @@ def test_the_changelog_has_a_section_for_each_version() -> None:
     assert all(released)
     numbers = [tuple(map(int, found.groups())) for found in released if found]
     assert numbers == sorted(set(numbers), reverse=True)
+
+
+@pytest.mark.skipif(not (ROOT / ".ci").is_dir(), reason="an sdist has no .ci")
+def test_a_release_has_the_changelogs_section_of_its_version() -> None:
+    section = runpy.run_path(str(ROOT / ".ci" / "release_notes.py"))["section"]
+    parts = (
+        "# Changelog",
+        "## Unreleased",
+        "## 0.2.0 (2027-01-02)",
+        "- B.",
+        "## 0.1.0 (…)",
+        "- A.",
+    )
+    changelog = "\n\n".join(parts)
+    assert section(changelog, "0.2.0") == "- B."
+    assert section(changelog, "0.1.0") == "- A."
+    assert section(changelog, "0.1") is None
+    assert section(changelog, "Unreleased") is None

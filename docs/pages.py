@@ -13,7 +13,7 @@ import griffe
 
 _ROOT = Path(__file__).parent.parent
 _CHIPS = "<!-- chips -->"
-_SHOWN_ROWS = (1, 2, 4, 8, 16, 32)
+_SHOWN_ROWS = (2, 4, 8, 16, 32)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -26,14 +26,14 @@ def _table_of_chips() -> str:
     from mlxspec.plan.chips import chip_curve, chip_names, chip_source
 
     lines = [
-        f"| | {' | '.join(f'{rows} rows' for rows in _SHOWN_ROWS)} | source |",
-        "|---" * (len(_SHOWN_ROWS) + 2) + "|",
+        f"| | {' | '.join(f'{rows} rows' for rows in _SHOWN_ROWS)} |",
+        "|---" * (len(_SHOWN_ROWS) + 1) + "|",
     ]
     for name in chip_names():
         curve = chip_curve(name)
-        costs = " | ".join(f"{curve(rows):.2f}" for rows in _SHOWN_ROWS)
-        lines.append(f"| {name} | {costs} | {chip_source(name)} |")
-    return "\n".join(lines)
+        lines.append(f"| {name} | {' | '.join(f'{curve(rows):.2f}' for rows in _SHOWN_ROWS)} |")
+    sources = [f"- {name}: {chip_source(name)}" for name in chip_names()]
+    return "\n".join([*lines, "", "Where they come from:", "", *sources])
 
 
 class Roles(griffe.Extension):
