@@ -244,17 +244,12 @@ class LookaheadDecoder(_PlannedDecoder):
     that it passes through go into a pool, from which drafts are taken. (Fu et al., ICML 2024,
     arXiv 2402.02057.) Its parameters in the paper and in the reference implementation:
 
-    ============ ================== ===================================================
-    paper        reference          here
-    ============ ================== ===================================================
-    W            WINDOW_SIZE        ``window_size``, columns of the window
-    N            LEVEL              ``ngram_size``, tokens of an n-gram; the window has
-                                    N - 1 levels
-    G            GUESS_SET_SIZE     ``guess_set_size``, n-grams kept for one first token
-                                    and verified in a step
-    (none)       POOL_FROM_PROMPT   ``pool_from_prompt``, whether the pool starts with
-                                    the prompt's n-grams
-    ============ ================== ===================================================
+    | paper | reference | here |
+    |---|---|---|
+    | W | WINDOW_SIZE | ``window_size``, columns of the window |
+    | N | LEVEL | ``ngram_size``, tokens of an n-gram; the window has N - 1 levels |
+    | G | GUESS_SET_SIZE | ``guess_set_size``, n-grams kept for one token and verified at once |
+    | | POOL_FROM_PROMPT | ``pool_from_prompt``, whether the pool starts with the prompt's n-grams |
 
     A step has up to (N - 1)(W + G) rows, which only pays where rows are cheap. With
     ``window_size="auto"`` all sizes follow the measured cost of rows and what drafts have
