@@ -1,4 +1,4 @@
-# `make demo` and `make test` set up all they need in .venv; only Python 3.10 or newer must be there.
+# `make demo` and `make test` set up all they need in .venv; only Python 3.11 or newer must be there.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -46,7 +46,7 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.run: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "mlxspec needs Python 3.10 or newer; set PYTHON=/path/to/python3")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mlxspec needs Python 3.11 or newer; set PYTHON=/path/to/python3")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ rm -rf $(VENV); echo "no virtual environment: install Python's venv module (Debian: apt install python3-venv)"; exit 1; }
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e .

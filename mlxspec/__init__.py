@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from .generation.session import Session
     from .loading.model import load
+    from .memory.memory import Memory
 
 __version__ = "0.1.0"
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "GenerationResult",
     "LookaheadDecoder",
     "LookaheadDrafter",
+    "Memory",
     "MlxspecError",
     "PromptLookupDecoder",
     "PromptLookupDrafter",
@@ -98,6 +100,7 @@ _HOMES = {
     "TokenLogprobs": ".generation.response",
     "Session": ".generation.session",
     "load": ".loading.model",
+    "Memory": ".memory.memory",
 }
 
 

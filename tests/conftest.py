@@ -22,6 +22,7 @@ from typing import Any
 os.environ["MLXSPEC_CACHE_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
 # Nor the answers that the user keeps.
 os.environ["MLXSPEC_DATA_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
+os.environ.pop("MLXSPEC_MEMORY", None)
 
 import mlxspec  # noqa: F401  # isort: skip  (before mlx.core)
 import mlx.core as mx
@@ -33,6 +34,8 @@ from tests.support.harness import NEAR_TIES
 from tests.support.shared import SHARED
 
 OF_THE_USER = (os.environ["MLXSPEC_CACHE_DIR"], os.environ["MLXSPEC_DATA_DIR"])
+# Who has a directory for answers is not told that they could be kept.
+Path(os.environ["MLXSPEC_DATA_DIR"], "memory").mkdir()
 
 # A shell starts what runs in the background with Ctrl-C ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -39,6 +39,7 @@ from ..process import INTERRUPTED
 from ..store.learner import Learner
 from .figures import acceptance_row, rate, result_report
 from .generating import Generation, model_or_default, tell_of_default
+from .memories import Memories
 from .options import check_least
 from .outcome import told
 from .output import ProgressBar, error_console, figures_grid, json_text
@@ -69,7 +70,7 @@ def answer_prompts(
     Args:
         file: its lines are as :func:`.prompts_file.read_line` takes them; - is standard input.
         concurrency: how many are answered at once at most.
-        as_json: changes nothing: the results are JSON.
+        as_json: changes nothing of the results, which are JSON.
 
     Raises:
         MlxspecError: an option, the file as a whole or the model is at fault.
@@ -87,9 +88,9 @@ def answer_prompts(
             raise OptionError(f"--prompts and {name} are given together: choose one")
     check_least(1, concurrency=concurrency)
     check_least(0, logprobs=logprobs)
-    with open_prompts(file) as lines:
+    with open_prompts(file) as lines, Memories(not generation.drafting.no_memory) as memories:
         console = error_console(color)
-        decoder = generation.load(console)
+        decoder = generation.load(console, memories)
         _check(generation, prompt, decoder)
         tell_of_default(generation.model)
         with generation.learner(decoder) as learner:
@@ -105,6 +106,8 @@ def answer_prompts(
             interrupted = answers.run(lines)
             console.print()
             console.print(totals_panel(answers.totals, interrupted))
+        if not as_json:
+            memories.tell_once()
     if interrupted:
         sys.exit(INTERRUPTED)
     if answers.totals.failed:

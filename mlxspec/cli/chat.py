@@ -19,6 +19,7 @@ from ..terminal import TokenPrinter, one_line, visible
 from .figures import acceptance_row
 from .generate import prefill_bar
 from .generating import Generation, model_or_default, tell_of_default
+from .memories import Memories
 from .options import color_option, command, option, options_of
 from .outcome import note
 from .output import counted, error_console, figures_grid
@@ -79,10 +80,12 @@ def chat_command(
         if server is not None:
             conversation, name = _remote(server, generation, system_prompt)
         else:
-            decoder = generation.load(console)
+            memories = talking.enter_context(Memories(not generation.drafting.no_memory))
+            decoder = generation.load(console, memories)
             conversation = _local(decoder, generation, system_prompt)
             name = model_or_default(generation.model)
             tell_of_default(generation.model)
+            memories.tell_once()
             learner = talking.enter_context(generation.learner(decoder))
         if turns.interactive:
             hint = f"Chatting with {one_line(name)}. /help says what can be typed."

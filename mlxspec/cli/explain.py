@@ -8,6 +8,7 @@ from pathlib import Path
 from ..errors import OptionError
 from .generate import prefill_bar
 from .generating import Generation, model_or_default, tell_of_default
+from .memories import Memories
 from .options import check_least, color_option, command, option, options_of
 from .output import PageOptions, ProgressBar, error_console, output_console
 from .prompts import PromptOptions, model_option, prompt_tokens
@@ -64,32 +65,35 @@ def explain_command(
     from .explained import Explained, Pieces, telling_run
 
     console = error_console(color)
-    decoder = generation.load(console)
-    templated = prompt.uses_template(source, decoder.tokenizer)
-    tokens = prompt_tokens(source, decoder.tokenizer, templated)
-    room = generation.room(decoder.model, len(tokens))
-    recorded: list[RecordedStep] = []
-    decoder.wrap_drafter = partial(RecordingDrafter, steps=recorded)
-    with prefill_bar(console) as prefilling, ProgressBar("Generating", console=console) as bar:
-        for last in generation.stream(
-            decoder, tokens, room, templated=templated, on_progress=prefilling
-        ):
-            bar(last.generation_tokens, room)
-    if skip is not None and skip >= len(recorded):
-        raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps, skip fewer")
-    name = model_or_default(generation.model)
-    explained = Explained(
-        model=Path(name).resolve().name if Path(name).is_dir() else name,
-        decoder=generation.drafting.kind,
-        prompt=tokens,
-        steps=recorded,
-        first=telling_run(recorded, steps) if skip is None else skip,
-        count=steps,
-        stats=last.stats,
-        pieces=Pieces(decoder.tokenizer),
-    )
-    tell_of_default(generation.model)
-    shows.show(
-        lambda: print_explained(explained, output_console(color)), lambda: explain_page(explained)
-    )
-    generation.tell_if_full(decoder.model, room, last.finish_reason)
+    with Memories(not generation.drafting.no_memory) as memories:
+        decoder = generation.load(console, memories)
+        templated = prompt.uses_template(source, decoder.tokenizer)
+        tokens = prompt_tokens(source, decoder.tokenizer, templated)
+        room = generation.room(decoder.model, len(tokens))
+        recorded: list[RecordedStep] = []
+        decoder.wrap_drafter = partial(RecordingDrafter, steps=recorded)
+        with prefill_bar(console) as prefilling, ProgressBar("Generating", console=console) as bar:
+            for last in generation.stream(
+                decoder, tokens, room, templated=templated, on_progress=prefilling
+            ):
+                bar(last.generation_tokens, room)
+        if skip is not None and skip >= len(recorded):
+            raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps, skip fewer")
+        name = model_or_default(generation.model)
+        explained = Explained(
+            model=Path(name).resolve().name if Path(name).is_dir() else name,
+            decoder=generation.drafting.kind,
+            prompt=tokens,
+            steps=recorded,
+            first=telling_run(recorded, steps) if skip is None else skip,
+            count=steps,
+            stats=last.stats,
+            pieces=Pieces(decoder.tokenizer),
+        )
+        tell_of_default(generation.model)
+        shows.show(
+            lambda: print_explained(explained, output_console(color)),
+            lambda: explain_page(explained),
+        )
+        generation.tell_if_full(decoder.model, room, last.finish_reason)
+        memories.tell_once()

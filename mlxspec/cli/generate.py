@@ -25,6 +25,7 @@ from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
 from .figures import acceptance_row, rate, result_report
 from .generating import Generation, model_or_default, tell_of_default
+from .memories import Memories
 from .options import NAME, Command, check_least, color_option, command, option, options_of
 from .output import ProgressBar, error_console, figures_grid, write_json
 from .prompts import PromptOptions, model_option, prompt_tokens
@@ -179,38 +180,41 @@ def answer(
     transcript = Transcript(logprobs)
 
     console = error_console(color)
-    decoder = generation.load(console, leader)
-    templated = prompt.uses_template(source, decoder.tokenizer)
-    begun: dict[str, Any] = {}
-    if cached:
-        tokens, begun = cached.continued(source, decoder, templated)
-    else:
-        tokens = prompt_tokens(source, decoder.tokenizer, templated)
-    n_cached = cached_length(begun.get("prompt_cache") or ())
-    room = generation.room(decoder.model, n_cached + len(tokens))
-    start = partial(generation.stream, decoder, tokens, room, templated=templated, **begun)
-    printer = None if as_json else TokenPrinter(color)
-    # In a chat the answer is a text of its own, whose first space the tokenizer has put there.
-    trims = templated and detokenizer_of(decoder.tokenizer).prefix_space
-    tell = partial(tell_of_default, generation.model)
-    with generation.learner(decoder) as learner:
-        _transcribe(start, transcript, printer, console, trims, tell)
-        if learner:
-            learner.add(transcript.tokens)
-        result = transcript.result(decoder.step_times.table())
-        result = replace(result, prompt_tokens=len(tokens))
-        if printer:
-            printer.finish()
-            console.print()
-            console.print(figures_panel(result, legend=printer.color))
+    with Memories(not generation.drafting.no_memory) as memories:
+        decoder = generation.load(console, memories, leader)
+        templated = prompt.uses_template(source, decoder.tokenizer)
+        begun: dict[str, Any] = {}
+        if cached:
+            tokens, begun = cached.continued(source, decoder, templated)
         else:
-            write_json(result_report(result, model_or_default(generation.model)))
-    # Learned after the answer is shown, which is not lost where the store cannot be written.
-    generation.tell_if_full(decoder.model, room, result.finish_reason)
-    if stats:
-        console.print(step_times_table(result.step_times))
-        if generation.plans:
-            console.print(machine_line(decoder.costs.slowdown))
+            tokens = prompt_tokens(source, decoder.tokenizer, templated)
+        n_cached = cached_length(begun.get("prompt_cache") or ())
+        room = generation.room(decoder.model, n_cached + len(tokens))
+        start = partial(generation.stream, decoder, tokens, room, templated=templated, **begun)
+        printer = None if as_json else TokenPrinter(color)
+        # In a chat the answer is a text of its own, whose first space the tokenizer has put there.
+        trims = templated and detokenizer_of(decoder.tokenizer).prefix_space
+        tell = partial(tell_of_default, generation.model)
+        with generation.learner(decoder) as learner:
+            _transcribe(start, transcript, printer, console, trims, tell)
+            if learner:
+                learner.add(transcript.tokens)
+            result = transcript.result(decoder.step_times.table())
+            result = replace(result, prompt_tokens=len(tokens))
+            if printer:
+                printer.finish()
+                console.print()
+                console.print(figures_panel(result, legend=printer.color))
+            else:
+                write_json(result_report(result, model_or_default(generation.model)))
+        # Learned after the answer is shown, which is not lost where the store cannot be written.
+        generation.tell_if_full(decoder.model, room, result.finish_reason)
+        if stats:
+            console.print(step_times_table(result.step_times))
+            if generation.plans:
+                console.print(machine_line(decoder.costs.slowdown))
+        if printer:
+            memories.tell_once()
     if result.finish_reason == "interrupted":
         sys.exit(INTERRUPTED)
 

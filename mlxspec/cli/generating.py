@@ -21,7 +21,7 @@ from ..engine.constraint import Constraint
 from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError
 from ..loading.model_files import DEMO
-from .options import DRAFTER, NAME, check_least, nested, option_field
+from .options import DRAFTER, NAME, NO_MEMORY, NO_MEMORY_HELP, check_least, nested, option_field
 from .outcome import note
 from .output import ProgressBar
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ..generation.response import GenerationResponse
     from ..generation.scheduler import Job, Scheduler
     from ..store.learner import Learner
+    from .memories import Memories
 
 # What the options set that only some decoders take.
 API_KEY = "MLXSPEC_API_KEY"
@@ -111,6 +112,7 @@ class Drafting:
         "--num-draft-tokens N", "That --draft-model drafts at most.  [default: 2]"
     )
     learn: bool = option_field("--learn", "Add the output to the --store file.", default=False)
+    no_memory: bool = option_field(NO_MEMORY, NO_MEMORY_HELP, default=False)
     n_draft: int | None = option_field(
         "--n-draft --prompt-lookup-num-tokens N",
         "Draft tokens per step at most; 0 is plain decoding.  [default: 10]",
@@ -389,15 +391,17 @@ class Generation:
         """Whether each draft is chosen by its cost."""
         return STORE in _DECODERS[self.drafting.kind].takes
 
-    def load(self, console: Console, leader: Leader | None = None) -> Decoder:
+    def load(self, console: Console, memories: Memories, leader: Leader | None = None) -> Decoder:
         """Load the model, and measure what its steps cost if that matters and is not known.
 
         Args:
             console: where a bar shows how far the measurement is.
+            memories: have the earlier answers that are drafted from.
             leader: splits the model over its ranks.
         """
         from ..draft.custom import load_drafter
         from ..engine.draft_model import check_vocabularies
+        from ..loading.model import load
 
         drafting, choice = self.drafting, _DECODERS[self.drafting.kind]
         drafting.tell_what_has_no_effect(self.max_tokens)
@@ -413,8 +417,10 @@ class Generation:
                 options["on_measuring"] = bar
             if self.plans:
                 options["store"] = None if self._begins_store() else drafting.store
-            loaded = leader.load(name) if leader else (name,)
-            decoder = getattr(mlxspec, choice.decoder)(*loaded, **options)
+            model, tokenizer = leader.load(name) if leader else load(name)
+            if self.plans and (memory := memories.of(tokenizer, name)):
+                options["memory"] = memory
+            decoder = getattr(mlxspec, choice.decoder)(model, tokenizer, **options)
             if draft_model is not None:
                 check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
             if self.plans or (choice.measures and drafting.sizes["window_size"] == "auto"):

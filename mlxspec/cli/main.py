@@ -10,7 +10,7 @@ import mlxspec
 
 _COMMANDS = (
     *("bench", "cache-prompt", "calibrate", "chat", "connect", "convert", "explain"),
-    *("generate", "inspect", "replay", "run", "serve", "store"),
+    *("generate", "inspect", "memory", "replay", "run", "serve", "store"),
 )
 
 

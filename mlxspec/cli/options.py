@@ -219,6 +219,11 @@ def color_option(group: str, help: str = "Colour accepted draft tokens.") -> Dec
 DRAFTER = "--drafter MODULE:CLASS"
 """How a drafter of the user's is given; :func:`mlxspec.draft.custom.load_drafter` loads it."""
 
+NO_MEMORY = "--no-memory"
+NO_MEMORY_HELP = (
+    "Neither draft from nor add to the answers that 'mlxspec memory on' keeps over runs."
+)
+
 
 def check_least(least: int, **options: int | None) -> None:
     """Refuse numbers below ``least``, by the names of their options.

@@ -6,14 +6,17 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
+from itertools import takewhile
 from types import TracebackType
 
 import click
 
 from ..process import INTERRUPTED
-from .options import SETTINGS
+from .memories import Memories
+from .options import NO_MEMORY, NO_MEMORY_HELP, SETTINGS
 
 EPILOG = """\b
 Examples:
@@ -30,11 +33,13 @@ class ProgramCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Like ``python``: with ``-m MODULE`` no further option is the command's own."""
+        own = [*takewhile(lambda arg: arg == NO_MEMORY, args)]
+        args = args[len(own) :]
         if args[:1] == ["-m"] and len(args) > 1:
             args = [*args[:2], "--", *args[2:]]
         elif args and args[0].startswith("-m") and args[0] != "-m":
             args = ["-m", args[0][2:], "--", *args[1:]]
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, [*own, *args])
 
 
 @click.command(
@@ -42,12 +47,13 @@ class ProgramCommand(click.Command):
     short_help="Run a program that uses mlx-lm, with speculation.",
     cls=ProgramCommand,
     epilog=EPILOG,
-    options_metavar="[-m MODULE | SCRIPT]",
+    options_metavar=f"[{NO_MEMORY}] [-m MODULE | SCRIPT]",
     context_settings={**SETTINGS, "allow_interspersed_args": False},
 )
 @click.option("-m", "module", metavar="MODULE", help="Run a module instead of a script.")
+@click.option(NO_MEMORY, is_flag=True, help=NO_MEMORY_HELP)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
-def run_command(module: str | None, arguments: tuple[str, ...]) -> None:
+def run_command(module: str | None, no_memory: bool, arguments: tuple[str, ...]) -> None:
     """Run a Python program that generates with mlx-lm; its calls speculate.
 
     The program gets its arguments, its exit status stays what it is, and so does its output.
@@ -55,13 +61,15 @@ def run_command(module: str | None, arguments: tuple[str, ...]) -> None:
     if module is None and not arguments:
         raise click.UsageError("name a script, or a module with -m")
     if module is not None:
-        _run_module(module, arguments)
+        program = _module(module, arguments)
     else:
-        _run_script(arguments[0], arguments[1:])
+        program = _script(arguments[0], arguments[1:])
+    with Memories(not no_memory) as memories:
+        _run(program, memories)
 
 
-def _run_script(path: str, arguments: Sequence[str]) -> None:
-    """Run a script, or a directory or an archive with a ``__main__.py``, as ``python`` does.
+def _script(path: str, arguments: Sequence[str]) -> Callable[[], object]:
+    """Runs a script, or a directory or an archive with a ``__main__.py``, as ``python`` does.
 
     Exits with status 1 after one line if there is no such file, otherwise as the program does.
 
@@ -76,11 +84,11 @@ def _run_script(path: str, arguments: Sequence[str]) -> None:
         raise click.ClickException(f"{path}: a directory without __main__.py; name a script")
     sys.argv = [path, *arguments]
     sys.path[0] = os.path.dirname(os.path.realpath(path))
-    _run(lambda: runpy.run_path(path, run_name="__main__"))
+    return partial(runpy.run_path, path, run_name="__main__")
 
 
-def _run_module(name: str, arguments: Sequence[str]) -> None:
-    """Run a module, or a package's ``__main__``, as ``python -m`` does.
+def _module(name: str, arguments: Sequence[str]) -> Callable[[], object]:
+    """Runs a module, or a package's ``__main__``, as ``python -m`` does.
 
     Exits with status 1 after one line if there is no such module, otherwise as the program does.
     """
@@ -91,7 +99,7 @@ def _run_module(name: str, arguments: Sequence[str]) -> None:
     if not _is_there(name):
         raise click.ClickException(f"{name}: no such module; a script is run without -m")
     sys.argv = [name, *arguments]
-    _run(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
+    return partial(runpy.run_module, name, run_name="__main__", alter_sys=True)
 
 
 def _is_there(module: str) -> bool:
@@ -101,11 +109,12 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def _run(program: Callable[[], object]) -> None:
+def _run(program: Callable[[], object], memories: Memories) -> None:
     """Run it with speculation; what ends it ends this process as it would end the program's."""
     from ..compat.augmentation import augment
+    from ..compat.generation import remembering
 
-    with augment():
+    with augment(), remembering(memories.of):
         try:
             program()
         except KeyboardInterrupt:

@@ -23,6 +23,7 @@ from ..distributed.launch import launched_rank
 from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError
 from .generating import API_KEY, Drafting, Ends, Generation, model_or_default, tell_of_default
+from .memories import Memories
 from .options import FILE, NAME, check_least, color_option, command, option, options_of
 from .outcome import note
 from .output import error_console, shown
@@ -164,8 +165,10 @@ def serve_command(
             Generation(name, max_tokens, drafting, Ends(), SamplingParams(), caches)
             for name in models or (None,)
         ]
+        keeps, shared = not drafting.no_memory, len(asked) > 1
+        memories = serving.enter_context(Memories(keeps, shared))
         # All are loaded before anybody asks how much memory is left.
-        decoders = [one.load(console) for one in asked]
+        decoders = [one.load(console, memories) for one in asked]
         served = [
             _served(one, decoder, cache_bytes, len(asked))
             for one, decoder in zip(asked, decoders, strict=True)
@@ -187,6 +190,8 @@ def serve_command(
         address = _address(host, listening.getsockname()[1])
         if not quiet:
             console.print(_panel(address, worker, bool(keys)))
+            if not log_json:
+                memories.tell_once()
         app = create_app(
             worker, max_tokens=max_tokens, hosts=hosts, keys=keys, on_refusal=log.refused
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -26,6 +27,7 @@ from ..generation.lent_caches import DraftCaches
 from ..generation.options import GenerationOptions
 from ..generation.response import GenerationResponse, SpeculationStats
 from ..generation.responses import Detokenizer, RecordTime, responses
+from ..memory.memory import Memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -191,6 +193,22 @@ class _KeptDecoder(AutoDecoder):
         self._model = weakref.ref(model)
 
 
+MemoryOf = Callable[[TokenizerWrapper], Memory | None]
+"""Says which memory the decoders of a tokenizer share; None is one of each decoder's own."""
+
+_memory_of: list[MemoryOf] = [lambda tokenizer: None]
+
+
+@contextmanager
+def remembering(memory_of: MemoryOf) -> Iterator[None]:
+    """Let decoders that :func:`decoder_of` makes meanwhile have a memory of the caller's."""
+    _memory_of.append(memory_of)
+    try:
+        yield
+    finally:
+        _memory_of.remove(memory_of)
+
+
 def decoder_of(
     model: nn.Module, tokenizer: TokenizerWrapper | PreTrainedTokenizerBase
 ) -> AutoDecoder:
@@ -207,7 +225,8 @@ def decoder_of(
             wrapped = tokenizer
             if not isinstance(wrapped, TokenizerWrapper):
                 wrapped = TokenizerWrapper(wrapped)
-            kept = _kept[id(model)] = _Kept(tokenizer, size, _KeptDecoder(model, wrapped))
+            decoder = _KeptDecoder(model, wrapped, memory=_memory_of[-1](wrapped))
+            kept = _kept[id(model)] = _Kept(tokenizer, size, decoder)
         if first:
             weakref.finalize(model, _kept.pop, id(model))
     return kept.decoder

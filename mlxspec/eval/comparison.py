@@ -13,6 +13,7 @@ from ..errors import OptionError
 from ..jsonl import load_json
 from ..memory.memory import Memory
 from ..plan.cost_curve import CostCurve
+from ..plan.policy import Winnings
 from ..plan.suffix_source import Earlier
 from .joint_replay import JointReport, joint_report, replay_jointly, replay_plain_batch
 from .page import Bar, BarChart, render
@@ -113,9 +114,9 @@ def compare(
 
 def _drafters(policy: Policy, curve: CostCurve, classes: bytes) -> Callable[[Completion], Drafter]:
     """What gives each completion its drafter; all of them share one memory."""
-    most = policy.memory_tokens
+    most, winnings = policy.memory_tokens, Winnings()
     if most == 0:
-        return lambda one: policy.make_drafter(Task(one.output, curve, classes))
+        return lambda one: policy.make_drafter(Task(one.output, curve, classes, winnings=winnings))
     memory = Memory(sys.maxsize if most is None else most)
     earlier = Earlier("memory", memory, memory.used)
 
@@ -123,7 +124,9 @@ def _drafters(policy: Policy, curve: CostCurve, classes: bytes) -> Callable[[Com
         memory.add(output, earned)
         memory.settle(tidy=True)  # the next completion finds the same, however fast this goes
 
-    return lambda one: policy.make_drafter(Task(one.output, curve, classes, earlier, remember))
+    return lambda one: policy.make_drafter(
+        Task(one.output, curve, classes, earlier, remember, winnings)
+    )
 
 
 def jointly_chosen(names: str, concurrency: int) -> dict[str, Policy]:

@@ -15,7 +15,7 @@ from ..plan.cost_curve import CostCurve, FixedCosts
 from ..plan.drafter_source import DrafterSource
 from ..plan.p_accept import AcceptanceModel
 from ..plan.planner import Planner, Source
-from ..plan.policy import trees_pay
+from ..plan.policy import Winnings, trees_pay
 from ..plan.suffix_source import (
     CONTEXT,
     Earlier,
@@ -321,6 +321,7 @@ class Task:
         classes: see :func:`mlxspec.plan.p_accept.token_classes`.
         memory: of the completions so far, if the policy has one.
         remember: adds this output to it.
+        winnings: of the completions so far, if the policy knows them.
     """
 
     output: Sequence[int]
@@ -328,6 +329,7 @@ class Task:
     classes: bytes
     memory: Earlier | None = None
     remember: OnOutput | None = None
+    winnings: Winnings | None = None
 
 
 @dataclass(frozen=True)
@@ -357,6 +359,7 @@ def _planned(task: Task, *others: Source) -> Planner:
         FixedCosts(task.curve),
         [suffixes, *others],
         branching=trees_pay(task.curve),
+        winnings=task.winnings,
     )
 
 
@@ -366,12 +369,12 @@ HINDSIGHT = "hindsight"
 
 POLICIES: dict[str, Policy] = {
     AUTO: Policy(
-        "mlxspec's default decoder on the first output of a process",
+        "mlxspec's default decoder without a memory of earlier outputs",
         _planned,
         follows_costs=True,
     ),
     "auto-memory": Policy(
-        "the default decoder on what follows: it remembers the process's earlier outputs",
+        "the default decoder as it is: it remembers the process's earlier outputs",
         _planned,
         follows_costs=True,
         memory_tokens=MAX_TOKENS,

@@ -110,6 +110,9 @@ class Decoder:
     plans = False
     """Whether drafts are planned by what steps cost."""
 
+    remembers = True
+    """Whether outputs that end are remembered, where there is a memory."""
+
     @cached_property
     def capability(self) -> Capability:
         """What drafts the model can verify; found out on first use, with a few forwards."""

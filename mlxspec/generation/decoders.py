@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,13 +20,15 @@ from ..draft.prediction import PredictionDrafter
 from ..draft.prompt_lookup import lookup_drafter
 from ..engine.draft_model import DraftModelDrafter
 from ..engine.target import Capability
+from ..errors import OptionError, StoreError
 from ..loading.tokenizer import vocabulary_classes
 from ..memory.memory import MAX_TOKENS, Memory
+from ..memory.tokenizer_identity import TokenizerIdentity, identify
 from ..plan.cost_curve import Costs, FixedCosts
 from ..plan.drafter_source import DrafterSource
 from ..plan.lookahead_source import LookaheadKnowledge, LookaheadSource
 from ..plan.planner import Planner, Source
-from ..plan.policy import trees_pay
+from ..plan.policy import Winnings, trees_pay
 from ..plan.suffix_source import Earlier, SuffixSource
 from ..store.store import open_store
 from .decoder import Decoder, MakeDrafter, drafter_maker
@@ -46,6 +48,11 @@ class _PlannedDecoder(Decoder):
 
     plans = True
 
+    @cached_property
+    def _winnings(self) -> Winnings:
+        """What its generations win by drafting."""
+        return Winnings()
+
     @property
     def predicted_cost(self) -> float:
         """How long the steps of the last generation should have taken, in plain steps."""
@@ -58,7 +65,9 @@ class _PlannedDecoder(Decoder):
         if costs is None:
             costs = self.costs = self.costs.for_generation()
         replays = self.chain_capability is Capability.REPLAY
-        return Planner(costs, sources, branching=branching, replays=replays)
+        return Planner(
+            costs, sources, branching=branching, replays=replays, winnings=self._winnings
+        )
 
     def _fixed_costs(self) -> Costs:
         """The costs as they are now, to be taught nothing."""
@@ -69,19 +78,24 @@ class AutoDecoder(_PlannedDecoder):
     """Chooses each draft by what it costs and what it will probably gain; nothing to tune.
 
     What a step costs is measured at first use, kept in the user's cache directory and
-    corrected by every step. Outputs are remembered, and later outputs are drafted from them too.
+    corrected by every step. Outputs are remembered, and later outputs are drafted from them too:
+    in the process alone, unless a ``memory`` is passed that is kept on disk.
 
     Args:
         model, tokenizer, on_measuring: as for :class:`Decoder`.
-        memory_tokens: how many tokens of earlier outputs are remembered, first in, first out.
+        memory_tokens: how many tokens of outputs the decoder remembers in a memory of its own,
+            :data:`mlxspec.memory.MAX_TOKENS` by default; 0 is no memory.
+        memory: remembers the outputs instead. Several decoders of one tokenizer may share it.
         store: a file of ``mlxspec store build`` to draft from.
         extra_drafter: drafts as well, wherever that pays: a :class:`mlxspec.Drafter`, which
             serves one generation at a time, or a class or function that makes one for each
             generation. How likely its tokens are right is learned from the output.
 
     Raises:
-        LoadError, OptionError, DrafterError: as :class:`Decoder`.
-        StoreError: the store cannot be read, or is another tokenizer's.
+        LoadError, OptionError, DrafterError: as :class:`Decoder`; OptionError as well where both
+            ``memory`` and ``memory_tokens`` are given.
+        StoreError: the store cannot be read, or it or what ``memory`` keeps is another
+            tokenizer's.
     """
 
     def __init__(
@@ -89,13 +103,21 @@ class AutoDecoder(_PlannedDecoder):
         model: str | Path | nn.Module = "mlx_model",
         tokenizer: TokenizerWrapper | None = None,
         *,
-        memory_tokens: int = MAX_TOKENS,
+        memory_tokens: int | None = None,
+        memory: Memory | None = None,
         store: str | os.PathLike[str] | None = None,
         extra_drafter: Drafter | Callable[[], Drafter] | None = None,
         on_measuring: Callable[[float], None] | None = None,
     ) -> None:
         super().__init__(model, tokenizer, on_measuring=on_measuring)
-        self.memory = Memory(memory_tokens) if memory_tokens else None
+        if memory is None:
+            most = MAX_TOKENS if memory_tokens is None else memory_tokens
+            memory = Memory(most) if most else None
+        elif memory_tokens is not None:
+            raise OptionError("memory and memory_tokens are given together: choose one")
+        elif memory.kept:
+            _check_same(memory.kept.identity, identify(self.tokenizer))
+        self.memory = memory
         self._earlier: list[Earlier] = []
         if self.memory:
             self._earlier.append(Earlier("memory", self.memory, self.memory.used))
@@ -128,14 +150,20 @@ class AutoDecoder(_PlannedDecoder):
         self, session: Session | None, others: Sequence[Source] = (), costs: Costs | None = None
     ) -> Planner:
         """A planner that looks up text that repeats, and asks other sources too."""
+        if self.memory:
+            self.memory.refresh()
         suffixes = SuffixSource(
             earlier=self._earlier,
-            on_output=self.memory.add if self.memory else None,
+            on_output=self._remember,
             token_classes=self._token_classes,
             context=session.index if session else None,
         )
         branching = trees_pay(self.costs.curve) and self.capability is Capability.TREE
         return self._plan([suffixes, *others], branching=branching, costs=costs)
+
+    def _remember(self, output: Sequence[int], earned: Mapping[str, int]) -> None:
+        if self.memory and self.remembers:
+            self.memory.add(output, earned)
 
     def look_ups_beside(
         self, session: Session | None, drafter: DraftModelDrafter, others: Sequence[Source] = ()
@@ -422,6 +450,14 @@ class CombinedDecoder(AutoDecoder):
             return self._plan(sources, branching=branching, costs=costs)
 
         return new_drafter
+
+
+def _check_same(kept: TokenizerIdentity, identity: TokenizerIdentity) -> None:
+    """Raises StoreError."""
+    if kept.fingerprint != identity.fingerprint:
+        raise StoreError(
+            f"memory keeps tokens of {kept}, the model's tokenizer is {identity}: open one for it"
+        )
 
 
 def _predicted(prediction: Sequence[int]) -> list[Source]:

@@ -6,6 +6,7 @@ from .kept import KEPT_TOKENS, KeptTexts
 from .memory import MAX_TOKENS, Memory
 from .part import EARNED, SOURCES
 from .settings import (
+    SWITCH,
     About,
     Settings,
     directory_name,
@@ -14,6 +15,7 @@ from .settings import (
     memory_directory,
     open_kept,
     save_settings,
+    settings_in_force,
 )
 from .tokenizer_identity import TokenizerIdentity, Vocabulary, identify
 
@@ -22,6 +24,7 @@ __all__ = [
     "KEPT_TOKENS",
     "MAX_TOKENS",
     "SOURCES",
+    "SWITCH",
     "About",
     "Contents",
     "KeptTexts",
@@ -42,5 +45,6 @@ __all__ = [
     "memory_directory",
     "open_kept",
     "save_settings",
+    "settings_in_force",
     "verify",
 ]

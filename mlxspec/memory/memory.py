@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
+import warnings
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, cast
 
@@ -17,10 +20,12 @@ from ..draft.suffix_index import Excerpts
 from ..errors import StoreError
 from .excerpts import DEPTH, DamagedTexts, Searched, Source, excerpts
 from .journal import Journal, JournalMovedError
-from .kept import KeptTexts, OnTrouble, reason
+from .kept import KEPT_TOKENS, KeptTexts, OnTrouble, reason
 from .live import Live
 from .part import NOTHING, SUPERSEDED, Learned, Merged, Part, distinct
 from .part_file import FilePart
+from .settings import open_kept
+from .tokenizer_identity import Vocabulary, identify
 
 MAX_TOKENS = 1 << 20
 """Tokens that a memory holds unless it is told otherwise: 9 MB, and 1 MB of what is newest."""
@@ -64,6 +69,9 @@ class Memory:
     the memory's own does that. Look-ups wait for nothing and may be made in any thread; so may
     additions, also by a finaliser that interrupts a method of the memory.
 
+    It can only change how fast outputs come, and never what they are. Several decoders of one
+    tokenizer may share it.
+
     Of equal answers one is kept, as the newest. When the memory is full, the answers go that were
     neither learned nor drafted from with success for the longest time, by days.
 
@@ -73,6 +81,9 @@ class Memory:
         kept: where answers are kept over runs. Without it they end with the process.
         on_trouble: called with one line about what could not be done, by the memory's thread or
             by one that looks up. The memory goes on without it.
+
+    Attributes:
+        kept: as given. The memory alone may use it, but for what it says of itself.
     """
 
     def __init__(
@@ -84,11 +95,37 @@ class Memory:
     ) -> None:
         if max_tokens is None:
             max_tokens = kept.max_tokens if kept else MAX_TOKENS
+        self.kept = kept
         self._shelf = _Shelf(max_tokens, kept, on_trouble)
         self._thread = threading.Thread(target=self._shelf.run, name="mlxspec memory", daemon=True)
         self._thread.start()
         _open.add(self)
         weakref.finalize(self, self._shelf.requests.put, _STOP).atexit = False
+
+    @classmethod
+    def kept_in(
+        cls,
+        directory: str | os.PathLike[str],
+        tokenizer: Vocabulary,
+        *,
+        max_tokens: int = KEPT_TOKENS,
+        on_trouble: OnTrouble = warnings.warn,
+    ) -> Memory:
+        """A memory that is kept over runs, and shared with other processes that open it.
+
+        Args:
+            directory: where; each tokenizer has its own directory in it. The commands use it, too,
+                where the variable MLXSPEC_MEMORY names it.
+            tokenizer: of which the tokens are.
+            max_tokens: how much is kept.
+            on_trouble: as for the class.
+
+        Raises:
+            StoreError: the directory cannot be made or written.
+        """
+        model = str(getattr(tokenizer, "name_or_path", ""))
+        kept = open_kept(identify(tokenizer), model, max_tokens, Path(directory))
+        return cls(kept=kept, on_trouble=on_trouble)
 
     def look_up(self, tail: Sequence[int], limit: int = 8, depth: int = DEPTH) -> Excerpts:
         """Find what followed where a context's end occurs.
@@ -144,10 +181,20 @@ class Memory:
         while not done.wait(0.1) and self._thread.is_alive():
             pass
 
-    def close(self) -> None:
-        """Wait until all that was added is in its place; nothing is remembered from then on."""
+    def close(self, patience: float | None = None) -> None:
+        """Keep all that was added, and merge what there is to merge.
+
+        Nothing is remembered from then on.
+
+        Args:
+            patience: for how many seconds to merge; None merges to the end. What is left is for
+                whoever opens the same directory next.
+        """
         self._shelf.requests.put(_FINISH)
-        self._thread.join()
+        self._thread.join(patience)
+        if self._thread.is_alive():
+            self._shelf.requests.put(_STOP)
+            self._thread.join(_EXIT_SECONDS)
 
 
 _STOP, _FINISH, _REFRESH, _TIDY, _MERGED = (object() for _ in range(5))

@@ -7,7 +7,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import platformdirs
@@ -21,10 +21,14 @@ from .tokenizer_identity import TokenizerIdentity
 ENVIRONMENT_VARIABLE = "MLXSPEC_DATA_DIR"
 """Names another directory for what is kept than the user's data directory."""
 
+SWITCH = "MLXSPEC_MEMORY"
+"""Goes before the user's settings: "on", "off", or a directory to keep answers in."""
+
 _SETTINGS = "settings.json"
 _ABOUT = "about.json"
 _NAME = re.compile(r"[0-9a-f]{16}")
 _MOST_BYTES = 1 << 20
+_ELSEWHERE = f"{SWITCH} may name another directory"
 _REMEDY = "set it again with `mlxspec memory`"
 
 
@@ -34,7 +38,8 @@ class Settings:
 
     Attributes:
         everything: whether answers are kept with every tokenizer.
-        tokenizers: otherwise those with which they are, by the names of their directories.
+        tokenizers: those with which they are, or with ``everything`` those with which they are
+            not, by the names of their directories.
         max_tokens: how many tokens are kept for a tokenizer.
     """
 
@@ -42,9 +47,14 @@ class Settings:
     tokenizers: frozenset[str] = frozenset()
     max_tokens: int = KEPT_TOKENS
 
+    @property
+    def keeps_some(self) -> bool:
+        """Whether answers are kept with any tokenizer."""
+        return self.everything or bool(self.tokenizers)
+
     def keeps(self, identity: TokenizerIdentity) -> bool:
         """Whether answers of this tokenizer's tokens are kept."""
-        return self.everything or directory_name(identity) in self.tokenizers
+        return (directory_name(identity) in self.tokenizers) != self.everything
 
 
 @dataclass(frozen=True)
@@ -74,18 +84,39 @@ def memory_directory() -> Path:
     """Where the directories of all tokenizers are, and the settings.
 
     Raises:
-        OptionError: the environment variable names a home directory that is not known.
+        OptionError: an environment variable names no directory that there can be.
     """
-    chosen = os.environ.get(ENVIRONMENT_VARIABLE)
-    if not chosen:
-        return platformdirs.user_data_path("mlxspec") / "memory"
+    if switched := _switched_to():
+        return _home_of(SWITCH, switched)
+    if chosen := os.environ.get(ENVIRONMENT_VARIABLE):
+        return _home_of(ENVIRONMENT_VARIABLE, chosen) / "memory"
+    return platformdirs.user_data_path("mlxspec") / "memory"
+
+
+def _home_of(variable: str, directory: str) -> Path:
     try:
-        return Path(chosen).expanduser() / "memory"
+        return Path(directory).expanduser()
     except RuntimeError:
         raise OptionError(
-            f"{ENVIRONMENT_VARIABLE} is {chosen!r}: that user's home directory is not known; "
+            f"{variable} is {directory!r}: that user's home directory is not known; "
             "name another directory"
         ) from None
+
+
+def _switched_to() -> str | None:
+    """The directory that :data:`SWITCH` names.
+
+    Raises:
+        OptionError: it names none, and is neither "on" nor "off".
+    """
+    switch = os.environ.get(SWITCH)
+    if not switch or switch in ("on", "off"):
+        return None
+    if os.sep not in switch:
+        raise OptionError(
+            f"{SWITCH} is {switch!r}: set it to on, off, or a directory with a {os.sep} in its name"
+        )
+    return switch
 
 
 def directory_name(identity: TokenizerIdentity) -> str:
@@ -109,21 +140,40 @@ def load_settings(tell: OnTrouble) -> Settings:
         return Settings()
 
 
+def settings_in_force(tell: OnTrouble) -> Settings:
+    """The user's settings, or what :data:`SWITCH` says instead.
+
+    Args:
+        tell: called with a line if they cannot be read.
+
+    Raises:
+        OptionError: as :func:`memory_directory`.
+    """
+    switch = os.environ.get(SWITCH)
+    if switch == "off":
+        return Settings()
+    settings = load_settings(tell)
+    return replace(settings, everything=True, tokenizers=frozenset()) if switch else settings
+
+
 def save_settings(settings: Settings) -> None:
     """Write the user's settings, whole or not at all.
 
     Raises:
         StoreError: they cannot be written.
     """
-    keep = settings.everything or sorted(settings.tokenizers)
+    names = sorted(settings.tokenizers)
+    keep = {"keep": True, "except": names} if settings.everything else {"keep": names}
     _write_json(
-        memory_directory() / _SETTINGS,
-        {"version": 1, "keep": keep, "max_tokens": settings.max_tokens},
+        memory_directory() / _SETTINGS, {"version": 1, **keep, "max_tokens": settings.max_tokens}
     )
 
 
 def open_kept(
-    identity: TokenizerIdentity, model: str = "", max_tokens: int = KEPT_TOKENS
+    identity: TokenizerIdentity,
+    model: str = "",
+    max_tokens: int = KEPT_TOKENS,
+    root: Path | None = None,
 ) -> KeptTexts:
     """Open a tokenizer's directory; it is made if it is not there.
 
@@ -131,11 +181,12 @@ def open_kept(
         identity: the tokenizer.
         model: the name or path from which it can be loaded again.
         max_tokens: how many tokens are kept.
+        root: where the directories of all tokenizers are; by default :func:`memory_directory`.
 
     Raises:
         StoreError: it cannot be made or written.
     """
-    directory = memory_directory() / directory_name(identity)
+    directory = (root or memory_directory()) / directory_name(identity)
     kept = _opened(directory, identity, max_tokens)
     about = {
         "version": 1,
@@ -185,10 +236,7 @@ def _opened(directory: Path, identity: TokenizerIdentity, max_tokens: int) -> Ke
     try:
         return KeptTexts(directory, identity, max_tokens)
     except OSError as error:
-        raise StoreError(
-            f"{directory}: cannot be made ({reason(error)}); {ENVIRONMENT_VARIABLE} names another "
-            "place"
-        ) from error
+        raise StoreError(f"{directory}: cannot be made ({reason(error)}); {_ELSEWHERE}") from error
 
 
 def _read_json(path: Path) -> object:
@@ -208,7 +256,9 @@ def _write_json(path: Path, value: object) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise StoreError(f"{path.parent}: cannot be made ({reason(error)})") from error
+        raise StoreError(
+            f"{path.parent}: cannot be made ({reason(error)}); {_ELSEWHERE}"
+        ) from error
     with replaced(path, StoreError) as file:
         file.write(json.dumps(value, indent=1).encode() + b"\n")
 
@@ -220,11 +270,10 @@ def _parsed(value: object) -> Settings:
     keep, max_tokens = value.get("keep"), value.get("max_tokens")
     if type(max_tokens) is not int or max_tokens < 2:
         raise ValueError("max_tokens is no number from 2 on")
-    if isinstance(keep, bool):
-        return Settings(keep, frozenset(), max_tokens)
-    if not isinstance(keep, list) or not _are_names(keep):
+    names = value.get("except", []) if keep is True else [] if keep is False else keep
+    if not isinstance(names, list) or not _are_names(names):
         raise ValueError("keep is neither true nor false nor a list of directories")
-    return Settings(False, frozenset(keep), max_tokens)
+    return Settings(keep is True, frozenset(names), max_tokens)
 
 
 def _are_names(values: Iterable[object]) -> bool:

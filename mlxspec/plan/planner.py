@@ -9,7 +9,14 @@ from typing import NamedTuple
 from ..draft.drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
 from ..draft.forced import GRAMMAR, Guide
 from .cost_curve import USUAL_SYNC_OVERHEAD, CostCurve, Costs
-from .policy import Policy, expected_shortfall, expected_tokens, price_of_time, replayed_costs
+from .policy import (
+    Policy,
+    Winnings,
+    expected_shortfall,
+    expected_tokens,
+    price_of_time,
+    replayed_costs,
+)
 
 # The running gain starts with that of a chain whose tokens each have a p_accept of 60 %
 # (docs/planner-notes.md, "Constants").
@@ -157,6 +164,7 @@ class Planner(Drafter):
         branching: whether drafts may be trees; otherwise they are chains.
         replays: whether accepted tokens of a partly rejected draft run again (REPLAY).
         guarded: whether a guard bounds what failed drafts may cost.
+        winnings: of earlier generations, which this one adds to; None where there are none.
 
     Attributes:
         policy: of the current generation.
@@ -173,12 +181,14 @@ class Planner(Drafter):
         branching: bool = True,
         replays: bool = False,
         guarded: bool = True,
+        winnings: Winnings | None = None,
     ) -> None:
         self.costs = costs
         self.branching = branching
         self._sources = sources
         self._replays = replays
         self._guarded = guarded
+        self._winnings = winnings or Winnings()
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
@@ -186,7 +196,7 @@ class Planner(Drafter):
         self._given: Plan | None = None
         self._fault: Exception | None = None
         self.costs.move_to(len(prompt))
-        self.policy = Policy(self._guarded)
+        self.policy = Policy(self._guarded, self._winnings.first_bank)
         self._plan = _NO_PLAN
         first = _FIRST_DRAFT[: self.costs.curve.widest - 1]
         self.policy.gain = self._gain_of_chain(first, guarded=False)
@@ -304,6 +314,8 @@ class Planner(Drafter):
             self.costs.record(step.rows, seconds, step.pipelined)
 
     def end(self) -> None:
+        if self.policy.emitted:
+            self._winnings.take(self.policy)
         with ExitStack() as ending:
             ending.callback(self.costs.end)
             for source in reversed(self._sources):

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import shlex
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +19,7 @@ from mlxspec.cli import connect as command
 from mlxspec.cli.clients import CLIENTS
 from mlxspec.cli.generating import API_KEY
 from mlxspec.cli.main import main
+from tests.support.at_terminal import at_terminal
 from tests.support.serving import running_server
 
 SECRET = "a-key-of-37-characters-or-fewer"
@@ -412,37 +409,11 @@ def test_a_file_that_would_lose_something_is_left_alone(
     assert [one for one in home.rglob("*") if one.is_file()] == [path]
 
 
-def at_terminal(typed: bytes, *arguments: str, columns: str = "40") -> tuple[int, str]:
-    """The exit status, and all that a terminal shows."""
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", "from mlxspec.cli.start import main; main()", "connect"]
-    process = subprocess.Popen(
-        [*command, *arguments],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env={**os.environ, "COLUMNS": columns, "TERM": "xterm"},
-    )
-    os.close(theirs)
-    os.write(ours, typed)
-    shown = b""
-    while True:
-        try:
-            part = os.read(ours, 4096)
-        except OSError:  # how Linux says that nobody writes there any more
-            break
-        if not part:
-            break
-        shown += part
-    os.close(ours)
-    return process.wait(60), shown.decode()
-
-
 @pytest.mark.parametrize(("typed", "status"), [(b"y\n", 0), (b"n\n", 1), (b"\n", 1)])
 def test_at_a_terminal_one_is_asked(
     typed: bytes, status: int, home: Path, serve: Callable[..., str]
 ) -> None:
-    ended, shown = at_terminal(typed, "codex", "--server", serve(), "--write")
+    ended, shown = at_terminal(typed, "connect", "codex", "--server", serve(), "--write")
     assert ended == status, shown
     assert "Write this file? [y/N]" in shown
     assert "\x1b[32m+model = " in shown
@@ -469,11 +440,11 @@ def test_what_a_client_writes_in_the_meantime_stays(
 
 def test_what_is_to_be_copied_is_not_broken(serve: Callable[..., str]) -> None:
     address = serve()
-    _, narrow = at_terminal(b"", "claude-code", "--server", address, "--no-color")
+    _, narrow = at_terminal(b"", "connect", "claude-code", "--server", address, "--no-color")
     piped = connect("claude-code", "--server", address).stdout
     assert narrow.replace("\r\n", "\n") == piped
     assert json.loads(piped[piped.index("{") : piped.rindex("}") + 1])
-    _, colored = at_terminal(b"", "claude-code", "--server", address)
+    _, colored = at_terminal(b"", "connect", "claude-code", "--server", address)
     assert "\x1b[1mclaude --settings ~/.claude/mlxspec.json\x1b[0m" in colored
 
 

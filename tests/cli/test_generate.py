@@ -190,7 +190,7 @@ def test_without_mlx_model_a_line_says_that_the_demo_model_answers(
 def test_a_bad_option_is_one_line_before_any_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], named: str
 ):
-    monkeypatch.setattr("mlxspec.generation.decoder.load", lambda name: 1 / 0)
+    monkeypatch.setattr("mlxspec.loading.model.load", lambda name: 1 / 0)
     assert_one_line_error(generate("--model", "any/model", *arguments), named)
 
 
@@ -255,7 +255,7 @@ def test_ctrl_c_while_the_model_loads_is_quiet(monkeypatch: pytest.MonkeyPatch):
     def load(name: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mlxspec.generation.decoder.load", load)
+    monkeypatch.setattr("mlxspec.loading.model.load", load)
     result = generate("--model", "any", "--prompt", "a")
     assert result.exit_code == 130
     assert result.stderr.strip() == "Interrupted."

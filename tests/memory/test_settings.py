@@ -1,13 +1,14 @@
 """Where answers are kept and whether, in files that may hold anything."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.errors import StoreError
+from mlxspec.errors import OptionError, StoreError
 from mlxspec.memory import (
     Memory,
     Settings,
@@ -15,11 +16,15 @@ from mlxspec.memory import (
     directory_name,
     identify,
     kept_directories,
+    kept_texts,
     load_settings,
     memory_directory,
     open_kept,
     save_settings,
+    settings_in_force,
 )
+from mlxspec.memory import memory as memory_module
+from mlxspec.memory.memory import _Shelf
 from tests.support.hostile import json_values, mutated
 from tests.support.tokenizers import FIRST, SECOND
 
@@ -43,11 +48,15 @@ def test_nothing_is_kept_unless_it_is_said(home: Path):
 
 def test_settings_are_read_as_they_were_written(home: Path):
     some = Settings(False, frozenset({directory_name(identify(FIRST))}), 1000)
-    for settings in (Settings(True), some):
+    others = Settings(True, some.tokenizers, 1000)
+    for settings in (Settings(True), some, others, Settings()):
         save_settings(settings)
         assert load_settings(fail) == settings
+        assert settings.keeps_some == (settings != Settings())
     assert some.keeps(identify(FIRST))
     assert not some.keeps(identify(SECOND))
+    assert not others.keeps(identify(FIRST))
+    assert others.keeps(identify(SECOND))
     assert Settings(True).keeps(identify(SECOND))
     assert (home / "settings.json").stat().st_mode & 0o777 == 0o600
     assert home.stat().st_mode & 0o777 == 0o700
@@ -80,6 +89,57 @@ def test_damaged_settings_are_off_or_right(data: bytes):
     lines: list[str] = []
     settings = load_settings(lines.append)
     assert (settings == Settings()) or not lines
+
+
+def test_the_variable_goes_before_the_settings(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    some = Settings(False, frozenset({directory_name(identify(FIRST))}), 1000)
+    save_settings(some)
+    for value, expected in (
+        ("", some),
+        ("on", Settings(True, frozenset(), 1000)),
+        ("off", Settings()),
+        (str(tmp_path / "new"), Settings(True)),
+    ):
+        monkeypatch.setenv("MLXSPEC_MEMORY", value)
+        assert settings_in_force(fail) == expected
+        assert memory_directory() == (Path(value) if "/" in value else home)
+    monkeypatch.setenv("MLXSPEC_MEMORY", "~nobody-of-that-name/answers")
+    with pytest.raises(OptionError, match="MLXSPEC_MEMORY is '~nobody-of-that-name/answers': that"):
+        settings_in_force(fail)
+    monkeypatch.setenv("MLXSPEC_MEMORY", "answers")
+    with pytest.raises(OptionError, match="MLXSPEC_MEMORY is 'answers': set it to on, off, or a"):
+        memory_directory()
+
+
+def test_a_memory_is_closed_before_its_merging_ends(monkeypatch: pytest.MonkeyPatch):
+    go_on = _Shelf._go_on
+
+    def slow(shelf: _Shelf) -> None:
+        time.sleep(0.05)
+        go_on(shelf)
+
+    monkeypatch.setattr(memory_module, "LIVE_TOKENS", 8)
+    monkeypatch.setattr(_Shelf, "_merge", lambda shelf: iter([None] * 10_000))
+    monkeypatch.setattr(_Shelf, "_go_on", slow)
+    memory = Memory.kept_in(memory_directory(), FIRST, on_trouble=fail)
+    texts = [[number, *range(12)] for number in range(3)]
+    for text in texts:
+        memory.add(text)
+    memory.close(patience=0.1)
+    assert not memory._thread.is_alive()
+    monkeypatch.undo()
+    assert memory.kept
+    root = memory.kept.directory.parent
+    again = Memory.kept_in(root, FIRST, on_trouble=fail)
+    again.settle()
+    for text in texts:
+        assert text[3:] in [again.look_up(text[:3]).tokens[:10]]
+    again.close()
+    assert sorted(
+        text.tokens.tolist() for text in kept_texts(open_kept(identify(FIRST), root=root), fail)
+    ) == sorted(texts)
 
 
 def test_directories_say_of_which_tokenizer_they_are(home: Path):

@@ -8,10 +8,12 @@ import random
 import pytest
 
 from mlxspec.draft.drafter import DraftTree, VerifiedStep
+from mlxspec.eval.replay import verify
 from mlxspec.plan.chips import chip_curve
 from mlxspec.plan.cost_curve import CostCurve
 from mlxspec.plan.policy import (
     Policy,
+    Winnings,
     expected_shortfall,
     expected_tokens,
     price_of_time,
@@ -102,6 +104,31 @@ def test_the_guard_allows_nothing_after_a_loss_until_it_is_earned_back() -> None
     for _ in range(100):
         settle(policy, PLAIN, cost=1.0)
     assert policy.allows(0.001)
+
+
+def test_what_generations_win_the_next_may_risk() -> None:
+    winnings = Winnings()
+    least = winnings.first_bank
+    assert Policy().bank == least
+
+    def generation(tokens_per_step: int, steps: int, cost: float) -> None:
+        policy = Policy(first_bank=winnings.first_bank)
+        for _ in range(steps):
+            tree = DraftTree.chain(0, range(tokens_per_step - 1))
+            step = verify(tree, range(tokens_per_step))
+            policy.settle(step, cost, chosen=True, gain=1.0, probing=False)
+        assert policy.emitted == tokens_per_step * steps
+        winnings.take(policy)
+
+    for _ in range(30):
+        generation(tokens_per_step=1, steps=100, cost=1.1)  # nothing was won
+    assert winnings.first_bank == least
+    for _ in range(30):
+        generation(tokens_per_step=4, steps=50, cost=1.5)  # 204 for 75 plain steps
+    assert winnings.first_bank == pytest.approx(0.02 * (204 - 75), rel=0.01)
+    for _ in range(30):
+        generation(tokens_per_step=8, steps=4, cost=0.01)  # more than their 32 tokens
+    assert winnings.first_bank == pytest.approx(0.02 * 32, rel=0.05)
 
 
 def test_rate_and_gain_approach_those_of_the_steps() -> None:

@@ -1,0 +1,713 @@
+"""``mlxspec memory`` as a user runs it, and what commands keep and draft from."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner, Result
+
+import mlxspec
+from mlxspec.cli.main import main
+from mlxspec.cli.memories import Memories
+from mlxspec.draft.suffix_index import SEPARATOR
+from mlxspec.errors import OptionError, StoreError
+from mlxspec.loading.tokenizer import load_tokenizer_of
+from mlxspec.memory import (
+    KeptTexts,
+    Memory,
+    Settings,
+    earned_by_day,
+    identify,
+    kept_directories,
+    kept_texts,
+    open_kept,
+    part,
+    save_settings,
+)
+from mlxspec.store.store import open_store
+from mlxspec.terminal import TokenPrinter
+from tests.cli.test_serve import serving
+from tests.support.at_terminal import at_terminal
+from tests.support.demo import FLAT, demo, given_costs, stand_in_decoder
+from tests.support.tokenizers import FIRST
+
+ROOT = Path(mlxspec.__file__).parents[1]
+START = "from mlxspec.cli.start import main; main()"
+PROMPT = '[INST] Repeat the following phrase 2 times: "The red fox sees the river.". [/INST]'
+HINT = "mlxspec can remember answers over runs"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where answers are kept in this test; nobody has been told of that yet."""
+    monkeypatch.setenv("MLXSPEC_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: given_costs(FLAT))
+    return tmp_path / "data" / "memory"
+
+
+def run(*arguments: object, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, [*map(str, arguments)], input=stdin)
+
+
+def memory(*arguments: object) -> Result:
+    return run("memory", *arguments)
+
+
+def said(*arguments: object, status: int = 0) -> str:
+    """What a command of ``mlxspec memory`` writes to standard output."""
+    result = memory(*arguments)
+    assert result.exit_code == status, result.stderr
+    return result.stdout
+
+
+def generate(*arguments: object) -> dict:
+    result = run("generate", "--max-tokens", 40, *arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def fail(line: str) -> None:
+    raise AssertionError(line)
+
+
+def kept() -> list[KeptTexts]:
+    """What is on disk, opened without the command."""
+    # A directory that another process is making does not say yet whose it is.
+    return [about.open() for about in kept_directories(lambda line: None)]
+
+
+def answers() -> list[list[int]]:
+    return [text.tokens.tolist() for one in kept() for text in kept_texts(one, fail)]
+
+
+def earned(name: str) -> int:
+    return sum(day[name] for one in kept() for day in earned_by_day(one, fail).values())
+
+
+def learn(texts: list[str], ages: list[timedelta] | None = None) -> list[list[int]]:
+    """Let answers of the bundled tokenizer have ended so long ago."""
+    tokenizer, now = demo().tokenizer, time.time()
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    with pytest.MonkeyPatch.context() as patched:
+        held = Memory(kept=open_kept(identify(tokenizer), "demo"), on_trouble=fail)
+        for tokens, age in zip(ids, ages or [timedelta()] * len(ids), strict=True):
+            learned = int(now - age.total_seconds())
+            patched.setattr(part, "time", _Clock(learned))
+            held.add(tokens, {"steps": 2, "tokens": len(tokens), "context": 1})
+            held.settle()
+        held.close()
+    return ids
+
+
+class _Clock:
+    """``time`` at which it is always the same time."""
+
+    def __init__(self, now: float) -> None:
+        self.time = lambda: now
+
+
+# What commands keep.
+
+
+def test_nothing_is_kept_and_nothing_said_unless_it_is_on(finite: Path, home: Path):
+    result = run("generate", "--model", finite, "--prompt", "a")
+    assert result.exit_code == 0
+    assert HINT not in result.output
+    assert not home.exists()
+
+
+def test_the_second_time_drafts_come_from_memory_and_the_text_is_the_same():
+    assert said("on").splitlines()[0].startswith("Answers are kept from now on, with every token")
+    options = ("--model", "demo", "--prompt", PROMPT)
+    first = generate(*options)
+    assert earned("memory") == 0
+    second = generate(*options)
+    plain = generate(*options, "--no-memory")
+    assert first["tokens"] == second["tokens"] == plain["tokens"]
+    assert answers() == [first["tokens"]]
+    assert earned("memory") > 10
+    assert second["stats"]["steps"] < first["stats"]["steps"] == plain["stats"]["steps"]
+    assert (earned("tokens"), earned("answers")) == (2 * len(first["tokens"]), 1)
+
+
+@pytest.mark.parametrize("decoder", ["prompt-lookup", "lookahead", "plain"])
+def test_other_decoders_leave_it_alone(finite: Path, decoder: str):
+    memory("on")
+    generate("--model", finite, "--prompt", "a", "--decoder", decoder)
+    assert answers() == []
+
+
+def test_files_of_prompts_chats_and_combined_keep_their_answers_too(finite: Path, tmp_path: Path):
+    memory("on")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('"a"\n"a b"\n')
+    assert run("generate", "--model", finite, "--prompts", prompts).exit_code == 0
+    assert [len(tokens) for tokens in answers()] == [6]  # the same answer twice, with its end
+    assert earned("tokens") == 12
+    generate("--model", finite, "--prompt", "a", "--decoder", "combined")
+    assert earned("tokens") == 18
+
+
+def test_a_chat_keeps_its_answers(endless: Path):
+    memory("on")
+    options = ("--model", endless, "--max-tokens", 7)
+    result = CliRunner().invoke(main, [*map(str, ("chat", *options))], input="hi\n")
+    assert result.exit_code == 0, result.stderr
+    assert [len(tokens) for tokens in answers()] == [7]
+
+
+def test_an_explained_generation_drafts_from_memory(finite: Path):
+    memory("on")
+    for _ in range(2):
+        shown = run("explain", "--model", finite, "--prompt", "a", "--skip", 0, "--steps", 9)
+        assert shown.exit_code == 0, shown.stderr
+    assert "memory" in shown.stdout
+    assert earned("memory") > 0
+
+
+def test_ctrl_c_keeps_what_was_written(endless: Path, monkeypatch: pytest.MonkeyPatch):
+    memory("on")
+    write, written = TokenPrinter.write, []
+
+    def interrupted(self: TokenPrinter, text: str, from_draft: bool) -> None:
+        write(self, text, from_draft)
+        written.append(text)
+        if len(written) == 8:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(TokenPrinter, "write", interrupted)
+    assert run("generate", "--model", endless, "--prompt", "a").exit_code == 130
+    (tokens,) = answers()
+    text = load_tokenizer_of(endless).decode(tokens)
+    assert text.startswith("".join(written))
+
+
+def test_an_error_keeps_what_came_before_it(finite: Path, tmp_path: Path):
+    memory("on")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('"one"\n{"no": "prompt"}\n')
+    assert run("generate", "--model", finite, "--prompts", prompts).exit_code == 1
+    assert len(answers()) == 1
+
+
+def test_programs_that_mlxspec_runs_keep_their_answers(finite: Path, tmp_path: Path):
+    memory("on")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import mlx_lm\n"
+        f"model, tokenizer = mlx_lm.load({str(finite)!r})\n"
+        "print(mlx_lm.generate(model, tokenizer, 'a'))\n"
+    )
+    expected = run("run", "--no-memory", script).stdout
+    assert answers() == []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", sys.argv)
+        patched.setattr(sys, "path", [*sys.path])
+        for _ in range(2):
+            assert run("run", script).stdout == expected == "one two three four\n\n"
+    assert len(answers()) == 1
+    assert earned("memory") > 0
+
+
+def test_where_nothing_can_be_kept_the_answer_comes_all_the_same(finite: Path, home: Path):
+    memory("on")
+    directory = home / identify(load_tokenizer_of(finite)).fingerprint.hex()[:16]
+    directory.touch()
+    result = run("generate", "--model", finite, "--prompt", "a")
+    assert result.exit_code == 0
+    assert result.stdout == "one two three four\n"
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Note: ")]
+    assert line.startswith(f"Note: {directory}: cannot be made")
+    assert line.endswith("; answers are remembered until this command ends")
+
+
+# The variable.
+
+
+def test_the_variable_goes_before_the_settings(
+    finite: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    options = ("--model", finite, "--prompt", "a")
+    monkeypatch.setenv("MLXSPEC_MEMORY", "on")
+    generate(*options)
+    assert earned("tokens") == 6
+    monkeypatch.setenv("MLXSPEC_MEMORY", "off")
+    memory("on")
+    generate(*options)
+    assert earned("tokens") == 6
+    assert said("show").startswith("memory     off\n")
+    elsewhere = tmp_path / "elsewhere"
+    monkeypatch.setenv("MLXSPEC_MEMORY", str(elsewhere))
+    generate(*options)
+    assert earned("tokens") == 6
+    assert [about.directory.parent for about in kept_directories(fail)] == [elsewhere]
+    monkeypatch.setenv("MLXSPEC_MEMORY", "")
+    generate(*options)
+    assert earned("tokens") == 12
+    assert [about.directory.parent for about in kept_directories(fail)] == [home]
+
+
+@pytest.mark.parametrize("value", ["yes", "1", "Off", "memory"])
+def test_another_value_of_the_variable_is_one_line(
+    finite: Path, value: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MLXSPEC_MEMORY", value)
+    for command in (("generate", "--model", finite, "--prompt", "a"), ("memory", "show")):
+        result = run(*command)
+        assert result.exit_code == 1
+        assert result.stdout == ""
+        assert result.stderr == (
+            f"Error: MLXSPEC_MEMORY is '{value}': set it to on, off, or a directory with a / in "
+            "its name\n"
+        )
+
+
+def test_on_and_off_say_that_the_variable_goes_before_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MLXSPEC_MEMORY", "off")
+    for command in ("on", "off"):
+        assert memory(command).stderr == (
+            "Note: MLXSPEC_MEMORY is 'off' here and goes before that\n"
+        )
+
+
+# The first run.
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = SimpleNamespace(stderr=SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("mlxspec.cli.memories.sys", streams)
+
+
+@pytest.mark.usefixtures("terminal")
+def test_that_there_is_a_memory_is_said_once(finite: Path):
+    options = ("generate", "--model", finite, "--prompt", "a")
+    assert HINT not in run(*options, "--json").stderr
+    assert HINT not in run(*options, "--no-memory").stderr
+    assert HINT not in run(*options, "--decoder", "plain").stderr
+    first = run(*options)
+    assert first.stdout == "one two three four\n"
+    assert first.stderr.splitlines()[-1] == (
+        f"Note: {HINT} and draft from them: mlxspec memory on (said once)"
+    )
+    assert HINT not in run(*options).stderr
+
+
+@pytest.mark.usefixtures("terminal")
+def test_who_knows_of_the_memory_is_not_told(finite: Path):
+    memory("off")
+    assert HINT not in run("generate", "--model", finite, "--prompt", "a").stderr
+
+
+@pytest.mark.usefixtures("terminal")
+def test_who_cannot_be_told_once_is_not_told(finite: Path, home: Path):
+    home.parent.touch()  # a file where the directory should be
+    result = run("generate", "--model", finite, "--prompt", "a")
+    assert result.exit_code == 0
+    assert HINT not in result.stderr
+
+
+# on and off
+
+
+def test_one_tokenizer_alone_is_on_or_off(finite: Path, endless: Path):
+    def kept_with(model: Path) -> bool:
+        before = earned("tokens")
+        generate("--model", model, "--prompt", "a")
+        return earned("tokens") > before
+
+    first = identify(load_tokenizer_of(finite))
+    assert said("on", "--model", finite, "--max-tokens", 1000).startswith(
+        f"Answers are kept from now on, with {first}, up to 1,000 tokens.\n"
+    )
+    # Both models have the same vocabulary, and so share what is kept.
+    assert kept_with(finite)
+    assert kept_with(endless)
+    assert not kept_with("demo")
+    assert "up to 1,000 tokens each" in said("on")
+    assert said("off", "--model", finite).startswith(
+        f"No answers are kept from now on with {first}"
+    )
+    assert not kept_with(finite)
+    assert kept_with("demo")
+    said("on", "--model", finite)
+    assert kept_with(finite)
+    assert said("off").splitlines()[1].startswith("What was kept stays in ")
+    assert not kept_with(finite)
+    assert not kept_with("demo")
+
+
+def test_broken_settings_are_told_of_and_replaced(home: Path):
+    home.mkdir(parents=True)
+    (home / "settings.json").write_text("[")
+    result = memory("on")
+    assert result.exit_code == 0
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"Note: {home / 'settings.json'}: is no JSON")
+    assert memory("show").stderr == ""
+
+
+def test_settings_that_cannot_be_written_are_one_line(home: Path):
+    home.parent.touch()
+    for command in ("on", "off"):
+        result = memory(command)
+        assert result.exit_code == 1
+        assert result.stderr.splitlines()[-1].startswith(f"Error: {home}: cannot be made")
+
+
+@pytest.mark.parametrize("command", ["on", "off", "show", "export", "forget --all"])
+def test_a_model_that_is_not_there_is_one_line(command: str, tmp_path: Path):
+    result = memory(*command.split(), "--model", tmp_path / "gone")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"Error: {tmp_path / 'gone'}: no such file or directory")
+    assert result.stderr.count("\n") == 1
+
+
+# show
+
+
+def test_show_says_what_is_kept_and_what_it_earned(home: Path):
+    assert said("show").splitlines() == [
+        "memory     off",
+        "keeps      50,000,000 tokens at most",
+        f"in         {home}",
+    ]
+    first, second = learn(["The quick brown fox.", "A lazy dog"], [timedelta(days=3), timedelta()])
+    (about,) = kept_directories(fail)
+    report = json.loads(said("show", "--json"))
+    held = report["tokenizers"][0]
+    days = [datetime.now().date() - timedelta(days=3), datetime.now().date()]
+    assert report["on"] is False
+    assert (held["texts"], held["tokens"]) == (2, len(first) + len(second))
+    assert held["bytes"] == sum(file.stat().st_size for file in about.directory.iterdir())
+    assert held["newest"] - held["oldest"] == 3 * 24 * 60 * 60
+    assert list(held["earned"]) == [day.isoformat() for day in days]
+    assert held["earned"][days[0].isoformat()] == {
+        **{"answers": 1, "steps": 2, "tokens": len(first), "context": 1, "memory": 0, "store": 0},
+        **{"prediction": 0, "lookahead": 0, "other": 0},
+    }
+    lines = said("show", "--model", "demo").splitlines()
+    assert f"tokenizer  {about.identity}" in lines
+    assert f"oldest     {datetime.fromtimestamp(held['oldest']):%Y-%m-%d %H:%M}" in lines
+    rows = [line.split() for line in lines]
+    share = f"{1 / len(first):.0%}"
+    row = [days[0].isoformat(), "1", str(len(first)), f"{len(first) / 2:.2f}", share, "0%"]
+    assert row in rows
+
+
+def test_show_of_another_tokenizer_shows_none(finite: Path):
+    learn(["The quick brown fox."])
+    assert "demo_model" not in said("show", "--model", finite)
+
+
+# forget
+
+
+HOURS = [timedelta(hours=5), timedelta(hours=3), timedelta(hours=1)]
+TEXTS = ["The oldest text of all", "What Jane said", "The newest text of all"]
+
+
+@pytest.mark.parametrize(
+    ("options", "gone"),
+    [
+        (("--since", "2h"), [2]),
+        (("--since", "4 h"), [1, 2]),
+        (("--before", "2h"), [0, 1]),
+        (("--since", "240m", "--before", "2h"), [1]),
+        (("--since", "2020-01-01"), [0, 1, 2]),
+        (("--before", "2020-01-01T12:00"), []),
+        (("--matching", "jane SAID"), [1]),
+        (("--matching", "text of", "--since", "2h"), [2]),
+        (("--matching", "text of", "--model", "demo"), [0, 2]),
+        (("--all",), [0, 1, 2]),
+    ],
+)
+def test_what_is_chosen_is_forgotten(options: tuple[str, ...], gone: list[int]):
+    ids = learn(TEXTS, HOURS)
+    shown = said("forget", *options, "--yes").splitlines()
+    assert sorted(answers()) == sorted(ids[number] for number in {0, 1, 2} - {*gone})
+    if gone:
+        number = "1 answer" if len(gone) == 1 else f"{len(gone)} answers"
+        tokens = sum(len(ids[number]) for number in gone)
+        assert f": {number}, {tokens} tokens, " in shown[0]
+        assert shown[1:] == [f"Forgot {number}."]
+    else:
+        assert shown == ["There is nothing to forget."]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("typed", "status", "left"), [(b"y\n", 0, 0), (b"n\n", 1, 3), (b"\n", 1, 3)]
+)
+def test_at_a_terminal_one_is_asked(typed: bytes, status: int, left: int):
+    learn(TEXTS)
+    ended, shown = at_terminal(typed, "memory", "forget", "--all")
+    assert ended == status
+    assert "3 answers" in shown
+    assert "Forget them? [y/N]:" in shown
+    assert len(answers()) == left
+
+
+def test_what_is_forgotten_is_not_drafted_from():
+    memory("on")
+    options = ("--model", "demo", "--prompt", PROMPT)
+    first = generate(*options)
+    said("forget", "--matching", "red fox", "--yes")
+    assert answers() == []
+    again = generate(*options)
+    assert earned("memory") == 0
+    assert again["tokens"] == first["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ((), "what is to be forgotten? Give --since, --before, --matching or --all"),
+        (("--yes",), "what is to be forgotten? Give --since, --before, --matching or --all"),
+        (("--all", "--since", "2h"), "--all and other choices are given together: leave out"),
+        (("--since", "2y"), "--since is '2y': write it as 30m, 2h, 3d, 2026-11-23 or"),
+        (("--before", "9" * 30 + "w"), "--before is '99"),
+        (("--before", ""), "--before is '': write it as"),
+        (("--since", "2026-13-01"), "--since is '2026-13-01': write it as"),
+        (("--since", "2h", "--before", "3h"), "--since 2h is not before --before 3h: nothing"),
+        (("--matching", " "), "--matching is empty: give a text, or forget --all"),
+        (("--all",), "forget asks first, and this is no terminal: add --yes"),
+    ],
+)
+def test_a_bad_choice_is_one_line_and_nothing_is_forgotten(options: tuple[str, ...], named: str):
+    ids = learn(TEXTS)
+    result = memory("forget", *options)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"Error: {named}")
+    assert result.stderr.count("\n") == 1
+    assert len(answers()) == len(ids)
+
+
+def test_a_tokenizer_that_is_gone_is_one_line_that_says_what_helps(finite: Path, tmp_path: Path):
+    gone = tmp_path / "gone"
+    gone.symlink_to(finite)
+    memory("on")
+    generate("--model", gone, "--prompt", "a")
+    gone.unlink()
+    for command in (("export",), ("forget", "--matching", "one", "--yes")):
+        result = memory(*command)
+        assert result.exit_code == 1
+        assert result.stderr.startswith(f"Error: {gone}: no such file or directory")
+        assert "name a copy of it with --model" in result.stderr
+        assert result.stderr.count("\n") == 1
+    assert json.loads(said("export", "--model", finite))["messages"][0]["content"].split()
+    assert said("forget", "--matching", "one", "--yes", "--model", finite).endswith("1 answer.\n")
+
+
+# export
+
+
+def test_what_is_exported_builds_a_store_and_is_replayed(tmp_path: Path):
+    ids = learn(TEXTS, HOURS)
+    file, store = tmp_path / "answers.jsonl", tmp_path / "answers.store"
+    assert said("export", "-o", file) == f"Wrote {file}: 3 answers.\n"
+    assert file.stat().st_mode & 0o777 == 0o600
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [record["messages"] for record in records] == [
+        [{"role": "assistant", "content": text}] for text in TEXTS
+    ]
+    assert [records[2]["created"] - record["created"] for record in records] == [14400, 7200, 0]
+    assert said("export").splitlines() == file.read_text().splitlines()
+    assert run("store", "build", file, "--model", "demo", "-o", store).exit_code == 0
+    assert list(open_store(store).tokens) == [
+        token for tokens in ids for token in (*tokens, SEPARATOR)
+    ]
+    replayed = run("replay", file, "--tokenizer", "demo", "--json")
+    assert replayed.exit_code == 0, replayed.stderr
+
+
+def test_a_file_that_is_there_is_replaced_only_if_asked(tmp_path: Path):
+    learn(TEXTS)
+    file = tmp_path / "precious.txt"
+    file.write_text("precious")
+    result = memory("export", "-o", file)
+    assert result.exit_code == 1
+    assert result.stderr == (f"Error: --output {file}: exists; name another file, or add --force\n")
+    assert file.read_text() == "precious"
+    assert said("export", "-o", file, "--force") == f"Wrote {file}: 3 answers.\n"
+    result = memory("export", "-o", tmp_path / "nowhere" / "file")
+    assert result.exit_code == 1
+    assert "there is no directory" in result.stderr
+
+
+def test_there_must_be_something_to_export(tmp_path: Path):
+    for options in ((), ("-o", tmp_path / "new.jsonl")):
+        result = memory("export", *options)
+        assert result.exit_code == 1
+        assert result.stderr.startswith("Error: no answer is kept: ")
+    assert not (tmp_path / "new.jsonl").exists()
+
+
+# Memories of commands, and of decoders.
+
+
+def test_models_of_one_tokenizer_share_a_memory():
+    tokenizer = demo().tokenizer
+    with Memories(shared=True) as memories:
+        one = memories.of(tokenizer, "demo")
+        assert one is memories.of(load_tokenizer_of("demo"), "other")
+        assert one is not memories.of(FIRST)
+        assert one is not None
+        assert one.kept is None
+    with Memories() as memories:
+        assert memories.of(tokenizer) is None
+    save_settings(Settings(True))
+    with Memories(keeps=False) as memories:
+        assert memories.of(tokenizer) is None
+    with Memories() as memories:
+        one = memories.of(tokenizer, "demo")
+        assert one is not None
+        assert one.kept is not None
+        assert one.kept.directory.name == identify(tokenizer).fingerprint.hex()[:16]
+
+
+def test_a_long_sort_is_told_of_and_ctrl_c_leaves_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    save_settings(Settings(True))
+    monkeypatch.setattr("mlxspec.cli.memories._QUIETLY", 0.0)
+    close, patiences = Memory.close, []
+
+    def slow(self: Memory, patience: float | None = None) -> None:
+        patiences.append(patience)
+        if patience is None:
+            time.sleep(0.2)
+            raise KeyboardInterrupt
+        close(self, patience)
+
+    monkeypatch.setattr(Memory, "close", slow)
+    with Memories() as memories:
+        one = memories.of(demo().tokenizer, "demo")
+        assert one is not None
+        one.add([1, 2, 3])
+    assert patiences == [None, 0]
+    assert answers() == [[1, 2, 3]]
+    assert capsys.readouterr().err.splitlines() == [
+        "Note: sorting what was remembered; Ctrl-C leaves that to the next run",
+        "Note: what was remembered is kept, and sorted by the next run",
+    ]
+
+
+def test_after_an_error_nobody_waits_for_the_sorting(monkeypatch: pytest.MonkeyPatch):
+    save_settings(Settings(True))
+    close, patiences = Memory.close, []
+
+    def watched(self: Memory, patience: float | None = None) -> None:
+        patiences.append(patience)
+        close(self, patience)
+
+    monkeypatch.setattr(Memory, "close", watched)
+    with pytest.raises(ZeroDivisionError):
+        _remember_and_fail()
+    assert patiences == [0]
+    assert answers() == [[1, 2, 3]]
+
+
+def _remember_and_fail() -> None:
+    with Memories() as memories:
+        one = memories.of(demo().tokenizer, "demo")
+        assert one is not None
+        one.add([1, 2, 3])
+        _ = 1 / 0
+
+
+def test_decoders_of_one_tokenizer_share_what_is_kept(tmp_path: Path):
+    prompt = "The history of the"
+    with pytest.raises(OptionError, match="memory and memory_tokens are given together"):
+        stand_in_decoder(mlxspec.AutoDecoder, memory=Memory(), memory_tokens=5)
+    other = Memory.kept_in(tmp_path / "kept", FIRST)
+    with pytest.raises(StoreError, match=r"memory keeps tokens of first \(100 tokens"):
+        stand_in_decoder(mlxspec.AutoDecoder, memory=other)
+    other.close()
+
+    def generated(kind: type[mlxspec.AutoDecoder], shared: mlxspec.Memory) -> list:
+        decoder = stand_in_decoder(kind, memory=shared)
+        decoder.costs = given_costs(FLAT)
+        responses = [*decoder.stream(prompt, 40)]
+        shared.settle()
+        return responses
+
+    one = mlxspec.Memory.kept_in(tmp_path / "kept", demo().tokenizer)
+    first, second = (generated(mlxspec.AutoDecoder, one) for _ in range(2))
+    one.close()
+    again = mlxspec.Memory.kept_in(tmp_path / "kept", demo().tokenizer)
+    third = generated(mlxspec.CombinedDecoder, again)
+    again.close()
+    tokens = [[response.token for response in one] for one in (first, second, third)]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert second[-1].stats.steps < first[-1].stats.steps
+    assert third[-1].stats.steps < first[-1].stats.steps
+
+
+def test_what_another_process_has_learned_is_seen_when_a_generation_begins(tmp_path: Path):
+    def opened() -> Memory:
+        return Memory.kept_in(tmp_path / "kept", demo().tokenizer)
+
+    ours, theirs = opened(), opened()
+    decoder = stand_in_decoder(mlxspec.AutoDecoder, memory=ours)
+    decoder.costs = given_costs(FLAT)
+    assert ours.kept
+    theirs.add([token % 4000 for token in range(20_000)])  # more than stays unsorted
+    theirs.close()
+    assert not ours.look_up([100, 101, 102]).occurrences
+    list(decoder.stream("a", 2))
+    ours.settle()
+    assert ours.look_up([100, 101, 102]).tokens[:3] == [103, 104, 105]
+    ours.close()
+
+
+# Processes.
+
+
+@pytest.mark.slow
+def test_two_processes_learn_at_once_and_one_of_them_is_told_to_forget(endless: Path):
+    memory("on")
+    options = ("--model", str(endless), "--prompt", "a", "--max-tokens", "25")
+    command = [sys.executable, "-c", START, "generate", *options]
+    chat = [sys.executable, "-c", START, "chat", "--model", str(endless), "--max-tokens", "9"]
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(chat, cwd=ROOT, text=True, **streams) as talking:
+        assert talking.stdin
+        talking.stdin.write("hi\n")
+        talking.stdin.flush()
+        _wait_until(lambda: [len(tokens) for tokens in answers()] == [9])
+        two = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) for _ in range(2)]
+        assert len({one.communicate(timeout=60)[0] for one in two}) == 1
+        assert sorted(map(len, answers())) == [9, 25]
+        assert "Forgot 2 answers." in said("forget", "--all", "--yes")
+        assert answers() == []
+        talking.stdin.write("hi\n")
+        talking.communicate(timeout=60)
+    assert [len(tokens) for tokens in answers()] == [9]
+
+
+@pytest.mark.slow
+def test_a_server_keeps_answers_and_drafts_from_them_after_a_restart():
+    memory("on")
+    body = {"model": "demo", "prompt": "The history of the", "max_tokens": 40}
+    texts = []
+    for _ in range(2):
+        with serving("--model", "demo") as server:
+            texts.append(server.ask("/v1/completions", **body)["choices"][0]["text"])
+            server.end()
+    assert texts[0] == texts[1]
+    assert earned("tokens") == 80
+    assert len(answers()) == 1
+
+
+def _wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
