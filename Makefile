@@ -1,16 +1,14 @@
-# `make demo` and `make test` set up all they need in .venv; only Python 3.10 or newer must be there.
+# `make demo` and `make test` set up all they need in .venv; only Python 3.11 or newer must be there.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRA := $(if $(filter Linux,$(shell uname -s)),cpu)
-comma := ,
 # A file's tests share what they have loaded, so they run in one process.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # On a terminal the demo is in colour; so it is in a log, where one wants to see it too.
 DEMO_PROMPT := Repeat the following phrase 10 times: "The quick brown fox jumps over the lazy dog.". Don't say anything else.
 
-.PHONY: demo test check lint format bench clean
+.PHONY: demo test check lint format bench packages docs clean
 
 demo: $(VENV)/.run
 	$(BIN)/python decoder.py --model demo --decoder prompt-lookup --color --max-tokens 250 --prompt '$(subst ','\'',$(DEMO_PROMPT))'
@@ -27,10 +25,19 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --strict --follow-imports silent examples .ci/*.py docs/pages.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Builds wheel and sdist, and tries both in environments of their own.
+packages: $(VENV)/.dev
+	$(BIN)/python .ci/packages.py dist
+
+# The pages, into build/site; `.venv/bin/mkdocs serve` shows them while you write.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/site
 
 bench: $(VENV)/.run
 	$(BIN)/python benchmarks/side_by_side.py
@@ -39,12 +46,12 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.run: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "mlxspec needs Python 3.10 or newer; set PYTHON=/path/to/python3")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mlxspec needs Python 3.11 or newer; set PYTHON=/path/to/python3")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ rm -rf $(VENV); echo "no virtual environment: install Python's venv module (Debian: apt install python3-venv)"; exit 1; }
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.$(if $(EXTRA),[$(EXTRA)])'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev$(if $(EXTRA),$(comma)$(EXTRA))]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
 	@touch $@

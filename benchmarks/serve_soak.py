@@ -190,7 +190,7 @@ class Soak:
                     (act,) = self._random.choices([*acts], [*acts.values()])
                     try:
                         await asyncio.wait_for(act(client), _REQUEST_SECONDS)
-                    except asyncio.TimeoutError:
+                    except TimeoutError:
                         self.fail(f"{act.__name__}: no end after {_REQUEST_SECONDS} s")
                     except Exception as error:
                         self.fail(f"{act.__name__}: {type(error).__name__}: {error}")

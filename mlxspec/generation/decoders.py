@@ -272,17 +272,12 @@ class LookaheadDecoder(_PlannedDecoder):
     that it passes through go into a pool, from which drafts are taken. (Fu et al., ICML 2024,
     arXiv 2402.02057.) Its parameters in the paper and in the reference implementation:
 
-    ============ ================== ===================================================
-    paper        reference          here
-    ============ ================== ===================================================
-    W            WINDOW_SIZE        ``window_size``, columns of the window
-    N            LEVEL              ``ngram_size``, tokens of an n-gram; the window has
-                                    N - 1 levels
-    G            GUESS_SET_SIZE     ``guess_set_size``, n-grams kept for one first token
-                                    and verified in a step
-    (none)       POOL_FROM_PROMPT   ``pool_from_prompt``, whether the pool starts with
-                                    the prompt's n-grams
-    ============ ================== ===================================================
+    | paper | reference | here |
+    |---|---|---|
+    | W | WINDOW_SIZE | ``window_size``, columns of the window |
+    | N | LEVEL | ``ngram_size``, tokens of an n-gram; the window has N - 1 levels |
+    | G | GUESS_SET_SIZE | ``guess_set_size``, n-grams kept for one token and verified at once |
+    | | POOL_FROM_PROMPT | ``pool_from_prompt``, whether the pool starts with the prompt's n-grams |
 
     A step has up to (N - 1)(W + G) rows, which only pays where rows are cheap. With
     ``window_size="auto"`` all sizes follow the measured cost of rows and what drafts have
@@ -364,8 +359,8 @@ class LookaheadDecoder(_PlannedDecoder):
         """Generate, write the text to standard output as it comes, and return the result.
 
         Args:
-            prompt, max_tokens, window_size, ngram_size, guess_set_size, pool_from_prompt, temp,
-                seed: as in :meth:`stream`.
+            prompt, max_tokens, temp, seed: as in :meth:`stream`.
+            window_size, ngram_size, guess_set_size, pool_from_prompt: as in :meth:`stream`.
             color: colour accepted draft tokens and the model's own, at a terminal.
             options: :meth:`stream`'s other options.
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ class KnownRange:
     @classmethod
     def now(cls, times: list[KnownTime], source: str) -> KnownRange:
         """What has just been measured or learned."""
-        updated = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        updated = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(tuple(times), source, updated)
 
 

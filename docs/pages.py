@@ -1,0 +1,76 @@
+"""What MkDocs needs to know of mlxspec: its docstrings' roles, and the curves of chips.
+
+MkDocs loads it as a hook, and mkdocstrings as an extension of Griffe, which reads the code.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+_ROOT = Path(__file__).parent.parent
+_CHIPS = "<!-- chips -->"
+_SHOWN_ROWS = (2, 4, 8, 16, 32)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Put the known curves where a page asks for them."""
+    return markdown.replace(_CHIPS, _table_of_chips()) if _CHIPS in markdown else markdown
+
+
+def _table_of_chips() -> str:
+    """T(M)/T(1) of each chip that mlxspec knows, and where it comes from."""
+    from mlxspec.plan.chips import chip_curve, chip_names, chip_source
+
+    lines = [
+        f"| | {' | '.join(f'{rows} rows' for rows in _SHOWN_ROWS)} |",
+        "|---" * (len(_SHOWN_ROWS) + 1) + "|",
+    ]
+    for name in chip_names():
+        curve = chip_curve(name)
+        lines.append(f"| {name} | {' | '.join(f'{curve(rows):.2f}' for rows in _SHOWN_ROWS)} |")
+    sources = [f"- {name}: {chip_source(name)}" for name in chip_names()]
+    return "\n".join([*lines, "", "Where they come from:", "", *sources])
+
+
+class Roles(griffe.Extension):
+    """Turns the roles of Sphinx in docstrings, such as ``:class:`Name```, into links or code."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring:
+            obj.docstring.value = in_markdown(obj.docstring.value, obj)
+
+
+def in_markdown(text: str, of: griffe.Object) -> str:
+    """A docstring with what Markdown and Griffe understand instead of what Sphinx does.
+
+    Args:
+        text: the docstring.
+        of: what it describes; a method's name without its class means one of the same class.
+    """
+    text = re.sub(r":(\w+):`([^`]+)`", lambda found: _link(found[1], found[2], of), text)
+    text = re.sub(r"::\n(\n +)", r":\n\1", text)  # before a block of code
+    return re.sub(r"^( *)Options:$", r"\1Other parameters:", text, flags=re.MULTILINE)
+
+
+def _link(role: str, name: str, of: griffe.Object) -> str:
+    """A link to a name that the reference has, and plain code for others."""
+    owner = of if of.is_class else of.parent
+    if role == "meth" and "." not in name and owner and owner.is_class:
+        target = f"{owner.name}.{name}"
+    else:
+        target = name.removeprefix("mlxspec.")
+    if target.partition(".")[0] not in _public_names():
+        return f"`{name}`"
+    return f"[`{name.removeprefix('mlxspec.')}`][mlxspec.{target}]"
+
+
+def _public_names() -> set[str]:
+    """``mlxspec.__all__``, read without importing anything."""
+    package = griffe.visit(
+        "mlxspec", _ROOT / "mlxspec" / "__init__.py", (_ROOT / "mlxspec/__init__.py").read_text()
+    )
+    return {str(name) for name in package.exports or ()}

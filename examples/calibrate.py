@@ -1,0 +1,18 @@
+"""What a step over several rows costs here, and which drafts pay: python calibrate.py [MODEL].
+
+The first use measures for a few seconds and keeps the times; mlxspec calibrate measures carefully.
+"""
+
+import sys
+
+from mlxspec import AutoDecoder
+
+model = sys.argv[1] if len(sys.argv) > 1 else "demo"
+decoder = AutoDecoder(model, on_measuring=lambda share: print(f"\rmeasuring {share:.0%}", end=""))
+curve = decoder.costs.curve
+
+print(f"\n{'drafted':>8} {'cost of the step':>17} {'tokens, if each is right with 80 %':>36}")
+for drafted in (1, 2, 4, 8, 16):
+    cost = curve(1 + drafted)  # in plain steps, which have one row
+    tokens = sum(0.8**depth for depth in range(drafted + 1))
+    print(f"{drafted:8} {cost:17.2f} {tokens:29.2f} {'pays' if tokens > cost else '-':>6}")

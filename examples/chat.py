@@ -1,0 +1,23 @@
+"""Talk with a model; each turn goes on where the last one ended: python chat.py [MODEL].
+
+Every turn passes the whole conversation. The session keeps the KV cache of what is the same as
+before, so only what is new runs. From a pipe every line is a turn.
+"""
+
+import sys
+
+from mlxspec import AutoDecoder, Session
+
+model = sys.argv[1] if len(sys.argv) > 1 else "demo"
+decoder, session = AutoDecoder(model), Session()
+messages: list[dict[str, str]] = []
+
+for line in sys.stdin:
+    messages.append({"role": "user", "content": line.strip()})
+    prompt = decoder.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    answer = ""
+    for response in decoder.stream(prompt, max_tokens=200, session=session):
+        print(response.text, end="", flush=True)
+        answer += response.text
+    print(f"\n[{response.reused_tokens} of {response.prompt_tokens} prompt tokens kept]")
+    messages.append({"role": "assistant", "content": answer})

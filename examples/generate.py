@@ -1,0 +1,18 @@
+"""Generate an answer, and see what drafts gained: python generate.py [MODEL]."""
+
+import sys
+
+from mlxspec import AutoDecoder
+
+model = sys.argv[1] if len(sys.argv) > 1 else "demo"  # or a directory, or a Hub repository
+decoder = AutoDecoder(model)
+question = 'Repeat the following phrase 5 times: "The quick brown fox jumps over the lazy dog.".'
+prompt = decoder.tokenizer.apply_chat_template(
+    [{"role": "user", "content": question}], add_generation_prompt=True
+)
+
+result = decoder.generate(prompt, max_tokens=200)  # writes the text as it comes
+
+stats = result.stats
+print(f"{len(result.tokens)} tokens in {stats.steps} steps: {stats.tokens_per_step:.2f} a step")
+print(f"{stats.acceptance_rate:.0%} of the drafted tokens were accepted")

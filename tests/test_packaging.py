@@ -1,0 +1,73 @@
+"""What the project's files say about the package, compared with each other."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+from packaging.markers import Environment
+from packaging.requirements import Requirement
+
+import mlxspec
+
+ROOT = Path(mlxspec.__file__).parent.parent
+
+if not (ROOT / "pyproject.toml").is_file():
+    pytest.skip("mlxspec is installed without its repository", allow_module_level=True)
+
+
+def project() -> dict[str, Any]:
+    """The table of pyproject.toml that describes the package."""
+    return tomlkit.parse((ROOT / "pyproject.toml").read_text()).unwrap()["project"]
+
+
+def test_requirements_are_those_of_the_package() -> None:
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    listed = {Requirement(line) for line in lines if not line.startswith("#")}
+    assert listed == {Requirement(line) for line in project()["dependencies"]}
+
+
+@pytest.mark.parametrize(("platform", "extras"), [("darwin", set()), ("linux", {"cpu"})])
+def test_each_platform_gets_one_back_end(platform: str, extras: set[str]) -> None:
+    """macOS's wheel of MLX brings Metal by itself; on Linux MLX has none without an extra."""
+    requirements = map(Requirement, project()["dependencies"])
+    where: Environment = {"sys_platform": platform}  # type: ignore[typeddict-item]
+    ours = [r for r in requirements if r.name == "mlx" and r.marker and r.marker.evaluate(where)]
+    assert [r.extras for r in ours] == [extras]
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert project()["version"] == mlxspec.__version__
+
+
+def test_the_changelog_has_a_section_for_each_version() -> None:
+    """Newest first, each with a day, under the changes that no version has yet."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## (.*)$", text, flags=re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    released = [re.fullmatch(r"(\d+)\.(\d+)\.(\d+) \(\d{4}-\d\d-\d\d\)", h) for h in headings[1:]]
+    assert all(released)
+    numbers = [tuple(map(int, found.groups())) for found in released if found]
+    assert numbers == sorted(set(numbers), reverse=True)
+
+
+@pytest.mark.skipif(not (ROOT / ".ci").is_dir(), reason="an sdist has no .ci")
+def test_a_release_has_the_changelogs_section_of_its_version() -> None:
+    section = runpy.run_path(str(ROOT / ".ci" / "release_notes.py"))["section"]
+    parts = (
+        "# Changelog",
+        "## Unreleased",
+        "## 0.2.0 (2027-01-02)",
+        "- B.",
+        "## 0.1.0 (…)",
+        "- A.",
+    )
+    changelog = "\n\n".join(parts)
+    assert section(changelog, "0.2.0") == "- B."
+    assert section(changelog, "0.1.0") == "- A."
+    assert section(changelog, "0.1") is None
+    assert section(changelog, "Unreleased") is None
