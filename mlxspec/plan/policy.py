@@ -43,26 +43,28 @@ _FLAT = 2.0  # plain steps that so many rows cost
 class Winnings:
     """What the generations of a decoder win by drafting: more than a little, the next may risk.
 
-    A new generation's bank begins with 2 % of what the last ones won on average, and at most with
-    2 % of the length of the shortest of them. So an output of that length still runs at 98 % of
-    plain speed if all its drafts fail.
+    A new generation's bank begins with 2 % of what earlier ones won on average, and no more than
+    the last one won; and at most with 2 % of the length of the shortest of the last. So an output
+    of that length still runs at 98 % of plain speed if all its drafts fail.
 
     Attributes:
         won: what drafts added to the bank, in plain steps, the running average of generations.
+        last_won: what those of the last one added.
         lengths: of the last outputs, in tokens.
     """
 
     def __init__(self) -> None:
-        self.won = 0.0
+        self.won = self.last_won = 0.0
         self.lengths: deque[int] = deque([0], maxlen=_LAST_LENGTHS)
 
     @property
     def first_bank(self) -> float:
         """What the bank of the next generation begins with."""
-        return max(_FIRST_BANK, _RISKED_WINNINGS * min(self.won, *self.lengths))
+        return max(_FIRST_BANK, _RISKED_WINNINGS * min(self.won, self.last_won, *self.lengths))
 
     def take(self, policy: Policy) -> None:
         """Learn from a generation that has ended."""
+        self.last_won = policy.won
         self.won += _WINNINGS_RATE * (policy.won - self.won)
         self.lengths.append(policy.emitted)
 

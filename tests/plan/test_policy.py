@@ -129,7 +129,7 @@ def test_what_generations_win_the_next_may_risk() -> None:
     for _ in range(30):
         generation(tokens_per_step=8, steps=4, cost=0.01)  # more than their 32 tokens
     assert winnings.first_bank == pytest.approx(0.02 * 32, rel=0.05)
-    generation(tokens_per_step=1, steps=3, cost=1.0)  # the shortest of the last five counts
+    generation(tokens_per_step=1, steps=3, cost=1.0)  # the last one's winnings bound it
     assert winnings.first_bank == least
 
 
