@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from .output import ratio
+
 if TYPE_CHECKING:
     from ..generation.response import GenerationResult, SpeculationStats
 
@@ -24,6 +26,19 @@ def acceptance_row(stats: SpeculationStats) -> tuple[str, ...]:
     if not stats.drafted:
         return "acceptance rate", "–", "no drafts"
     return "acceptance rate", f"{stats.acceptance_rate:.0%}", f"{stats.accepted}/{stats.drafted}"
+
+
+def speedup_rows(stats: SpeculationStats, predicted_cost: float) -> list[tuple[str, ...]]:
+    """The speed against plain decoding as a row of figures; none where that is not known.
+
+    Args:
+        stats: what was generated.
+        predicted_cost: what its steps take by the measured costs of rows, in plain steps, so
+            that what else the machine did meanwhile does not count; 0 where it is not known.
+    """
+    if not predicted_cost:
+        return []
+    return [("against plain", ratio(stats.emitted / predicted_cost), "estimated")]
 
 
 def rate(tokens_per_second: float) -> str:

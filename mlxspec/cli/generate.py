@@ -23,7 +23,7 @@ from ..distributed.launch import launched_rank, let_rank_0_speak, supervise
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
-from .figures import acceptance_row, rate, result_report
+from .figures import acceptance_row, rate, result_report, speedup_rows
 from .generating import Generation, model_or_default, tell_of_default
 from .memories import Memories
 from .options import NAME, Command, check_least, color_option, command, option, options_of
@@ -204,7 +204,8 @@ def answer(
             if printer:
                 printer.finish()
                 console.print()
-                console.print(figures_panel(result, legend=printer.color))
+                panel = figures_panel(result, printer.color, decoder.predicted_cost)
+                console.print(panel)
             else:
                 write_json(result_report(result, model_or_default(generation.model)))
         # Learned after the answer is shown, which is not lost where the store cannot be written.
@@ -246,12 +247,13 @@ def prefill_bar(console: Console, delay: float = 1.0) -> ProgressBar:
     return ProgressBar("prefill", *figures, console=console, delay=delay)
 
 
-def figures_panel(result: GenerationResult, legend: bool) -> Panel:
+def figures_panel(result: GenerationResult, legend: bool, predicted_cost: float = 0.0) -> Panel:
     """The figures of a generation, and the meaning of the two colours.
 
     Args:
         result: what was generated.
         legend: whether the text was in colour.
+        predicted_cost: as for :func:`mlxspec.cli.figures.speedup_rows`.
     """
     stats, n_prompt = result.stats, str(result.prompt_tokens)
     rows: list[tuple[str, ...]] = [("prompt tokens", n_prompt, rate(result.prompt_tps))]
@@ -262,6 +264,7 @@ def figures_panel(result: GenerationResult, legend: bool) -> Panel:
         ("steps", str(stats.steps)),
         ("tokens per step", f"{stats.tokens_per_step:.2f}"),
         acceptance_row(stats),
+        *speedup_rows(stats, predicted_cost),
     ]
     parts: list[RenderableType] = [figures_grid(rows)]
     if legend:

@@ -143,6 +143,14 @@ class Decoder:
         return vocabulary_size(self.model)
 
     @property
+    def predicted_cost(self) -> float:
+        """How long the steps of the last generation should have taken, in plain steps.
+
+        By the measured costs of rows; 0 where these are not known.
+        """
+        return 0.0
+
+    @property
     def costs(self) -> KeptCosts:
         """What steps cost: read from the cost file, or measured now in a few seconds."""
         with self._measuring:  # else threads would disturb each other's measurements

@@ -55,7 +55,6 @@ class _PlannedDecoder(Decoder):
 
     @property
     def predicted_cost(self) -> float:
-        """How long the steps of the last generation should have taken, in plain steps."""
         return self._costs.predicted if self._costs else 0.0
 
     def _plan(

@@ -413,6 +413,13 @@ def test_plain_decoding_has_no_acceptance_rate():
     assert any("no drafts" in line for line in lines(figures_panel(plain, legend=False), 40))
 
 
+@pytest.mark.parametrize("width", [40, 80])
+def test_what_was_gained_is_told_where_steps_were_measured(width: int):
+    panel = "\n".join(lines(figures_panel(RESULT, False, predicted_cost=2000.0), width))
+    assert re.search(r"against plain +1\.50× +estimated", panel)
+    assert "against plain" not in "\n".join(lines(figures_panel(RESULT, False), width))
+
+
 def test_an_interrupted_generation_is_marked():
     interrupted = replace(RESULT, finish_reason="interrupted")
     assert "interrupted" in lines(figures_panel(interrupted, legend=False), 40)[-1]
