@@ -1,6 +1,6 @@
 """Earlier answers, kept to draft from: in a process, or on disk over its runs. No MLX here."""
 
-from .contents import Contents, Text, contents, earned_by_day, forget, kept_texts, verify
+from .contents import Contents, Text, contents, earned_by_day, forget, kept_texts
 from .excerpts import Source
 from .kept import KEPT_TOKENS, KeptTexts
 from .memory import MAX_TOKENS, Memory
@@ -46,5 +46,4 @@ __all__ = [
     "open_kept",
     "save_settings",
     "settings_in_force",
-    "verify",
 ]
