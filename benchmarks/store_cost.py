@@ -56,7 +56,7 @@ def lookup_costs(store: Store, contexts: list[list[int]]) -> list[float]:
     costs = []
     for context in contexts:
         started = time.perf_counter()
-        store.occurrences(context, LIMIT)
+        store.look_up(context, LIMIT)
         costs.append(time.perf_counter() - started)
     return sorted(costs)
 

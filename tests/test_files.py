@@ -16,6 +16,7 @@ from mlx_lm.models import cache
 
 import mlxspec
 from mlxspec import files, save_prompt_cache
+from mlxspec.draft.suffix_index import SEPARATOR
 from mlxspec.errors import OptionError, PromptCacheError, StoreError
 from mlxspec.eval.page import write_report
 from mlxspec.files import replaced, sole_writer
@@ -95,7 +96,7 @@ def test_readers_keep_what_they_opened(tmp_path: Path):
     store = open_store(path)
     build_store(path, [[1, 2, 4]], FIRST, force=True)
     path.unlink()
-    assert [store.tokens[p] for _, p in store.occurrences([1, 2], 9)] == [3]
+    assert store.look_up([1, 2]).tokens == [3, SEPARATOR]
 
 
 def test_who_waits_for_the_old_file_then_waits_for_the_new_one(tmp_path: Path):

@@ -187,7 +187,8 @@ def forget_command(
     """Forget answers, wherever they are kept.
 
     An answer goes if all of --since, --before and --matching that are given say so. What it has
-    earned is forgotten with it. Processes that run forget it, too.
+    earned is forgotten with it. Processes that run forget it, too. Damaged files, in which answers
+    cannot be told from each other, are removed whatever is chosen.
     """
     if matching is not None and not matching.strip():
         raise OptionError("--matching is empty: give a text, or forget --all")
@@ -206,15 +207,14 @@ def forget_command(
     number = 0
     for one in _holdings(tokenizer, note):
         goes = chosen.of(one.about, tokenizer)
-        texts = [text for text in one.texts() if goes(text)]
+        texts = [text for text in one.texts(_unheard) if goes(text)]
         number += len(texts)
         if texts:
             tokens = counted(sum(len(text.tokens) for text in texts), "token")
             first, last = (_at(of(text.learned for text in texts)) for of in (min, max))
             ended = first if first == last else f"{first} to {last}"
             say(f"{one.about.identity}: {counted(len(texts), 'answer')}, {tokens}, {ended}")
-        if texts or everything:
-            found.append((one.kept, goes))
+        found.append((one.kept, goes))  # where none goes, too, what is damaged does
     if number and not (yes or _may_forget()):
         say("Nothing was forgotten.")
         sys.exit(1)
@@ -262,11 +262,15 @@ class _Holding(NamedTuple):
     kept: KeptTexts
     contents: Contents
 
-    def texts(self) -> Iterator[Text]:
-        """All answers."""
+    def texts(self, tell: Callable[[str], None]) -> Iterator[Text]:
+        """All answers.
+
+        Args:
+            tell: called with a line for each file that is damaged.
+        """
         from ..memory import kept_texts
 
-        return kept_texts(self.kept, _unheard)
+        return kept_texts(self.kept, tell)
 
 
 def _holdings(tokenizer: Any, tell: Callable[[str], None]) -> Iterator[_Holding]:
@@ -289,7 +293,7 @@ def _holdings(tokenizer: Any, tell: Callable[[str], None]) -> Iterator[_Holding]
 
 
 def _unheard(line: str) -> None:
-    """For what has been told already, when the contents were counted."""
+    """For what has been told before, or will be."""
 
 
 def _tokenizer_of(model: str | None) -> Any:
@@ -351,7 +355,7 @@ def _answers(tokenizer: Any) -> Iterator[str]:
         raise OptionError("no answer is kept: 'mlxspec memory on' keeps those from then on")
     decoders = [_readable(one.about, tokenizer) for one in found]  # all, before the first line
     for one, decode in zip(found, decoders, strict=True):
-        for text in sorted(one.texts(), key=lambda text: text.learned):
+        for text in sorted(one.texts(note), key=lambda text: text.learned):
             messages = [{"role": "assistant", "content": decode(text)}]
             yield json_text({"messages": messages, "created": text.learned})
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from .suffix_index import MAX_LENGTH, SEPARATOR, Occurrence
+from .suffix_index import MAX_LENGTH, SEPARATOR
 
 TOKEN_BITS = 21
 """Token ids are below 2**TOKEN_BITS - 1: three of them fit into one integer to sort by."""
@@ -65,7 +65,7 @@ class SuffixArray:
         """How many tokens they have together."""
         return len(self.tokens) - self.n_texts
 
-    def occurrences(self, tail: Sequence[int], limit: int) -> list[Occurrence]:
+    def matches(self, tail: Sequence[int], limit: int) -> list[tuple[int, int]]:
         """Find up to ``limit`` places, the longest matches first, then the newest.
 
         Where more places match equally long than are wanted, a sample is taken at regular
@@ -79,13 +79,12 @@ class SuffixArray:
                 SEPARATOR.
             limit: how many places to return at most.
 
+        Returns:
+            the length of each match, and the position of the token that follows it.
+
         Raises:
             IndexError: ``order`` holds places that are not in ``tokens``.
         """
-        return [Occurrence(length, place) for length, place in self.matches(tail, limit)]
-
-    def matches(self, tail: Sequence[int], limit: int) -> list[tuple[int, int]]:
-        """As :meth:`occurrences`, in pairs of length and position, which take less time to make."""
         recent = list(tail[-MAX_LENGTH:])[::-1]
         if SEPARATOR in recent:
             del recent[recent.index(SEPARATOR) :]

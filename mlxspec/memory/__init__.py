@@ -1,8 +1,7 @@
 """Earlier answers, kept to draft from: in a process, or on disk over its runs. No MLX here."""
 
-from .contents import Contents, Text, contents, earned_by_day, forget, kept_texts, verify
-from .excerpts import Source
-from .kept import KEPT_TOKENS, KeptTexts
+from .contents import Contents, Text, contents, earned_by_day, forget, kept_texts
+from .kept import KeptTexts
 from .memory import MAX_TOKENS, Memory
 from .part import EARNED, SOURCES
 from .settings import (
@@ -21,7 +20,6 @@ from .tokenizer_identity import TokenizerIdentity, Vocabulary, identify
 
 __all__ = [
     "EARNED",
-    "KEPT_TOKENS",
     "MAX_TOKENS",
     "SOURCES",
     "SWITCH",
@@ -30,7 +28,6 @@ __all__ = [
     "KeptTexts",
     "Memory",
     "Settings",
-    "Source",
     "Text",
     "TokenizerIdentity",
     "Vocabulary",
@@ -46,5 +43,4 @@ __all__ = [
     "open_kept",
     "save_settings",
     "settings_in_force",
-    "verify",
 ]

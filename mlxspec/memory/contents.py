@@ -1,12 +1,13 @@
-"""What is kept of answers: counting, reading, verifying and forgetting them."""
+"""What is kept of answers: counting, reading and forgetting them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date, datetime
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -15,7 +16,7 @@ from ..errors import StoreError
 from .journal import JOURNAL, MOVED, parse
 from .kept import KeptTexts, OnTrouble, reason
 from .part import EARNED, NOTHING, SUPERSEDED, Learned, Merged, Part, distinct, hash_of
-from .part_file import DAMAGED
+from .part_file import DAMAGED, DamagedPartError, FilePart
 
 _PATIENCE = 120.0  # seconds to wait for a process that merges
 
@@ -64,7 +65,7 @@ def contents(kept: KeptTexts, tell: OnTrouble) -> Contents:
     """
     texts = tokens = 0
     times: list[int] = []
-    for part, current in _current(kept, tell):
+    for part, current in _current(_parts(kept, tell)):
         records = part.records[current]
         texts += len(records)
         tokens += int(part.lengths[current].sum()) - len(records)
@@ -72,21 +73,24 @@ def contents(kept: KeptTexts, tell: OnTrouble) -> Contents:
     nbytes = 0
     with _errors_of(kept), os.scandir(kept.directory) as entries:
         for entry in entries:
-            nbytes += entry.stat(follow_symlinks=False).st_size
+            with suppress(FileNotFoundError):  # another process has just replaced it
+                nbytes += entry.stat(follow_symlinks=False).st_size
     return Contents(texts, tokens, nbytes, min(times, default=None), max(times, default=None))
 
 
 def kept_texts(kept: KeptTexts, tell: OnTrouble) -> Iterator[Text]:
     """Each answer once, those of a file in the order of their learning.
 
+    All files are verified first, so that what is damaged is left out.
+
     Args:
         kept: where.
-        tell: called with a line for each file that cannot be read.
+        tell: called with a line for each file that cannot be read or is damaged.
 
     Raises:
         StoreError: the directory cannot be read.
     """
-    for part, current in _current(kept, tell):
+    for part, current in _current([one for one in _parts(kept, tell) if _is_whole(one, tell)]):
         ends = part.records["end"].tolist()
         for number in np.flatnonzero(current).tolist():
             start = ends[number - 1] if number else 0
@@ -124,41 +128,17 @@ def earned_by_day(kept: KeptTexts, tell: OnTrouble) -> dict[date, dict[str, int]
     return dict(sorted(sums.items()))
 
 
-def verify(kept: KeptTexts, tell: OnTrouble) -> int:
-    """Verify all files, and set those aside that are damaged.
-
-    Args:
-        kept: where.
-        tell: called with a line for each file that is damaged.
-
-    Returns:
-        how many were set aside.
-
-    Raises:
-        StoreError: the directory cannot be read, or another process does not finish merging.
-    """
-    lines: list[str] = []
-    with _alone(kept):
-        parts = kept.parts(tell)
-        finished(kept.set_aside_damaged(lines.append))
-        for part in parts:
-            finished(kept.verify(part, lines.append))
-    for line in lines:
-        tell(line)
-    return len(lines)
-
-
 def forget(kept: KeptTexts, which: Callable[[Text], bool], tell: OnTrouble) -> int:
     """Forget some answers, in all files, also in those that other processes write.
 
     What other processes hold in memory goes when they see it: before their next answer is kept,
     or when their next generation begins. Files that are damaged, in which answers cannot be told
-    from each other, go whole.
+    from each other, go whole, whatever is to be forgotten.
 
     Args:
         kept: where.
         which: whether a text is to be forgotten.
-        tell: called with a line for each file that cannot be read.
+        tell: called with a line for each file that cannot be read, is damaged, or went whole.
 
     Returns:
         how many answers are forgotten.
@@ -172,17 +152,22 @@ def forget(kept: KeptTexts, which: Callable[[Text], bool], tell: OnTrouble) -> i
         kept.parts(tell)
         kept.tidy_up()
         finished(kept.set_aside_damaged(tell))
-        for name in sorted(kept.journal_names()):
-            _forget_in_journal(kept, name, which, forgotten, tell)
+        try:
+            for _ in kept.adopt(tell):  # sets those aside that are damaged
+                pass
+            for name in sorted(kept.journal_names()):
+                _forget_in_journal(kept, name, which, forgotten, tell)
+        finally:
+            kept.close()
         for part in kept.parts(tell):
+            if not finished(kept.verify(part, tell)):
+                continue
             ends = part.records["end"].tolist()
             out = np.zeros(len(ends), bool)
             for number, learned in enumerate(part.records["learned"].tolist()):
                 start = ends[number - 1] if number else 0
                 out[number] = which(Text(part.array.tokens[start : ends[number] - 1], learned))
             if not out.any():
-                continue
-            if not finished(kept.verify(part, tell)):
                 continue
             forgotten.update(part.records["hash"][out].tolist())
             if out.all():
@@ -193,6 +178,7 @@ def forget(kept: KeptTexts, which: Callable[[Text], bool], tell: OnTrouble) -> i
         for entry in os.listdir(kept.directory):
             if entry.endswith(DAMAGED):
                 (kept.directory / entry).unlink(missing_ok=True)
+                tell(f"{kept.directory / entry}: is removed, with all that was in it")
     return len(forgotten)
 
 
@@ -236,17 +222,33 @@ def _forget_in_journal(
 def _parts(kept: KeptTexts, tell: OnTrouble) -> list[Part]:
     """All texts, those of journals made into parts, the newest part first."""
     with _errors_of(kept):
+        kept.parts(tell)
+        journals = {name: kept.journaled(name, tell) for name in kept.journal_names()}
+        # After the journals, so that nothing is missed that another process merges meanwhile.
         files = kept.parts(tell)
-        journaled = [
-            answer for name in kept.journal_names() for answer in kept.journaled(name, tell)
-        ]
-    return [Part.of(distinct(sorted(journaled, key=lambda answer: answer.learned))), *files]
+    for name in kept.replaced():
+        journals.pop(name, None)
+    journaled = sorted(chain(*journals.values()), key=lambda answer: answer.learned)
+    return [Part.of(distinct(journaled)), *files]
 
 
-def _current(kept: KeptTexts, tell: OnTrouble) -> Iterator[tuple[Part, np.ndarray]]:
+def _is_whole(part: Part, tell: OnTrouble) -> bool:
+    """Whether a part is as it was written."""
+    if isinstance(part, FilePart):
+        try:
+            finished(part.verify())
+        except FileNotFoundError:  # another process has just merged it, and verified it before
+            return True
+        except (DamagedPartError, OSError) as error:
+            tell(f"{part.path}: {reason(error)}; the answers in it are left out")
+            return False
+    return True
+
+
+def _current(parts: Iterable[Part]) -> Iterator[tuple[Part, np.ndarray]]:
     """The parts, and which of their texts, at least one, are in no newer one."""
     seen = np.zeros(0, np.uint64)
-    for part in _parts(kept, tell):
+    for part in parts:
         hashes = part.records["hash"]
         current = (part.used != SUPERSEDED) & ~np.isin(hashes, seen)
         seen = np.union1d(seen, hashes[current])

@@ -83,7 +83,7 @@ class KeptTexts:
                 break  # otherwise one was replaced meanwhile
         self._seen = modified if time.time_ns() - modified > _FRESH else None
         self._parts = {name: part for name, part in opened.items() if part}
-        replaced = self._replaced()
+        replaced = self.replaced()
         current = [part for name, part in self._parts.items() if name not in replaced]
         return sorted(current, key=lambda part: part.newest, reverse=True)
 
@@ -105,8 +105,8 @@ class KeptTexts:
             tell(f"{path}: {reason(error)}; what it holds is not drafted from")
             return None
 
-    def _replaced(self) -> set[str]:
-        """The names of files whose texts other parts have."""
+    def replaced(self) -> set[str]:
+        """The names of files whose texts other parts have, as :meth:`parts` found them."""
         return set().union(*(part.replaces for part in self._parts.values()))
 
     def _names(self, kind: str) -> set[str]:
@@ -120,7 +120,7 @@ class KeptTexts:
         Raises:
             OSError: the directory cannot be read.
         """
-        return self._names(JOURNAL) - self._replaced()
+        return self._names(JOURNAL) - self.replaced()
 
     def journaled(self, name: str, tell: OnTrouble) -> list[Learned]:
         """The answers in a journal, which may be another process's."""
@@ -213,7 +213,7 @@ class KeptTexts:
         Raises:
             OSError: the directory cannot be read.
         """
-        replaced = self._replaced()
+        replaced = self.replaced()
         parts = self._names(PART)
         for name in self._names(MOVED) - replaced:
             moved = self.directory / f"{name}{MOVED}"

@@ -149,7 +149,8 @@ class Memory:
             output: its tokens. Of one that is too long the end is remembered.
             earned: what its generation earned, by the names of :data:`EARNED`.
         """
-        self._shelf.requests.put((list(output), dict(earned or {})))
+        if self._thread.is_alive():  # nobody would take it otherwise
+            self._shelf.requests.put((list(output), dict(earned or {})))
 
     def used(self, source: Source) -> None:
         """Take note that a drafted token of an excerpt was accepted.

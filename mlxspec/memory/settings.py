@@ -186,7 +186,9 @@ def open_kept(
     Raises:
         StoreError: it cannot be made or written.
     """
-    directory = (root or memory_directory()) / directory_name(identity)
+    root = root or memory_directory()
+    _make_private(root)
+    directory = root / directory_name(identity)
     kept = _opened(directory, identity, max_tokens)
     about = {
         "version": 1,
@@ -252,13 +254,15 @@ def _read_json(path: Path) -> object:
         return value
 
 
-def _write_json(path: Path, value: object) -> None:
+def _make_private(directory: Path) -> None:
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise StoreError(
-            f"{path.parent}: cannot be made ({reason(error)}); {_ELSEWHERE}"
-        ) from error
+        raise StoreError(f"{directory}: cannot be made ({reason(error)}); {_ELSEWHERE}") from error
+
+
+def _write_json(path: Path, value: object) -> None:
+    _make_private(path.parent)
     with replaced(path, StoreError) as file:
         file.write(json.dumps(value, indent=1).encode() + b"\n")
 

@@ -9,14 +9,13 @@ import struct
 import sys
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ..draft.suffix_array import TOKEN_BITS, SuffixArray
-from ..draft.suffix_index import SEPARATOR, Excerpts, Occurrence
+from ..draft.suffix_index import SEPARATOR, Excerpts
 from ..errors import OptionError, StoreError
 from ..files import replaced
 from ..memory.excerpts import DEPTH, DamagedTexts, Searched, excerpts
@@ -85,27 +84,6 @@ class Store:
         if not all(_is_valid(part, self.identity.vocab_size) for part in parts):
             raise StoreError(f"{self.path}: holds tokens or places out of bounds; {_REMEDY}")
         return self
-
-    def occurrences(self, tail: Sequence[int], limit: int) -> list[Occurrence]:
-        """Where the context's last tokens stand, the longest matches first, then the newest.
-
-        Args:
-            tail: the context's last tokens, at most 64 of which are compared.
-            limit: how many occurrences to return at most.
-
-        Returns:
-            occurrences whose positions are **negative**: they count from the end of
-            :attr:`tokens`, so that ``tokens[position]`` is what followed and no position is one
-            of the context's. In a store that is not damaged, what follows a position ends with a
-            SEPARATOR.
-        """
-        parts = (self.built, len(self.tokens)), (self.learned, len(self.learned.tokens))
-        found: list[Occurrence] = []
-        for part, from_end in parts:
-            with suppress(IndexError):  # it is damaged
-                occurrences = part.occurrences(tail, limit)
-                found += [Occurrence(length, place - from_end) for length, place in occurrences]
-        return sorted(found, reverse=True)[:limit]
 
     def look_up(self, tail: Sequence[int], limit: int = 8, depth: int = DEPTH) -> Excerpts:
         """Find what followed where the context's last tokens stand.

@@ -33,6 +33,7 @@ from mlxspec.memory import (
 from mlxspec.store.store import open_store
 from mlxspec.terminal import TokenPrinter
 from tests.cli.test_serve import serving
+from tests.memory.test_memory import make_small
 from tests.support.at_terminal import at_terminal
 from tests.support.demo import FLAT, demo, given_costs, stand_in_decoder
 from tests.support.tokenizers import FIRST
@@ -711,3 +712,25 @@ def _wait_until(done: Callable[[], bool]) -> None:
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_damaged_answers_are_noted_and_neither_exported_nor_left_by_forget(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    make_small(monkeypatch)
+    learn([f"number {number} of the answers that are sorted" for number in range(40)])
+    (one,) = kept_directories(fail)
+    parts = [*one.directory.glob("*.part")]
+    assert parts
+    for path in parts:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 4 : -len(data) // 4] = b"\xfe" * (len(data) - 2 * (len(data) // 4))
+        path.write_bytes(data)
+    exported = memory("export")
+    assert exported.exit_code == 0, exported.stderr
+    assert "is damaged (a checksum is wrong); the answers in it are left out" in exported.stderr
+    assert len(exported.stdout.splitlines()) < 40
+    forgotten = memory("forget", "--matching", "nothing like that", "--yes")
+    assert forgotten.stdout == "There is nothing to forget.\n"
+    assert forgotten.stderr.count("is removed, with all that was in it") == len(parts)
+    assert not [*one.directory.glob("*.part*")]

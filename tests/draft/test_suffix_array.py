@@ -86,12 +86,12 @@ def scan(tokens: list[int], tail: list[int]) -> list[Occurrence]:
 
 @given(TEXT, TAIL)
 def test_without_a_limit_every_occurrence_is_found(tokens: list[int], tail: list[int]):
-    assert search(tokens).occurrences(tail, 1000) == scan(tokens, tail)
+    assert search(tokens).matches(tail, 1000) == scan(tokens, tail)
 
 
 @given(TEXT, TAIL, st.integers(0, 12))
 def test_the_longest_matches_are_found_in_order(tokens: list[int], tail: list[int], limit: int):
-    found = search(tokens).occurrences(tail, limit)
+    found = search(tokens).matches(tail, limit)
     everything = scan(tokens, tail)
     assert [length for length, _ in found] == [length for length, _ in everything[:limit]]
     assert set(found) <= set(everything)
@@ -101,7 +101,7 @@ def test_the_longest_matches_are_found_in_order(tokens: list[int], tail: list[in
 @given(st.integers(1, 3), st.integers(1, 100), st.integers(60, 150))
 def test_in_a_loop_matches_are_counted_up_to_64_tokens(period: int, limit: int, size: int):
     tokens = [index % period for index in range(size)]
-    found = search(tokens).occurrences(tokens, limit)
+    found = search(tokens).matches(tokens, limit)
     everything = scan(tokens, tokens)
     assert [length for length, _ in found] == [length for length, _ in everything[:limit]]
     assert set(found) <= set(everything)
@@ -113,7 +113,7 @@ def test_equally_long_matches_are_sampled_from_all_of_them():
     tokens = [
         token for _ in range(1000) for token in (pick.randrange(10, 50), 1, pick.choice((2, 2, 3)))
     ]
-    found = search(tokens).occurrences([9, 1], 60)
+    found = search(tokens).matches([9, 1], 60)
     assert len(found) == 60
     share = sum(tokens[place] == 2 for _, place in found) / 60
     assert share == pytest.approx(2 / 3, abs=0.15)
@@ -124,14 +124,14 @@ def test_any_sequence_of_ids_is_a_context():
     text = [1, 2, 3, 4]
     expected = [Occurrence(2, 2)]
     for tail in ((1, 2), np.array([1, 2]), memoryview(np.array([1, 2], dtype=np.int32))):
-        assert search(text).occurrences(tail, 4) == expected
+        assert search(text).matches(tail, 4) == expected
 
 
 @given(TEXT.filter(lambda tokens: len(tokens) > 1), TAIL, st.integers(0, 1000))
 def test_a_wrong_order_gives_no_wrong_occurrence(tokens: list[int], tail: list[int], seed: int):
     pick = random.Random(seed)
     order = np.array([pick.randrange(1, len(tokens)) for _ in tokens], dtype=np.int32)
-    found = SuffixArray(np.array(tokens, dtype=np.int32), order).occurrences(tail, 9)
+    found = SuffixArray(np.array(tokens, dtype=np.int32), order).matches(tail, 9)
     true = {place: length for length, place in scan(tokens, tail)}
     for length, place in found:
         assert length <= true.get(place, length)
@@ -139,8 +139,8 @@ def test_a_wrong_order_gives_no_wrong_occurrence(tokens: list[int], tail: list[i
 
 
 def test_nothing_before_a_separator_counts():
-    assert search([1, 2, 3]).occurrences([1, -1, 2], 4) == [Occurrence(1, 2)]
-    assert search([1, 2, 3]).occurrences([1, 2, -1], 4) == []
+    assert search([1, 2, 3]).matches([1, -1, 2], 4) == [Occurrence(1, 2)]
+    assert search([1, 2, 3]).matches([1, 2, -1], 4) == []
 
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=70), max_size=5)

@@ -24,10 +24,9 @@ from mlxspec.memory.contents import (
     finished,
     forget,
     kept_texts,
-    verify,
 )
 from mlxspec.memory.part import SUPERSEDED, Merged
-from mlxspec.memory.part_file import write_part
+from mlxspec.memory.part_file import FilePart, write_part
 from mlxspec.memory.tokenizer_identity import identify
 from tests.memory.test_memory import looked_up, make_small
 from tests.support.examples import examples
@@ -255,7 +254,6 @@ def test_every_flipped_bit_is_borne(tmp_path: Path):
             held.add([1, 2, 3])
             held.close()
             kept = KeptTexts(directory, IDENTITY)
-            verify(kept, lines.append)
             assert all("\n" not in line for line in lines)
             found = [text.tokens.tolist() for text in kept_texts(kept, lines.append)]
             assert [1, 2, 3] in found
@@ -376,6 +374,56 @@ def test_forgetting_takes_texts_out_of_all_files(tmp_path: Path):
     assert {path.name for path in tmp_path.iterdir()} <= {"lock"}
 
 
+def test_what_is_damaged_is_not_told_and_is_forgotten_with_whatever_is(tmp_path: Path):
+    learn(tmp_path, some_answers(45))
+    for journal in files(tmp_path, ".journal"):
+        journal.unlink()
+    learn(tmp_path, [[1, 2, 3]])
+    (whole,) = files(tmp_path, ".journal")
+    damaged = whole.with_name(f"{'0' * 16}.journal")
+    damaged.write_bytes(b"no header" + whole.read_bytes())
+    parts = files(tmp_path, ".part")
+    for path in parts:
+        data = bytearray(path.read_bytes())
+        at = FilePart(path, IDENTITY)._ends[1]
+        data[at : at + 4] = b"\xfe" * 4  # an id below 0
+        path.write_bytes(data)
+    lines: list[str] = []
+    told = [
+        text.tokens.tolist() for text in kept_texts(KeptTexts(tmp_path, IDENTITY), lines.append)
+    ]
+    assert told == [[1, 2, 3]]
+    assert any(".part: is damaged (a checksum is wrong); the answers in it are" in _ for _ in lines)
+    forgotten = forget(KeptTexts(tmp_path, IDENTITY), lambda text: False, lines.append)
+    assert forgotten == 0
+    assert all_texts(tmp_path) == [[1, 2, 3]]
+    assert not files(tmp_path, ".part") + files(tmp_path, ".damaged")
+    assert not damaged.exists()
+    assert sum(line.endswith("is removed, with all that was in it") for line in lines) == 1 + len(
+        parts
+    )
+
+
+def test_what_another_process_merges_meanwhile_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    learn(tmp_path, [[1, 2, 3]])
+    assert not files(tmp_path, ".part")
+    journal_names = KeptTexts.journal_names
+    new = some_answers(40, seed=1)
+
+    def merged_first(kept: KeptTexts) -> set[str]:
+        monkeypatch.undo()
+        make_small(monkeypatch)
+        learn(tmp_path, new)
+        return journal_names(kept)
+
+    monkeypatch.setattr(KeptTexts, "journal_names", merged_first)
+    told = all_texts(tmp_path)
+    assert files(tmp_path, ".part")
+    assert told == sorted([[1, 2, 3], *new])
+
+
 def test_nothing_forgotten_comes_back_from_a_living_process(tmp_path: Path):
     answers = some_answers(43)
     held = opened(tmp_path)
@@ -468,7 +516,6 @@ def test_what_has_the_right_checksums_and_makes_no_sense_is_harmless(
         held.add(answer)
     held.close()
     kept = KeptTexts(directory, IDENTITY)
-    verify(kept, lines.append)
     found = [text.tokens.tolist() for text in kept_texts(kept, lines.append)]
     assert all(answer in found for answer in [*some_answers(10), [5, 6, 7, 8]])
     assert all(0 <= token < 100 for text in found for token in text)
@@ -615,7 +662,6 @@ def killed_while_working(directory: Path, kills: int, seed: int) -> None:
     texts = all_texts(directory)
     missing = [answer for answer in handed_over if answer not in texts]
     assert missing == []
-    assert verify(KeptTexts(directory, IDENTITY), fail) == 0
     held = opened(directory)
     for answer in handed_over[-50:]:
         assert looked_up(held, answer[:-1])[0] == (len(answer) - 1, answer[-1:])

@@ -276,6 +276,15 @@ def test_a_memory_that_is_not_used_any_more_ends_its_thread():
     assert thread not in threading.enumerate()
 
 
+def test_what_is_added_to_a_closed_memory_goes():
+    memory = Memory()
+    memory.add([1, 2, 3])
+    memory.close()
+    memory.add([4, 5, 6])
+    assert memory._shelf.requests.empty()
+    assert looked_up(memory, [1, 2]) == [(2, [3])]
+
+
 def test_a_look_up_does_not_wait_for_sorting(monkeypatch: pytest.MonkeyPatch):
     begun, going_on = threading.Event(), threading.Event()
 

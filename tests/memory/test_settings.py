@@ -1,6 +1,7 @@
 """Where answers are kept and whether, in files that may hold anything."""
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -159,6 +160,16 @@ def test_directories_say_of_which_tokenizer_they_are(home: Path):
     assert kept_directories(fail)[0].model == "owner/first"
     open_kept(identify(FIRST), "elsewhere/first")
     assert kept_directories(fail)[0].model == "elsewhere/first"
+
+
+def test_a_directory_that_is_made_for_answers_is_its_owners_alone(tmp_path: Path):
+    umask = os.umask(0o022)
+    try:
+        kept = open_kept(identify(FIRST), root=tmp_path / "made" / "here")
+    finally:
+        os.umask(umask)
+    for directory in (kept.directory, kept.directory.parent):
+        assert directory.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_directory_without_a_word_of_its_tokenizer_is_told_of_and_mended(home: Path):

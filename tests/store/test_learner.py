@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import mlxspec
+from mlxspec.draft.suffix_index import SEPARATOR
 from mlxspec.errors import OptionError
 from mlxspec.store.building import build_store
 from mlxspec.store.learner import Learner
@@ -40,7 +41,7 @@ def test_outputs_are_found_in_the_next_process(tmp_path: Path):
     build_store(tmp_path / "s", [[1, 2, 3]], FIRST)
     assert learn(tmp_path / "s", [4, 5, 6], [7, 8]) == [[1, 2, 3], [4, 5, 6], [7, 8]]
     store = open_store(tmp_path / "s", FIRST)
-    assert [store.tokens[p] for _, p in store.occurrences([4, 5], 9)] == [6]
+    assert store.look_up([4, 5]).tokens == [6, SEPARATOR]
     assert store.info.learned_tokens == 5
 
 

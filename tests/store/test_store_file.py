@@ -13,6 +13,7 @@ from mlxspec.errors import StoreError
 from mlxspec.store.building import add_to_store, build_store
 from mlxspec.store.learner import Learner
 from mlxspec.store.store import Store, open_store
+from tests.store.test_store import places
 from tests.support.tokenizers import FIRST, FakeTokenizer
 
 HEADER = 256
@@ -62,8 +63,8 @@ def assert_all_right(store: Store) -> None:
     """Whatever the store holds, look-ups stay within it and their matches are matches."""
     tokens = list(store.tokens)
     for tail in ([0, 1, 2], [3], [1] * 70, [2, 2, 0, 1]):
-        for length, position in store.occurrences(tail, 20):
-            assert -len(tokens) <= position - length
+        for length, position in places(store, tail, 20):
+            assert position - length >= 0
             assert tokens[position - length : position] == tail[-length:]
             assert -1 in tokens[position:]
     assert all(-1 <= token < 100 for token in tokens)
@@ -133,8 +134,8 @@ def test_look_ups_bear_what_was_not_verified(path: Path, seed: int):
         path.write_bytes(changed)
         store = open_store(path)
         for tail in ([0, 1, 2], [3], [1] * 70, [2, 2, 0, 1]):
-            assert len(store.occurrences(tail, 8)) <= 8
-            tokens, occurrences, _ = store.look_up(tail)
+            tokens, occurrences, _ = store.look_up(tail, 8)
+            assert len(occurrences) <= 8
             assert all(-1 <= token < 100 for token in tokens)
             assert all(-1 in tokens[place:] for _, place in occurrences)
 
