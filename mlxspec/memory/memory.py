@@ -17,7 +17,7 @@ import numpy as np
 
 from ..draft.suffix_array import TOKEN_BITS, encode_texts
 from ..draft.suffix_index import Excerpts
-from ..errors import StoreError
+from ..errors import OptionError, StoreError
 from .excerpts import DEPTH, DamagedTexts, Searched, Source, excerpts
 from .journal import Journal, JournalMovedError
 from .kept import KEPT_TOKENS, KeptTexts, OnTrouble, reason
@@ -84,6 +84,9 @@ class Memory:
 
     Attributes:
         kept: as given. The memory alone may use it, but for what it says of itself.
+
+    Raises:
+        OptionError: ``max_tokens`` is no whole number from 0 on.
     """
 
     def __init__(
@@ -95,6 +98,8 @@ class Memory:
     ) -> None:
         if max_tokens is None:
             max_tokens = kept.max_tokens if kept else MAX_TOKENS
+        if type(max_tokens) is not int or max_tokens < 0:
+            raise OptionError(f"a memory of {max_tokens!r} tokens: give a whole number from 0 on")
         self.kept = kept
         self._shelf = _Shelf(max_tokens, kept, on_trouble)
         self._thread = threading.Thread(target=self._shelf.run, name="mlxspec memory", daemon=True)
@@ -121,6 +126,7 @@ class Memory:
             on_trouble: as for the class.
 
         Raises:
+            OptionError: as for the class.
             StoreError: the directory cannot be made or written.
         """
         model = str(getattr(tokenizer, "name_or_path", ""))

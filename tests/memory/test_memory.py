@@ -4,12 +4,14 @@ import gc
 import random
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxspec.errors import OptionError
 from mlxspec.memory import EARNED, Memory, memory, part
 from mlxspec.memory.part import Learned, Merged, Part
 from tests.draft.test_suffix_array import scan
@@ -211,6 +213,14 @@ def test_a_memory_of_nothing_remembers_nothing():
     assert held.look_up([1, 2]) == ([], [], [])
     held.close()
     assert texts_of(held) == []
+
+
+@pytest.mark.parametrize("max_tokens", [-1, 1.5, "many"])
+def test_a_size_that_is_none_is_one_line(max_tokens: Any):
+    with pytest.raises(
+        OptionError, match=f"^a memory of {max_tokens!r} tokens: give a whole number"
+    ):
+        Memory(max_tokens)
 
 
 def test_ids_that_are_no_tokens_divide_an_answer():
