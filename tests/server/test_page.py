@@ -49,13 +49,14 @@ def test_the_page_shows_the_figures_of_the_status() -> None:
         page = shown_document(server.address + "/")
         status = httpx.get(server.address + "/status").json()
     totals, cache = status["totals"], status["models"][0]["cache"]
-    drafted = status["sources"]["suffix"]
+    assert status["sources"]
     text = shown_text(page)
     assert totals["generated"] == sum(status["history"]["generated"])
     assert f"{server.address}/v1" in text
     assert f"generated tokens {totals['generated']} " in text
     assert f"prompt tokens {totals['prompt']} of them cached {totals['cached']} (" in text
-    assert f"{drafted['accepted']} of {drafted['drafted']} accepted" in text
+    for drafted in status["sources"].values():
+        assert f"{drafted['accepted']} of {drafted['drafted']} accepted" in text
     assert f"{cache['hits']} of 3 prompts" in text
     assert "A step over 8 rows, a draft of 7 tokens, takes" in text
     assert [row[0] for row in rows(page)] == [str(one["number"]) for one in status["recent"][::-1]]
