@@ -48,7 +48,7 @@ class ContextIndex:
         self._prompt = tokens
         if kept is not None:
             index, added = kept
-            if added[:1] == array("i", [SEPARATOR]):
+            if added and added[0] == SEPARATOR:
                 self.conversation_end = len(index) + 1
             self._prompt_end = len(index) + len(added)
             self._run(lambda: _extended(index, added))

@@ -203,6 +203,10 @@ def _hash_chains(buckets: np.ndarray, bits: int) -> tuple[array[int], array[int]
     return array("i", heads.tobytes()), array("i", links.tobytes())
 
 
+EXCERPT_TOKENS = 48
+"""Tokens of an excerpt at most: as deep as drafts go."""
+
+
 class Excerpts(NamedTuple):
     """What followed where a text's end occurs in other texts.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date, datetime
-from itertools import chain
+from itertools import chain, compress
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -91,11 +91,7 @@ def kept_texts(kept: KeptTexts, tell: OnTrouble) -> Iterator[Text]:
         StoreError: the directory cannot be read.
     """
     for part, current in _current([one for one in _parts(kept, tell) if _is_whole(one, tell)]):
-        ends = part.records["end"].tolist()
-        for number in np.flatnonzero(current).tolist():
-            start = ends[number - 1] if number else 0
-            tokens = part.array.tokens[start : ends[number] - 1]
-            yield Text(tokens, int(part.records["learned"][number]))
+        yield from compress(_texts(part), current.tolist())
 
 
 def earned_by_day(kept: KeptTexts, tell: OnTrouble) -> dict[date, dict[str, int]]:
@@ -162,11 +158,7 @@ def forget(kept: KeptTexts, which: Callable[[Text], bool], tell: OnTrouble) -> i
         for part in kept.parts(tell):
             if not finished(kept.verify(part, tell)):
                 continue
-            ends = part.records["end"].tolist()
-            out = np.zeros(len(ends), bool)
-            for number, learned in enumerate(part.records["learned"].tolist()):
-                start = ends[number - 1] if number else 0
-                out[number] = which(Text(part.array.tokens[start : ends[number] - 1], learned))
+            out = np.array([which(text) for text in _texts(part)], bool)
             if not out.any():
                 continue
             forgotten.update(part.records["hash"][out].tolist())
@@ -230,6 +222,15 @@ def _parts(kept: KeptTexts, tell: OnTrouble) -> list[Part]:
         journals.pop(name, None)
     journaled = sorted(chain(*journals.values()), key=lambda answer: answer.learned)
     return [Part.of(distinct(journaled)), *files]
+
+
+def _texts(part: Part) -> Iterator[Text]:
+    """All texts of a part, those that are in a newer one, too."""
+    start = 0
+    records = part.records
+    for end, learned in zip(records["end"].tolist(), records["learned"].tolist(), strict=True):
+        yield Text(part.array.tokens[start : end - 1], learned)
+        start = end
 
 
 def _is_whole(part: Part, tell: OnTrouble) -> bool:

@@ -11,10 +11,6 @@ import numpy as np
 from ..draft.suffix_array import TOKEN_BITS, TOKEN_BYTES
 from ..draft.suffix_index import MAX_LENGTH, SEPARATOR, Excerpts, Occurrence
 
-DEPTH = 48
-"""Tokens of an excerpt: as deep as drafts go."""
-
-
 Source = tuple[object, int]
 """Where an excerpt is from: some texts, and the position in them at which it begins."""
 

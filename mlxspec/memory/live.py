@@ -9,7 +9,7 @@ import numpy as np
 
 from ..draft.suffix_index import SEPARATOR, SuffixIndex
 from .excerpts import Searched
-from .part import Learned
+from .part import Learned, put
 
 _PIECE = 256  # tokens that are indexed at a time
 
@@ -44,9 +44,7 @@ class Live:
 
     def add(self, answer: Learned) -> None:
         """Add an answer, which is found from now on."""
-        before = self._answers.pop(answer.text, None)
-        self._answers[answer.text] = before.again(answer) if before else answer
-        if before:
+        if not put(answer, self._answers):
             return
         tokens = np.frombuffer(answer.text, np.int32).tolist()
         for start in range(0, len(tokens), _PIECE):

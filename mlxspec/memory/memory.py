@@ -16,9 +16,9 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from ..draft.suffix_array import TOKEN_BITS, encode_texts
-from ..draft.suffix_index import Excerpts
+from ..draft.suffix_index import EXCERPT_TOKENS, Excerpts
 from ..errors import OptionError, StoreError
-from .excerpts import DEPTH, DamagedTexts, Searched, Source, excerpts
+from .excerpts import DamagedTexts, Searched, Source, excerpts
 from .journal import Journal, JournalMovedError
 from .kept import KEPT_TOKENS, KeptTexts, OnTrouble, reason
 from .live import Live
@@ -133,7 +133,7 @@ class Memory:
         kept = open_kept(identify(tokenizer), model, max_tokens, Path(directory))
         return cls(kept=kept, on_trouble=on_trouble)
 
-    def look_up(self, tail: Sequence[int], limit: int = 8, depth: int = DEPTH) -> Excerpts:
+    def look_up(self, tail: Sequence[int], limit: int = 8, depth: int = EXCERPT_TOKENS) -> Excerpts:
         """Find what followed where a context's end occurs.
 
         Args:

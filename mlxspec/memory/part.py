@@ -86,9 +86,15 @@ def distinct(answers: Iterable[Learned]) -> list[Learned]:
     """Each answer once, the one given last at the end."""
     found: dict[bytes, Learned] = {}
     for answer in answers:
-        before = found.pop(answer.text, None)
-        found[answer.text] = before.again(answer) if before else answer
+        put(answer, found)
     return [*found.values()]
+
+
+def put(answer: Learned, answers: dict[bytes, Learned]) -> bool:
+    """Put an answer behind others, by their texts; whether it is new among them."""
+    before = answers.pop(answer.text, None)
+    answers[answer.text] = before.again(answer) if before else answer
+    return before is None
 
 
 class Part:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ..draft.context_index import ContextIndex
 from ..draft.drafter import VerifiedStep
 from ..draft.suffix_index import (
+    EXCERPT_TOKENS,
     MAX_LENGTH,
     EarlierTexts,
     Excerpts,
@@ -29,7 +30,6 @@ OTHERS = "other"
 # Where these come from: docs/planner-notes.md, "Constants".
 _CHILDREN = 6  # per node of a tree; more are never likely enough
 _EARLIER_OCCURRENCES = 8  # that earlier texts are asked for
-_DEEPEST = 48  # tokens of an excerpt; more than drafts have
 _LEAST_P_REACHED = 0.01  # nodes that are reached more rarely gain nothing on any machine
 
 OnOutput = Callable[[Sequence[int], Mapping[str, int]], None]
@@ -111,7 +111,7 @@ class SuffixSource(Source):
         self._excerpts: dict[str, tuple[Earlier, Excerpts]] = {}
         tail = index.tokens[-MAX_LENGTH:] if self._earlier else ()
         for one, acceptance in self._earlier:
-            depth = min(max_depth, max_nodes, _DEEPEST)
+            depth = min(max_depth, max_nodes, EXCERPT_TOKENS)
             excerpts = one.texts.look_up(tail, _EARLIER_OCCURRENCES, depth)
             if excerpts.occurrences:
                 acceptance.refresh()

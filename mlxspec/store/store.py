@@ -10,15 +10,16 @@ import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from ..draft.suffix_array import TOKEN_BITS, SuffixArray
-from ..draft.suffix_index import SEPARATOR, Excerpts
+from ..draft.suffix_index import EXCERPT_TOKENS, SEPARATOR, Excerpts
 from ..errors import OptionError, StoreError
 from ..files import replaced
-from ..memory.excerpts import DEPTH, DamagedTexts, Searched, excerpts
+from ..memory.excerpts import DamagedTexts, Searched, excerpts
 from ..memory.tokenizer_identity import TokenizerIdentity, Vocabulary, identify
 
 
@@ -85,7 +86,14 @@ class Store:
             raise StoreError(f"{self.path}: holds tokens or places out of bounds; {_REMEDY}")
         return self
 
-    def look_up(self, tail: Sequence[int], limit: int = 8, depth: int = DEPTH) -> Excerpts:
+    @cached_property
+    def _searched(self) -> list[Searched]:
+        """Both parts as a look-up takes them, the newer one first."""
+        return [
+            Searched(part.matches, part.tokens.data, part) for part in (self.learned, self.built)
+        ]
+
+    def look_up(self, tail: Sequence[int], limit: int = 8, depth: int = EXCERPT_TOKENS) -> Excerpts:
         """Find what followed where the context's last tokens stand.
 
         Args:
@@ -96,9 +104,7 @@ class Store:
         Returns:
             the excerpts; none from a part of the file that proves to be damaged.
         """
-        parts = [
-            Searched(part.matches, part.tokens.data, part) for part in (self.learned, self.built)
-        ]
+        parts = self._searched
         while True:
             try:
                 return excerpts(parts, tail, limit, depth, self.identity.vocab_size)
