@@ -293,6 +293,7 @@ class _Chat:
             temp: the temperature.
         """
         printer = self._printer()
+        self.settled = False
         tokens: list[int] = []
         last: GenerationResponse | None = None
         ending = ""
@@ -343,7 +344,7 @@ class _Chat:
             )
 
     def _tell(self, text: str) -> None:
-        self.console.print(visible(text), style="dim")
+        self.console.print(visible(text), style="dim", soft_wrap=not self.interactive)
 
 
 def _temperature(text: str) -> float:

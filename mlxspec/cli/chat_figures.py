@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.panel import Panel
 
 from .figures import acceptance_row, speedup_rows
-from .output import figures_grid
+from .output import counted, figures_grid
 
 if TYPE_CHECKING:
     from ..generation.response import GenerationResponse, SpeculationStats
@@ -22,7 +22,7 @@ def answer_line(last: GenerationResponse, predicted_cost: float, ending: str) ->
         predicted_cost: as for :func:`.figures.speedup_rows`.
         ending: why it ended, where that is not for the model's own reasons.
     """
-    figures = [f"{last.generation_tokens:,} tokens", f"{last.generation_tps:,.1f}/s"]
+    figures = [counted(last.generation_tokens, "token"), f"{last.generation_tps:,.1f}/s"]
     if predicted_cost:
         figures.append(f"{last.stats.emitted / predicted_cost:.1f}× plain")
     figures += [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -102,6 +103,7 @@ class LocalModel:
         """Write what was learned, and give the memory back."""
         self._closing.close()
         self._loaded = self._learner = None
+        gc.collect()  # decoders may be part of cycles
         mx.clear_cache()
 
     def _decoder(self) -> Decoder:

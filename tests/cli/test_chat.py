@@ -297,6 +297,24 @@ def test_an_answer_that_is_cut_says_by_what_and_is_not_given_again_at_temperatur
         assert process.wait() == 0
 
 
+def test_commands_are_completed_while_they_are_typed(endless: Path, tmp_path: Path) -> None:
+    with Terminal(columns=80) as window:
+        process = start(endless, window.terminal, "--no-history", max_tokens=3)
+        window.read(until=PROMPT)
+        window.type("/und")
+        window.read(until="take the last message")
+        window.type("\t\r")  # a command without more is done at once
+        window.read(until="nothing has been said yet")
+        window.read(until=PROMPT)
+        window.type("hello\r/sav")
+        window.read(until="write the conversation")
+        window.type("\t\r")  # takes the choice; a name is to follow
+        window.type(f"{tmp_path / 'chat.json'}\r")
+        window.read(until="Saved 2 messages")
+        window.type("\x04")
+        assert process.wait() == 0
+
+
 @pytest.mark.parametrize("end", ["\x04", "/quit\r", "/bye\r"])
 def test_leaving_gives_the_terminal_back_as_it_was(endless: Path, end: str) -> None:
     with Terminal(columns=30) as window:
