@@ -6,7 +6,7 @@ import signal
 import sys
 import termios
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -256,14 +256,16 @@ class _QuietKeys:
     def end(self) -> None:
         """Leave the terminal as it was."""
         signal.signal(signal.SIGCONT, self._handler)
-        _tell_terminal(_PASTES_BARE)
-        termios.tcsetattr(self._terminal, termios.TCSADRAIN, self._before)
+        with suppress(OSError, termios.error):  # the window is closed
+            _tell_terminal(_PASTES_BARE)
+            termios.tcsetattr(self._terminal, termios.TCSADRAIN, self._before)
 
     def _set(self) -> None:
-        attributes = termios.tcgetattr(self._terminal)
-        attributes[0] &= ~termios.ICRNL  # Enter would become Ctrl-J
-        attributes[3] &= ~(termios.ECHO | termios.ICANON)
-        termios.tcsetattr(self._terminal, termios.TCSADRAIN, attributes)
+        with suppress(termios.error):
+            attributes = termios.tcgetattr(self._terminal)
+            attributes[0] &= ~termios.ICRNL  # Enter would become Ctrl-J
+            attributes[3] &= ~(termios.ECHO | termios.ICANON)
+            termios.tcsetattr(self._terminal, termios.TCSADRAIN, attributes)
 
 
 def _tell_terminal(code: str) -> None:
