@@ -12,13 +12,14 @@ from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.table import Table
 
 from ..distributed.launch import launched_rank
 from ..engine.params import SamplingParams
 from ..errors import MlxspecError, OptionError, PromptError
 from ..loading.model_files import local_path
 from ..terminal import TokenPrinter, one_line, visible
-from .chat_commands import command_in, help_text
+from .chat_commands import command_in, help_rows, help_text
 from .chat_figures import ChatFigures, answer_line
 from .chat_file import SavedChat, read_chat
 from .chat_input import ChatInput, open_input
@@ -172,7 +173,7 @@ class _Chat:
             except KeyboardInterrupt:
                 if not self.interactive:
                     raise
-                if leaves:
+                if leaves and not turns.forgot:
                     break
                 leaves = True
                 self._tell("Ctrl-C again or Ctrl-D leaves.")
@@ -204,7 +205,10 @@ class _Chat:
     def _do(self, name: str, argument: str) -> None:
         match name:
             case "/help":
-                self._tell(help_text())
+                table = Table.grid(padding=(0, 2))
+                for row in help_rows():
+                    table.add_row(*row)
+                self.console.print(table, style="dim")
             case "/retry":
                 self._retry(argument)
             case "/undo":

@@ -73,10 +73,15 @@ KEYS = (
 )
 
 
-def help_text() -> str:
-    """Commands and keys, each on a line."""
+def help_rows() -> list[tuple[str, str]]:
+    """Commands and keys, and what they do."""
     names = [", ".join([command.spelling, *command.aliases]) for command in COMMANDS]
-    rows = [*zip(names, (command.help for command in COMMANDS), strict=True), *KEYS]
+    return [*zip(names, (command.help for command in COMMANDS), strict=True), *KEYS]
+
+
+def help_text() -> str:
+    """The same as lines of text."""
+    rows = help_rows()
     width = max(len(name) for name, _ in rows) + 2
     return "\n".join(f"{name:{width}}{text}" for name, text in rows)
 

@@ -21,10 +21,13 @@ class ChatInput(Protocol):
 
     Attributes:
         interactive: a user sits before it.
+        forgot: whether something had been typed when Ctrl-C was pressed last, if that is known.
     """
 
     @property
     def interactive(self) -> bool: ...
+    @property
+    def forgot(self) -> bool: ...
 
     def message(self) -> str | None:
         """The next message, which may be empty; None at the end of the input.
@@ -77,6 +80,8 @@ class LineInput:
     A message that begins with three double quotes goes on to the next three; a backslash at the
     end of a line has it go on with the next line.
     """
+
+    forgot = False
 
     def __init__(self) -> None:
         self.interactive = sys.stdin.isatty()

@@ -51,6 +51,7 @@ class TerminalInput:
     def __init__(
         self, history: Path | None, models: Callable[[], Iterable[str]], color: bool
     ) -> None:
+        self.forgot = False
         self._history = ChatHistory(history) if history else None
         output = create_output()
         if isinstance(output, Vt100_Output):
@@ -83,6 +84,9 @@ class TerminalInput:
             typed = self._session.prompt()
         except EOFError:
             return None
+        except KeyboardInterrupt:
+            self.forgot = bool(self._session.default_buffer.text)
+            raise
         finally:
             self._quiet.bracket_pastes()
             if self._history:
@@ -185,14 +189,16 @@ class ChatCompleter(Completer):
                         )
             return
         takes = NAMES[word].takes if word in NAMES else Argument.NOTHING
+        if not event.completion_requested:  # disks and servers are asked when Tab is pressed
+            return
         rest = rest.lstrip()
         if takes is Argument.MODEL:
             for model in self._model_names():
                 if model.startswith(rest):
                     yield Completion(model, -len(rest))
-        if takes in (Argument.MODEL, Argument.FILE) and event.completion_requested:
-            paths = self._files if takes is Argument.FILE else self._directories
-            yield from paths.get_completions(Document(rest), event)
+            yield from self._directories.get_completions(Document(rest), event)
+        elif takes is Argument.FILE:
+            yield from self._files.get_completions(Document(rest), event)
 
     def _model_names(self) -> list[str]:
         if self._known is None:
