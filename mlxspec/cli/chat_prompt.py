@@ -30,6 +30,8 @@ from .outcome import note
 _MOST_BYTES = 1_000_000
 """How large the history gets; then its older half goes."""
 
+_ENTRY = b"\n# "  # how a message of prompt_toolkit's FileHistory begins
+
 _PASTES_BRACKETED = "\x1b[?2004h"
 _PASTES_BARE = "\x1b[?2004l"
 
@@ -142,9 +144,10 @@ class ChatHistory(FileHistory):
 
     def _shorten(self) -> None:
         with sole_writer(self._path, ChatFileError, create=False):
-            kept = self._path.read_bytes()[-_MOST_BYTES // 2 :]
+            newer = self._path.read_bytes()[-_MOST_BYTES // 2 :]
+            _, begin, whole = newer.partition(_ENTRY)
             with replaced(self._path, ChatFileError) as file:
-                file.write(kept[kept.find(b"\n# ") :])
+                file.write(begin + whole)
 
     @contextmanager
     def _trying(self) -> Iterator[None]:

@@ -64,6 +64,16 @@ def test_a_long_history_loses_its_older_half_and_no_part_of_a_message(
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def test_a_message_longer_than_the_history_may_be_goes_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_prompt, "_MOST_BYTES", 10_000)
+    path = tmp_path / "history"
+    ChatHistory(path).append_string("x" * 20_000)
+    ChatHistory(path).append_string("short")
+    assert kept(path) == ["short"]
+
+
 @pytest.mark.parametrize("kind", ["a directory", "a link", "below a file"])
 def test_what_cannot_be_kept_is_told_once_and_stays_for_this_chat(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
