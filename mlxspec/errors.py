@@ -61,3 +61,7 @@ class DrafterError(MlxspecError, TypeError):
 
 class SettingsError(MlxspecError):
     """A settings file of another program cannot be changed; it is as it was."""
+
+
+class ChatFileError(MlxspecError):
+    """A saved chat, or the history of what was typed, cannot be read or written."""

@@ -3,39 +3,55 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 from functools import partial
-from io import TextIOWrapper
-from typing import TYPE_CHECKING
+from pathlib import Path
+from textwrap import indent
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.panel import Panel
+from rich.table import Table
 
 from ..distributed.launch import launched_rank
+from ..engine.params import SamplingParams
 from ..errors import MlxspecError, OptionError, PromptError
+from ..loading.model_files import local_path
 from ..terminal import TokenPrinter, one_line, visible
-from .figures import acceptance_row
+from .chat_commands import command_in, help_rows, help_text
+from .chat_figures import ChatFigures, answer_line
+from .chat_file import SavedChat, read_chat
+from .chat_input import ChatInput, open_input
 from .generate import prefill_bar
-from .generating import Generation, model_or_default, tell_of_default
+from .generating import Generation, tell_of_default
 from .memories import Memories
-from .options import color_option, command, option, options_of
+from .options import FILE, color_option, command, option, options_of
 from .outcome import note
-from .output import counted, error_console, figures_grid
+from .output import ProgressBar, counted, error_console, output_console
 from .prompts import model_option
 
 if TYPE_CHECKING:
-    from ..generation.decoder import Decoder
-    from ..generation.response import GenerationResponse, SpeculationStats
-    from ..store.learner import Learner
-    from .conversation import Conversation
+    from ..generation.response import GenerationResponse
+    from .conversation import ChatModel, Conversation
+    from .markdown import MarkdownPrinter
+
+    _Answering = Callable[[ProgressBar], Generator[GenerationResponse, None, None]]
+
+_SEEDS = 1 << 64
+_GLANCE = 60  # characters
 
 
 @command("chat")
 @model_option
 @option(
     "--system-prompt TEXT", "What the model is told before all turns.", group="Model and prompt"
+)
+@option(
+    "--load FILE",
+    "Go on with a conversation that /save has written.",
+    type=FILE,
+    group="Model and prompt",
 )
 @option(
     "--server URL",
@@ -45,8 +61,20 @@ if TYPE_CHECKING:
 @option("--max-tokens N", "Generate at most N per answer.", default=2048, group="Model and prompt")
 @options_of(Generation, "generation", leave_out=("json_schema", "regex", "grammar"))
 @color_option("Output")
+@option(
+    "--markdown",
+    "At a terminal: render answers as Markdown, without the colours of drafts.",
+    group="Output",
+)
+@option("--no-history", "Do not keep what is typed for the next chat.", group="Output")
 def chat_command(
-    generation: Generation, system_prompt: str | None, server: str | None, color: bool | None
+    generation: Generation,
+    system_prompt: str | None,
+    load: Path | None,
+    server: str | None,
+    color: bool | None,
+    markdown: bool,
+    no_history: bool,
 ) -> None:
     """Talk with a model.
 
@@ -58,145 +86,50 @@ def chat_command(
       mlxspec chat --system-prompt "Answer in one sentence."
       printf 'Name a river.\\nAnd its source?\\n' | mlxspec chat
       mlxspec chat --server http://127.0.0.1:8080
+      mlxspec chat --load rivers.json --markdown
 
-    From a pipe every line is a turn.
-
-    \b
-    At the prompt:
-      /help    what can be typed here
-      /stats   figures of the conversation
-      /reset   begin a new conversation
-      /exit    leave; Ctrl-D and Ctrl-C twice do, too
-      \"\"\"      begins and ends a message of several lines
-      \\        at a line's end, goes on with the message in the next line
-
-    Ctrl-C stops an answer and keeps the conversation.
+    From a pipe every line is a turn. Three double quotes begin and end a message of several
+    lines; a backslash at a line's end has it go on with the next line.
     """
     if launched_rank() is not None:
         raise OptionError("chat runs in one process: start it without mlx.launch")
-    turns, console = ChatInput(), error_console(color)
+    saved = read_chat(load) if load else None
+    console = error_console(color)
     with ExitStack() as talking:
-        learner = None
-        if server is not None:
-            conversation, name = _remote(server, generation, system_prompt)
-        else:
-            memories = talking.enter_context(Memories(not generation.drafting.no_memory))
-            decoder = generation.load(console, memories)
-            conversation = _local(decoder, generation, system_prompt)
-            name = model_or_default(generation.model)
+        turns = open_input(not no_history, lambda: conversation.model.others(), color)
+        talking.callback(turns.close)
+        keeps = not (generation.drafting.no_memory or server)
+        memories = talking.enter_context(Memories(keeps))
+        conversation = _conversation(generation, server, system_prompt, console, memories)
+        talking.callback(lambda: conversation.model.close())
+        if server is None:
             tell_of_default(generation.model)
             memories.tell_once()
-            learner = talking.enter_context(generation.learner(decoder))
-        if turns.interactive:
-            hint = f"Chatting with {one_line(name)}. /help says what can be typed."
-            console.print(hint, style="dim")
-        _Chat(conversation, console, color, learner, turns.interactive, _Figures()).take(turns)
+        chat = _Chat(conversation, generation.sampling, console, color, turns.interactive, server)
+        chat.markdown = markdown
+        chat.greet()
+        if saved:
+            chat.go_on(replace(saved, system_prompt=system_prompt or saved.system_prompt))
+        chat.take(turns)
 
 
-def _local(decoder: Decoder, generation: Generation, system_prompt: str | None) -> Conversation:
-    from ..engine.positions import context_length
-    from ..loading.detokenizer import detokenizer_of
-    from .conversation import Conversation, template_of
-
-    return Conversation(
-        template_of(decoder.tokenizer),
-        partial(generation.stream, decoder),
-        context_length(decoder.model),
-        generation.max_tokens,
-        system_prompt,
-        detokenizer_of(decoder.tokenizer).prefix_space,
-    )
-
-
-def _remote(
-    server: str, generation: Generation, system_prompt: str | None
-) -> tuple[Conversation, str]:
-    """A conversation with a server's model, and the model's name."""
+def _conversation(
+    generation: Generation,
+    server: str | None,
+    system_prompt: str | None,
+    console: Console,
+    memories: Memories,
+) -> Conversation:
     from .conversation import Conversation
+    from .local import LocalModel
     from .remote import RemoteModel
 
-    model = RemoteModel(server, generation)
-    conversation = Conversation(
-        model.tokenize,
-        model.stream,
-        model.context_length,
-        generation.max_tokens,
-        system_prompt,
-        trims_first_space=True,
-    )
-    return conversation, f"{model.name} at {server}"
-
-
-_QUOTES = '"""'
-
-
-class ChatInput:
-    """Reads messages from standard input, at a terminal with line editing and history.
-
-    A message is a line. One that begins with three double quotes goes on to the next three; a
-    backslash at the end of a line has it go on with the next line.
-
-    Raises:
-        PromptError: standard input is closed.
-    """
-
-    def __init__(self) -> None:
-        if sys.stdin is None:
-            raise PromptError("standard input is closed: chat at a terminal, or pipe the turns in")
-        self.interactive = sys.stdin.isatty()
-        if isinstance(sys.stdin, TextIOWrapper):
-            if self.interactive:
-                sys.stdin.reconfigure(errors="replace")
-            else:  # bytes that are not UTF-8 become lone surrogates, by which they are found
-                sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
-        self._read_line: Callable[[str], str] = _line_of_stream
-        if self.interactive and sys.stdout.isatty():
-            with suppress(ImportError):  # there is none on Windows
-                import readline  # noqa: F401  (gives input() arrow keys and history)
-            self._read_line = input
-
-    def message(self) -> str | None:
-        """The next message, which may be empty; None at the end of the input.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C was pressed; the message so far is forgotten.
-            PromptError: what comes through a pipe is not UTF-8.
-        """
-        try:
-            line = self._line("> ")
-            if line.startswith(_QUOTES):
-                return self._quoted(line.removeprefix(_QUOTES))
-            lines = [line]
-            while lines[-1].endswith("\\"):
-                lines[-1] = lines[-1].removesuffix("\\")
-                lines.append(self._line(". "))
-        except EOFError:
-            return None
-        return "\n".join(lines)
-
-    def _quoted(self, first: str) -> str:
-        lines = [first]
-        with suppress(EOFError):  # the end of a file closes the quotes
-            while not lines[-1].rstrip().endswith(_QUOTES):
-                lines.append(self._line(". "))
-        return "\n".join(lines).rstrip().removesuffix(_QUOTES).strip("\n")
-
-    def _line(self, prompt: str) -> str:
-        return self._read_line(prompt if self.interactive else "")
-
-
-def _line_of_stream(prompt: str) -> str:
-    """A line where ``input()`` would write its prompt among the answers."""
-    sys.stderr.write(prompt)
-    sys.stderr.flush()
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    try:
-        line.encode()
-    except UnicodeEncodeError as error:
-        raise PromptError("standard input is not UTF-8 text: convert it to UTF-8") from error
-    return line.removesuffix("\n").removesuffix("\r")
+    model: ChatModel
+    if server is not None:
+        model = RemoteModel(server, generation)
+    else:
+        model = LocalModel(generation, console, memories)
+    return Conversation(model, generation.max_tokens, system_prompt)
 
 
 @dataclass
@@ -204,15 +137,29 @@ class _Chat:
     """Takes turns until the user leaves.
 
     Attributes:
+        sampling: how answers are sampled, where /retry does not say otherwise.
         interactive: show figures, and go on after a message that cannot be answered.
+        server: the address of the model's server, if it has one.
+        markdown: whether answers are rendered.
+        retries: how often the last message has been answered again.
+        settled: whether a greedy answer to the last message would be the one that is there.
     """
 
     conversation: Conversation
+    sampling: SamplingParams
     console: Console
     color: bool | None
-    learner: Learner | None
     interactive: bool
-    figures: _Figures
+    server: str | None
+    markdown: bool = False
+    retries: int = 0
+    settled: bool = False
+    figures: ChatFigures = field(default_factory=ChatFigures)
+
+    def greet(self) -> None:
+        """Say with whom the user talks."""
+        if self.interactive:
+            self._tell(f"Chatting with {self._model_name}. /help says what can be typed.")
 
     def take(self, turns: ChatInput) -> None:
         """Read messages and answer them."""
@@ -221,50 +168,141 @@ class _Chat:
             try:
                 message = turns.message()
                 leaves = False
-                if message is None or message.strip() in ("/exit", "/quit"):
+                if message is None or not self._take(message):
                     break
-                self._take(message)
             except KeyboardInterrupt:
                 if not self.interactive:
                     raise
-                if leaves:
+                if leaves and not turns.forgot:
                     break
                 leaves = True
-                self._tell("\nCtrl-C again or Ctrl-D leaves.")
-        if self.interactive:
-            self.console.print()  # the line that a key was pressed in
+                self._tell("Ctrl-C again or Ctrl-D leaves.")
 
-    def _take(self, message: str) -> None:
-        word = message.strip()
-        if word == "/help":
-            self._tell(_what_can_be_typed())
-        elif word == "/stats":
-            self.console.print(self.figures.panel(self.conversation.context_length))
-        elif word == "/reset":
-            self.conversation.reset()
-            self.figures = _Figures()
-            self._tell("A new conversation begins.")
-        elif word.startswith("/") and word[1:].isalpha():
-            note(f"there is no command {word}; /help lists them")
-        elif word:
-            try:
-                self._answer(message)
-            except MlxspecError as error:
-                if not self.interactive:
-                    raise
-                note(error)
+    def _take(self, message: str) -> bool:
+        """Answer a message or do a command; False where that is to leave."""
+        try:
+            found = command_in(message)
+        except OptionError as error:
+            note(error)
+            return True
+        try:
+            if found:
+                command, argument = found
+                if command.name == "/exit":
+                    return False
+                self._do(command.name, _unquoted(argument) if command.takes_name else argument)
+            elif message.strip():
+                self.retries = 0
+                # The space has kept it from being a command.
+                text = message[1:] if message.startswith(" /") else message
+                self._answer(partial(self.conversation.answer, text), self.sampling.temp)
+        except MlxspecError as error:
+            if not self.interactive:
+                raise
+            note(error)
+        return True
 
-    def _answer(self, message: str) -> None:
-        """Answer a message, writing as the text comes; Ctrl-C ends the answer and no more."""
-        printer = TokenPrinter(self.color)
+    def _do(self, name: str, argument: str) -> None:
+        match name:
+            case "/help":
+                table = Table.grid(padding=(0, 2))
+                for row in help_rows():
+                    table.add_row(*row)
+                self.console.print(table, style="dim")
+            case "/retry":
+                self._retry(argument)
+            case "/undo":
+                message = self.conversation.undo()
+                self.retries, self.settled = 0, False
+                self._tell(f"Took back: {_beginning(message)}")
+            case "/reset":
+                self.conversation.reset()
+                self.figures = ChatFigures()
+                self._tell("A new conversation begins.")
+            case "/system":
+                self._system(argument)
+            case "/model":
+                self._model(argument)
+            case "/save":
+                self._save(local_path(argument))
+            case "/load":
+                self.go_on(read_chat(local_path(argument)))
+            case "/markdown":
+                self.markdown = not self.markdown
+                now = "rendered as Markdown from now on" if self.markdown else "plain text again"
+                self._tell(f"Answers are {now}.")
+            case "/stats":
+                length = self.conversation.model.context_length
+                self.console.print(self.figures.panel(length))
+
+    def go_on(self, saved: SavedChat) -> None:
+        """Go on with a saved conversation, in place of this one."""
+        self.conversation.restore(saved)
+        self.figures, self.retries, self.settled = ChatFigures(), 0, False
+        told = [f"Loaded {counted(self.conversation.n_turns, 'turn')}."]
+        if saved.model not in ("", self.conversation.model.name):
+            told.append(f"Its model was {one_line(saved.model)}; /model switches.")
+        if self.conversation.unanswered is not None:
+            told.append("The last message has no answer: /retry gives one.")
+        self._tell(" ".join(told))
+
+    def _save(self, path: Path) -> None:
+        saved = self.conversation.saved
+        if not saved.messages:
+            raise PromptError("nothing has been said yet: write a message first")
+        saved.write(path)
+        self._tell(f"Saved {counted(len(saved.messages), 'message')} in {one_line(path)}.")
+
+    def _system(self, text: str) -> None:
+        if text:
+            self.conversation.system_prompt = None if text == "-" else text
+            self.settled = False
+        now = self.conversation.system_prompt
+        self._tell(f"System prompt: {now}" if now else "There is no system prompt.")
+
+    def _model(self, name: str) -> None:
+        model = self.conversation.model
+        if not name:
+            self._tell(f"Chatting with {self._model_name}.")
+            if self.server:
+                self._tell(f"The server has {one_line(', '.join(model.others()))}.")
+        elif name == model.name:
+            self._tell(f"{one_line(name)} answers already.")
+        else:
+            self.conversation.switch(name)
+            self.settled = False
+            self._tell(f"Going on with {self._model_name}.")
+
+    def _retry(self, argument: str) -> None:
+        """Answer the last message again, as differently as the temperature allows."""
+        temp, seed = self.sampling.temp, self.sampling.seed
+        if argument:
+            temp = _temperature(argument)
+        if temp == 0 and self.settled:
+            raise OptionError(
+                "at temperature 0 the answer would be the same: '/retry 0.8' samples another one"
+            )
+        if self.conversation.unanswered is None:
+            self.retries += 1
+        sampling: dict[str, Any] = {"temp": temp}
+        if seed is not None:
+            sampling["seed"] = (seed + self.retries) % _SEEDS
+        self._answer(partial(self.conversation.retry, **sampling), temp)
+
+    def _answer(self, start: _Answering, temp: float) -> None:
+        """Answer a message, writing as the text comes; Ctrl-C ends the answer and no more.
+
+        Args:
+            start: called with a bar for the prefill.
+            temp: the temperature.
+        """
+        printer = self._printer()
+        self.settled = False
         tokens: list[int] = []
         last: GenerationResponse | None = None
         ending = ""
         try:
-            with (
-                prefill_bar(self.console) as progress,
-                closing(self.conversation.answer(message, progress)) as responses,
-            ):
+            with prefill_bar(self.console) as progress, closing(start(progress)) as responses:
                 for last in responses:
                     if last.generation_tokens == 1:
                         self._tell_dropped()
@@ -276,88 +314,63 @@ class _Chat:
             ending = "stopped"
         finally:
             printer.finish()
-            if self.learner:
-                self.learner.add(tokens)
+            self.conversation.model.learn(tokens)
         if last is None:
-            self._tell("Stopped before the first word; the message is forgotten.")
+            self._tell("Stopped before the first word; /retry asks again.")
             return
+        self.settled = temp == 0 and not ending
         if last.finish_reason == "length":
             all_given = last.generation_tokens == self.conversation.max_tokens
             ending = "cut by --max-tokens" if all_given else "cut: the model's context is full"
-        self.figures.add(last)
+        cost = self.conversation.model.predicted_cost
+        self.figures.add(last, cost)
         if self.interactive:
-            self._tell(_figures_line(last, ending))
+            self._tell(answer_line(last, cost, ending))
+
+    def _printer(self) -> TokenPrinter | MarkdownPrinter:
+        if not (self.markdown and sys.stdout.isatty()):
+            return TokenPrinter(self.color)
+        from .markdown import MarkdownPrinter
+
+        return MarkdownPrinter(output_console(self.color))
+
+    @property
+    def _model_name(self) -> str:
+        at = f" at {self.server}" if self.server else ""
+        return one_line(f"{self.conversation.model.name}{at}")
 
     def _tell_dropped(self) -> None:
         if self.conversation.dropped:
             turns = counted(self.conversation.dropped, "turn")
             note(
-                f"the model's context of {self.conversation.context_length:,} tokens is full: "
-                f"left out {turns} at the beginning; /reset begins anew"
+                f"the model's context of {self.conversation.model.context_length:,} tokens is "
+                f"full: left out {turns} at the beginning; /reset begins anew"
             )
 
     def _tell(self, text: str) -> None:
-        self.console.print(visible(text), style="dim")
+        self.console.print(visible(text), style="dim", soft_wrap=not self.interactive)
 
 
-def _what_can_be_typed() -> str:
-    """The end of the command's help."""
-    lines = (chat_command.epilog or "").partition("At the prompt:\n")[2].splitlines()
-    return "\n".join(line.strip() for line in lines if line)
+def _temperature(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise OptionError(
+            f"/retry {text}: give a temperature, for example /retry 0.8, or nothing"
+        ) from None
 
 
-def _figures_line(last: GenerationResponse, ending: str) -> str:
-    """The figures of one answer.
-
-    Args:
-        last: its last response.
-        ending: why it ended, where that is not for the model's own reasons.
-    """
-    figures = [
-        f"{last.generation_tokens:,} tokens",
-        f"{last.generation_tps:,.1f}/s",
-        f"{last.stats.tokens_per_step:.2f} per step",
-        f"{last.reused_tokens:,} of {last.prompt_tokens:,} prompt tokens reused",
-    ]
-    return " · ".join([*figures, ending] if ending else figures)
+def _unquoted(name: str) -> str:
+    """A name that may be in quotes, as shells take it."""
+    in_quotes = len(name) > 1 and name[0] == name[-1] and name[0] in "\"'"
+    return name[1:-1] if in_quotes else name
 
 
-class _Figures:
-    """Adds up what the answers of a conversation took."""
+def _beginning(message: str) -> str:
+    """So much of a message that one knows it again."""
+    line = one_line(message)
+    return line if len(line) <= _GLANCE else f"{line[:_GLANCE]}…"
 
-    def __init__(self) -> None:
-        self._answers = self._prompt_tokens = self._reused_tokens = self._context = 0
-        self._stats: SpeculationStats | None = None
-        self._seconds = 0.0
 
-    def add(self, last: GenerationResponse) -> None:
-        """Count an answer by its last response."""
-        self._answers += 1
-        self._prompt_tokens += last.prompt_tokens
-        self._reused_tokens += last.reused_tokens
-        self._context = last.prompt_tokens + last.generation_tokens
-        self._seconds += last.generation_tokens / last.generation_tps
-        earlier = vars(self._stats) if self._stats else {}
-        sums = {name: value + earlier.get(name, 0) for name, value in vars(last.stats).items()}
-        self._stats = replace(last.stats, **sums)
-
-    def panel(self, context_length: int | None) -> Panel:
-        """All figures.
-
-        Args:
-            context_length: the model's, in tokens, where it is known.
-        """
-        rows: list[tuple[str, ...]] = [
-            ("answers", str(self._answers)),
-            ("context", f"{self._context:,}", f"of {context_length:,}" if context_length else ""),
-            ("prompt tokens", f"{self._prompt_tokens:,}"),
-            ("of them reused", f"{self._reused_tokens:,}"),
-        ]
-        if self._stats:
-            rate = f"{self._stats.emitted / self._seconds:,.1f}/s"
-            rows += [
-                ("generated tokens", f"{self._stats.emitted:,}", rate),
-                ("tokens per step", f"{self._stats.tokens_per_step:.2f}"),
-                acceptance_row(self._stats),
-            ]
-        return Panel(figures_grid(rows), expand=False, border_style="dim")
+# With the docstring's, what --help shows at the end.
+chat_command.epilog = f"{chat_command.epilog}\n\n\b\nAt the prompt:\n{indent(help_text(), '  ')}"

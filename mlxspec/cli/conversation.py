@@ -2,37 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Sequence
 from dataclasses import replace
-from functools import partial
-
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from typing import Any, Protocol
 
 from ..engine.target import Progress
 from ..errors import OptionError, PromptError
 from ..generation.response import GenerationResponse
 from ..generation.session import Session
 from ..loading.chat_template import Messages
+from .chat_file import SavedChat
 from .generating import room_for
-from .prompts import in_template
 
 _ANSWERS_SHARE = 4  # of the context a quarter is left for an answer, unless it may have less
 
-Answering = Callable[..., Generator[GenerationResponse, None, None]]
 
+class ChatModel(Protocol):
+    """A model as a conversation uses it: :mod:`.local` or :mod:`.remote`.
 
-def template_of(tokenizer: TokenizerWrapper) -> Callable[[Messages], list[int]]:
-    """What puts messages into a model's chat template.
-
-    Raises:
-        OptionError: it has none.
+    Attributes:
+        name: the model's, by which it is asked for.
+        context_length: in tokens, where it is known.
+        trims_first_space: an answer, which is a text of its own, comes with a first space that
+            the tokenizer has put there.
+        predicted_cost: how long the steps of the last answer should have taken, in plain steps;
+            0 where nobody knows.
     """
-    if not tokenizer.has_chat_template:
-        raise OptionError(
-            "this model's tokenizer has no chat template: choose a model that was trained to "
-            "chat, or 'mlxspec generate --raw'"
-        )
-    return partial(in_template, tokenizer=tokenizer)
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def context_length(self) -> int | None: ...
+    @property
+    def trims_first_space(self) -> bool: ...
+    @property
+    def predicted_cost(self) -> float: ...
+
+    def tokenize(self, messages: Messages) -> list[int]:
+        """A conversation's tokens, in the model's chat template.
+
+        Raises:
+            OptionError, PromptError: the template does not apply.
+        """
+
+    def stream(
+        self, tokens: Sequence[int], max_tokens: int, **more: Any
+    ) -> Generator[GenerationResponse, None, None]:
+        """Generate, as :meth:`mlxspec.Decoder.stream` does.
+
+        Args:
+            tokens: the prompt.
+            max_tokens: how many to generate at most.
+            more: ``session``, ``on_progress``, and how to sample this time.
+        """
+
+    def others(self) -> list[str]:
+        """Models that :meth:`switched` takes, if they can be listed."""
+
+    def find(self, name: str) -> None:
+        """Find out, while this model goes on, whether there is another.
+
+        Raises:
+            MlxspecError: there is none of this name.
+        """
+
+    def switched(self, name: str) -> ChatModel:
+        """Another model in this one's place.
+
+        Raises:
+            MlxspecError: it cannot be loaded, or cannot chat. This one can be used on.
+        """
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Add an answer to the store, where that is wanted."""
+
+    def close(self) -> None:
+        """End what it has begun."""
 
 
 class Conversation:
@@ -43,66 +88,114 @@ class Conversation:
     again each time.
 
     Args:
-        tokenize: puts messages into the model's chat template; see :func:`template_of`.
-        stream: called with the prompt's tokens, ``max_tokens`` and ``session``.
-        context_length: the model's, in tokens, where it is known.
+        model: which answers.
         max_tokens: per answer.
         system_prompt: comes before all turns.
-        trims_first_space: an answer, which is a text of its own, comes with a first space that
-            the tokenizer has put there.
+
+    Attributes:
+        messages: the turns so far, without the system prompt.
+        unanswered: a message that got no answer, as the last thing said; it is in no turn.
+        dropped: how many turns had to be left out for the last answer.
 
     Raises:
         OptionError: the model's chat template takes no system prompt.
     """
 
-    def __init__(
-        self,
-        tokenize: Callable[[Messages], list[int]],
-        stream: Answering,
-        context_length: int | None,
-        max_tokens: int,
-        system_prompt: str | None = None,
-        trims_first_space: bool = False,
-    ) -> None:
-        self._tokenize = tokenize
-        self._stream = stream
-        self.context_length = context_length
+    def __init__(self, model: ChatModel, max_tokens: int, system_prompt: str | None = None) -> None:
+        _check_template(model, system_prompt)
+        self.model = model
         self.max_tokens = max_tokens
-        self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        self._trims = trims_first_space
-        self._check_template()
+        self._system_prompt = system_prompt or None
         self.reset()
 
     def reset(self) -> None:
         """Forget all turns."""
         self.messages: Messages = []
+        self.unanswered: str | None = None
         self.session = Session()
         self.dropped = 0
-        """How many turns had to be left out for the last answer."""
+
+    @property
+    def system_prompt(self) -> str | None:
+        """What the model is told before all turns."""
+        return self._system_prompt
+
+    @system_prompt.setter
+    def system_prompt(self, text: str | None) -> None:
+        _check_template(self.model, text)
+        self._system_prompt = text
+
+    @property
+    def n_turns(self) -> int:
+        """How many messages have an answer."""
+        return len(self._turns())
+
+    @property
+    def saved(self) -> SavedChat:
+        """The conversation as a file has it."""
+        asked = [] if self.unanswered is None else [_said("user", self.unanswered)]
+        return SavedChat(self.model.name, self.system_prompt, [*self.messages, *asked])
+
+    def restore(self, chat: SavedChat) -> None:
+        """Go on with a conversation of a file, in this one's place.
+
+        A message at its end that has no answer is :attr:`unanswered`.
+
+        Raises:
+            OptionError: the model's chat template takes no system prompt.
+        """
+        self.system_prompt = chat.system_prompt
+        messages, self.unanswered, self.dropped = list(chat.messages), None, 0
+        if messages and messages[-1]["role"] == "user":
+            self.unanswered = messages.pop()["content"]
+        self.messages = messages
+
+    def switch(self, name: str) -> None:
+        """Go on with another model.
+
+        Raises:
+            MlxspecError: there is none, or it cannot go on; the model stays what it is.
+        """
+        self.model.find(name)
+        self.session = Session()  # it would hold the old model
+        other = self.model.switched(name)
+        try:
+            _check_template(other, self.system_prompt)
+        except OptionError:
+            other.close()
+            raise
+        self.model = other
 
     def answer(
-        self, message: str, on_progress: Progress | None = None
+        self, message: str, on_progress: Progress | None = None, **sampling: Any
     ) -> Generator[GenerationResponse, None, None]:
         """Answer a message; what has been said is kept when the generator is closed early.
 
-        A message that got no answer at all is forgotten.
+        A message that got no answer at all is :attr:`unanswered`.
+
+        Args:
+            message: the user's.
+            on_progress: called with how much of the prompt has run.
+            sampling: how to sample this answer, where not as always.
 
         Raises:
             PromptError: the message alone is longer than the model's context.
         """
-        self.messages.append({"role": "user", "content": message})
+        self.unanswered = None
+        self.messages.append(_said("user", message))
         said = ""
         try:
             tokens = self._fitting_prompt()
-            responses = self._stream(
+            responses = self.model.stream(
                 tokens,
-                room_for(self.context_length, len(tokens), self.max_tokens),
+                room_for(self.model.context_length, len(tokens), self.max_tokens),
                 session=self.session,
                 on_progress=on_progress,
+                **sampling,
             )
             try:
                 for response in responses:
-                    if not said and self._trims:
+                    if not said and self.model.trims_first_space:
                         response = replace(response, text=response.text.removeprefix(" "))
                     said += response.text
                     yield response
@@ -110,33 +203,84 @@ class Conversation:
                 responses.close()
         finally:
             if said:
-                self.messages.append({"role": "assistant", "content": said})
+                self.messages.append(_said("assistant", said))
             else:
                 self.messages.pop()
+                self.unanswered = message
+
+    def retry(
+        self, on_progress: Progress | None = None, **sampling: Any
+    ) -> Generator[GenerationResponse, None, None]:
+        """Answer the last message again; arguments as for :meth:`answer`.
+
+        The earlier answer stays if there is no other.
+
+        Raises:
+            PromptError: there is no message.
+        """
+        before = list(self.messages)
+        had_answer = self.unanswered is None
+        message = self.undo()
+        try:
+            yield from self.answer(message, on_progress, **sampling)
+        finally:
+            if had_answer and self.unanswered is not None:
+                self.messages, self.unanswered = before, None
+
+    def undo(self) -> str:
+        """Take the last message back, and its answer.
+
+        Returns:
+            the message.
+
+        Raises:
+            PromptError: there is none.
+        """
+        if self.unanswered is not None:
+            message, self.unanswered = self.unanswered, None
+            return message
+        begin = self._turns()[-1:]
+        if not begin:
+            raise PromptError("nothing has been said yet: write a message")
+        message = str(self.messages[begin[0]]["content"])
+        del self.messages[begin[0] :]
+        return message
+
+    def _turns(self) -> list[int]:
+        """Where the turns begin: with the user's messages."""
+        return [at for at, message in enumerate(self.messages) if message["role"] == "user"]
 
     def _fitting_prompt(self) -> list[int]:
         """The conversation's tokens, without the oldest turns once they leave no room."""
-        tokens, length = self._tokens(), self.context_length
+        tokens, length = self._tokens(), self.model.context_length
         self.dropped = 0
         if length is None or len(tokens) + min(self.max_tokens, length // _ANSWERS_SHARE) <= length:
             return tokens
-        while len(tokens) > length // 2 and len(self.messages) > 1:
-            del self.messages[:2]  # a turn of the user and the answer
+        while len(tokens) > length // 2 and len(turns := self._turns()) > 1:
+            del self.messages[: turns[1]]
             self.dropped += 1
             tokens = self._tokens()
         return tokens
 
     def _tokens(self) -> list[int]:
-        return self._tokenize([*self._system, *self.messages])
+        told = [_said("system", self.system_prompt)] if self.system_prompt else []
+        return self.model.tokenize([*told, *self.messages])
 
-    def _check_template(self) -> None:
-        """Find out before the first turn that the template does not know system prompts."""
-        if self._system:
-            messages = [*self._system, {"role": "user", "content": "?"}]
-            try:
-                self._tokenize(messages)
-            except (OptionError, PromptError) as error:
-                raise OptionError(
-                    "--system-prompt: this model's chat template takes none; write it into the "
-                    "first message"
-                ) from error
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _check_template(model: ChatModel, system_prompt: str | None) -> None:
+    """Find out before the first turn that a template does not know system prompts.
+
+    Raises:
+        OptionError: it does not.
+    """
+    if system_prompt:
+        try:
+            model.tokenize([_said("system", system_prompt), _said("user", "?")])
+        except (OptionError, PromptError) as error:
+            raise OptionError(
+                "this model's chat template takes no system prompt; write it into the first message"
+            ) from error

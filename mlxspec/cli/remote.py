@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 
@@ -38,6 +39,10 @@ class RemoteModel:
             only a server can be started with.
     """
 
+    trims_first_space = True
+    predicted_cost = 0.0
+    """Which a server does not tell."""
+
     def __init__(self, address: str, generation: Generation) -> None:
         if generation.drafting != Drafting() or generation.caches != CacheOptions():
             raise OptionError(
@@ -47,6 +52,7 @@ class RemoteModel:
         if generation.sampling.min_tokens_to_keep != SamplingParams().min_tokens_to_keep:
             raise OptionError("--min-tokens-to-keep: no server takes it; leave it out")
         self._client = ApiClient(address)
+        self._address = address
         self._generation = generation
         model, *_ = self._client.models(generation.model)
         self.name = model.name
@@ -57,8 +63,36 @@ class RemoteModel:
         body = {"model": self.name, "messages": messages}
         return [*self._client.ask("/v1/tokenize", body)["tokens"]]
 
+    def others(self) -> list[str]:
+        """The server's models."""
+        return [model.name for model in self._client.models()]
+
+    def find(self, name: str) -> None:
+        """Find out whether the server has a model.
+
+        Raises:
+            OptionError: it has not.
+        """
+        self._client.models(name)
+
+    def switched(self, name: str) -> RemoteModel:
+        """Another model of the server."""
+        return RemoteModel(self._address, replace(self._generation, model=name))
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Nothing: what a server learns from is its own."""
+
+    def close(self) -> None:
+        """Nothing: each request ends by itself."""
+
     def stream(
-        self, tokens: Sequence[int], max_tokens: int, **unused: Any
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        *,
+        session: Any = None,
+        on_progress: Any = None,
+        **sampling: Any,
     ) -> Generator[GenerationResponse, None, None]:
         """Generate, as :meth:`mlxspec.Decoder.stream` does; a response may have several tokens.
 
@@ -67,13 +101,14 @@ class RemoteModel:
         Args:
             tokens: the prompt.
             max_tokens: how many to generate at most.
-            unused: session and progress, which the server has itself.
+            session, on_progress: unused; the server has them itself.
+            sampling: how to sample this time, where not as always.
         """
-        sampling, ends = self._generation.sampling, self._generation.ends
+        ends, params = self._generation.ends, replace(self._generation.sampling, **sampling)
         body = {
             **{
                 _RENAMED.get(name, name): value
-                for name, value in vars(sampling).items()
+                for name, value in vars(params).items()
                 if name not in _OURS
             },
             "model": self.name,

@@ -88,9 +88,18 @@ def memory_directory() -> Path:
     """
     if switched := _switched_to():
         return _home_of(SWITCH, switched)
+    return data_directory() / "memory"
+
+
+def data_directory() -> Path:
+    """Where all is that is kept over runs, by default the user's data directory.
+
+    Raises:
+        OptionError: :data:`ENVIRONMENT_VARIABLE` names no directory that there can be.
+    """
     if chosen := os.environ.get(ENVIRONMENT_VARIABLE):
-        return _home_of(ENVIRONMENT_VARIABLE, chosen) / "memory"
-    return platformdirs.user_data_path("mlxspec") / "memory"
+        return _home_of(ENVIRONMENT_VARIABLE, chosen)
+    return platformdirs.user_data_path("mlxspec")
 
 
 def _home_of(variable: str, directory: str) -> Path:

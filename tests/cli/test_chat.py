@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from select import select
 
 import pytest
 from click.testing import CliRunner, Result
+from prompt_toolkit.history import FileHistory
 
-from mlxspec.cli.chat import ChatInput, chat_command
+from mlxspec.cli.chat import chat_command
+from mlxspec.cli.chat_input import LineInput
 from tests.cli.test_process import ROOT, Window
+from tests.support.scripted_model import write_scripted_model
 
 pytestmark = pytest.mark.slow
 
 LINE = "one two three four\n"
+PROMPT = ">\x08"
+"""What prompt_toolkit writes once it waits for keys."""
 
 
 def chat(*arguments: object, stdin: str | bytes) -> Result:
@@ -42,12 +50,50 @@ def test_commands(endless: Path) -> None:
     assert result.stdout == LINE * 2
     assert "there is no command /wave" in result.stderr
     assert re.findall(r"answers +(\d+)", result.stderr) == ["1", "1"]
-    assert "/reset   begin" in result.stderr
+    assert "begin a new conversation" in result.stderr
 
 
 def test_a_path_at_the_start_of_a_message_is_no_command(endless: Path) -> None:
     result = chat("--model", endless, "--max-tokens", 5, stdin="/etc/hosts is what?\n")
     assert result.stdout == LINE
+
+
+def test_commands_of_a_pipe_save_load_and_take_back(endless: Path, tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    said = f"/system Be brief.\na\nb\n/undo\n/save {path}\n/reset\n/load {path}\n/undo\n/system\n"
+    result = chat("--model", endless, "--max-tokens", 5, stdin=said)
+    assert result.exit_code == 0, result.stderr
+    assert messages(path) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": LINE},
+    ]
+    assert "Took back: b\n" in result.stderr
+    assert "Loaded 1 turn.\nTook back: a\nSystem prompt: Be brief.\n" in result.stderr
+    result = chat("--model", endless, "--load", path, "--max-tokens", 5, stdin=f"c\n/save {path}\n")
+    assert [message["content"] for message in messages(path)[1::2]] == ["a", "c"]
+    result = chat("--model", endless, "--load", path, stdin=f"/save {tmp_path}\n")
+    assert result.exit_code == 1
+    assert result.stderr.endswith(
+        f"Error: {tmp_path}: is there and no saved chat; choose another name\n"
+    )
+    result = chat("--model", "missing", "--load", tmp_path / "none", stdin="")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"Error: {tmp_path / 'none'}: cannot be read")
+
+
+def test_another_model_goes_on_and_takes_the_place_of_the_first(
+    endless: Path, finite: Path, tmp_path: Path
+) -> None:
+    other = write_scripted_model(tmp_path / "other", ("ah", " oh"), ends=True)
+    said = f"a\n/model {other}\nb\n/model {tmp_path}/none\n"
+    result = chat("--model", endless, "--max-tokens", 5, stdin=said)
+    assert result.stdout == f"{LINE}ah oh\n"
+    assert result.exit_code == 1
+    assert f"Error: {tmp_path}/none: no such directory" in result.stderr
+    said = f"a\n/model {finite}\n"
+    result = chat("--model", endless, "--max-tokens", 5, stdin=said)
+    assert result.stderr.startswith("Error: this model's tokenizer has no chat template")
 
 
 def test_a_model_without_a_chat_template_is_refused_in_a_line(finite: Path) -> None:
@@ -88,32 +134,47 @@ def test_messages_of_several_lines(
     text: str, messages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    turns = ChatInput()
+    turns = LineInput()
     assert list(iter(turns.message, None)) == messages
 
 
 class Terminal(Window):
-    """A terminal with a keyboard."""
+    """A terminal with a keyboard, which is read piece by piece."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__(columns)
+        self._unread = ""
 
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 
-    def interrupt(self, process: subprocess.Popen[str], until: str) -> str:
-        """Press Ctrl-C at a prompt, and again where it came before readline waited for keys."""
-        shown = False
-        while not shown:
-            process.send_signal(signal.SIGINT)
-            shown = bool(select([self._master], [], [], 5)[0])
-        return self.read(until=until)
+    def read(self, until: str | None = None) -> str:
+        """What comes up to a text and with it; the next call goes on behind it."""
+        while until and until not in self._unread:
+            ready = select([self._master], [], [], 60)[0]
+            assert ready, f"{until!r} does not come after {self._unread!r}"
+            self._unread += os.read(self._master, 65536).decode().replace("\r\n", "\n")
+        if until is None:
+            return self._unread + super().read()
+        shown, _, self._unread = self._unread.partition(until)
+        return shown + until
+
+    def shown(self, until: str) -> str:
+        """As :meth:`read`, without what sets colours, cursor and modes."""
+        return plain(self.read(until))
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[?\d;]*[a-zA-Z]|\x1b[=>78]|\r", "", text)
 
 
 def start(
-    model: Path, terminal: int, max_tokens: int = 1_000_000, **environment: str
+    model: Path, terminal: int, *arguments: object, max_tokens: int = 1_000_000, **environment: str
 ) -> subprocess.Popen[str]:
     program = "from mlxspec.cli.main import main; main()"
-    options = ["--model", str(model), "--decoder", "prompt-lookup", f"--max-tokens={max_tokens}"]
+    options = ["--model", model, "--decoder", "prompt-lookup", f"--max-tokens={max_tokens}"]
     return subprocess.Popen(
-        [sys.executable, "-c", program, "chat", *options],
+        [sys.executable, "-c", program, "chat", *map(str, [*options, *arguments])],
         cwd=ROOT,
         env={**os.environ, "TERM": "xterm-256color", **environment},
         stdin=terminal,
@@ -124,38 +185,202 @@ def start(
     )
 
 
-def test_at_a_terminal_ctrl_c_stops_an_answer_and_twice_leaves(endless: Path) -> None:
-    with Terminal(columns=60) as window:
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, str]:
+    """An environment with a data directory of its own, whose user knows of the memory."""
+    (tmp_path / "data" / "memory").mkdir(parents=True)
+    return {"MLXSPEC_DATA_DIR": str(tmp_path / "data")}
+
+
+def history(data: dict[str, str]) -> list[str]:
+    """What is kept, the oldest first."""
+    path = Path(data["MLXSPEC_DATA_DIR"], "chat_history")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    return list(FileHistory(path).load_history_strings())[::-1]
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_at_a_terminal_ctrl_c_stops_an_answer_and_twice_leaves(endless: Path, width: int) -> None:
+    with Terminal(columns=width) as window:
         process = start(endless, window.terminal, NO_COLOR="1")
-        assert "/help says what can be typed" in " ".join(window.read(until="> ").split())
+        assert "/help says what can be typed" in " ".join(window.shown(until=PROMPT).split())
         for _ in range(2):
-            window.type("go on\n")
+            window.type("go on\r")
             window.read(until=LINE.strip())
             process.send_signal(signal.SIGINT)
-            figures = window.read(until="> ")
-            assert "per step" in figures
-            assert "stopped" in figures
+            figures = window.read(until="stopped")
+            assert "step" in figures
             assert "\x1b[1" not in figures
-        assert "Ctrl-C again or Ctrl-D leaves." in window.interrupt(process, until="> ")
-        window.interrupt(process, until="\n")
+            window.read(until=PROMPT)
+        for _ in range(2):
+            window.type("never sent\x03")  # which forgets it, the second time, too
+            assert "Ctrl-C again or Ctrl-D leaves." in window.shown(until="leaves.")
+            window.read(until=PROMPT)
+        process.send_signal(signal.SIGINT)
         assert process.wait() == 0
 
 
-def test_an_answer_that_is_cut_says_by_what(endless: Path) -> None:
+def test_pasted_lines_are_one_message_as_they_are_and_kept_for_the_next_chat(
+    endless: Path, tmp_path: Path, data: dict[str, str]
+) -> None:
+    code = '"""Doc."""\ndef f(x):\n\treturn x \\\n  + 1\n/help'
+    with Terminal(columns=80) as window:
+        process = start(endless, window.terminal, max_tokens=5, **data)
+        window.read(until=PROMPT)
+        window.type(f"\x1b[200~{code.replace(chr(10), chr(13))}\x1b[201~\r")
+        assert LINE in window.shown(until="reused")
+        window.type("second\x1b\rthird\x0afourth\\\rfifth\r")  # new lines by three ways
+        window.read(until="reused")
+        window.type(f"/save {tmp_path / 'chat.json'}\r")
+        window.read(until="Saved 4 messages")
+        window.type("\x04")
+        assert process.wait() == 0
+    asked = [message["content"] for message in messages(tmp_path / "chat.json")[::2]]
+    assert asked == [code, "second\nthird\nfourth\nfifth"]
+    assert history(data) == [*asked, f"/save {tmp_path / 'chat.json'}"]
+    with Terminal(columns=80) as window:
+        process = start(endless, window.terminal, max_tokens=5, **data)
+        window.read(until=PROMPT)
+        window.type("\x10\x10\r")  # up, to the message before the command
+        window.read(until="reused")
+        window.type(f"/save {tmp_path / 'again.json'}\r/exit\r")
+        assert process.wait() == 0
+    assert messages(tmp_path / "again.json")[0]["content"] == asked[1]
+
+
+def messages(path: Path) -> list[dict[str, str]]:
+    found: list[dict[str, str]] = json.loads(path.read_text())["messages"]
+    return found
+
+
+def test_what_is_typed_during_an_answer_waits_for_the_prompt_and_is_not_shown_before(
+    endless: Path, tmp_path: Path
+) -> None:
+    with Terminal(columns=80) as window:
+        process = start(endless, window.terminal, "--no-history")
+        window.read(until="\x1b[?2004h")
+        window.type("early\r")  # while the model loads
+        window.read(until=LINE.strip())
+        window.type(f"late\r\x1b[200~two\rlines\x1b[201~\r/save {tmp_path / 'chat.json'}\r")
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            window.read(until="stopped")
+            window.read(until=LINE.strip())
+        process.send_signal(signal.SIGINT)
+        window.read(until="Saved 6 messages")
+        window.type("/exit\r")
+        assert process.wait() == 0
+    asked = [message["content"] for message in messages(tmp_path / "chat.json")[::2]]
+    assert asked == ["early", "late", "two\nlines"]
+
+
+def test_an_answer_that_is_cut_says_by_what_and_is_not_given_again_at_temperature_0(
+    endless: Path,
+) -> None:
     with Terminal(columns=100) as window:
         process = start(endless, window.terminal, max_tokens=3)
-        window.read(until="> ")
-        window.type("go on\n")
-        assert "cut by --max-tokens" in window.read(until="\r\n> ")
+        window.read(until=PROMPT)
+        window.type("go on\r")
+        window.read(until="cut by --max-tokens")
+        window.type("/retry\r")
+        window.read(until="the answer would be the same")
+        window.type("/retry 0.5\r")
+        window.read(until="cut by --max-tokens")
+        window.type("/retry hot\r")
+        window.read(until="give a temperature")
+        window.type("/retry -1\r")
+        window.read(until="temp is -1")
+        window.type("/undo\r")
+        window.read(until="Took back: go on")
+        window.type("/retry\r")
+        window.read(until="nothing has been said yet")
         window.type("\x04")
         assert process.wait() == 0
 
 
-def test_ctrl_d_leaves(endless: Path) -> None:
-    with Terminal(columns=30) as window:
-        process = start(endless, window.terminal)
-        window.read(until="> ")
+def test_commands_are_completed_while_they_are_typed(endless: Path, tmp_path: Path) -> None:
+    with Terminal(columns=80) as window:
+        process = start(endless, window.terminal, "--no-history", max_tokens=3)
+        window.read(until=PROMPT)
+        window.type("/und")
+        window.read(until="take the last message")
+        window.type("\t\r")  # a command without more is done at once
+        window.read(until="nothing has been said yet")
+        window.read(until=PROMPT)
+        window.type("hello\r/sav")
+        window.read(until="write the conversation")
+        window.type("\t\r")  # takes the choice; a name is to follow
+        window.type(f"{tmp_path / 'chat.json'}\r")
+        window.read(until="Saved 2 messages")
         window.type("\x04")
+        assert process.wait() == 0
+
+
+@pytest.mark.parametrize("end", ["\x04", "/quit\r", "/bye\r"])
+def test_leaving_gives_the_terminal_back_as_it_was(endless: Path, end: str) -> None:
+    with Terminal(columns=30) as window:
+        before = termios.tcgetattr(window.terminal)
+        process = start(endless, window.terminal)
+        window.read(until=PROMPT)
+        window.type(end)
+        assert process.wait() == 0
+        assert termios.tcgetattr(window.terminal) == before
+        os.close(window.terminal)
+        assert "\x1b[?2004h" not in window.read().rpartition("\x1b[?2004l")[2]
+
+
+def test_an_error_gives_the_terminal_back_as_it_was(tmp_path: Path) -> None:
+    with Terminal(columns=80) as window:
+        before = termios.tcgetattr(window.terminal)
+        process = start(tmp_path / "missing", window.terminal)
+        assert process.wait() == 1
+        assert termios.tcgetattr(window.terminal) == before
+
+
+def test_a_dumb_terminal_gets_lines_and_nothing_else(endless: Path) -> None:
+    with Terminal(columns=80) as window:
+        process = start(endless, window.terminal, max_tokens=5, TERM="dumb")
+        shown = window.read(until="> ")
+        window.type("go on\n")
+        shown += window.read(until="\n> ")
+        window.type("/exit\n")
+        assert process.wait() == 0
+    assert LINE in shown
+    assert "\x1b" not in shown
+
+
+def test_the_output_may_go_to_a_file_while_a_user_types(endless: Path, tmp_path: Path) -> None:
+    options = ["--model", str(endless), "--decoder", "prompt-lookup", "--max-tokens", "5"]
+    program = "from mlxspec.cli.main import main; main()"
+    with Terminal(columns=80) as window, (tmp_path / "out").open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, "chat", *options],
+            cwd=ROOT,
+            stdin=window.terminal,
+            stdout=output,
+            stderr=window.terminal,
+        )
+        window.read(until="> ")
+        window.type("go on\n")
+        window.read(until="reused")
+        window.type("/exit\n")
+        assert process.wait() == 0
+    assert (tmp_path / "out").read_text() == LINE
+
+
+def test_markdown_is_rendered_where_it_is_wanted(tmp_path: Path) -> None:
+    pieces = ("a", " **big**", " one")
+    model = write_scripted_model(tmp_path / "model", pieces, ends=True)
+    with Terminal(columns=40) as window:
+        process = start(model, window.terminal, "--markdown", NO_COLOR="1")
+        window.read(until=PROMPT)
+        window.type("a\r")
+        assert "a big one" in window.shown(until="reused")
+        window.type("/markdown\r")
+        window.read(until="plain text again")
+        window.type("/reset\ra\r")
+        assert "a **big** one" in window.shown(until="reused")
+        window.type("/exit\r")
         assert process.wait() == 0
 
 
@@ -166,7 +391,7 @@ def test_the_greeting_names_any_model_and_nothing_of_it_takes_effect(
     shutil.copytree(endless, model)
     with Terminal(columns=1000) as window:
         process = start(model, window.terminal, NO_COLOR="1")
-        shown = window.read(until="> ")
+        shown = window.read(until=PROMPT)
         window.type("\x04")
         assert process.wait() == 0
     assert f"Chatting with {tmp_path}/m[/x]␛[2J. /help" in shown

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import mlx_lm
 import pytest
+from mlx_lm.generate import generate_step
 
 from mlxspec import PromptLookupDecoder
-from mlxspec.cli.conversation import Conversation, template_of
+from mlxspec.cli.chat_file import SavedChat, read_chat
+from mlxspec.cli.conversation import Conversation
+from mlxspec.cli.prompts import in_template
+from mlxspec.engine.params import SamplingParams
 from mlxspec.errors import OptionError, PromptError
 from mlxspec.loading.detokenizer import detokenizer_of
+from tests.support.architectures import ARCHITECTURES, KINDS_OF_CACHES
+from tests.support.demo import demo
 
 pytestmark = pytest.mark.slow
 
@@ -22,21 +32,72 @@ QUESTIONS = [
 ]
 
 
+class Model:
+    """A decoder as a chat's model."""
+
+    name = "tested"
+    predicted_cost = 0.0
+
+    def __init__(self, decoder: PromptLookupDecoder, context_length: int | None = 1024) -> None:
+        self.decoder = decoder
+        self.context_length = context_length
+        self.trims_first_space = detokenizer_of(decoder.tokenizer).prefix_space
+
+    def tokenize(self, messages: list[dict[str, Any]]) -> list[int]:
+        return in_template(messages, self.decoder.tokenizer)
+
+    def stream(
+        self, tokens: Sequence[int], max_tokens: int, **more: Any
+    ) -> Generator[Any, None, None]:
+        sampling = SamplingParams(**{k: more.pop(k) for k in ("temp", "seed") if k in more})
+        return self.decoder.stream(tokens, max_tokens, sampling=sampling, **more)
+
+    def others(self) -> list[str]:
+        return []
+
+    def find(self, name: str) -> None:
+        if name == "missing":
+            raise OptionError("there is no model missing")
+
+    def switched(self, name: str) -> Model:
+        if name == "broken":
+            raise OptionError("it is broken")
+        other = Model(self.decoder)
+        other.name = name
+        return other
+
+
 @pytest.fixture(scope="module")
 def decoder() -> PromptLookupDecoder:
     return PromptLookupDecoder("demo")
 
 
-def conversation_with(decoder: PromptLookupDecoder, **options: object) -> Conversation:
-    options = {"context_length": 1024, "max_tokens": 40, **options}
-    trims = detokenizer_of(decoder.tokenizer).prefix_space
-    tokenize = template_of(decoder.tokenizer)
-    return Conversation(tokenize, decoder.stream, trims_first_space=trims, **options)
+def conversation_with(
+    decoder: PromptLookupDecoder,
+    context_length: int | None = 1024,
+    max_tokens: int = 40,
+    system_prompt: str | None = None,
+) -> Conversation:
+    return Conversation(Model(decoder, context_length), max_tokens, system_prompt)
 
 
 def ask(conversation: Conversation, question: str, taken: int | None = None) -> str:
     with closing(conversation.answer(question)) as responses:
         return "".join(response.text for response in islice(responses, taken))
+
+
+def interrupt(conversation: Conversation) -> None:
+    """Have the next answers interrupted before their first word."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    conversation.model.stream = interrupted
+
+
+def again(conversation: Conversation, **sampling: object) -> str:
+    with closing(conversation.retry(**sampling)) as responses:
+        return "".join(response.text for response in responses)
 
 
 def answered_by_mlx_lm(
@@ -96,13 +157,12 @@ def test_what_was_said_before_an_interrupt_stays(decoder: PromptLookupDecoder) -
 
 
 def test_a_message_that_nothing_was_said_to_is_forgotten(decoder: PromptLookupDecoder) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    conversation = Conversation(template_of(decoder.tokenizer), interrupted, 1024, 40)
+    conversation = conversation_with(decoder)
+    interrupt(conversation)
     with pytest.raises(KeyboardInterrupt):
         ask(conversation, "Anyone?")
     assert conversation.messages == []
+    assert conversation.unanswered == "Anyone?"
 
 
 def test_a_template_that_takes_no_system_prompt_is_told_before_the_first_turn(
@@ -112,7 +172,7 @@ def test_a_template_that_takes_no_system_prompt_is_told_before_the_first_turn(
         raise ValueError("no system role")
 
     monkeypatch.setattr(decoder.tokenizer, "apply_chat_template", refuse)
-    with pytest.raises(OptionError, match="--system-prompt"):
+    with pytest.raises(OptionError, match="takes no system prompt"):
         conversation_with(decoder, system_prompt="Be brief.")
 
 
@@ -123,3 +183,144 @@ def test_a_reset_forgets_everything(decoder: PromptLookupDecoder) -> None:
     conversation.reset()
     assert conversation.session.tokens == []
     assert ask(conversation, QUESTIONS[1]) == first
+
+
+def test_after_undo_retry_and_load_answers_are_those_of_a_fresh_conversation(
+    decoder: PromptLookupDecoder, tmp_path: Path
+) -> None:
+    conversation = conversation_with(decoder)
+    answers = [ask(conversation, question) for question in QUESTIONS]
+    assert again(conversation) == answers[2]
+    reused = len(conversation.session.tokens)
+    assert conversation.undo() == QUESTIONS[2]
+    assert conversation.undo() == QUESTIONS[1]
+    told = [*conversation.messages, {"role": "user", "content": QUESTIONS[2]}]
+    assert [message["content"] for message in told] == [QUESTIONS[0], answers[0], QUESTIONS[2]]
+    assert ask(conversation, QUESTIONS[2]) == answered_by_mlx_lm(decoder, told)
+    conversation.system_prompt = "Be brief."
+    told.insert(0, {"role": "system", "content": "Be brief."})
+    assert again(conversation) == answered_by_mlx_lm(decoder, told)
+    conversation.system_prompt = None
+    assert again(conversation) == answered_by_mlx_lm(decoder, told[1:])
+    conversation.saved.write(tmp_path / "chat")
+    conversation.reset()
+    conversation.restore(read_chat(tmp_path / "chat"))
+    told = [*conversation.messages, {"role": "user", "content": QUESTIONS[1]}]
+    assert len(told) == 5
+    assert ask(conversation, QUESTIONS[1]) == answered_by_mlx_lm(decoder, told)
+    assert reused > 60
+
+
+def test_what_is_common_is_not_processed_again(decoder: PromptLookupDecoder) -> None:
+    conversation = conversation_with(decoder)
+    for question in QUESTIONS[:2]:
+        ask(conversation, question)
+    begins = conversation.model.tokenize(conversation.messages[:2])
+    conversation.undo()
+    with closing(conversation.answer(QUESTIONS[2])) as responses:
+        first = next(responses)
+    assert 20 < len(begins) - 8 <= first.reused_tokens < first.prompt_tokens
+
+
+def test_another_seed_samples_another_answer_and_the_same_one_the_same(
+    decoder: PromptLookupDecoder,
+) -> None:
+    conversation = conversation_with(decoder)
+    ask(conversation, "Tell me about the sea.")
+    texts = [again(conversation, temp=1.5, seed=seed) for seed in (1, 2, 1)]
+    assert texts[0] == texts[2] != texts[1]
+    assert len(conversation.messages) == 2
+
+
+def test_a_retry_that_is_interrupted_leaves_the_earlier_answer(
+    decoder: PromptLookupDecoder,
+) -> None:
+    conversation = conversation_with(decoder)
+    ask(conversation, QUESTIONS[0])
+    before = list(conversation.messages)
+    interrupt(conversation)
+    with pytest.raises(KeyboardInterrupt):
+        again(conversation)
+    assert conversation.messages == before
+    assert conversation.unanswered is None
+
+
+def test_a_message_without_an_answer_is_asked_again_saved_and_taken_back(
+    decoder: PromptLookupDecoder,
+) -> None:
+    asked = [{"role": "user", "content": QUESTIONS[0]}]
+    conversation = conversation_with(decoder)
+    conversation.restore(SavedChat("", None, asked))
+    assert conversation.messages == []
+    assert conversation.saved.messages == asked
+    assert again(conversation) == answered_by_mlx_lm(decoder, asked)
+    assert conversation.messages[0] == asked[0]
+    conversation.restore(SavedChat("", None, asked))
+    assert conversation.undo() == QUESTIONS[0]
+    for forgotten in (conversation.undo, lambda: again(conversation)):
+        with pytest.raises(PromptError, match="nothing has been said"):
+            forgotten()
+
+
+def test_another_model_goes_on_and_a_missing_or_broken_one_does_not(
+    decoder: PromptLookupDecoder,
+) -> None:
+    conversation = conversation_with(decoder)
+    ask(conversation, QUESTIONS[0])
+    session = conversation.session
+    with pytest.raises(OptionError, match="missing"):
+        conversation.switch("missing")
+    assert conversation.session is session
+    with pytest.raises(OptionError, match="broken"):
+        conversation.switch("broken")
+    assert conversation.model.name == "tested"
+    conversation.switch("other")
+    assert conversation.model.name == "other"
+    told = [*conversation.messages, {"role": "user", "content": QUESTIONS[1]}]
+    assert ask(conversation, QUESTIONS[1]) == answered_by_mlx_lm(decoder, told)
+
+
+class Letters(Model):
+    """A random model that is told letters, and answers with a text that stands for tokens."""
+
+    def tokenize(self, messages: list[dict[str, Any]]) -> list[int]:
+        numbers = {"user": 1, "assistant": 2, "system": 3}
+        return [
+            token
+            for message in messages
+            for token in (numbers[message["role"]], *(ord(c) % 64 for c in message["content"]))
+        ]
+
+    def stream(
+        self, tokens: Sequence[int], max_tokens: int, **more: Any
+    ) -> Generator[Any, None, None]:
+        for response in super().stream(tokens, max_tokens, **more):
+            response.text = chr(response.token + 64)
+            yield response
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_CACHES)
+def test_caches_of_every_kind_return_to_where_the_conversation_did(kind: str) -> None:
+    model = ARCHITECTURES[KINDS_OF_CACHES[kind]].model()
+    letters = Letters(PromptLookupDecoder(model, demo().tokenizer), 1024)
+    letters.trims_first_space = False
+    conversation = Conversation(letters, 12)
+
+    def fresh() -> str:
+        prompt = mx.array(letters.tokenize(conversation.messages[:-1]))
+        text = ""
+        for token, _ in generate_step(prompt, model, max_tokens=12):
+            text += chr(int(token) + 64)
+            if int(token) in demo().tokenizer.eos_token_ids:
+                break
+        return text
+
+    for question in ("first question", "second", "third and last"):
+        ask(conversation, question)
+    assert conversation.messages[-1]["content"] == fresh()
+    assert again(conversation) == fresh()
+    conversation.undo()
+    assert ask(conversation, "in place of the third") == fresh()
+    conversation.undo()
+    assert again(conversation) == fresh()
+    assert ask(conversation, "go on") == fresh()

@@ -1,12 +1,54 @@
-"""The figures of a server's answers, as a chat adds them up."""
+"""A chat with a server: its commands, and the figures of its answers."""
 
 from __future__ import annotations
 
-from mlxspec.cli.chat import _Figures
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mlxspec.cli.chat import chat_command
+from mlxspec.cli.chat_figures import ChatFigures, answer_line
 from mlxspec.cli.remote import _response
+from tests.cli.test_serve import PLAIN, serving
+from tests.support.scripted_model import write_scripted_model
+
+LINE = "one two three four\n"
 
 
 def test_an_answer_that_was_stopped_has_figures() -> None:
-    figures = _Figures()
-    figures.add(_response("text", True, count=3, prompt_tokens=10, speed=5.0))
+    figures, last = ChatFigures(), _response("text", True, count=3, prompt_tokens=10, speed=5.0)
+    figures.add(last, 0.0)
     figures.panel(1024)
+    assert "plain" not in answer_line(last, 0.0, "stopped")
+    assert "1.5× plain" in answer_line(last, 2.0, "")
+
+
+@pytest.mark.slow
+def test_every_command_does_its_work_with_a_server(endless: Path, tmp_path: Path) -> None:
+    other = write_scripted_model(tmp_path / "other", ("ah", " oh"), ends=True)
+    saved = tmp_path / "chat.json"
+    lines = [
+        *("a", "/model", f"/model {other}", "/model", "b", "/retry 0.5", "/stats"),
+        *("/system Be brief.", "/retry", "c", "/undo", f"/save {saved}", "/reset"),
+        *(f"/load {saved}", f"/model {endless}", "d", "/model nope"),
+    ]
+    with serving("--model", endless, "--model", other, *PLAIN) as server:
+        options = ["--server", server.address, "--max-tokens", "5"]
+        result = CliRunner().invoke(chat_command, options, input="\n".join(lines))
+    assert result.stdout == LINE + "ah oh\n" * 4 + LINE, result.stderr
+    assert f"Chatting with {endless} at {server.address}.\n" in result.stderr
+    assert f"The server has {endless}, {other}.\n" in result.stderr
+    assert f"Going on with {other} at {server.address}.\n" in result.stderr
+    assert "generated tokens" in result.stderr
+    assert "against plain" not in result.stderr  # which a server does not tell
+    assert "Took back: c\nSaved 4 messages" in result.stderr
+    assert "Loaded 2 turns.\n" in result.stderr
+    assert result.stderr.endswith(f"Error: --model is nope: the server has {endless}, {other}\n")
+    assert result.exit_code == 1
+    record = json.loads(saved.read_text())
+    assert record["model"] == str(other)
+    assert [message["content"] for message in record["messages"]] == [
+        *("Be brief.", "a", LINE, "b", "ah oh")
+    ]

@@ -1,0 +1,119 @@
+"""A model of this process, as a chat uses it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from rich.console import Console
+
+from ..engine.positions import context_length
+from ..errors import OptionError
+from ..generation.response import GenerationResponse
+from ..loading.chat_template import Messages
+from ..loading.detokenizer import detokenizer_of
+from ..loading.model_files import DEMO, find_directory
+from .generating import Generation, model_or_default
+from .memories import Memories
+from .prompts import in_template
+
+if TYPE_CHECKING:
+    from ..generation.decoder import Decoder
+    from ..store.learner import Learner
+
+
+class LocalModel:
+    """A loaded model.
+
+    When another one takes its place it leaves the memory first, since both may not fit into it.
+    Should the other turn out to be of no use, this one is loaded again for the next answer.
+
+    Args:
+        generation: which model, how to draft and how to sample.
+        console: where bars show how far loading is.
+        memories: have the earlier answers that are drafted from.
+
+    Raises:
+        MlxspecError: it cannot be loaded, or has no chat template.
+    """
+
+    def __init__(self, generation: Generation, console: Console, memories: Memories) -> None:
+        self._generation = generation
+        self._console = console
+        self._memories = memories
+        self._loaded: Decoder | None = None
+        self._learner: Learner | None = None
+        self._closing = ExitStack()
+        self._decoder()
+
+    @property
+    def name(self) -> str:
+        return model_or_default(self._generation.model)
+
+    @property
+    def context_length(self) -> int | None:
+        return context_length(self._decoder().model)
+
+    @property
+    def trims_first_space(self) -> bool:
+        return detokenizer_of(self._decoder().tokenizer).prefix_space
+
+    @property
+    def predicted_cost(self) -> float:
+        return self._decoder().predicted_cost
+
+    def tokenize(self, messages: Messages) -> list[int]:
+        tokens: list[int] = in_template(messages, self._decoder().tokenizer)
+        return tokens
+
+    def stream(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        *,
+        session: Any = None,
+        on_progress: Any = None,
+        **sampling: Any,
+    ) -> Generator[GenerationResponse, None, None]:
+        asked = self._generation
+        asked = replace(asked, sampling=replace(asked.sampling, **sampling))
+        return asked.stream(
+            self._decoder(), tokens, max_tokens, session=session, on_progress=on_progress
+        )
+
+    def others(self) -> list[str]:
+        return [DEMO]
+
+    def find(self, name: str) -> None:
+        find_directory(name, None)  # which downloads it
+
+    def switched(self, name: str) -> LocalModel:
+        self.close()
+        return LocalModel(replace(self._generation, model=name), self._console, self._memories)
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        if self._learner:
+            self._learner.add(tokens)
+
+    def close(self) -> None:
+        """Write what was learned, and give the memory back."""
+        self._closing.close()
+        self._loaded = self._learner = None
+        gc.collect()  # decoders may be part of cycles
+        mx.clear_cache()
+
+    def _decoder(self) -> Decoder:
+        if self._loaded is None:
+            decoder = self._generation.load(self._console, self._memories)
+            if not decoder.tokenizer.has_chat_template:
+                raise OptionError(
+                    "this model's tokenizer has no chat template: choose a model that was trained "
+                    "to chat, or 'mlxspec generate --raw'"
+                )
+            self._learner = self._closing.enter_context(self._generation.learner(decoder))
+            self._loaded = decoder
+        return self._loaded

@@ -1,0 +1,77 @@
+"""What is a command in a chat, and what is a message."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxspec.cli.chat_commands import COMMANDS, command_in, help_text
+from mlxspec.errors import OptionError
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hello",
+        "",
+        "what does /help do?",
+        " /help",
+        "/etc/hosts is what?",
+        "/usr/bin",
+        "// a comment",
+        "/* a comment */\nint main;",
+        "/",
+        "/ 2",
+        "/1",
+        "\n/help",
+    ],
+)
+def test_a_message(text: str) -> None:
+    assert command_in(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "argument"),
+    [
+        ("/help", "/help", ""),
+        ("/stats  ", "/stats", ""),
+        ("/clear", "/reset", ""),
+        ("/quit", "/exit", ""),
+        ("/bye", "/exit", ""),
+        ("/save  my chat.json ", "/save", "my chat.json"),
+        ("/load /etc/hosts", "/load", "/etc/hosts"),
+        ("/system You are brief.\nAnd polite.", "/system", "You are brief.\nAnd polite."),
+        ("/system", "/system", ""),
+        ("/retry 0.5", "/retry", "0.5"),
+    ],
+)
+def test_a_command(text: str, name: str, argument: str) -> None:
+    found = command_in(text)
+    assert found
+    assert (found[0].name, found[1]) == (name, argument)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("/hlep", "did you mean /help?"),
+        ("/hlep me", "did you mean /help?"),
+        ("/svae x.json", "did you mean /save?"),
+        ("/wave", "there is no command /wave"),
+        ("/etc is what?", "a space before it makes it a message"),
+        ("/undo it all", "/undo takes nothing after it"),
+        ("/save", "/save needs the name of a file"),
+    ],
+)
+def test_what_is_neither_is_told_and_what_helps(text: str, told: str) -> None:
+    with pytest.raises(OptionError) as error:
+        command_in(text)
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_help_names_everything_and_fits_a_window_of_80_columns() -> None:
+    lines = help_text().splitlines()
+    assert max(map(len, lines)) <= 78
+    for command in COMMANDS:
+        assert any(line.startswith(command.name) and command.help in line for line in lines)
+        assert all(alias in help_text() for alias in command.aliases)

@@ -1,0 +1,100 @@
+"""Saved chats: what others read in them, and what is never overwritten."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from mlxspec.cli.chat_file import SavedChat, read_chat
+from mlxspec.errors import ChatFileError
+
+TURNS = [
+    {"role": "user", "content": "Wer liest “das”? 🦊\n\tZeile 2"},
+    {"role": "assistant", "content": "Ich."},
+]
+
+
+def test_a_saved_chat_is_openai_s_and_private_and_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "my chat.json"
+    SavedChat("demo", "Be brief.", TURNS).write(path)
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert record["messages"] == [{"role": "system", "content": "Be brief."}, *TURNS]
+    assert record["model"] == "demo"
+    assert "🦊" in path.read_text(encoding="utf-8")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read_chat(path) == SavedChat("demo", "Be brief.", TURNS)
+    SavedChat("other", None, TURNS).write(path)  # an older save is replaced
+    assert read_chat(path) == SavedChat("other", None, TURNS)
+    assert os.listdir(tmp_path) == ["my chat.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"precious",
+        b"",
+        b"[]",
+        b'{"model": "m", "created": 1, "messages": []',
+        b'{"messages": [{"role": "user", "content": "a"}]}',
+        b'{"model": "m", "created": 1, "messages": [], "tools": []}',
+        b'{"model": "m", "created": 1, "messages": [{"role": "tool", "content": ""}]}',
+    ],
+)
+def test_what_is_no_saved_chat_is_never_replaced(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(ChatFileError, match="choose another name"):
+        SavedChat("demo", None, TURNS).write(path)
+    assert path.read_bytes() == content
+
+
+def test_links_pipes_and_directories_are_neither_written_nor_waited_for(tmp_path: Path) -> None:
+    SavedChat("demo", None, TURNS).write(tmp_path / "chat")
+    (tmp_path / "link").symlink_to("chat")
+    (tmp_path / "nowhere").symlink_to("nothing")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "directory").mkdir()
+    for name in ("link", "nowhere", "pipe", "directory", "missing/chat"):
+        with pytest.raises(ChatFileError):
+            SavedChat("demo", None, TURNS).write(tmp_path / name)
+    for name in ("nowhere", "pipe", "directory", "missing", "a\0b"):
+        with pytest.raises(ChatFileError):
+            read_chat(tmp_path / name)
+    assert read_chat(tmp_path / "link").messages == TURNS
+
+
+def test_what_other_programs_write_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "request.json"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": parts},
+    ]
+    path.write_text(json.dumps({"messages": messages, "temperature": 1}), encoding="utf-8-sig")
+    assert read_chat(path) == SavedChat("", "Be brief.", [{"role": "user", "content": "ab"}])
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"no json", "it is no JSON"),
+        (b"\xff", "it is no JSON"),
+        (b"[" * 100_000, "it is no JSON"),
+        (b"{}", 'no list of "messages"'),
+        (b'{"messages": [{"content": "a"}]}', 'no "role"'),
+        (b'{"messages": [{"role": "tool", "content": "a"}]}', "'tool' is not for a chat"),
+        (b'{"messages": [{"role": "assistant", "content": "a"}]}', "not the user's"),
+    ],
+)
+def test_what_is_no_saved_chat_is_one_line(tmp_path: Path, content: bytes, told: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(ChatFileError) as error:
+        read_chat(path)
+    assert str(error.value).startswith(f"{path}: is no saved chat (")
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)

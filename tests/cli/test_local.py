@@ -1,0 +1,81 @@
+"""A model of a chat gives its memory back to the one that takes its place."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+import pytest
+
+from mlxspec.cli.conversation import Conversation
+from mlxspec.cli.generating import Drafting, Ends, Generation
+from mlxspec.cli.local import LocalModel
+from mlxspec.cli.memories import Memories
+from mlxspec.cli.output import error_console
+from mlxspec.engine.params import CacheOptions, SamplingParams
+from mlxspec.errors import MlxspecError
+from tests.support.scripted_model import write_scripted_model
+
+pytestmark = pytest.mark.slow
+
+
+def generation(model: str, **drafting: str | bool) -> Generation:
+    drafts = Drafting(**drafting)
+    return Generation(model, 9, drafts, Ends(), SamplingParams(), CacheOptions())
+
+
+def ask(conversation: Conversation) -> str:
+    return "".join(response.text for response in conversation.answer("Say hello."))
+
+
+def loaded(conversation: Conversation) -> weakref.ref:
+    decoder = conversation.model._decoder()
+    return weakref.ref(decoder.model)
+
+
+def test_the_first_is_gone_before_the_second_is_loaded_and_comes_back_if_that_fails(
+    finite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = write_scripted_model(tmp_path / "other", ("ah", " oh"), ends=True)
+    with Memories(keeps=False) as memories:
+        conversation = Conversation(
+            LocalModel(generation("demo"), error_console(), memories), max_tokens=9
+        )
+        answer = ask(conversation)
+        first = loaded(conversation)
+        gone = []
+        load = Generation.load
+
+        def watched(*arguments: object) -> object:
+            gone.append(first() is None)
+            return load(*arguments)
+
+        monkeypatch.setattr(Generation, "load", watched)
+        with pytest.raises(MlxspecError, match="no such directory"):
+            conversation.switch(str(tmp_path / "missing"))
+        assert first() is not None
+        with pytest.raises(MlxspecError, match="no chat template"):
+            conversation.switch(str(finite))
+        assert gone == [True]
+        assert conversation.model.name == "demo"
+        conversation.undo()
+        assert ask(conversation) == answer  # loaded again
+        conversation.switch(str(other))
+        assert ask(conversation) == "ah oh"
+        conversation.model.close()
+
+
+def test_what_was_learned_is_written_before_another_model_comes(
+    endless: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    other = write_scripted_model(tmp_path / "other", ("ah", " oh"), ends=True)
+    with Memories(keeps=False) as memories:
+        asked = generation(str(endless), store=str(store), learn=True)
+        conversation = Conversation(LocalModel(asked, error_console(), memories), max_tokens=9)
+        tokens = [response.token for response in conversation.answer("a")]
+        conversation.model.learn(tokens)
+        with pytest.raises(MlxspecError, match="holds tokens of endless"):
+            conversation.switch(str(other))
+        assert store.stat().st_size > 0
+        conversation.model.close()
