@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.nn as nn
-from mlx_lm.generate import BatchResponse
 from mlx_lm.generate import batch_generate as generate_in_batch
 from mlx_lm.generate_utils import BatchStats
 from mlx_lm.models.cache import make_prompt_cache
@@ -22,7 +22,7 @@ from ..engine.params import LogitsProcessor, Sampler
 from ..engine.positions import context_length
 from ..errors import OptionError
 from ..generation.decoders import AutoDecoder
-from ..generation.options import GenerationOptions, check_options, prompt_ids
+from ..generation.options import GenerationOptions, Prompt, check_options, prompt_ids
 from ..generation.response import GenerationResponse
 from ..generation.scheduler import Scheduler
 from .generation import decoder_of
@@ -30,6 +30,18 @@ from .generation import decoder_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    @dataclass
+    class BatchResponse:
+        """mlx-lm's, whose types a checker does not find."""
+
+        texts: list[str]
+        stats: BatchStats
+        caches: list[list[Any] | None] | None
+        token_ids: list[list[int]] | None = None
+        logprobs: list[list[float]] | None = None
+
+else:
+    from mlx_lm.generate import BatchResponse
 
 _LABEL = "[batch_generate]"
 _DECODING = ("sampler", "logits_processors", "prefill_step_size", "max_kv_size")
@@ -38,7 +50,7 @@ _DECODING = ("sampler", "logits_processors", "prefill_step_size", "max_kv_size")
 def batch_generate(
     model: nn.Module,
     tokenizer: TokenizerWrapper | PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     prompt_caches: Sequence[list[Any] | None] | None = None,
     max_tokens: int | Sequence[int] = 128,
     verbose: bool = False,
@@ -52,6 +64,7 @@ def batch_generate(
     prefill_batch_size: int = 8,
     prefill_step_size: int = 2048,
     max_kv_size: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     stream: Any = None,
 ) -> BatchResponse:
     """Answer several prompts at once, with speculation.
@@ -63,7 +76,7 @@ def batch_generate(
 
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
-        prompts: token ids.
+        prompts: token ids, texts, or messages, as for :meth:`mlxspec.Decoder.decode`.
         prompt_caches: mlx-lm's caches of what precedes each prompt; they are not changed.
         max_tokens: how many tokens to generate at most, for all prompts or for each.
         verbose: print progress, and figures at the end.
@@ -77,6 +90,7 @@ def batch_generate(
         prefill_step_size, max_kv_size: the memory of prefill and cache. Where the model heeds
             ``max_kv_size`` the prompts go into mlx-lm's batches: these drop the first positions,
             too, which a prompt alone keeps.
+        chat_template_kwargs: as for :meth:`mlxspec.Decoder.decode`, for all prompts.
         stream: where mlx-lm's batches run.
 
     Raises:
@@ -90,9 +104,10 @@ def batch_generate(
 def prepared(
     model: nn.Module,
     tokenizer: TokenizerWrapper | PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     prompt_caches: Sequence[list[Any] | None] | None = None,
     max_tokens: int | Sequence[int] = 128,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Callable[[], BatchResponse]:
     """What :func:`batch_generate` runs, once its arguments, which are these, are checked."""
@@ -103,7 +118,8 @@ def prepared(
         if len(given) != len(prompts):
             raise OptionError(f"{name} are {len(given)} for {len(prompts)} prompts: give one each")
     longest = context_length(model)
-    tokens = [prompt_ids(p, decoder.tokenizer, decoder.vocab_size, longest) for p in prompts]
+    of_model = decoder.tokenizer, decoder.vocab_size, longest, chat_template_kwargs
+    tokens = [prompt_ids(prompt, *of_model) for prompt in prompts]
     decoding = {name: options[name] for name in _DECODING if name in options}
     stateful = False
     for budget, cache in zip(budgets, caches, strict=True):

@@ -171,7 +171,7 @@ class Decoder:
         """Generate one response per token, with the decoder's drafter.
 
         Args:
-            prompt: text, or token ids.
+            prompt: text, token ids, or messages, as for :meth:`decode`.
             max_tokens: how many tokens to generate at most.
             options: how to sample and where to end, as in :meth:`decode`: ``temp``, ``top_p``,
                 ``seed``, ``stop`` and so on.
@@ -182,14 +182,18 @@ class Decoder:
         return responses(self.new_generation(prompt, max_tokens, options, self.drafting_with()))
 
     def generate(
-        self, prompt: Prompt, max_tokens: int = 250, color: bool = True, **options: Any
+        self,
+        prompt: Prompt,
+        max_tokens: int = 250,
+        color: bool = True,
+        **options: Unpack[GenerationOptions],
     ) -> GenerationResult:
         """Generate, write the text to standard output as it comes, and return the result.
 
         Args:
             prompt, max_tokens: as in :meth:`stream`.
             color: colour accepted draft tokens and the model's own, at a terminal.
-            options: :meth:`stream`'s other options.
+            options: as for :meth:`decode`.
 
         Raises:
             PromptError, OptionError: as :meth:`decode`.
@@ -208,7 +212,9 @@ class Decoder:
         """Generate with a drafter of your own, or with one of mlxspec's.
 
         Args:
-            prompt: text, or token ids that are taken as they are.
+            prompt: text or token ids, which are taken as they are, or messages, a list of
+                ``{"role": ..., "content": ...}``, which the model's chat template turns into
+                token ids. If the last message is the assistant's, the model goes on with it.
             drafter: proposes what the model verifies; it changes the speed, not the output. It
                 is not used with logits processors or a sampler that are not known to be pure
                 (see :class:`mlxspec.SamplingParams`), nor for a model that verifies no drafts.
@@ -222,6 +228,8 @@ class Decoder:
             constraint: what the output has to be, a :class:`mlxspec.Constraint`: JSON of a
                 schema, or a text of a regular expression or grammar. It ends where that is
                 complete. Tokens that the constraint forces are drafted.
+            chat_template_kwargs: what the chat template is given besides messages, such as
+                ``{"enable_thinking": False}`` or ``{"tools": [...]}``.
             stop: texts that end the output before them.
             stop_tokens: tokens that end the output, beside the tokenizer's own: ids, or texts
                 of one token.
@@ -246,8 +254,9 @@ class Decoder:
             drops.
 
         Raises:
-            PromptError: the prompt is neither text nor token ids, is empty, longer than the
-                model's context, or holds an id that is no token of the model.
+            PromptError: the prompt is neither text nor token ids nor messages, is empty, longer
+                than the model's context, or holds an id that is no token of the model; or it is
+                messages, and the model has no chat template or one that does not apply to them.
             OptionError: ``max_tokens`` is below 1, a stop string is empty, a sampling parameter
                 is out of range, a token is not the model's, the model's cache cannot be
                 quantised as asked, or ``prompt_cache`` has too few layers. With the first
@@ -313,7 +322,13 @@ class Decoder:
             around: wraps the owner of the model's caches in an owner of further caches.
             record_time: as for :meth:`decode`.
         """
-        tokens = self._prompt_tokens(prompt)
+        tokens = prompt_ids(
+            prompt,
+            self.tokenizer,
+            self.vocab_size,
+            context_length(self.model),
+            options.get("chat_template_kwargs"),
+        )
         checked = check_options(self.model, self.tokenizer, self.vocab_size, max_tokens, options)
         drafter: Drafter = NoDraft()
         if self.drafts(checked):
@@ -374,9 +389,6 @@ class Decoder:
 
     def _new_detokenizer(self) -> Detokenizer:
         return cast(Detokenizer, detokenizer_of(self.tokenizer))
-
-    def _prompt_tokens(self, prompt: Prompt) -> list[int]:
-        return prompt_ids(prompt, self.tokenizer, self.vocab_size, context_length(self.model))
 
 
 def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Drafter]:

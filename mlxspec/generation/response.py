@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
-from mlx_lm.generate import GenerationResponse as MlxLmResponse
 
 from ..errors import OptionError
+
+if TYPE_CHECKING:
+    # mlx-lm has no types, and a class whose base is not known has any attribute.
+    class MlxLmResponse: ...
+else:
+    from mlx_lm.generate import GenerationResponse as MlxLmResponse
 
 
 @dataclass(frozen=True)

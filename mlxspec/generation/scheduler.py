@@ -107,7 +107,7 @@ class Scheduler:
         """Add a generation.
 
         Args:
-            prompt, max_tokens, options: as for :meth:`Decoder.stream`.
+            prompt, max_tokens, options: as for :meth:`Decoder.decode`.
             on_response: called with each response.
             make_drafter: from the decoder's ``drafting_with``, for this generation alone; by
                 default the decoder drafts as ``stream`` does by default.
