@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -40,8 +40,16 @@ from ..loading.detokenizer import detokenizer_of
 from ..loading.model import load
 from ..plan.planner import Planner
 from ..terminal import TokenPrinter
+from .asynchronous import AsyncGenerations
 from .lent_caches import LentCaches
-from .options import CheckedOptions, GenerationOptions, Prompt, check_options, prompt_ids
+from .options import (
+    CheckedOptions,
+    GenerationOptions,
+    MakeDrafter,
+    Prompt,
+    check_options,
+    prompt_ids,
+)
 from .response import GenerationResponse, GenerationResult, Transcript
 from .responses import (
     CacheOwner,
@@ -57,9 +65,6 @@ from .session import Session, SessionTurn
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-MakeDrafter = Callable[["Session | None"], Drafter]
-"""Makes the drafter of one generation, given its session, if there is one."""
 
 
 class Decoder:
@@ -180,6 +185,39 @@ class Decoder:
             PromptError, OptionError: as :meth:`decode`.
         """
         return responses(self.new_generation(prompt, max_tokens, options, self.drafting_with()))
+
+    def astream(
+        self,
+        prompt: Prompt,
+        max_tokens: int = 250,
+        make_drafter: MakeDrafter | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> AsyncGenerator[GenerationResponse, None]:
+        """Generate as :meth:`stream` for a task of asyncio, whose event loop goes on meanwhile.
+
+        A thread of the decoder runs the model. Generations that run at once share its steps, as
+        in ``batch_generate``, and each writes what it writes alone. One that is closed
+        (``aclose``) or cancelled ends before its next step; it has given its session back when
+        the call returns. After a ``break`` the event loop closes it soon;
+        ``contextlib.aclosing`` does so at once. A generation runs up to 64 tokens ahead of its
+        consumer, and then waits for it.
+
+        Args:
+            prompt, max_tokens: as for :meth:`stream`.
+            make_drafter: what ``drafting_with`` of the decoder has returned, to draft in another
+                way than by default.
+            options: as for :meth:`decode`, except ``prompt_cache``. ``on_progress`` is called in
+                the event loop.
+
+        Raises:
+            PromptError, OptionError, DrafterError: as :meth:`decode`, with the first response.
+            OptionError: ``prompt_cache`` is given, which could not hold just what was taken.
+        """
+        return self._async_generations.stream(self, prompt, max_tokens, make_drafter, options)
+
+    @cached_property
+    def _async_generations(self) -> AsyncGenerations:
+        return AsyncGenerations()
 
     def generate(
         self,

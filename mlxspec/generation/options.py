@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..draft.drafter import Drafter
 from ..engine.capability import check_quantization
 from ..engine.constraint import Constraint, Phases
 from ..engine.params import CacheOptions, LogitsProcessor, Sampler, SamplingParams
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | mx.array | Sequence[Message]
 """A text or token ids, which are taken as they are, or the messages of a conversation, which the
 model's chat template turns into token ids."""
+
+MakeDrafter = Callable[[Session | None], Drafter]
+"""Makes the drafter of one generation, given its session, if there is one."""
 
 
 def prompt_ids(

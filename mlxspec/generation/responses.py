@@ -339,7 +339,7 @@ class StepTimes:
         ]
 
 
-_THREADS_END = 0.05  # seconds; a millisecond does it on an idle machine
+THREADS_END = 0.05  # seconds; a millisecond does it on an idle machine
 
 _awaited = False
 
@@ -354,4 +354,4 @@ def await_at_exit() -> None:
     global _awaited
     if not _awaited and threading.current_thread() is not threading.main_thread():
         _awaited = True
-        atexit.register(time.sleep, _THREADS_END)  # without the lock
+        atexit.register(time.sleep, THREADS_END)  # without the lock
