@@ -4,6 +4,7 @@ from .process import prefer_openblas
 
 prefer_openblas()  # before anything imports mlx.core
 
+import logging  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from .generation.session import Session
     from .loading.model import load
     from .memory.memory import Memory
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "0.1.0"
 __all__ = [

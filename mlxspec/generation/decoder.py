@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from functools import cached_property, partial
@@ -67,6 +68,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+_log = logging.getLogger(__name__)
+
+
 class Decoder:
     """Decodes with any drafter. Each generation has a cache of its own.
 
@@ -121,7 +125,9 @@ class Decoder:
     @cached_property
     def capability(self) -> Capability:
         """What drafts the model can verify; found out on first use, with a few forwards."""
-        return find_capability(self.model, self.draft_end).capability
+        finding = find_capability(self.model, self.draft_end)
+        _log.info("what the model verifies: %s (%s)", finding.capability.value, finding.reason)
+        return finding.capability
 
     @cached_property
     def chain_capability(self) -> Capability:
@@ -131,7 +137,9 @@ class Decoder:
     @cached_property
     def joint_mode(self) -> JointMode:
         """How several sequences share one forward; found out with small forwards."""
-        return joint_mode(self.model)
+        mode = joint_mode(self.model)
+        _log.info("how several sequences share forwards: %s", mode.value)
+        return mode
 
     @cached_property
     def draft_end(self) -> int | None:
