@@ -63,6 +63,8 @@ def prompt_ids(
         raise OptionError(
             "chat_template_kwargs are for a prompt of messages: leave them out, or pass messages"
         )
+    if isinstance(prompt, Mapping) and "role" in prompt:
+        raise PromptError("the prompt is a message by itself: pass a list of messages")
     if conversation:
         messages = cast(Sequence[Message], prompt)
         tokens = conversation_ids(tokenizer, messages, chat_template_kwargs or {})

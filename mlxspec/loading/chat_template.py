@@ -103,6 +103,11 @@ def conversation_ids(
         raise PromptError(
             "the prompt is messages, and this model has no chat template: pass a text"
         )
+    if not isinstance(how, Mapping):
+        raise OptionError(
+            f"chat_template_kwargs is of the type {type(how).__name__}: pass a dict of names and "
+            "values"
+        )
     if wrong := sorted(_OWN & how.keys()):
         raise OptionError(
             f"chat_template_kwargs has {wrong[0]}, which makes no prompt: leave it out"

@@ -112,7 +112,7 @@ def test_a_call_of_a_tool_is_a_message_without_content() -> None:
         ([{"role": "pirate", "content": "Ahoy"}], "the chat template does not apply .*: pass"),
         ([{}], "message 1 has no role"),
         ([5, HELLO], "the prompt is no row of token ids"),
-        (HELLO, "the prompt is no row of token ids .*or a list of messages"),
+        (HELLO, "the prompt is a message by itself: pass a list"),
         ([], "the prompt holds no token: .* or a message"),
     ],
     ids=str,
@@ -132,6 +132,11 @@ def test_messages_need_a_chat_template() -> None:
 def test_arguments_of_the_template_that_make_no_prompt_are_refused(name: str) -> None:
     with pytest.raises(OptionError, match=f"chat_template_kwargs has {name}.*leave it out"):
         ids([HELLO], **{name: True})
+
+
+def test_arguments_of_the_template_have_names() -> None:
+    with pytest.raises(OptionError, match="chat_template_kwargs is of the type list: pass a dict"):
+        prompt_ids([HELLO], demo().tokenizer, 4096, None, ["tools"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("prompt", ["a text", [5]], ids=str)
