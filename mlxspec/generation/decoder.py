@@ -203,7 +203,7 @@ class Decoder:
     ) -> AsyncGenerator[GenerationResponse, None]:
         """Generate as :meth:`stream` for a task of asyncio, whose event loop goes on meanwhile.
 
-        A thread of the decoder runs the model. Generations that run at once share its steps, as
+        A thread of the decoder runs the model. Generations at once, 32 at most, share its steps as
         in ``batch_generate``, and each writes what it writes alone. One that is closed
         (``aclose``) or cancelled ends before its next step; it has given its session back when
         the call returns. After a ``break`` the event loop closes it soon;
