@@ -28,7 +28,6 @@ if TYPE_CHECKING:
         OptionError,
         PromptCacheError,
         PromptError,
-        SettingsError,
         StoreError,
     )
     from .generation.decoder import Decoder
@@ -80,7 +79,6 @@ __all__ = [
     "PromptLookupDrafter",
     "SamplingParams",
     "Session",
-    "SettingsError",
     "SpeculationStats",
     "StoreError",
     "TokenLogprobs",
@@ -121,7 +119,6 @@ _HOMES = {
     "OptionError": ".errors",
     "PromptCacheError": ".errors",
     "PromptError": ".errors",
-    "SettingsError": ".errors",
     "StoreError": ".errors",
     "Decoder": ".generation.decoder",
     "AutoDecoder": ".generation.decoders",

@@ -41,7 +41,6 @@ from mlxspec import (
     PromptCacheError,
     PromptError,
     PromptLookupDecoder,
-    SettingsError,
     Session,
     StoreError,
 )
@@ -49,7 +48,7 @@ from mlxspec import (
 Responses = Generator[GenerationResponse, None, None]
 ERRORS: list[type[MlxspecError]] = [
     ConversionError, DistributedError, DrafterError, LoadError, OptionError, PromptCacheError,
-    PromptError, SettingsError, StoreError,
+    PromptError, StoreError,
 ]
 
 def told(done: int, total: int) -> None:
