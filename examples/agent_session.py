@@ -29,8 +29,7 @@ decoder, session = AutoDecoder(model), Session()
 messages = [{"role": "user", "content": TASK}]
 
 for _ in range(5):  # steps at most
-    prompt = decoder.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    responses = list(decoder.stream(prompt, session=session, constraint=ACTION))
+    responses = list(decoder.stream(messages, session=session, constraint=ACTION))
     text = "".join(response.text for response in responses)
     print(f"{text.strip()}  [{responses[-1].stats.tokens_per_step:.1f} tokens a step]")
     action = json.loads(text)

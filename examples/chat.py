@@ -14,9 +14,8 @@ messages: list[dict[str, str]] = []
 
 for line in sys.stdin:
     messages.append({"role": "user", "content": line.strip()})
-    prompt = decoder.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     answer = ""
-    for response in decoder.stream(prompt, max_tokens=200, session=session):
+    for response in decoder.stream(messages, max_tokens=200, session=session):
         print(response.text, end="", flush=True)
         answer += response.text
     print(f"\n[{response.reused_tokens} of {response.prompt_tokens} prompt tokens kept]")

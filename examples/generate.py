@@ -7,9 +7,7 @@ from mlxspec import AutoDecoder
 model = sys.argv[1] if len(sys.argv) > 1 else "demo"  # or a directory, or a Hub repository
 decoder = AutoDecoder(model)
 question = 'Repeat the following phrase 5 times: "The quick brown fox jumps over the lazy dog.".'
-prompt = decoder.tokenizer.apply_chat_template(
-    [{"role": "user", "content": question}], add_generation_prompt=True
-)
+prompt = [{"role": "user", "content": question}]
 
 result = decoder.generate(prompt, max_tokens=200)  # writes the text as it comes
 

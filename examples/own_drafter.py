@@ -37,8 +37,6 @@ if __name__ == "__main__":
     model = sys.argv[1] if len(sys.argv) > 1 else "demo"
     decoder = AutoDecoder(model, extra_drafter=LastBigram)
     question = 'Repeat the following phrase 5 times: "The quick brown fox.".'
-    prompt = decoder.tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True
-    )
+    prompt = [{"role": "user", "content": question}]
     result = decoder.generate(prompt)
     print(f"{result.stats.tokens_per_step:.2f} tokens a step")

@@ -10,9 +10,7 @@ from mlxspec import AutoDecoder
 model = sys.argv[1] if len(sys.argv) > 1 else "demo"
 decoder = AutoDecoder(model)
 question = "Alice is a baker from Paris. The pilot Henry lives in Cairo.\n\nCopy the text."
-prompt = decoder.tokenizer.apply_chat_template(
-    [{"role": "user", "content": question}], add_generation_prompt=True
-)
+prompt = [{"role": "user", "content": question}]
 
 console = Console()
 for response in decoder.stream(prompt, max_tokens=200, temp=0.7, top_p=0.9, seed=1):

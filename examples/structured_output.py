@@ -16,9 +16,7 @@ PERSON = Constraint.json_schema(
 
 model = sys.argv[1] if len(sys.argv) > 1 else "demo"
 decoder = AutoDecoder(model)
-prompt = decoder.tokenizer.apply_chat_template(
-    [{"role": "user", "content": "Wendy, 20, likes green."}], add_generation_prompt=True
-)
+prompt = [{"role": "user", "content": "Wendy, 20, likes green."}]
 text = "".join(response.text for response in decoder.stream(prompt, constraint=PERSON))
 person = json.loads(text)  # valid, as long as max_tokens has not cut it off
 print(f"{person['name']} is {person['age']} years old.")

@@ -4,6 +4,7 @@ from .process import prefer_openblas
 
 prefer_openblas()  # before anything imports mlx.core
 
+import logging  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
 if TYPE_CHECKING:
@@ -18,7 +19,17 @@ if TYPE_CHECKING:
     from .engine.draft_model import DraftModelDrafter
     from .engine.params import SamplingParams, pure
     from .engine.prompt_cache_file import load_prompt_cache, save_prompt_cache
-    from .errors import MlxspecError
+    from .errors import (
+        ConversionError,
+        DistributedError,
+        DrafterError,
+        LoadError,
+        MlxspecError,
+        OptionError,
+        PromptCacheError,
+        PromptError,
+        StoreError,
+    )
     from .generation.decoder import Decoder
     from .generation.decoders import (
         AutoDecoder,
@@ -26,6 +37,7 @@ if TYPE_CHECKING:
         LookaheadDecoder,
         PromptLookupDecoder,
     )
+    from .generation.options import GenerationOptions
     from .generation.response import (
         GenerationResponse,
         GenerationResult,
@@ -36,6 +48,8 @@ if TYPE_CHECKING:
     from .loading.model import load
     from .memory.memory import Memory
 
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
 __version__ = "0.1.0"
 __all__ = [
     "Augmentation",
@@ -43,21 +57,30 @@ __all__ = [
     "CombinedDecoder",
     "CombinedDrafter",
     "Constraint",
+    "ConversionError",
     "Decoder",
+    "DistributedError",
     "DraftModelDrafter",
     "DraftTree",
     "Drafter",
+    "DrafterError",
+    "GenerationOptions",
     "GenerationResponse",
     "GenerationResult",
+    "LoadError",
     "LookaheadDecoder",
     "LookaheadDrafter",
     "Memory",
     "MlxspecError",
+    "OptionError",
+    "PromptCacheError",
+    "PromptError",
     "PromptLookupDecoder",
     "PromptLookupDrafter",
     "SamplingParams",
     "Session",
     "SpeculationStats",
+    "StoreError",
     "TokenLogprobs",
     "VerifiedStep",
     "augment",
@@ -88,12 +111,21 @@ _HOMES = {
     "save_prompt_cache": ".engine.prompt_cache_file",
     "SamplingParams": ".engine.params",
     "pure": ".engine.params",
+    "ConversionError": ".errors",
+    "DistributedError": ".errors",
+    "DrafterError": ".errors",
+    "LoadError": ".errors",
     "MlxspecError": ".errors",
+    "OptionError": ".errors",
+    "PromptCacheError": ".errors",
+    "PromptError": ".errors",
+    "StoreError": ".errors",
     "Decoder": ".generation.decoder",
     "AutoDecoder": ".generation.decoders",
     "CombinedDecoder": ".generation.decoders",
     "LookaheadDecoder": ".generation.decoders",
     "PromptLookupDecoder": ".generation.decoders",
+    "GenerationOptions": ".generation.options",
     "GenerationResponse": ".generation.response",
     "GenerationResult": ".generation.response",
     "SpeculationStats": ".generation.response",

@@ -36,7 +36,7 @@ class ConversionError(MlxspecError):
 
 
 class PromptError(MlxspecError, ValueError):
-    """A prompt is empty, or longer than the model's context."""
+    """A prompt is empty, too long, no prompt at all, or does not go into the chat template."""
 
 
 class OptionError(MlxspecError, ValueError):

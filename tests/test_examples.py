@@ -77,6 +77,14 @@ def test_stream(run: Run) -> None:
     assert re.fullmatch(r"\d+ tokens/s, (stop|length)", figures)
 
 
+def test_async_stream(run: Run) -> None:
+    output, variables = run("async_stream")
+    questions = variables["QUESTIONS"]
+    alone = [plain([{"role": "user", "content": q}], max_tokens=100) for q in questions]
+    pairs = zip(questions, alone, strict=True)
+    assert output == "".join(f"{question}\n-> {text.strip()}\n\n" for question, text in pairs)
+
+
 def test_chat(run: Run) -> None:
     output, variables = run("chat", typed="Say hello.\nOnce more.\n")
     kept = [tuple(map(int, pair)) for pair in re.findall(r"\[(\d+) of (\d+) prompt", output)]

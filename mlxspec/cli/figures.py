@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 def result_report(result: GenerationResult, model: str) -> dict[str, Any]:
     """The fields of the result, the derived figures, and the model's name."""
     report = {"model": model, **asdict(result), "generation_tokens": len(result.tokens)}
+    del report["segments"]
     report["stats"] |= {
         "tokens_per_step": result.stats.tokens_per_step,
         "acceptance_rate": result.stats.acceptance_rate,

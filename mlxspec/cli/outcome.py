@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import errno
+import logging
 import os
 import re
 import sys
@@ -119,12 +120,35 @@ def _complaint(error: OSError) -> str:
 @contextmanager
 def _warnings_as_notes() -> Iterator[None]:
     """Show mlxspec's own warnings as notes, and others only if Python was asked to (``-W``)."""
-    with warnings.catch_warnings():
+    with _LoggedNotes().shown(), warnings.catch_warnings():
         if not sys.warnoptions:
             warnings.simplefilter("ignore")
             warnings.filterwarnings("always", module=r"mlxspec(\.|$)")
         warnings.showwarning = lambda message, *_: note(message)
         yield
+
+
+class _LoggedNotes(logging.Handler):
+    """Shows what the library logs as notes, and faults of its own with their tracebacks."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            click.echo(self.format(record), err=True)
+        else:
+            note(record.getMessage())
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show them meanwhile."""
+        log = logging.getLogger("mlxspec")
+        log.addHandler(self)
+        try:
+            yield
+        finally:
+            log.removeHandler(self)
 
 
 def _fail(message: object, status: int = 1) -> NoReturn:

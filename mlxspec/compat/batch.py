@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.nn as nn
-from mlx_lm.generate import BatchResponse
 from mlx_lm.generate import batch_generate as generate_in_batch
 from mlx_lm.generate_utils import BatchStats
 from mlx_lm.models.cache import make_prompt_cache
@@ -20,9 +20,10 @@ from ..engine.caches import parts
 from ..engine.joint import JointMode
 from ..engine.params import LogitsProcessor, Sampler
 from ..engine.positions import context_length
+from ..engine.target import Progress
 from ..errors import OptionError
 from ..generation.decoders import AutoDecoder
-from ..generation.options import GenerationOptions, check_options, prompt_ids
+from ..generation.options import GenerationOptions, Prompt, check_options, prompt_ids
 from ..generation.response import GenerationResponse
 from ..generation.scheduler import Scheduler
 from .generation import decoder_of
@@ -30,6 +31,18 @@ from .generation import decoder_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    @dataclass
+    class BatchResponse:
+        """mlx-lm's, whose types a checker does not find."""
+
+        texts: list[str]
+        stats: BatchStats
+        caches: list[list[Any] | None] | None
+        token_ids: list[list[int]] | None = None
+        logprobs: list[list[float]] | None = None
+
+else:
+    from mlx_lm.generate import BatchResponse
 
 _LABEL = "[batch_generate]"
 _DECODING = ("sampler", "logits_processors", "prefill_step_size", "max_kv_size")
@@ -38,7 +51,7 @@ _DECODING = ("sampler", "logits_processors", "prefill_step_size", "max_kv_size")
 def batch_generate(
     model: nn.Module,
     tokenizer: TokenizerWrapper | PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     prompt_caches: Sequence[list[Any] | None] | None = None,
     max_tokens: int | Sequence[int] = 128,
     verbose: bool = False,
@@ -52,6 +65,8 @@ def batch_generate(
     prefill_batch_size: int = 8,
     prefill_step_size: int = 2048,
     max_kv_size: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    prompt_progress_callback: Progress | None = None,
     stream: Any = None,
 ) -> BatchResponse:
     """Answer several prompts at once, with speculation.
@@ -63,7 +78,7 @@ def batch_generate(
 
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
-        prompts: token ids.
+        prompts: token ids, texts, or messages, as for :meth:`mlxspec.Decoder.decode`.
         prompt_caches: mlx-lm's caches of what precedes each prompt; they are not changed.
         max_tokens: how many tokens to generate at most, for all prompts or for each.
         verbose: print progress, and figures at the end.
@@ -77,6 +92,9 @@ def batch_generate(
         prefill_step_size, max_kv_size: the memory of prefill and cache. Where the model heeds
             ``max_kv_size`` the prompts go into mlx-lm's batches: these drop the first positions,
             too, which a prompt alone keeps.
+        chat_template_kwargs: as for :meth:`mlxspec.Decoder.decode`, for all prompts.
+        prompt_progress_callback: called with how many tokens of all prompts are done and how many
+            there are; at the beginning and the end only where mlx-lm's batches run.
         stream: where mlx-lm's batches run.
 
     Raises:
@@ -90,9 +108,11 @@ def batch_generate(
 def prepared(
     model: nn.Module,
     tokenizer: TokenizerWrapper | PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     prompt_caches: Sequence[list[Any] | None] | None = None,
     max_tokens: int | Sequence[int] = 128,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    prompt_progress_callback: Progress | None = None,
     **options: Any,
 ) -> Callable[[], BatchResponse]:
     """What :func:`batch_generate` runs, once its arguments, which are these, are checked."""
@@ -103,7 +123,9 @@ def prepared(
         if len(given) != len(prompts):
             raise OptionError(f"{name} are {len(given)} for {len(prompts)} prompts: give one each")
     longest = context_length(model)
-    tokens = [prompt_ids(p, decoder.tokenizer, decoder.vocab_size, longest) for p in prompts]
+    of_model = decoder.tokenizer, decoder.vocab_size, longest, chat_template_kwargs
+    tokens = [prompt_ids(prompt, *of_model) for prompt in prompts]
+    progress = _Progress(prompt_progress_callback, [len(prompt) for prompt in tokens])
     decoding = {name: options[name] for name in _DECODING if name in options}
     stateful = False
     for budget, cache in zip(budgets, caches, strict=True):
@@ -117,10 +139,10 @@ def prepared(
     # A RoPE that depends on a context's length takes no batch.
     if batched and decoder.draft_end is None:
         args = model, decoder.tokenizer, tokens, prompt_caches, budgets
-        return partial(generate_in_batch, *args, **options)
+        return progress.around(partial(generate_in_batch, *args, **options))
     for name in ("prefill_batch_size", "stream"):
         options.pop(name, None)
-    return partial(_at_once, decoder, tokens, caches, budgets, **options)
+    return partial(_at_once, decoder, tokens, caches, budgets, progress, **options)
 
 
 def _at_once(
@@ -128,6 +150,7 @@ def _at_once(
     prompts: Sequence[list[int]],
     prompt_caches: Sequence[list[Any] | None],
     budgets: Sequence[int],
+    progress: _Progress,
     verbose: bool = False,
     return_prompt_caches: bool = False,
     return_token_ids: bool = False,
@@ -140,12 +163,14 @@ def _at_once(
     ends = decoder.tokenizer.eos_token_ids
     answers = [_Answer(ends, return_logprobs) for _ in prompts]
     jobs = []
-    for prompt, lent, budget, answer in zip(prompts, prompt_caches, budgets, answers, strict=True):
+    for index, answer in enumerate(answers):
+        lent = prompt_caches[index]
         cache = copy.deepcopy(lent)
         if cache is None and return_prompt_caches:
             cache = make_prompt_cache(decoder.model, options.get("max_kv_size"))
         answer.cache = cache
-        jobs.append(scheduler.submit(prompt, answer.add, budget, prompt_cache=cache, **options))
+        of_prompt = {"prompt_cache": cache, "on_progress": progress.of(index), **options}
+        jobs.append(scheduler.submit(prompts[index], answer.add, budgets[index], **of_prompt))
     started = time.perf_counter()
     with scheduler.running():
         finished = -1
@@ -188,6 +213,45 @@ def _at_once(
         token_ids=[answer.tokens for answer in answers] if return_token_ids else None,
         logprobs=[answer.logprobs for answer in answers] if return_logprobs else None,
     )
+
+
+class _Progress:
+    """Tells a callback how far several prompts are together.
+
+    Args:
+        callback: called with the tokens done and in all; None is nobody.
+        lengths: of the prompts.
+    """
+
+    def __init__(self, callback: Progress | None, lengths: Sequence[int]) -> None:
+        self._callback = callback
+        self._lengths = lengths
+        self._done = [0] * len(lengths)
+
+    def of(self, index: int) -> Progress:
+        """What is told the progress of one prompt, without its last token, which comes after."""
+
+        def tell(done: int, total: int) -> None:
+            self._done[index] = done if done < total else self._lengths[index]
+            self._tell()
+
+        return tell
+
+    def around(self, run: Callable[[], BatchResponse]) -> Callable[[], BatchResponse]:
+        """Run something that does not tell how far it is."""
+
+        def told() -> BatchResponse:
+            self._tell()
+            response = run()
+            self._done = list(self._lengths)
+            self._tell()
+            return response
+
+        return told
+
+    def _tell(self) -> None:
+        if self._callback:
+            self._callback(sum(self._done), sum(self._lengths))
 
 
 class _Answer:

@@ -34,6 +34,17 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+class StreamOptions(GenerationOptions, total=False):
+    """What :func:`mlxspec.stream_generate` takes besides model, tokenizer and prompt."""
+
+    max_tokens: int
+    draft_model: nn.Module | None
+    stream: Any
+    num_draft_tokens: int
+    prompt_progress_callback: Progress | None
+    input_embeddings: mx.array | None
+
+
 _PLAIN_OPTIONS = signature(generate_step).parameters
 
 
@@ -42,13 +53,13 @@ def generate(
     tokenizer: TokenizerWrapper | PreTrainedTokenizerBase,
     prompt: Prompt,
     verbose: bool = False,
-    **options: Any,
+    **options: Unpack[StreamOptions],
 ) -> str:
     """Generate a whole answer.
 
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
-        prompt: text, or token ids.
+        prompt: text, token ids, or messages, as for :meth:`mlxspec.Decoder.decode`.
         verbose: print the text as it comes, and figures at its end.
         options: those of :func:`stream_generate`.
 
@@ -97,14 +108,14 @@ def stream_generate(
 
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
-        prompt: text, or token ids.
+        prompt: text, token ids, or messages, as for :meth:`mlxspec.Decoder.decode`.
         max_tokens: how many tokens to generate at most; -1 for no limit.
         draft_model: a small model with the same tokenizer, to draft where no text repeats.
         stream: where mlx-lm would run; everything runs on its ``generation_stream`` here.
         num_draft_tokens: how many tokens ``draft_model`` drafts at most.
         prompt_progress_callback: called with the numbers of prompt tokens done and in all.
         input_embeddings: take the place of the prompt's embeddings. Then mlx-lm generates,
-            without drafts, and takes its own options only.
+            without drafts, and takes its own kinds of prompts and options only.
         options: how to sample and where to end, the memory of the cache and ``prompt_cache``,
             as in :meth:`mlxspec.Decoder.decode`. With a draft model ``max_kv_size`` is ignored,
             as by mlx-lm.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import logging
 import os
 import sys
 import time
@@ -23,6 +24,8 @@ from ..plan.live_costs import LiveCosts, context_range
 from ..plan.live_curve import KnownTime
 from ..plan.measurement import QUICK, MeasurementPlan, RowsTime, ShareDone
 from .calibration import calibrate
+
+_log = logging.getLogger(__name__)
 
 
 def machine_identity() -> dict[str, str | int | float | None]:
@@ -126,11 +129,20 @@ def costs_for(
     cache = cache or CostCache()
     key = cost_key(model)
     ranges = cache.read(key)
-    if not ranges:
+    if ranges:
+        _log.info("step times are known from %s", cache.directory / key.file_name)
+    else:
+        started = time.perf_counter()
         times = calibrate(model, QUICK, on_progress=on_progress)
         ranges = {context_range(QUICK.context): known_range(times, QUICK, "quick")}
         cache.update(key, ranges)
+        seconds = time.perf_counter() - started
+        _log.info("measured step times in %.1f s: %s", seconds, _in_words(times))
     return KeptCosts(cache, key, ranges)
+
+
+def _in_words(times: list[RowsTime]) -> str:
+    return ", ".join(f"T({time.rows}) {1000 * time.seconds:.1f} ms" for time in times)
 
 
 def known_range(times: list[RowsTime], plan: MeasurementPlan, source: str) -> KnownRange:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -40,8 +41,16 @@ from ..loading.detokenizer import detokenizer_of
 from ..loading.model import load
 from ..plan.planner import Planner
 from ..terminal import TokenPrinter
+from .asynchronous import AsyncGenerations
 from .lent_caches import LentCaches
-from .options import CheckedOptions, GenerationOptions, Prompt, check_options, prompt_ids
+from .options import (
+    CheckedOptions,
+    GenerationOptions,
+    MakeDrafter,
+    Prompt,
+    check_options,
+    prompt_ids,
+)
 from .response import GenerationResponse, GenerationResult, Transcript
 from .responses import (
     CacheOwner,
@@ -58,8 +67,8 @@ from .session import Session, SessionTurn
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-MakeDrafter = Callable[["Session | None"], Drafter]
-"""Makes the drafter of one generation, given its session, if there is one."""
+
+_log = logging.getLogger(__name__)
 
 
 class Decoder:
@@ -116,7 +125,9 @@ class Decoder:
     @cached_property
     def capability(self) -> Capability:
         """What drafts the model can verify; found out on first use, with a few forwards."""
-        return find_capability(self.model, self.draft_end).capability
+        finding = find_capability(self.model, self.draft_end)
+        _log.info("what the model verifies: %s (%s)", finding.capability.value, finding.reason)
+        return finding.capability
 
     @cached_property
     def chain_capability(self) -> Capability:
@@ -126,7 +137,9 @@ class Decoder:
     @cached_property
     def joint_mode(self) -> JointMode:
         """How several sequences share one forward; found out with small forwards."""
-        return joint_mode(self.model)
+        mode = joint_mode(self.model)
+        _log.info("how several sequences share forwards: %s", mode.value)
+        return mode
 
     @cached_property
     def draft_end(self) -> int | None:
@@ -171,7 +184,7 @@ class Decoder:
         """Generate one response per token, with the decoder's drafter.
 
         Args:
-            prompt: text, or token ids.
+            prompt: text, token ids, or messages, as for :meth:`decode`.
             max_tokens: how many tokens to generate at most.
             options: how to sample and where to end, as in :meth:`decode`: ``temp``, ``top_p``,
                 ``seed``, ``stop`` and so on.
@@ -181,15 +194,52 @@ class Decoder:
         """
         return responses(self.new_generation(prompt, max_tokens, options, self.drafting_with()))
 
+    def astream(
+        self,
+        prompt: Prompt,
+        max_tokens: int = 250,
+        make_drafter: MakeDrafter | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> AsyncGenerator[GenerationResponse, None]:
+        """Generate as :meth:`stream` for a task of asyncio, whose event loop goes on meanwhile.
+
+        A thread of the decoder runs the model. Generations at once, 32 at most, share its steps as
+        in ``batch_generate``, and each writes what it writes alone. One that is closed
+        (``aclose``) or cancelled ends before its next step; it has given its session back when
+        the call returns. After a ``break`` the event loop closes it soon;
+        ``contextlib.aclosing`` does so at once. A generation runs up to 64 tokens ahead of its
+        consumer, and then waits for it.
+
+        Args:
+            prompt, max_tokens: as for :meth:`stream`.
+            make_drafter: what ``drafting_with`` of the decoder has returned, to draft in another
+                way than by default.
+            options: as for :meth:`decode`, except ``prompt_cache``. ``on_progress`` is called in
+                the event loop.
+
+        Raises:
+            PromptError, OptionError, DrafterError: as :meth:`decode`, with the first response.
+            OptionError: ``prompt_cache`` is given, which could not hold just what was taken.
+        """
+        return self._async_generations.stream(self, prompt, max_tokens, make_drafter, options)
+
+    @cached_property
+    def _async_generations(self) -> AsyncGenerations:
+        return AsyncGenerations()
+
     def generate(
-        self, prompt: Prompt, max_tokens: int = 250, color: bool = True, **options: Any
+        self,
+        prompt: Prompt,
+        max_tokens: int = 250,
+        color: bool = True,
+        **options: Unpack[GenerationOptions],
     ) -> GenerationResult:
         """Generate, write the text to standard output as it comes, and return the result.
 
         Args:
             prompt, max_tokens: as in :meth:`stream`.
             color: colour accepted draft tokens and the model's own, at a terminal.
-            options: :meth:`stream`'s other options.
+            options: as for :meth:`decode`.
 
         Raises:
             PromptError, OptionError: as :meth:`decode`.
@@ -208,7 +258,9 @@ class Decoder:
         """Generate with a drafter of your own, or with one of mlxspec's.
 
         Args:
-            prompt: text, or token ids that are taken as they are.
+            prompt: text or token ids, which are taken as they are, or messages, a list of
+                ``{"role": ..., "content": ...}``, which the model's chat template turns into
+                token ids. If the last message is the assistant's, the model goes on with it.
             drafter: proposes what the model verifies; it changes the speed, not the output. It
                 is not used with logits processors or a sampler that are not known to be pure
                 (see :class:`mlxspec.SamplingParams`), nor for a model that verifies no drafts.
@@ -222,6 +274,8 @@ class Decoder:
             constraint: what the output has to be, a :class:`mlxspec.Constraint`: JSON of a
                 schema, or a text of a regular expression or grammar. It ends where that is
                 complete. Tokens that the constraint forces are drafted.
+            chat_template_kwargs: what the chat template is given besides messages, such as
+                ``{"enable_thinking": False}`` or ``{"tools": [...]}``.
             stop: texts that end the output before them.
             stop_tokens: tokens that end the output, beside the tokenizer's own: ids, or texts
                 of one token.
@@ -246,8 +300,9 @@ class Decoder:
             drops.
 
         Raises:
-            PromptError: the prompt is neither text nor token ids, is empty, longer than the
-                model's context, or holds an id that is no token of the model.
+            PromptError: the prompt is neither text nor token ids nor messages, is empty, longer
+                than the model's context, or holds an id that is no token of the model; or it is
+                messages, and the model has no chat template or one that does not apply to them.
             OptionError: ``max_tokens`` is below 1, a stop string is empty, a sampling parameter
                 is out of range, a token is not the model's, the model's cache cannot be
                 quantised as asked, or ``prompt_cache`` has too few layers. With the first
@@ -313,7 +368,13 @@ class Decoder:
             around: wraps the owner of the model's caches in an owner of further caches.
             record_time: as for :meth:`decode`.
         """
-        tokens = self._prompt_tokens(prompt)
+        tokens = prompt_ids(
+            prompt,
+            self.tokenizer,
+            self.vocab_size,
+            context_length(self.model),
+            options.get("chat_template_kwargs"),
+        )
         checked = check_options(self.model, self.tokenizer, self.vocab_size, max_tokens, options)
         drafter: Drafter = NoDraft()
         if self.drafts(checked):
@@ -374,9 +435,6 @@ class Decoder:
 
     def _new_detokenizer(self) -> Detokenizer:
         return cast(Detokenizer, detokenizer_of(self.tokenizer))
-
-    def _prompt_tokens(self, prompt: Prompt) -> list[int]:
-        return prompt_ids(prompt, self.tokenizer, self.vocab_size, context_length(self.model))
 
 
 def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Drafter]:

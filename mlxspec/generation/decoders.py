@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -32,7 +32,7 @@ from ..plan.policy import Winnings, trees_pay
 from ..plan.suffix_source import Earlier, SuffixSource
 from ..store.store import open_store
 from .decoder import Decoder, MakeDrafter, drafter_maker
-from .options import GenerationOptions, Prompt
+from .options import FurtherOptions, GenerationOptions, Prompt
 from .response import GenerationResponse, GenerationResult
 from .responses import responses
 from .session import Session
@@ -174,6 +174,14 @@ class AutoDecoder(_PlannedDecoder):
         return CombinedDrafter(self._look_ups(session, others, self._fixed_costs()), drafter)
 
 
+class FurtherLookupOptions(FurtherOptions, total=False):
+    """The options of :meth:`PromptLookupDecoder.stream` that ``prompt_lookup`` does not name."""
+
+    prompt_lookup_num_tokens: int | None
+    max_matching_ngram_size: int | None
+    prompt_lookup_config: str | Sequence[object] | None
+
+
 class PromptLookupDecoder(Decoder):
     """Speculates on text that repeats: code edits, summaries, quotations, structured output.
 
@@ -197,7 +205,7 @@ class PromptLookupDecoder(Decoder):
         """Generate one response per token.
 
         Args:
-            prompt: text, or token ids.
+            prompt: text, token ids, or messages, as for :meth:`Decoder.decode`.
             max_tokens: how many tokens to generate at most.
             n_draft: draft tokens per step at most; 0 is plain decoding.
             ngram_max: the longest n-gram looked up.
@@ -246,7 +254,7 @@ class PromptLookupDecoder(Decoder):
         temp: float = 0.0,
         seed: int = 0,
         color: bool = True,
-        **options: Any,
+        **options: Unpack[FurtherLookupOptions],
     ) -> GenerationResult:
         """Generate, write the text to standard output as it comes, and return the result.
 
@@ -300,7 +308,7 @@ class LookaheadDecoder(_PlannedDecoder):
         """Generate one response per token.
 
         Args:
-            prompt: text, or token ids.
+            prompt: text, token ids, or messages, as for :meth:`Decoder.decode`.
             max_tokens: how many tokens to generate at most.
             window_size: W, the reference's WINDOW_SIZE; 0 runs no window, "auto" what pays.
             ngram_size: N, the reference's LEVEL; with "auto", the largest N.
@@ -353,7 +361,7 @@ class LookaheadDecoder(_PlannedDecoder):
         temp: float = 0.0,
         seed: int = 0,
         color: bool = True,
-        **options: Any,
+        **options: Unpack[FurtherOptions],
     ) -> GenerationResult:
         """Generate, write the text to standard output as it comes, and return the result.
 
@@ -396,7 +404,7 @@ class CombinedDecoder(AutoDecoder):
         """Generate one response per token.
 
         Args:
-            prompt: text, or token ids.
+            prompt: text, token ids, or messages, as for :meth:`Decoder.decode`.
             max_tokens: how many tokens to generate at most.
             window_size, ngram_size, guess_set_size, pool_from_prompt: lookahead's, as for
                 :class:`mlxspec.LookaheadDecoder`.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
@@ -13,38 +13,62 @@ import mlx.nn as nn
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..draft.drafter import Drafter
 from ..engine.capability import check_quantization
 from ..engine.constraint import Constraint, Phases
 from ..engine.params import CacheOptions, LogitsProcessor, Sampler, SamplingParams
 from ..engine.prompt_cache import lent_caches
 from ..engine.target import Progress
 from ..errors import OptionError, PromptError
+from ..loading.chat_template import Message, conversation_ids
 from ..loading.model import encode_prompt
 from .session import Session
 
 if TYPE_CHECKING:
     from ..engine.grammar import Grammar
 
-Prompt = str | Sequence[int] | mx.array
-"""A text, or token ids that are taken as they are."""
+Prompt = str | Sequence[int] | mx.array | Sequence[Message]
+"""A text or token ids, which are taken as they are, or the messages of a conversation, which the
+model's chat template turns into token ids."""
+
+MakeDrafter = Callable[[Session | None], Drafter]
+"""Makes the drafter of one generation, given its session, if there is one."""
 
 
 def prompt_ids(
-    prompt: Prompt, tokenizer: TokenizerWrapper, vocab_size: int, longest: int | None
+    prompt: Prompt,
+    tokenizer: TokenizerWrapper,
+    vocab_size: int,
+    longest: int | None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Turn a prompt into token ids.
 
     Args:
-        prompt: text, or token ids.
+        prompt: text, token ids, or messages, as :func:`.chat_template.conversation_ids` takes
+            them.
         tokenizer: the model's.
         vocab_size: the number of token ids that the model knows.
         longest: the model's context in tokens, where it is known.
+        chat_template_kwargs: what the chat template is given besides messages.
 
     Raises:
-        PromptError: it is neither text nor token ids, is empty, longer than the context, or
-            holds an id that is no token.
+        PromptError: it is none of these, is empty, longer than the context, or holds an id that
+            is no token; the model has no chat template, or it does not apply to the messages.
+        OptionError: ``chat_template_kwargs`` are given without messages, or one of them makes
+            no prompt.
     """
-    if isinstance(prompt, str):
+    conversation = _is_conversation(prompt)
+    if chat_template_kwargs is not None and not conversation:
+        raise OptionError(
+            "chat_template_kwargs are for a prompt of messages: leave them out, or pass messages"
+        )
+    if isinstance(prompt, Mapping) and "role" in prompt:
+        raise PromptError("the prompt is a message by itself: pass a list of messages")
+    if conversation:
+        messages = cast(Sequence[Message], prompt)
+        tokens = conversation_ids(tokenizer, messages, chat_template_kwargs or {})
+    elif isinstance(prompt, str):
         if not prompt:
             raise PromptError("the prompt is empty: write a text, or pass the BOS id alone")
         tokens = encode_prompt(tokenizer, prompt)
@@ -54,10 +78,11 @@ def prompt_ids(
             tokens = [operator.index(token) for token in ids]
         except TypeError as error:
             raise PromptError(
-                f"the prompt is no row of token ids ({error}): pass a text, or a list of integers"
+                f"the prompt is no row of token ids ({error}): pass a text, a list of integers, "
+                "or a list of messages"
             ) from error
     if not tokens:
-        raise PromptError("the prompt holds no token: pass at least the BOS id")
+        raise PromptError("the prompt holds no token: pass at least the BOS id, or a message")
     if not all(0 <= token < vocab_size for token in tokens):
         unknown = next(token for token in tokens if not 0 <= token < vocab_size)
         raise PromptError(
@@ -69,6 +94,13 @@ def prompt_ids(
             "shorten the prompt"
         )
     return tokens
+
+
+def _is_conversation(prompt: object) -> bool:
+    """Whether a prompt is messages, good or bad; its first element tells."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        return False
+    return len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def stop_token_ids(
@@ -106,14 +138,12 @@ def _id_of(tokenizer: TokenizerWrapper, text: str) -> int | None:
     return ids[0] if len(ids) == 1 and ids[0] != tokenizer.unk_token_id else None
 
 
-class SamplingOptions(TypedDict, total=False):
-    """The fields of :class:`mlxspec.SamplingParams`, one by one."""
+class FurtherSamplingOptions(TypedDict, total=False):
+    """The fields of :class:`mlxspec.SamplingParams` but two, which some methods name themselves."""
 
-    temp: float
     top_p: float
     top_k: int
     min_p: float
-    seed: int | None
     min_tokens_to_keep: int
     xtc_probability: float
     xtc_threshold: float
@@ -146,14 +176,30 @@ class MemoryOptions(TypedDict, total=False):
     prefill_step_size: int
 
 
-class GenerationOptions(SamplingOptions, EndOptions, MemoryOptions, total=False):
-    """What every decoder's ``stream`` takes; see :meth:`mlxspec.Decoder.decode`."""
+class FurtherOptions(FurtherSamplingOptions, EndOptions, MemoryOptions, total=False):
+    """All of :class:`mlxspec.GenerationOptions` but ``temp`` and ``seed``."""
 
     sampling: SamplingParams | None
     constraint: Constraint | Phases | Grammar | None
+    chat_template_kwargs: Mapping[str, Any] | None
     on_progress: Progress | None
     session: Session | None
     prompt_cache: list[Any] | None
+
+
+class GenerationOptions(FurtherOptions, total=False):
+    """What every decoder's ``stream`` takes; :meth:`mlxspec.Decoder.decode` says what it means.
+
+    For functions of your own that pass options on, so that a type checker knows them::
+
+        def ask(question: str, **options: Unpack[GenerationOptions]) -> str: ...
+    """
+
+    temp: float
+    seed: int | None
+
+
+_SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
 class CheckedOptions(NamedTuple):
@@ -180,7 +226,7 @@ class CheckedOptions(NamedTuple):
 
 
 def sampling_from(
-    params: SamplingParams | None, fields: SamplingOptions, vocab_size: int
+    params: SamplingParams | None, fields: Mapping[str, Any], vocab_size: int
 ) -> SamplingParams:
     """The settings, with the fields that are given by name put into them.
 
@@ -221,7 +267,8 @@ def check_options(
     sampling, on_progress = left.pop("sampling", None), left.pop("on_progress", None)
     constraint = left.pop("constraint", None)
     memory = {name: left.pop(name) for name in MemoryOptions.__annotations__ if name in left}
-    for name in left.keys() - SamplingOptions.__annotations__.keys():
+    left.pop("chat_template_kwargs", None)  # the prompt's
+    for name in left.keys() - _SAMPLING:
         raise TypeError(_no_such_option(name))
     if max_tokens < 1:
         raise OptionError(f"max_tokens is {max_tokens}: generate at least 1 token")
@@ -235,7 +282,7 @@ def check_options(
     if prompt_cache is not None:
         prompt_cache = lent_caches(prompt_cache, model)
     return CheckedOptions(
-        sampling_from(sampling, cast(SamplingOptions, left), vocab_size),
+        sampling_from(sampling, left, vocab_size),
         grammar_of(constraint, tokenizer, vocab_size),
         stop,
         stop_token_ids(tokenizer, stop_tokens, vocab_size),

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, field
+from html import escape
+from itertools import groupby
+from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
-from mlx_lm.generate import GenerationResponse as MlxLmResponse
 
 from ..errors import OptionError
+
+if TYPE_CHECKING:
+    # mlx-lm has no types, and a class whose base is not known has any attribute.
+    class MlxLmResponse: ...
+else:
+    from mlx_lm.generate import GenerationResponse as MlxLmResponse
 
 
 @dataclass(frozen=True)
@@ -147,6 +154,7 @@ class GenerationResult:
         step_times: T(rows), measured on this decoder's steps so far.
         logprobs: per token, where they were asked for.
         reused_tokens: prompt tokens that a session's cache held already.
+        segments: per token, the text that came with it; together they are the text.
     """
 
     text: str
@@ -161,6 +169,38 @@ class GenerationResult:
     step_times: list[StepTime]
     logprobs: list[TokenLogprobs] | None = None
     reused_tokens: int = 0
+    segments: list[str] = field(default_factory=list)
+
+    def _repr_html_(self) -> str:
+        """The text for a notebook, accepted drafts marked, and the figures on a line."""
+        stats = self.stats
+        parts = zip(self.from_draft, self.segments, strict=False)
+        runs = [(key, "".join(text for _, text in run)) for key, run in groupby(parts, _is_draft)]
+        text = "".join(_marked(text) if drafted else escape(text) for drafted, text in runs)
+        figures = (
+            f"{len(self.tokens)} tokens in {stats.steps} steps, "
+            f"{stats.tokens_per_step:.2f} a step; "
+            f"{stats.accepted} of {stats.drafted} {_marked('drafted tokens accepted')}; "
+            f"{self.generation_tps:.1f} tokens/s; {escape(self.finish_reason)}"
+        )
+        return (
+            f'<div style="{_OF_TEXT}">{text}</div>'
+            f'<div style="margin-top:.5em;font-size:.85em;opacity:.75">{figures}</div>'
+        )
+
+
+# A tint behind the text, which keeps the notebook's own colour, light or dark.
+_TINT = "background:rgba(46,134,255,.28);border-radius:2px"
+_OF_TEXT = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
+
+
+def _is_draft(part: tuple[bool, str]) -> bool:
+    return part[0]
+
+
+def _marked(text: str) -> str:
+    """A text of accepted drafts; nothing for an empty one."""
+    return f'<span style="{_TINT}">{escape(text)}</span>' if text else ""
 
 
 class Transcript:
@@ -204,4 +244,5 @@ class Transcript:
             step_times=step_times,
             logprobs=self._logprobs.copy() if self._top is not None else None,
             reused_tokens=last.reused_tokens if last else 0,
+            segments=self._text.copy(),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -17,6 +18,8 @@ from ..draft.drafter import VerifiedStep
 from ..engine import step as engine
 from ..engine.target import Progress, Target
 from .response import GenerationResponse, SpeculationStats, StepTime
+
+_log = logging.getLogger(__name__)
 
 _KEPT = 64  # recent steps per number of rows: enough for a median, few enough to show a hot chip
 
@@ -96,6 +99,7 @@ class Generation:
         self._on_progress = on_progress
         self._sequence: engine.Sequence | None = None
         self._stats = SpeculationStats()
+        self._logged = False
 
     def take(self) -> engine.Sequence:
         """Take the caches; returns the sequence, which has not begun."""
@@ -131,6 +135,26 @@ class Generation:
             self.owner.give_back(self.context)
         finally:
             self._close_sequence()
+            self._log_end()
+
+    def _log_end(self) -> None:
+        if self._logged or not self._sequence or not _log.isEnabledFor(logging.DEBUG):
+            return
+        self._logged = True
+        stats, clock = self._stats, self._clock
+        generated = len(self.context) - self._n_prompt
+        _log.debug(
+            "generation ended (%s): %d prompt tokens, %d of them kept from before; %d tokens in "
+            "%d steps, %.1f a second; %d of %d drafted tokens accepted",
+            self._output.finish_reason or "left",
+            self._n_prompt,
+            clock.n_cached,
+            generated,
+            stats.steps,
+            clock.generation_tps(generated) if stats.steps else 0.0,
+            stats.accepted,
+            stats.drafted,
+        )
 
     def _close_sequence(self) -> None:
         if self._sequence:
@@ -339,7 +363,7 @@ class StepTimes:
         ]
 
 
-_THREADS_END = 0.05  # seconds; a millisecond does it on an idle machine
+THREADS_END = 0.05  # seconds; a millisecond does it on an idle machine
 
 _awaited = False
 
@@ -354,4 +378,4 @@ def await_at_exit() -> None:
     global _awaited
     if not _awaited and threading.current_thread() is not threading.main_thread():
         _awaited = True
-        atexit.register(time.sleep, _THREADS_END)  # without the lock
+        atexit.register(time.sleep, THREADS_END)  # without the lock

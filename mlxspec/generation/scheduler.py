@@ -8,15 +8,17 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
 from ..engine.batch import Batch
+from ..engine.joint import JointMode
 from ..engine.step import DecodedStep, Sequence
 from ..errors import OptionError
-from .decoder import Decoder, MakeDrafter
-from .options import GenerationOptions, Prompt
+from ..plan.live_costs import LiveCosts
+from .options import GenerationOptions, MakeDrafter, Prompt
 from .response import GenerationResponse
 from .responses import Generation, await_at_exit
 
@@ -26,6 +28,27 @@ if TYPE_CHECKING:
 # Prompt tokens; fewer would hardly shorten a stall, and more are not faster.
 _LEAST_CHUNK, _MOST_CHUNK = 16, 2048
 _CHANGE = 0.3  # weight of the newest chunk in the running average of the prefill's speed
+
+
+class Decoder(Protocol):
+    """What a scheduler needs of a :class:`mlxspec.Decoder`."""
+
+    plans: bool
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def costs(self) -> LiveCosts: ...
+    @property
+    def joint_mode(self) -> JointMode: ...
+    def drafting_with(self) -> MakeDrafter: ...
+    def new_generation(
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        options: GenerationOptions,
+        make_drafter: MakeDrafter,
+    ) -> Generation: ...
 
 
 class Job:
@@ -107,13 +130,13 @@ class Scheduler:
         """Add a generation.
 
         Args:
-            prompt, max_tokens, options: as for :meth:`Decoder.stream`.
+            prompt, max_tokens, options: as for :meth:`mlxspec.Decoder.decode`.
             on_response: called with each response.
             make_drafter: from the decoder's ``drafting_with``, for this generation alone; by
                 default the decoder drafts as ``stream`` does by default.
 
         Raises:
-            PromptError, OptionError: as :meth:`Decoder.stream`.
+            PromptError, OptionError: as :meth:`mlxspec.Decoder.stream`.
         """
         generation = self._decoder.new_generation(
             prompt, max_tokens, options, make_drafter or self._decoder.drafting_with()

@@ -48,8 +48,7 @@ class Session:
         messages = []
         for question in questions:
             messages.append({"role": "user", "content": question})
-            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-            answer = "".join(r.text for r in decoder.stream(prompt, session=session))
+            answer = "".join(r.text for r in decoder.stream(messages, session=session))
             messages.append({"role": "assistant", "content": answer})
 
     An edited, trimmed or regenerated conversation is as right as a continued one. Where the

@@ -18,7 +18,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -26,10 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2.utils
 
-from ..errors import PromptError
+from ..errors import OptionError, PromptError
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+Message = Mapping[str, Any]
+"""A turn of a conversation."""
 
 Messages = list[dict[str, Any]]
 """Turns of a conversation, as chat templates take them: "role", "content", and what else they
@@ -71,6 +74,77 @@ def apply_template(
     except Exception as error:  # it may do anything
         cause = str(error) or type(error).__name__
     raise PromptError(f"the chat template does not apply ({cause})")
+
+
+_OWN = {"bound_memory", "conversation", "messages", "return_dict", "return_tensors", "tokenize"}
+"""Arguments of a template's caller that would make something else than a prompt."""
+
+
+def conversation_ids(
+    tokenizer: TokenizerWrapper, messages: Sequence[Message], how: Mapping[str, Any]
+) -> list[int]:
+    """The prompt for the model's next turn, or for the rest of a turn that it has begun.
+
+    Args:
+        tokenizer: the model's.
+        messages: the conversation: each a "role" and a "content", and what else the template
+            knows. If the last one is the assistant's, the model goes on with it.
+        how: what else ``tokenizer.apply_chat_template`` is called with: "tools", or what the
+            template knows, such as "enable_thinking".
+
+    Raises:
+        PromptError: there is no chat template, something is no message, or the template does
+            not apply.
+        OptionError: one of ``how`` makes no prompt.
+    """
+    for number, message in enumerate(messages, start=1):
+        _check_message(number, message)
+    if not tokenizer.has_chat_template:
+        raise PromptError(
+            "the prompt is messages, and this model has no chat template: pass a text"
+        )
+    if not isinstance(how, Mapping):
+        raise OptionError(
+            f"chat_template_kwargs is of the type {type(how).__name__}: pass a dict of names and "
+            "values"
+        )
+    if wrong := sorted(_OWN & how.keys()):
+        raise OptionError(
+            f"chat_template_kwargs has {wrong[0]}, which makes no prompt: leave it out"
+        )
+    turn = {"add_generation_prompt": True}
+    if messages[-1]["role"] == "assistant":
+        if not messages[-1].get("content"):
+            raise PromptError(
+                "the last message is the assistant's and has no content to go on with: leave it out"
+            )
+        turn = {"add_generation_prompt": False, "continue_final_message": True}
+    conversation = [dict(message) for message in messages]
+    try:
+        ids: list[int] = apply_template(
+            tokenizer, conversation, bound_memory=False, **{**turn, **how}
+        )
+    except PromptError as error:
+        raise PromptError(
+            f"{error}: pass messages of roles and in an order that this model knows"
+        ) from error
+    return ids
+
+
+def _check_message(number: int, message: object) -> None:
+    """Raise PromptError for what is no message."""
+    form = 'write {"role": "user", "content": "..."}'
+    if not isinstance(message, Mapping):
+        raise PromptError(f"message {number} is of the type {type(message).__name__}: {form}")
+    if not isinstance(message.get("role"), str):
+        raise PromptError(f"message {number} has no role: {form}")
+    content = message.get("content")
+    if content is None and not message.get("tool_calls"):
+        raise PromptError(f"message {number} has no content: {form}")
+    if not isinstance(content, str | list | tuple | None):
+        raise PromptError(
+            f"message {number} has a content of the type {type(content).__name__}: {form}"
+        )
 
 
 def _check(template: object) -> None:

@@ -5,8 +5,10 @@ mlx-lm and transformers take a second to import, so they are imported when a mod
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -31,6 +33,8 @@ from .safetensors_header import DamagedHeader, read_header
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+
+_log = logging.getLogger(__name__)
 
 _HALF_PRECISION = (mx.float16, mx.bfloat16)
 
@@ -99,6 +103,7 @@ def load(
         LoadError: what is missing, damaged or not supported, and what to do about it.
     """
     occupy_standard_descriptors()  # also in programs that have closed them
+    started = time.perf_counter()
     directory = find_directory(path_or_hf_repo, revision)
     check_readable(directory)
     model, config = _load_model(directory, _read_config(directory), model_config or {})
@@ -112,6 +117,8 @@ def load(
     from .tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(directory, config.get("eos_token_id"), tokenizer_config)
+    seconds = time.perf_counter() - started
+    _log.info("loaded %s from %s in %.1f s", path_or_hf_repo, directory, seconds)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +26,8 @@ from .part import NOTHING, SUPERSEDED, Learned, Merged, Part, distinct
 from .part_file import FilePart
 from .settings import open_kept
 from .tokenizer_identity import Vocabulary, identify
+
+_log = logging.getLogger(__name__)
 
 MAX_TOKENS = 1 << 20
 """Tokens that a memory holds unless it is told otherwise: 9 MB, and 1 MB of what is newest."""
@@ -114,7 +116,7 @@ class Memory:
         tokenizer: Vocabulary,
         *,
         max_tokens: int = KEPT_TOKENS,
-        on_trouble: OnTrouble = warnings.warn,
+        on_trouble: OnTrouble = _log.warning,
     ) -> Memory:
         """A memory that is kept over runs, and shared with other processes that open it.
 
@@ -123,7 +125,7 @@ class Memory:
                 where the variable MLXSPEC_MEMORY names it.
             tokenizer: of which the tokens are.
             max_tokens: how much is kept.
-            on_trouble: as for the class.
+            on_trouble: as for the class; by default the line is logged as a warning.
 
         Raises:
             OptionError: as for the class.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -19,6 +19,8 @@ from ..errors import MlxspecError, OptionError
 from ..files import replaced
 from .live_costs import context_range
 from .live_curve import WIDEST, KnownTime
+
+_log = logging.getLogger(__name__)
 
 ENVIRONMENT_VARIABLE = "MLXSPEC_CACHE_DIR"
 
@@ -149,10 +151,11 @@ class CostCache:
         except (OSError, MlxspecError) as error:
             failure = error if isinstance(error, OSError) else error.__cause__
             reason = getattr(failure, "strerror", None) or error
-            warnings.warn(
-                f"step times are not kept in {self.directory} ({reason}); "
-                f"{ENVIRONMENT_VARIABLE} names another place",
-                stacklevel=2,
+            _log.warning(
+                "step times are not kept in %s (%s); %s names another place",
+                self.directory,
+                reason,
+                ENVIRONMENT_VARIABLE,
             )
 
 
@@ -183,7 +186,7 @@ def _unusable_ignored(path: Path) -> Iterator[None]:
         pass
     except _UNUSABLE as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        warnings.warn(f"ignoring the step times in {path}: {reason}", stacklevel=4)
+        _log.warning("ignoring the step times in %s: %s", path, reason)
 
 
 def _read(path: Path, key: CostKey) -> Ranges:

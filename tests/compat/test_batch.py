@@ -208,3 +208,20 @@ def test_a_cache_is_made_where_none_is_given(loaded: tuple, prompts: list) -> No
     with_caches = mlxspec.batch_generate(*loaded, prompts, caches, **options)
     assert with_caches.token_ids == mlxspec.batch_generate(*loaded, prompts, **options).token_ids
     assert all(cache.empty() for of_prompt in caches for cache in of_prompt)
+
+
+def test_progress_of_all_prompts_is_told(loaded: tuple, prompts: list, way: JointMode) -> None:
+    told: list[tuple[int, int]] = []
+    mlxspec.batch_generate(
+        *loaded,
+        [*prompts, [5]],
+        max_tokens=2,
+        prefill_step_size=8,
+        prompt_progress_callback=lambda *call: told.append(call),
+    )
+    total = sum(map(len, prompts)) + 1
+    assert told[0][0] < total
+    assert told[-1] == (total, total)
+    assert told == sorted(told)
+    assert {whole for _, whole in told} == {total}
+    assert len(told) > 2 or way is JointMode.ALONE

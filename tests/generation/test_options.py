@@ -16,7 +16,7 @@ import mlxspec
 from mlxspec import AutoDecoder, PromptLookupDecoder, SamplingParams
 from mlxspec.compat.generation import stream_with_draft_model
 from mlxspec.errors import OptionError, PromptCacheError
-from mlxspec.generation.options import SamplingOptions
+from mlxspec.generation.options import GenerationOptions
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import FLAT, demo, given_costs, stand_in_decoder
 from tests.support.random_models import random_model
@@ -37,8 +37,8 @@ def tokens(decoder: Any, **options: object) -> list[int]:
 
 def test_the_options_are_the_fields_of_the_sampling_parameters() -> None:
     fields = {field.name: field.type for field in dataclasses.fields(SamplingParams)}
-    options = inspect.get_annotations(SamplingOptions)
-    assert {name: kind.__forward_arg__ for name, kind in options.items()} == fields
+    options = inspect.get_annotations(GenerationOptions)
+    assert {name: options[name].__forward_arg__ for name in fields} == fields
 
 
 def test_fields_by_name_and_as_one_object_mean_the_same(decoder: PromptLookupDecoder) -> None:

@@ -1,0 +1,371 @@
+"""Generations that tasks of asyncio take."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import mlxspec
+from mlxspec import AutoDecoder, Decoder, DraftTree, PromptLookupDecoder, Session
+from mlxspec.generation import asynchronous
+from tests.support.demo import FLAT, demo, given_costs, stand_in_decoder
+from tests.support.drop_in import REPEAT
+
+PROMPTS = [REPEAT, "The history of the", "one two three four one two three four one two"]
+
+
+def new_decoder(kind: type[Decoder] = AutoDecoder, **options: object) -> Decoder:
+    decoder = stand_in_decoder(kind, **options)
+    if decoder.plans:
+        decoder.costs = given_costs(FLAT)
+    return decoder
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return new_decoder()
+
+
+def written(decoder: Decoder, prompt: Any, count: int = 24, **options: Any) -> list[int]:
+    return [response.token for response in decoder.stream(prompt, count, **options)]
+
+
+async def collected(decoder: Decoder, prompt: Any, count: int = 24, **options: Any) -> list[int]:
+    return [response.token async for response in decoder.astream(prompt, count, **options)]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("options", [{}, {"temp": 0.9, "seed": 3}], ids=["greedy", "sampled"])
+def test_what_comes_is_what_stream_gives(decoder: Decoder, prompt: str, options: dict) -> None:
+    assert asyncio.run(collected(decoder, prompt, **options)) == written(decoder, prompt, **options)
+
+
+def test_the_responses_are_those_of_stream(decoder: Decoder) -> None:
+    async def main() -> list[mlxspec.GenerationResponse]:
+        return [response async for response in decoder.astream(REPEAT, 40)]
+
+    responses, others = asyncio.run(main()), list(decoder.stream(REPEAT, 40))
+    assert "".join(r.text for r in responses) == "".join(r.text for r in others)
+    assert [r.finish_reason for r in responses] == [r.finish_reason for r in others]
+    assert any(response.from_draft for response in responses)
+
+
+def test_several_at_once_share_steps_and_write_what_each_writes_alone(decoder: Decoder) -> None:
+    together: list[int] = []
+
+    class Watching(asynchronous.Scheduler):
+        def _step(self, jobs: list[Any]) -> None:
+            together.append(len(jobs))
+            super()._step(jobs)
+
+    async def main() -> list[list[int]]:
+        return await asyncio.gather(*(collected(decoder, prompt) for prompt in PROMPTS))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asynchronous, "Scheduler", Watching)
+        assert asyncio.run(main()) == [written(decoder, prompt) for prompt in PROMPTS]
+    assert max(together) == len(PROMPTS)
+
+
+def test_a_decoder_serves_several_event_loops(decoder: Decoder) -> None:
+    expected = written(decoder, REPEAT)
+    found: list[list[int]] = []
+
+    def run() -> None:
+        found.append(asyncio.run(collected(decoder, REPEAT)))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 2
+
+
+def test_a_decoders_way_to_draft_can_be_chosen() -> None:
+    decoder = new_decoder(PromptLookupDecoder)
+    assert isinstance(decoder, PromptLookupDecoder)
+
+    async def drafted(n_draft: int) -> int:
+        how = decoder.drafting_with(n_draft=n_draft)
+        *_, last = [r async for r in decoder.astream(REPEAT, 24, make_drafter=how)]
+        return last.stats.drafted
+
+    assert asyncio.run(drafted(0)) == 0
+    assert asyncio.run(drafted(5)) > 0
+
+
+def test_the_event_loop_goes_on_meanwhile(decoder: Decoder) -> None:
+    """However long a step takes: here each waits for the loop's other task."""
+    ticks, at_steps = 0, []
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0.0005)
+
+    def slow(tokens: mx.array, logits: mx.array) -> mx.array:
+        before, patience = ticks, time.monotonic() + 10
+        while ticks < before + 3 and time.monotonic() < patience:
+            time.sleep(0.001)
+        at_steps.append(ticks)
+        return logits
+
+    async def main() -> None:
+        ticking = asyncio.create_task(tick())
+        await collected(decoder, REPEAT, 5, logits_processors=[slow])
+        ticking.cancel()
+
+    asyncio.run(main())
+    assert all(later >= before + 3 for before, later in pairwise(at_steps))
+    assert len(at_steps) >= 5
+
+
+def running(decoder: Decoder) -> set[Any]:
+    return decoder._async_generations._streams
+
+
+@pytest.mark.parametrize("how", ["aclose", "aclosing", "cancel"])
+def test_one_that_is_left_early_ends_and_gives_its_session_back(decoder: Decoder, how: str) -> None:
+    prompt = decoder.tokenizer.encode(REPEAT)
+    session = Session()
+
+    async def take(taken: list[int]) -> None:
+        stream = decoder.astream(prompt, 2000, session=session)
+        async with aclosing(stream):
+            async for response in stream:
+                taken.append(response.token)
+                if how == "aclosing" and len(taken) == 5:
+                    return
+                if how == "aclose" and len(taken) == 5:
+                    await stream.aclose()
+                await asyncio.sleep(0)
+
+    async def main() -> list[int]:
+        taken: list[int] = []
+        task = asyncio.create_task(take(taken))
+        if how == "cancel":
+            while len(taken) < 5:
+                await asyncio.sleep(0.001)
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert running(decoder) == set()
+        return taken
+
+    taken = asyncio.run(main())
+    assert 5 <= len(taken) < 2000
+    context = prompt + taken
+    assert session.tokens[: len(context) - 1] == context[:-1]
+    # The caches hold what they should: the next turn is that of a new session.
+    turn = [*context, *prompt[1:4]]
+    *_, last = decoder.stream(turn, 8, session=session)
+    assert last.reused_tokens >= len(context) - 1
+    assert session.tokens[: len(turn)] == turn
+    assert written(decoder, turn, 8, session=session) == written(decoder, turn, 8)
+
+
+def test_one_that_a_break_leaves_ends_soon(decoder: Decoder) -> None:
+    async def main() -> None:
+        async for _ in decoder.astream(REPEAT, 2000):
+            break
+        for _ in range(2000):
+            if not running(decoder):
+                return
+            await asyncio.sleep(0.005)
+        raise AssertionError("it goes on")
+
+    asyncio.run(main())
+
+
+def test_the_end_of_one_is_not_the_end_of_another(decoder: Decoder) -> None:
+    async def main() -> list[int]:
+        other = asyncio.create_task(collected(decoder, PROMPTS[1], 60))
+        async with aclosing(decoder.astream(REPEAT, 2000)) as stream:
+            await anext(stream)
+        return await other
+
+    assert asyncio.run(main()) == written(decoder, PROMPTS[1], 60)
+
+
+def test_one_that_nobody_reads_waits(decoder: Decoder) -> None:
+    async def main() -> tuple[int, list[int]]:
+        stream = decoder.astream(REPEAT, 2000)
+        taken = [(await anext(stream)).token]
+        (only,) = running(decoder)
+        while not only._job.paused:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        waiting = only._waiting
+        async for response in stream:  # and it goes on
+            taken.append(response.token)
+            if len(taken) == 200:
+                break
+        await stream.aclose()
+        return waiting, taken
+
+    waiting, taken = asyncio.run(main())
+    assert asynchronous._AHEAD <= waiting < 2 * asynchronous._AHEAD  # with the last step's
+    assert taken == written(decoder, REPEAT, 200)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error"),
+    [
+        ("", {}, mlxspec.PromptError),
+        ([{"role": "user"}], {}, mlxspec.PromptError),
+        ("text", {"max_tokens": 0}, mlxspec.OptionError),
+        ("text", {"temp": -1.0}, mlxspec.OptionError),
+        ("text", {"tmep": 1.0}, TypeError),
+        ("text", {"prompt_cache": []}, mlxspec.OptionError),
+    ],
+    ids=str,
+)
+def test_wrong_input_is_refused_with_the_first_response(
+    decoder: Decoder, prompt: Any, options: dict, error: type[Exception]
+) -> None:
+    async def main() -> None:
+        await anext(decoder.astream(prompt, **options))
+
+    with pytest.raises(error):
+        asyncio.run(main())
+    assert running(decoder) == set()
+    assert asyncio.run(collected(decoder, REPEAT, 3)) == written(decoder, REPEAT, 3)
+
+
+class Failing(mlxspec.Drafter):
+    """Fails in the third step."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def propose(self, max_depth: int) -> DraftTree:
+        self.steps += 1
+        if self.steps == 3:
+            raise RuntimeError("no more ideas")
+        return DraftTree.chain(self.last, [])
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.last = prompt[-1]
+
+    def observe(self, step: mlxspec.VerifiedStep) -> None:
+        self.last = step.tokens[-1]
+
+
+def test_what_a_generation_raises_is_raised_where_it_is_read() -> None:
+    decoder = new_decoder(Decoder)
+
+    taken: list[int] = []
+
+    async def fail() -> None:
+        async for response in decoder.astream(REPEAT, make_drafter=lambda session: Failing()):
+            taken.append(response.token)
+
+    async def main() -> list[Any]:
+        both = fail(), collected(decoder, PROMPTS[1])
+        return await asyncio.gather(*both, return_exceptions=True)
+
+    error, other = asyncio.run(main())
+    assert isinstance(error, RuntimeError)
+    assert str(error) == "no more ideas"
+    assert taken == written(decoder, REPEAT)[:2]
+    assert other == written(decoder, PROMPTS[1])
+
+
+def test_a_fault_of_the_model_reaches_all_and_ends_none_of_the_later_ones(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: object, hurried: bool = False) -> bool:
+        raise MemoryError("full")
+
+    async def main() -> list[Any]:
+        both = (collected(decoder, prompt) for prompt in PROMPTS[:2])
+        return await asyncio.gather(*both, return_exceptions=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asynchronous.Scheduler, "turn", fail)
+        assert [type(error) for error in asyncio.run(main())] == [MemoryError] * 2
+    assert asyncio.run(collected(decoder, REPEAT)) == written(decoder, REPEAT)
+
+
+def test_progress_is_told_in_the_event_loop(decoder: Decoder) -> None:
+    told: list[tuple[int, int]] = []
+    threads = set()
+
+    def tell(done: int, total: int) -> None:
+        told.append((done, total))
+        threads.add(threading.current_thread())
+
+    prompt = decoder.tokenizer.encode(REPEAT) * 3
+    asyncio.run(collected(decoder, prompt, 2, on_progress=tell, prefill_step_size=16))
+    total = len(prompt) - 1
+    assert told[0] == (0, total)
+    assert told[-1] == (total, total)
+    assert len(told) > 2
+    assert told == sorted(told)
+    assert threads == {threading.current_thread()}
+
+
+def test_a_decoder_that_has_gone_takes_its_thread_along() -> None:
+    def threads() -> Iterator[threading.Thread]:
+        return (t for t in threading.enumerate() if t.name == "mlxspec astream")
+
+    before = set(threads())
+    decoder = new_decoder()
+    asyncio.run(collected(decoder, REPEAT, 3))
+    (own,) = set(threads()) - before
+    del decoder
+    for _ in range(100):
+        gc.collect()  # the thread may still have it the first time
+        own.join(timeout=0.1)
+        if not own.is_alive():
+            break
+    assert not own.is_alive()
+
+
+PROGRAM = """
+import asyncio, sys
+import mlxspec
+
+async def main():
+    decoder = mlxspec.PromptLookupDecoder("demo")
+    stream = decoder.astream("one two three one two", 2000)
+    await anext(stream)
+    if sys.argv[1] == "interrupted":
+        raise KeyboardInterrupt
+    return stream
+
+try:
+    loop = asyncio.new_event_loop()
+    stream = loop.run_until_complete(main()) if sys.argv[1] == "left" else asyncio.run(main())
+except KeyboardInterrupt:
+    pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ended", "interrupted", "left"])
+def test_a_process_ends_well_in_the_middle_of_a_generation(how: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, timeout=120
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_messages_and_the_bundled_model() -> None:
+    decoder = AutoDecoder(demo().model, demo().tokenizer)
+    decoder.costs = given_costs(FLAT)
+    messages = [{"role": "user", "content": 'Repeat the following phrase 2 times: "A day.".'}]
+    assert asyncio.run(collected(decoder, messages)) == written(decoder, messages)

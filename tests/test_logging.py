@@ -1,0 +1,111 @@
+"""What the library logs, under the name "mlxspec"."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mlxspec
+from mlxspec.engine import costs
+from mlxspec.engine.costs import costs_for
+from mlxspec.plan.cost_file import CostCache
+from mlxspec.plan.measurement import RowsTime
+from tests.support.demo import stand_in_decoder
+from tests.support.llamas import repetitive_llama
+
+pytestmark = pytest.mark.slow
+
+
+def test_models_costs_and_capabilities_are_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mlxspec")
+    times = [RowsTime(1, 0.02, 0.02, 0.02), RowsTime(8, 0.04, 0.04, 0.04)]
+    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: times)
+    tokenizer = mlxspec.load("demo")[1]
+    for _ in range(2):
+        costs_for(repetitive_llama(), cache=CostCache(tmp_path))
+    decoder = mlxspec.Decoder(repetitive_llama(), tokenizer)
+    _ = decoder.capability, decoder.joint_mode
+    loaded, measured, known, verifies, shares = caplog.messages
+    assert re.fullmatch(r"loaded demo from .*demo_model in \d+\.\d s", loaded)
+    assert re.fullmatch(r"measured .* in 0\.0 s: T\(1\) 20\.0 ms, T\(8\) 40\.0 ms", measured)
+    assert re.fullmatch(rf"step times are known from {tmp_path}/\S*\.json", known)
+    assert verifies.startswith("what the model verifies: tree (branching steps equal")
+    assert shares == "how several sequences share forwards: joint"
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "left early"])
+def test_each_generation_is_logged_once_with_its_figures(
+    whole: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "mlxspec.generation.responses")
+    decoder = stand_in_decoder(mlxspec.PromptLookupDecoder)
+    stream = decoder.stream([5, 6, 7, 5, 6], 9)
+    last = [*stream][-1] if whole else next(stream)
+    stream.close()
+    (line,) = caplog.messages
+    stats = last.stats
+    assert line.startswith(
+        f"generation ended ({'length' if whole else 'left'}): 5 prompt tokens, 0 of them kept "
+        f"from before; {last.generation_tokens} tokens in {stats.steps} steps, "
+    )
+    assert line.endswith(f" a second; {stats.accepted} of {stats.drafted} drafted tokens accepted")
+
+
+def test_nothing_is_logged_by_the_way_while_a_generation_runs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, "mlxspec")
+    decoder = stand_in_decoder(mlxspec.PromptLookupDecoder)
+    stream = decoder.stream([5, 6, 7], 5)
+    next(stream)
+    caplog.clear()
+    for _ in range(3):
+        next(stream)
+    assert caplog.messages == []
+
+
+WARNS = """
+import logging, sys
+import mlxspec
+from mlxspec.plan.cost_file import CostCache, CostKey
+if sys.argv[1:]:
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+CostCache(__import__("pathlib").Path("/dev/null/x")).update(CostKey({}, {}), {})
+"""
+
+
+@pytest.mark.parametrize("set_up", [True, False])
+def test_a_program_sees_what_it_has_set_up_to_see(set_up: bool) -> None:
+    arguments = [sys.executable, "-c", WARNS, *(["set up"] if set_up else [])]
+    seen = subprocess.run(arguments, capture_output=True, text=True, check=True).stderr
+    if set_up:
+        assert seen.startswith("WARNING mlxspec.plan.cost_file: step times are not kept in /dev")
+    else:
+        assert seen == ""
+
+
+def test_the_commands_show_warnings_as_notes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mlxspec.cli.outcome import reported
+
+    log = logging.getLogger("mlxspec.anything")
+    with reported():
+        log.warning("the disk is %s", "full")
+        log.info("by the way")
+        try:
+            raise ValueError("oh")
+        except ValueError:
+            log.exception("it has failed")
+    log.warning("afterwards")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["Note: the disk is full", "it has failed"]
+    assert lines[2].startswith("Traceback")
+    assert lines[-1] == "ValueError: oh"

@@ -1,0 +1,270 @@
+"""What README and pages show can be pasted: their programs run, their commands and options exist.
+
+Python blocks of a page run one after the other, as one program. Shell blocks of the README run,
+too, as far as their ``mlxspec`` commands go: with the bundled model in the place of any other, and
+with ``FILES`` in the working directory. A block that needs what a test does not have is only
+checked, and says what it needs in a comment on the line before it::
+
+    <!-- needs: a checkpoint -->
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import pytest
+
+import mlxspec
+from tests.support.demo import FLAT, given_costs
+
+ROOT = Path(mlxspec.__file__).parent.parent
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+
+if not (ROOT / "mkdocs.yml").is_file():
+    pytest.skip("mlxspec is installed without its repository", allow_module_level=True)
+
+FILES = {
+    "question.txt": "Repeat the following phrase 2 times: 'A day.'.\n",
+    "questions.jsonl": '{"prompt": "Say hello.", "max_tokens": 9}\n{"prompt": [5, 6, 7]}\n',
+    "person.json": json.dumps(
+        {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+            "required": ["name", "age"],
+            "additionalProperties": False,
+        }
+    ),
+}
+
+
+class Block(NamedTuple):
+    """A block of code on a page.
+
+    Attributes:
+        page, line: where its first line is.
+        language: as its fence says.
+        code: what it holds.
+        needs: what it says that it needs; empty where it runs as it is.
+    """
+
+    page: str
+    line: int
+    language: str
+    code: str
+    needs: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+FENCED = re.compile(
+    r"^(?:<!-- needs: (?P<needs>.+?) -->\n)? *```(?P<language>\w*)\n(?P<code>.*?)^ *```$",
+    flags=re.DOTALL | re.MULTILINE,
+)
+
+
+def blocks(page: str) -> list[Block]:
+    """The blocks of a page, except those that show an example's file."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [
+        Block(
+            page,
+            text.count("\n", 0, found.start("code")) + 1,
+            found["language"],
+            found["code"],
+            found["needs"] or "",
+        )
+        for found in FENCED.finditer(text)
+    ]
+
+
+ALL = [block for page in PAGES for block in blocks(page)]
+SHELL = [block for block in ALL if block.language == "sh"]
+OPERATORS = {"|", "||", "&&", ";", "&", "<", ">", ">>", "2>", "(", ")"}
+
+
+def lines_of(code: str) -> list[str]:
+    """The commands of a shell block, a line each."""
+    return code.replace("\\\n", " ").splitlines()
+
+
+STARTERS = {"mlx.launch", "uvx"}
+
+
+def commands_in(line: str) -> Iterator[list[str]]:
+    """The arguments of each call of ``mlxspec`` in a line of a shell."""
+    words = shlex.shlex(line, posix=True, punctuation_chars=True)
+    words.whitespace_split = True
+    calls: list[list[str]] = [[]]
+    for word in words:
+        if word in OPERATORS:
+            calls.append([])
+        elif calls[-1] or not re.match(r"\w+=", word):  # no variable of its environment
+            calls[-1].append(word)
+    for call in filter(None, calls):
+        names = [word.rpartition("/")[2] for word in call]
+        if names[0] == "mlxspec" or (names[0] in STARTERS and "mlxspec" in names):
+            yield call[names.index("mlxspec") + 1 :]
+
+
+def command_of(words: list[str]) -> tuple[click.Command, click.Context, list[str]]:
+    """The command that words name, a context for it, and its own arguments."""
+    from mlxspec.cli.main import main
+
+    command: click.Command = main
+    context = click.Context(main, info_name="mlxspec")
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        name, *words = words
+        below = command.get_command(context, name)
+        assert below is not None, f"there is no command {context.command_path} {name}"
+        command, context = below, click.Context(below, parent=context, info_name=name)
+    return command, context, words
+
+
+def options_of(command: click.Command) -> set[str]:
+    return {"-h", "--help", "--version"}.union(
+        *(param.opts + param.secondary_opts for param in command.params)
+    )
+
+
+def every_option(command: click.Command) -> Iterator[str]:
+    """The options of a command and all below it."""
+    yield from options_of(command)
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below
+            yield from every_option(below)
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_commands_in_blocks_are_understood(block: Block) -> None:
+    for line in lines_of(block.code):
+        for words in commands_in(line):
+            command, context, arguments = command_of(words)
+            try:
+                command.make_context(context.info_name, arguments, parent=context.parent)
+            except (click.exceptions.Exit, click.exceptions.NoArgsIsHelpError):
+                pass  # a command that has shown its help
+            except click.UsageError as error:
+                pytest.fail(f"{block}: {shlex.join(['mlxspec', *words])}: {error.format_message()}")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_and_options_in_sentences_exist(page: str) -> None:
+    """Those within backticks, with or without the command's name."""
+    from mlxspec.cli.main import main
+
+    text = FENCED.sub("", (ROOT / page).read_text(encoding="utf-8"))
+    known = {*every_option(main)}
+    for code in re.findall(r"`([^`]+)`", text):
+        words = " ".join(code.split()).replace("'", " ").replace('"', " ").split()
+        if len(words) > 1 and code.startswith("mlxspec"):
+            command, _, words = command_of(words[1:])
+            own = options_of(command) if command.name != "run" else set()
+            if not own:
+                continue  # what follows is the program's
+        elif code.startswith("--"):
+            own = known
+        else:
+            continue
+        for word in words:
+            name = word.partition("=")[0]
+            assert not re.match(r"--?[a-z]", name) or name in own, f"{page}: `{code}`: no {name}"
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with ``FILES``."""
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+PYTHON = [page for page in PAGES if any(b.language == "python" for b in blocks(page))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PYTHON)
+def test_programs_run(page: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = given_costs(FLAT)
+    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: costs)
+    names: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks(page):
+        if block.language == "python":
+            lines = "\n" * (block.line - 1)  # so that a traceback names the page's own
+            program = compile(lines + block.code, str(ROOT / page), "exec")
+            if not block.needs:
+                exec(program, names)
+
+
+@pytest.mark.parametrize("block", [b for b in ALL if b.language == "json"], ids=str)
+def test_json_is_json(block: Block) -> None:
+    json.loads(block.code)
+
+
+# The command, with the bundled model for every name of another one.
+STAND_IN = """\
+import os, re, sys
+sys.argv[1:] = [
+    "demo" if arg == "MODEL" or re.fullmatch(r"[\\w.-]+/[\\w.-]+", arg) and not os.path.exists(arg)
+    else arg
+    for arg in sys.argv[1:]
+]
+from mlxspec.cli.start import main
+main()
+"""
+
+
+@pytest.fixture
+def shell(directory: Path) -> Callable[[str], None]:
+    """Runs a line of a shell, in which ``mlxspec`` is the one that is tested."""
+    programs = directory / "bin"
+    programs.mkdir()
+    (programs / "stand_in.py").write_text(STAND_IN)
+    command = programs / "mlxspec"
+    interpreter = shlex.quote(sys.executable)
+    command.write_text(f'#!/bin/sh\nexec {interpreter} {programs}/stand_in.py "$@"\n')
+    command.chmod(0o755)
+    paths = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **paths, "MLXSPEC_DATA_DIR": str(directory / "data")}
+
+    def run(line: str) -> None:
+        try:
+            subprocess.run(
+                ["bash", "-o", "pipefail", "-c", line],
+                env=environment,
+                check=True,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=40,
+            )
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            pytest.fail(
+                f"{line}\n{error}\n{error.stderr or ''}\nIf it needs what a test does not have, "
+                "say so on the line before the block: <!-- needs: ... -->; or add a file to FILES."
+            )
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "block", [b for b in SHELL if b.page == "README.md" and not b.needs], ids=str
+)
+def test_commands_of_the_readme_run(block: Block, shell: Callable[[str], None]) -> None:
+    for line in lines_of(block.code):
+        if [*commands_in(line)]:
+            shell(line)

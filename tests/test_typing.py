@@ -1,0 +1,141 @@
+"""What a type checker says of programs that use mlxspec."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mlxspec
+
+ROOT = Path(mlxspec.__file__).parent.parent
+
+# A line that ends with "# wrong" is to be refused, and no other.
+PROGRAM = """\
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Generator
+from typing import assert_type
+
+from typing_extensions import Unpack
+
+import mlxspec
+from mlxspec import (
+    AutoDecoder,
+    CombinedDecoder,
+    ConversionError,
+    DistributedError,
+    DrafterError,
+    GenerationOptions,
+    GenerationResponse,
+    GenerationResult,
+    LoadError,
+    LookaheadDecoder,
+    Memory,
+    MlxspecError,
+    OptionError,
+    PromptCacheError,
+    PromptError,
+    PromptLookupDecoder,
+    Session,
+    StoreError,
+)
+
+Responses = Generator[GenerationResponse, None, None]
+ERRORS: list[type[MlxspecError]] = [
+    ConversionError, DistributedError, DrafterError, LoadError, OptionError, PromptCacheError,
+    PromptError, StoreError,
+]
+
+def told(done: int, total: int) -> None:
+    logging.info("%d of %d", done, total)
+
+def ask(question: str, **options: Unpack[GenerationOptions]) -> str:
+    messages = [{"role": "user", "content": question}]
+    return "".join(r.text for r in decoder.stream(messages, **options))
+
+decoder = AutoDecoder("demo", memory_tokens=1000)
+AutoDecoder("demo", memory_token=1000)  # wrong
+AutoDecoder("demo", memory=Memory(10))
+ask("Hello?", temp=0.5, seed=1)
+ask("Hello?", tmep=0.5)  # wrong
+
+assert_type(decoder.stream("text", 5, temp=0.5, session=Session(), on_progress=told), Responses)
+decoder.stream([1, 2], max_tokens=5, stop=["a"], chat_template_kwargs={"enable_thinking": False})
+decoder.stream("text", max_token=5)  # wrong
+decoder.stream("text", on_progress=print)
+decoder.stream("text", on_progress=lambda done: None)  # wrong
+decoder.stream("text", temp="warm")  # wrong
+decoder.stream(5)  # wrong
+assert_type(decoder.generate("text", 5, color=False, top_p=0.9), GenerationResult)
+decoder.generate("text", 5, topp=0.9)  # wrong
+decoder.decode("text", mlxspec.PromptLookupDrafter(), temp=0.5)
+decoder.decode("text", mlxspec.PromptLookupDrafter(), tempt=0.5)  # wrong
+
+lookup = PromptLookupDecoder("demo")
+assert_type(lookup.stream("text", n_draft=5, seed=None), Responses)
+lookup.stream("text", ndraft=5)  # wrong
+assert_type(lookup.prompt_lookup("text", 5, temp=0.5, top_k=3), GenerationResult)
+lookup.prompt_lookup("text", prompt_lookup_num_tokens=4)
+lookup.prompt_lookup("text", topk=3)  # wrong
+LookaheadDecoder("demo").lookahead("text", window_size=5, top_k=3)
+LookaheadDecoder("demo").lookahead("text", windowsize=5)  # wrong
+CombinedDecoder("demo").stream("text", window_size="auto", min_p=0.1)
+CombinedDecoder("demo").stream("text", window_size="all")  # wrong
+
+model, tokenizer = mlxspec.load("demo")
+assert_type(mlxspec.generate(model, tokenizer, "text", verbose=True, max_tokens=5, temp=1.0), str)
+mlxspec.generate(model, tokenizer, "text", max_token=5)  # wrong
+mlxspec.generate(model, tokenizer, "text", draft_model=model, num_draft_tokens=3)
+mlxspec.generate(model, tokenizer, "text", prompt_progress_callback=told)
+assert_type(mlxspec.stream_generate(model, tokenizer, [1, 2], 5, seed=3), Responses)
+mlxspec.stream_generate(model, tokenizer, "text", prompt_progress_callback=3)  # wrong
+mlxspec.stream_generate(model, tokenizer, "text", sede=3)  # wrong
+answers = mlxspec.batch_generate(model, tokenizer, [[1, 2], [3]], max_tokens=[5, 6])
+assert_type(answers.texts, list[str])
+mlxspec.batch_generate(model, tokenizer, [[1, 2]], temperature=1.0)  # wrong
+
+for response in decoder.stream("text"):
+    assert_type(response.text, str)
+    assert_type(response.stats.acceptance_rate, float)
+    print(response.txt)  # wrong
+"""
+
+ASYNC = """
+async def main() -> None:
+    stream = decoder.astream("text", 5, temp=0.5, make_drafter=lookup.drafting_with(n_draft=3))
+    assert_type(stream, AsyncGenerator[GenerationResponse, None])
+    async for response in stream:
+        assert_type(response.text, str)
+    decoder.astream("text", tmep=0.5)  # wrong
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_strict_type_checker_refuses_what_is_wrong_and_nothing_else(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM + ASYNC)
+    lines = program.read_text().splitlines()
+    wrong = {number for number, line in enumerate(lines, start=1) if line.endswith("# wrong")}
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--follow-imports", "silent", program.name],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert checked.stderr == ""
+    refused = {
+        int(number): line
+        for line in checked.stdout.splitlines()
+        for number in re.findall(r"^program\.py:(\d+): error", line)
+    }
+    assert {n: refused[n] for n in refused.keys() - wrong} == {}
+    assert {n: lines[n - 1] for n in wrong - refused.keys()} == {}
