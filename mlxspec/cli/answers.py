@@ -24,6 +24,7 @@ from rich.panel import Panel
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 from rich.text import Text
 
+from ..engine.step import DecodedStep
 from ..errors import MlxspecError, OptionError
 from ..generation.decoder import Decoder
 from ..generation.options import check_options
@@ -37,7 +38,7 @@ from ..generation.scheduler import Job, Scheduler
 from ..loading.detokenizer import detokenizer_of
 from ..process import INTERRUPTED
 from ..store.learner import Learner
-from .figures import acceptance_row, rate, result_report
+from .figures import acceptance_row, against_plain, rate, result_report
 from .generating import Generation, model_or_default, tell_of_default
 from .memories import Memories
 from .options import check_least
@@ -135,6 +136,9 @@ class Totals:
         prefill_seconds: the time that prompts took.
         seconds: the time of everything.
         stats: sums over the answers.
+        decode_seconds: the time of the answers' steps, added up over the answers.
+        plain_seconds: the same without drafts and as many at once, by the measured costs; 0 where
+            these are not known.
     """
 
     answered: int = 0
@@ -145,6 +149,8 @@ class Totals:
     prefill_seconds: float = 0.0
     seconds: float = 0.0
     stats: SpeculationStats = field(default_factory=SpeculationStats)
+    decode_seconds: float = 0.0
+    plain_seconds: float = 0.0
 
     def add(self, result: GenerationResult) -> None:
         """Count an answer."""
@@ -238,6 +244,7 @@ class Answers:
         self._first_space = detokenizer_of(decoder.tokenizer).prefix_space
         # No answer is read as it comes, so none suffers while the prompts of others run.
         self._scheduler = Scheduler(decoder, max_active=concurrency, stall=math.inf)
+        self._scheduler.on_step = self._add_step
         self._begun = 0
         self._running: list[_Answer] = []
         self._held: deque[_Answer] = deque()  # all that are not written, in the file's order
@@ -310,6 +317,13 @@ class Answers:
         else:
             self._running.append(answer)
 
+    def _add_step(self, job: Job, step: DecodedStep) -> None:
+        """Count the time of a step of one answer, and what its tokens would have taken without
+        drafts in steps that as many answers share."""
+        if self._scheduler.plain_seconds is not None:
+            self.totals.plain_seconds += self._scheduler.plain_seconds * len(step.verified.tokens)
+            self.totals.decode_seconds += self._scheduler.step_seconds
+
     def _finish_ended(self) -> None:
         """Make results of the answers that have ended."""
         ended = [answer for answer in self._running if answer.job and answer.job.finished]
@@ -373,6 +387,7 @@ def totals_panel(totals: Totals, interrupted: bool) -> Panel:
         ),
         ("tokens per step", f"{totals.stats.tokens_per_step:.2f}"),
         acceptance_row(totals.stats),
+        *against_plain(totals.plain_seconds, totals.decode_seconds),
     ]
     subtitle = "interrupted" if interrupted else None
     return Panel(figures_grid(rows), expand=False, border_style="dim", subtitle=subtitle)
