@@ -58,6 +58,7 @@ def answer_prompts(
     generation: Generation,
     prompt: PromptOptions,
     prompt_cache_file: str | None,
+    quiet: bool,
     color: bool | None,
     stats: bool,
     as_json: bool,
@@ -77,21 +78,15 @@ def answer_prompts(
         MlxspecError: an option, the file as a whole or the model is at fault.
     """
     # All that needs no model is checked before one is loaded, or even downloaded.
-    others = {
-        "--prompt": prompt.prompt,
-        "--prompt-file": prompt.prompt_file,
-        "--prompt-ids": prompt.prompt_ids,
-        "--prompt-cache-file": prompt_cache_file,
-        "--stats": stats or None,
-    }
-    for name, value in others.items():
-        if value is not None:
-            raise OptionError(f"--prompts and {name} are given together: choose one")
+    others = prompt.named()
+    others += ["--prompt-cache-file"] * (prompt_cache_file is not None) + ["--stats"] * stats
+    if others:
+        raise OptionError(f"--prompts and {others[0]} are given together: choose one")
     check_least(1, concurrency=concurrency)
     check_least(0, logprobs=logprobs)
     with open_prompts(file) as lines, Memories(not generation.drafting.no_memory) as memories:
         console = error_console(color)
-        decoder = generation.load(console, memories)
+        decoder = generation.load(Console(quiet=True) if quiet else console, memories)
         _check(generation, prompt, decoder)
         tell_of_default(generation.model)
         with generation.learner(decoder) as learner:
@@ -99,14 +94,16 @@ def answer_prompts(
                 generation,
                 decoder,
                 concurrency=concurrency or _CONCURRENCY,
-                chat=prompt.chat,
+                prompt=prompt,
                 logprobs=logprobs,
                 learner=learner,
                 console=console,
+                quiet=quiet,
             )
             interrupted = answers.run(lines)
-            console.print()
-            console.print(totals_panel(answers.totals, interrupted))
+            if not quiet:
+                console.print()
+                console.print(totals_panel(answers.totals, interrupted))
         if not as_json:
             memories.tell_once()
     if interrupted:
@@ -212,10 +209,11 @@ class Answers:
         generation: how to generate where a line says nothing.
         decoder: its own.
         concurrency: how many prompts are answered at once at most.
-        chat: as for :meth:`.prompts_file.Asked.tokens`.
+        prompt: what goes into the chat template, and how, where a line says nothing.
         logprobs: as for :class:`Transcript`.
         learner: gets the outputs, if there is one.
         console: gets a line for each prompt that cannot be answered, and the progress.
+        quiet: show no progress.
 
     Attributes:
         totals: of what has been answered so far.
@@ -227,19 +225,21 @@ class Answers:
         decoder: Decoder,
         *,
         concurrency: int,
-        chat: bool | None,
+        prompt: PromptOptions,
         logprobs: int | None,
         learner: Learner | None,
         console: Console,
+        quiet: bool = False,
     ) -> None:
         self.totals = Totals()
         self._generation = generation
         self._decoder = decoder
         self._concurrency = concurrency
-        self._chat = chat
+        self._prompt = prompt
         self._logprobs = logprobs
         self._learner = learner
         self._console = console
+        self._quiet = quiet
         self._model = model_or_default(generation.model)
         self._first_space = detokenizer_of(decoder.tokenizer).prefix_space
         # No answer is read as it comes, so none suffers while the prompts of others run.
@@ -278,8 +278,8 @@ class Answers:
 
     def _progress(self) -> ProgressBar:
         """A bar; none where the results show the progress, at the terminal or behind a pipe."""
-        interactive = self._console.is_interactive
-        console = Console(quiet=True) if interactive and _is_watched(sys.stdout) else self._console
+        hidden = self._quiet or (self._console.is_interactive and _is_watched(sys.stdout))
+        console = Console(quiet=True) if hidden else self._console
         figures = MofNCompleteColumn(), TimeElapsedColumn()
         return ProgressBar("answers", *figures, console=console)
 
@@ -303,14 +303,16 @@ class Answers:
         try:
             asked = read_line(value)
             generation = asked.generation(self._generation)
-            tokens, templated = asked.tokens(decoder.tokenizer, self._chat)
+            tokens, templated = asked.tokens(decoder.tokenizer, self._prompt)
             room = generation.room(decoder.model, len(tokens))
             answer.prompt_tokens = len(tokens)
             # In a chat the answer is a text of its own, whose first space the tokenizer has put
             # there.
-            answer.trims = templated and self._first_space
+            begun = self._prompt.prefill_response
+            answer.trims = templated and begun is None and self._first_space
             answer.job = generation.submit(
-                self._scheduler, decoder, tokens, room, answer.add, templated
+                *(self._scheduler, decoder, tokens, room, answer.add, templated),
+                begun=begun,
             )
         except MlxspecError as error:
             self._fail(answer, error)

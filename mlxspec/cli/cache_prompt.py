@@ -11,12 +11,12 @@ from .generating import model_or_default, tell_of_default
 from .options import NAME, command, option, options_of
 from .outcome import note
 from .output import error_console
-from .prompts import PromptOptions, model_option, prompt_tokens
+from .prompts import PromptOptions, model_option
 
 
 @command("cache-prompt")
 @model_option
-@options_of(PromptOptions, "prompt", "Model and prompt")
+@options_of(PromptOptions, "prompt", "Model and prompt", leave_out=("prefill_response",))
 @option(
     "--prompt-cache-file FILE",
     "Write the cache to this file, *.safetensors.",
@@ -40,10 +40,11 @@ def cache_prompt_command(
     \b
     Examples:
       mlxspec cache-prompt --prompt-file book.txt --prompt-cache-file book.safetensors
-      mlxspec generate --prompt-cache-file book.safetensors --prompt "Who is the narrator?"
+      mlxspec generate --prompt-cache-file book.safetensors "Who is the narrator?"
 
-    The file names its model, which then answers without --model. If that has to be downloaded, you
-    are asked at a terminal, and elsewhere name it with --model.
+    The prompt may come through a pipe, too. The file names its model, which then answers without
+    --model. If that has to be downloaded, you are asked at a terminal, and elsewhere name it with
+    --model.
 
     The file is also one for "mlx_lm.generate --prompt-cache-file", and those of
     "mlx_lm.cache_prompt" serve here. With a chat template the prompt is the beginning of a user's
@@ -71,7 +72,7 @@ def cache_prompt_command(
     loaded, tokenizer = load(name)
     check_quantization(loaded, caches)
     templated = prompt.uses_template(source, tokenizer)
-    ids = prompt_tokens(source, tokenizer, templated, ended=False)
+    ids = prompt.tokens(source, tokenizer, templated, ended=False)
     tokens = prompt_ids(ids, tokenizer, vocabulary_size(loaded), context_length(loaded))
 
     tell_of_default(model)

@@ -21,7 +21,7 @@ from ..generation.session import Session
 from ..loading.model_files import DEMO, is_downloaded, is_repository_name
 from ..terminal import visible
 from .generating import Generation
-from .prompts import in_template
+from .prompts import PromptOptions, in_template
 
 _LONGEST_NAME = 200  # characters of a model's name that are shown
 _QUERY = "<query>"  # mlx-lm's word, for which no template has a use
@@ -103,7 +103,7 @@ class CachedPrompt:
         return (told,) if isinstance(told, str) and told else ()
 
     def continued(
-        self, prompt: str | list[int], decoder: Decoder, templated: bool
+        self, prompt: str | list[int], options: PromptOptions, decoder: Decoder, templated: bool
     ) -> tuple[list[int], dict[str, Any]]:
         """The tokens to generate from, and where their cache is.
 
@@ -115,22 +115,26 @@ class CachedPrompt:
         """
         check_fits(self._cache, decoder.model, self.file)
         check_lengths(self._cache, self.file)
-        following = _following(prompt, decoder.tokenizer, templated)
+        following = _following(prompt, options, decoder.tokenizer, templated)
         if self._tokens:
             session = Session(self._cache, self._tokens)
             return [*self._tokens, *following], {"session": session}
         return following, {"prompt_cache": self._cache}
 
 
-def _following(prompt: str | list[int], tokenizer: TokenizerWrapper, templated: bool) -> list[int]:
+def _following(
+    prompt: str | list[int], options: PromptOptions, tokenizer: TokenizerWrapper, templated: bool
+) -> list[int]:
     """The ids of a text that goes on with the user's message in the cache."""
     if not isinstance(prompt, str):
         return prompt
     if templated:
-        opening, prompt = (
-            in_template([{"role": "user", "content": text}], tokenizer, tokenize=False)
-            for text in (_QUERY, prompt)
-        )
+        texts = []
+        for content in (_QUERY, prompt):
+            messages, how = options.turns([{"role": "user", "content": content}])
+            how["tokenize"] = False
+            texts.append(in_template(messages, tokenizer, options.remedy, **how))
+        opening, prompt = texts
         prompt = prompt[len(opening.partition(_QUERY)[0]) :]
     return tokenizer.encode(prompt, add_special_tokens=False)
 

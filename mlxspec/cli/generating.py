@@ -451,6 +451,7 @@ class Generation:
         max_tokens: int,
         *,
         templated: bool = False,
+        begun: str | None = None,
         **more: Any,
     ) -> Generator[GenerationResponse, None, None]:
         """Generate with the decoder of :meth:`load`.
@@ -460,9 +461,10 @@ class Generation:
             tokens: the prompt.
             max_tokens: how many tokens there is room for; see :meth:`room`.
             templated: the output is a chat's answer.
+            begun: the beginning of that answer, with which the prompt ends.
             more: what :meth:`mlxspec.Decoder.decode` takes besides.
         """
-        options = {**self.options(decoder, tokens if templated else None), **more}
+        options = {**self.options(decoder, tokens if templated else None, begun), **more}
         return decoder.stream(tokens, max_tokens, **self.drafter_arguments(), **options)
 
     def submit(
@@ -473,31 +475,36 @@ class Generation:
         max_tokens: int,
         on_response: Callable[[GenerationResponse], object],
         templated: bool = False,
+        begun: str | None = None,
     ) -> Job:
         """Add a generation with the decoder of :meth:`load` to its scheduler.
 
         Args:
             scheduler: the decoder's.
-            decoder, tokens, max_tokens, templated: as for :meth:`stream`.
+            decoder, tokens, max_tokens, templated, begun: as for :meth:`stream`.
             on_response: called with each response.
 
         Raises:
             PromptError, OptionError: as :meth:`mlxspec.Decoder.decode`.
         """
         make_drafter = decoder.drafting_with(**self.drafter_arguments())
-        options = self.options(decoder, tokens if templated else None)
+        options = self.options(decoder, tokens if templated else None, begun)
         return scheduler.submit(tokens, on_response, max_tokens, make_drafter, **options)
 
     def options(
-        self, decoder: Decoder, conversation: Sequence[int] | None = None
+        self,
+        decoder: Decoder,
+        conversation: Sequence[int] | None = None,
+        begun: str | None = None,
     ) -> GenerationOptions:
         """Sampling, form, ends and memory, as :meth:`mlxspec.Decoder.decode` takes them.
 
         Args:
             decoder: of :meth:`load`.
             conversation: the prompt's tokens, where the output is a chat's answer.
+            begun: the beginning of that answer; the form is that of what follows.
         """
-        from ..generation.constrained import ends_in_reasoning, in_answer
+        from ..generation.constrained import ends_in_reasoning, in_answer, leaves_reasoning_open
         from ..loading.detokenizer import detokenizer_of
 
         # XTC keeps line breaks and end tokens, as on mlx-lm's command line.
@@ -505,12 +512,13 @@ class Generation:
         sampling = replace(self.sampling, xtc_special_tokens=kept)
         constraint: Any = self.form.constraint
         if constraint is not None and conversation is not None:
-            constraint = in_answer(
-                constraint,
-                decoder.tokenizer,
-                reasons=ends_in_reasoning([*conversation], decoder.tokenizer),
-                trims_space=detokenizer_of(decoder.tokenizer).prefix_space,
-            )
+            tokenizer = decoder.tokenizer
+            if begun is None:
+                reasons = ends_in_reasoning([*conversation], tokenizer)
+                trims = detokenizer_of(tokenizer).prefix_space
+            else:
+                reasons, trims = leaves_reasoning_open(begun, tokenizer), False
+            constraint = in_answer(constraint, tokenizer, reasons=reasons, trims_space=trims)
         shape = {"sampling": sampling, "constraint": constraint}
         options = {**vars(self.ends), **vars(self.caches), **shape}
         return cast("GenerationOptions", options)

@@ -66,7 +66,7 @@ class Option(click.Option):
             try:
                 value = [*map(_as_utf8, value)] if self.multiple else _as_utf8(value)
             except UnicodeError:
-                name = self.opts[0]
+                name = next((one for one in self.opts if one.startswith("--")), self.opts[0])
                 raise click.UsageError(
                     f"{name} is not UTF-8 text: convert it to UTF-8", ctx
                 ) from None

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -27,6 +27,7 @@ from .memories import Memories
 from .options import FILE, NAME, check_least, color_option, command, option, options_of
 from .outcome import note
 from .output import error_console, shown
+from .prompts import template_option
 from .request_log import RequestLog
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class _Size(click.ParamType):
     default=0.15,
     group="Requests",
 )
+@template_option("Requests")
 @options_of(Drafting, "drafting", "Drafting", leave_out=("learn",))
 @options_of(CacheOptions, "caches", "Memory")
 @option(
@@ -120,6 +122,7 @@ def serve_command(
     queue: int,
     max_tokens: int,
     stall: float,
+    chat_template_config: Mapping[str, Any] | None,
     drafting: Drafting,
     caches: CacheOptions,
     cache_bytes: int | None,
@@ -170,7 +173,7 @@ def serve_command(
         # All are loaded before anybody asks how much memory is left.
         decoders = [one.load(console, memories) for one in asked]
         served = [
-            _served(one, decoder, cache_bytes, len(asked))
+            _served(one, decoder, cache_bytes, len(asked), chat_template_config or {})
             for one, decoder in zip(asked, decoders, strict=True)
         ]
         names = [one.name for one in served]
@@ -261,7 +264,11 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _served(
-    generation: Generation, decoder: Decoder, cache_bytes: int | None, models: int
+    generation: Generation,
+    decoder: Decoder,
+    cache_bytes: int | None,
+    models: int,
+    template_arguments: Mapping[str, Any],
 ) -> ServedModel:
     """A model and what serves it, with its share of the memory."""
     from ..server.admission import Memory
@@ -278,6 +285,7 @@ def _served(
         memory,
         generation.drafter_arguments(),
         cast("GenerationOptions", vars(generation.caches)),
+        template_arguments,
     )
 
 

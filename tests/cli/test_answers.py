@@ -276,7 +276,7 @@ def test_a_fault_in_one_generation_costs_no_other(
 def test_a_wrong_use_is_one_line_before_any_model_is_loaded(
     prompts: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], named: str
 ) -> None:
-    monkeypatch.setattr("mlxspec.loading.model.load", lambda name: 1 / 0)
+    monkeypatch.setattr("mlxspec.loading.model.load", lambda *_, **__: 1 / 0)
     empty = write(prompts.with_name("empty.jsonl"), [b"", b" "])
     files = {"FILE": str(write(prompts, IDS)), "EMPTY": str(empty)}
     given = [files.get(argument, argument) for argument in arguments]
