@@ -23,6 +23,8 @@ from ..terminal import visible
 from .generating import Generation
 from .prompts import PromptOptions, in_template
 
+ADAPTERS_OF_FILE = "adapter_path"
+"""What the metadata of a file calls the adapters of its model; "" for none."""
 _LONGEST_NAME = 200  # characters of a model's name that are shown
 _QUERY = "<query>"  # mlx-lm's word, for which no template has a use
 
@@ -45,7 +47,7 @@ class CachedPrompt:
             raise PromptCacheError(f"{file} holds an empty cache: leave out --prompt-cache-file")
 
     def completed(self, generation: Generation) -> Generation:
-        """The generation with what the file says: its model, and end tokens of its own.
+        """The generation with what the file says: its model, adapters and own end tokens.
 
         Raises:
             PromptCacheError: another model or another quantisation was asked for, or the model
@@ -56,6 +58,7 @@ class CachedPrompt:
         return replace(
             generation,
             model=self._model(generation.model),
+            adapter_path=self._adapters(generation.adapter_path),
             ends=replace(ends, stop_tokens=(*ends.stop_tokens, *self._end_tokens())),
         )
 
@@ -80,6 +83,23 @@ class CachedPrompt:
         raise PromptCacheError(
             f"{self.file} was made by the model {shown}, which is not on this machine: name the "
             "model with --model"
+        )
+
+    def _adapters(self, asked: str | None) -> str | None:
+        """The adapters with which the file was made, which are those that were asked for, if any.
+
+        Files of mlx-lm's do not say it.
+        """
+        own = self._metadata.get(ADAPTERS_OF_FILE)
+        if own is None or (asked is not None and _same_directory(asked, own)):
+            return asked
+        shown = visible(" ".join(own[:_LONGEST_NAME].split()))
+        if asked is None and (not own or _is_directory(own)):
+            return own or None
+        raise PromptCacheError(
+            f"{self.file} was made with the adapters {shown}: name them with --adapter-path"
+            if own
+            else f"{self.file} was made without adapters: leave out --adapter-path"
         )
 
     def _check_quantization(self, options: CacheOptions) -> None:

@@ -21,7 +21,17 @@ from ..engine.constraint import Constraint
 from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError
 from ..loading.model_files import DEMO
-from .options import DRAFTER, NAME, NO_MEMORY, NO_MEMORY_HELP, check_least, nested, option_field
+from .options import (
+    ADAPTERS,
+    ADAPTERS_HELP,
+    DRAFTER,
+    NAME,
+    NO_MEMORY,
+    NO_MEMORY_HELP,
+    check_least,
+    nested,
+    option_field,
+)
 from .outcome import note
 from .output import ProgressBar
 
@@ -382,6 +392,9 @@ class Generation:
     )
     caches: CacheOptions = field(metadata=nested(CacheOptions, "Memory"))
     form: Form = field(default=Form(), metadata=nested(Form, "Form of the output"))
+    adapter_path: str | None = option_field(
+        ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model and prompt"
+    )
 
     def __post_init__(self) -> None:
         check_least(1, max_tokens=self.max_tokens)
@@ -403,6 +416,12 @@ class Generation:
         from ..engine.draft_model import check_vocabularies
         from ..loading.model import load
 
+        if leader and self.adapter_path is not None:
+            raise OptionError(
+                "--adapter-path: adapters are not split over several machines; put them into the "
+                "model with mlx_lm.fuse, or run without mlx.launch"
+            )
+
         drafting, choice = self.drafting, _DECODERS[self.drafting.kind]
         drafting.tell_what_has_no_effect(self.max_tokens)
         name = model_or_default(self.model)
@@ -417,7 +436,10 @@ class Generation:
                 options["on_measuring"] = bar
             if self.plans:
                 options["store"] = None if self._begins_store() else drafting.store
-            model, tokenizer = leader.load(name) if leader else load(name)
+            if leader:
+                model, tokenizer = leader.load(name)
+            else:
+                model, tokenizer = load(name, adapter_path=self.adapter_path)
             if self.plans and (memory := memories.of(tokenizer, name)):
                 options["memory"] = memory
             decoder = getattr(mlxspec, choice.decoder)(model, tokenizer, **options)

@@ -37,6 +37,7 @@ class LocalModel:
         console: where bars show how far loading is.
         memories: have the earlier answers that are drafted from.
         template_arguments: what the model's chat template is given besides messages.
+        adapted: the generation that the adapters were given for, where that is an earlier one.
 
     Raises:
         MlxspecError: it cannot be loaded, or has no chat template.
@@ -48,8 +49,10 @@ class LocalModel:
         console: Console,
         memories: Memories,
         template_arguments: Mapping[str, Any] | None = None,
+        adapted: Generation | None = None,
     ) -> None:
         self._generation = generation
+        self._adapted = adapted or generation
         self._template_arguments = dict(template_arguments or {})
         self._console = console
         self._memories = memories
@@ -102,8 +105,11 @@ class LocalModel:
 
     def switched(self, name: str) -> LocalModel:
         self.close()
-        asked = replace(self._generation, model=name)
-        return LocalModel(asked, self._console, self._memories, self._template_arguments)
+        adapted = self._adapted
+        is_adapted = name == model_or_default(adapted.model)
+        adapters = adapted.adapter_path if is_adapted else None  # which no other model takes
+        asked = replace(self._generation, model=name, adapter_path=adapters)
+        return LocalModel(asked, self._console, self._memories, self._template_arguments, adapted)
 
     def learn(self, tokens: Sequence[int]) -> None:
         if self._learner:

@@ -219,6 +219,9 @@ def color_option(group: str, help: str = "Colour accepted draft tokens.") -> Dec
 DRAFTER = "--drafter MODULE:CLASS"
 """How a drafter of the user's is given; :func:`mlxspec.draft.custom.load_drafter` loads it."""
 
+ADAPTERS = "--adapter-path DIR"
+ADAPTERS_HELP = "Put in adapters (LoRA, DoRA) that mlx_lm.lora has trained for the model."
+
 NO_MEMORY = "--no-memory"
 NO_MEMORY_HELP = (
     "Neither draft from nor add to the answers that 'mlxspec memory on' keeps over runs."

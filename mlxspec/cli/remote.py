@@ -50,6 +50,8 @@ class RemoteModel:
         generation: Generation,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
+        if generation.adapter_path is not None:
+            raise OptionError("--adapter-path is for 'mlxspec serve': leave it out with --server")
         if generation.drafting != Drafting() or generation.caches != CacheOptions():
             raise OptionError(
                 "how to draft and what caches hold is for 'mlxspec serve': leave these options "

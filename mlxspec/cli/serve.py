@@ -24,7 +24,17 @@ from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError
 from .generating import API_KEY, Drafting, Ends, Generation, model_or_default, tell_of_default
 from .memories import Memories
-from .options import FILE, NAME, check_least, color_option, command, option, options_of
+from .options import (
+    ADAPTERS,
+    ADAPTERS_HELP,
+    FILE,
+    NAME,
+    check_least,
+    color_option,
+    command,
+    option,
+    options_of,
+)
 from .outcome import note
 from .output import error_console, shown
 from .prompts import template_option
@@ -65,6 +75,7 @@ class _Size(click.ParamType):
     type=NAME,
     group="Models and address",
 )
+@option(ADAPTERS, ADAPTERS_HELP, type=NAME, group="Models and address")
 @option("--host HOST", "The address to listen at.", default="127.0.0.1", group="Models and address")
 @option("--port N", "The port; 0 takes a free one.", default=8080, group="Models and address")
 @option(
@@ -114,6 +125,7 @@ class _Size(click.ParamType):
 def serve_command(
     *,
     models: tuple[str, ...],
+    adapter_path: str | None,
     host: str,
     port: int,
     allowed_hosts: tuple[str, ...],
@@ -155,6 +167,8 @@ def serve_command(
         raise OptionError(f"--stall is {stall:g}: give a number of seconds above 0")
     if port > _MOST_PORT:
         raise OptionError(f"--port is {port}: it is at most {_MOST_PORT}")
+    if adapter_path is not None and len(models) > 1:
+        raise OptionError("--adapter-path is of one model: give one --model with it")
     keys = _keys(api_key_file)
     hosts = _hosts(host, allowed_hosts, keys)
 
@@ -165,7 +179,10 @@ def serve_command(
         from ..server.worker import Limits, Worker
 
         asked = [
-            Generation(name, max_tokens, drafting, Ends(), SamplingParams(), caches)
+            Generation(
+                *(name, max_tokens, drafting, Ends(), SamplingParams(), caches),
+                adapter_path=adapter_path,
+            )
             for name in models or (None,)
         ]
         keeps, shared = not drafting.no_memory, len(asked) > 1

@@ -20,8 +20,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from mlxspec import PromptLookupDecoder, load
 from mlxspec.cli.chat import chat_command
 from mlxspec.cli.serve import serve_command
+from tests.support.adapters import write_adapters
 
 pytestmark = pytest.mark.slow
 
@@ -186,3 +188,12 @@ def test_what_the_template_gets_by_default_and_what_a_request_says(
         assert answered.exit_code == 0, answered.stderr
         output, _ = server.end()
         assert json.loads(output)["prompt_tokens"] == 3
+
+
+def test_a_model_is_served_with_its_adapters(tmp_path: Path) -> None:
+    adapters = write_adapters(tmp_path / "adapters")
+    decoder = PromptLookupDecoder(*load("demo", adapter_path=adapters))
+    expected = "".join(response.text for response in decoder.stream([1, 5, 6, 7], 12))
+    with serving("--model", "demo", "--adapter-path", adapters, *PLAIN) as server:
+        answer = server.ask("/v1/completions", prompt=[1, 5, 6, 7], max_tokens=12)
+        assert answer["choices"][0]["text"] == expected
