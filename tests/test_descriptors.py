@@ -27,7 +27,12 @@ def finite_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_command_answers_with_closed_standard_streams(finite_model: Path, closed: str) -> None:
     command = f"{sys.executable} decoder.py --model {finite_model} --prompt a --decoder plain"
     done = subprocess.run(
-        f"{command} {closed}", shell=True, cwd=ROOT, stdout=subprocess.PIPE, text=True
+        f"{command} {closed}",
+        shell=True,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert (done.returncode, done.stdout) == (0, "one two three four\n")
 

@@ -24,6 +24,7 @@ from rich.panel import Panel
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 from rich.text import Text
 
+from ..engine.step import DecodedStep
 from ..errors import MlxspecError, OptionError
 from ..generation.decoder import Decoder
 from ..generation.options import check_options
@@ -37,7 +38,7 @@ from ..generation.scheduler import Job, Scheduler
 from ..loading.detokenizer import detokenizer_of
 from ..process import INTERRUPTED
 from ..store.learner import Learner
-from .figures import acceptance_row, rate, result_report
+from .figures import acceptance_row, against_plain, rate, result_report
 from .generating import Generation, model_or_default, tell_of_default
 from .memories import Memories
 from .options import check_least
@@ -57,6 +58,7 @@ def answer_prompts(
     generation: Generation,
     prompt: PromptOptions,
     prompt_cache_file: str | None,
+    quiet: bool,
     color: bool | None,
     stats: bool,
     as_json: bool,
@@ -76,21 +78,15 @@ def answer_prompts(
         MlxspecError: an option, the file as a whole or the model is at fault.
     """
     # All that needs no model is checked before one is loaded, or even downloaded.
-    others = {
-        "--prompt": prompt.prompt,
-        "--prompt-file": prompt.prompt_file,
-        "--prompt-ids": prompt.prompt_ids,
-        "--prompt-cache-file": prompt_cache_file,
-        "--stats": stats or None,
-    }
-    for name, value in others.items():
-        if value is not None:
-            raise OptionError(f"--prompts and {name} are given together: choose one")
+    others = prompt.named()
+    others += ["--prompt-cache-file"] * (prompt_cache_file is not None) + ["--stats"] * stats
+    if others:
+        raise OptionError(f"--prompts and {others[0]} are given together: choose one")
     check_least(1, concurrency=concurrency)
     check_least(0, logprobs=logprobs)
     with open_prompts(file) as lines, Memories(not generation.drafting.no_memory) as memories:
         console = error_console(color)
-        decoder = generation.load(console, memories)
+        decoder = generation.load(Console(quiet=True) if quiet else console, memories)
         _check(generation, prompt, decoder)
         tell_of_default(generation.model)
         with generation.learner(decoder) as learner:
@@ -98,14 +94,16 @@ def answer_prompts(
                 generation,
                 decoder,
                 concurrency=concurrency or _CONCURRENCY,
-                chat=prompt.chat,
+                prompt=prompt,
                 logprobs=logprobs,
                 learner=learner,
                 console=console,
+                quiet=quiet,
             )
             interrupted = answers.run(lines)
-            console.print()
-            console.print(totals_panel(answers.totals, interrupted))
+            if not quiet:
+                console.print()
+                console.print(totals_panel(answers.totals, interrupted))
         if not as_json:
             memories.tell_once()
     if interrupted:
@@ -135,6 +133,9 @@ class Totals:
         prefill_seconds: the time that prompts took.
         seconds: the time of everything.
         stats: sums over the answers.
+        decode_seconds: the time of the answers' steps, added up over the answers.
+        plain_seconds: the same without drafts and as many at once, by the measured costs; 0 where
+            these are not known.
     """
 
     answered: int = 0
@@ -145,6 +146,8 @@ class Totals:
     prefill_seconds: float = 0.0
     seconds: float = 0.0
     stats: SpeculationStats = field(default_factory=SpeculationStats)
+    decode_seconds: float = 0.0
+    plain_seconds: float = 0.0
 
     def add(self, result: GenerationResult) -> None:
         """Count an answer."""
@@ -206,10 +209,11 @@ class Answers:
         generation: how to generate where a line says nothing.
         decoder: its own.
         concurrency: how many prompts are answered at once at most.
-        chat: as for :meth:`.prompts_file.Asked.tokens`.
+        prompt: what goes into the chat template, and how, where a line says nothing.
         logprobs: as for :class:`Transcript`.
         learner: gets the outputs, if there is one.
         console: gets a line for each prompt that cannot be answered, and the progress.
+        quiet: show no progress.
 
     Attributes:
         totals: of what has been answered so far.
@@ -221,23 +225,26 @@ class Answers:
         decoder: Decoder,
         *,
         concurrency: int,
-        chat: bool | None,
+        prompt: PromptOptions,
         logprobs: int | None,
         learner: Learner | None,
         console: Console,
+        quiet: bool = False,
     ) -> None:
         self.totals = Totals()
         self._generation = generation
         self._decoder = decoder
         self._concurrency = concurrency
-        self._chat = chat
+        self._prompt = prompt
         self._logprobs = logprobs
         self._learner = learner
         self._console = console
+        self._quiet = quiet
         self._model = model_or_default(generation.model)
         self._first_space = detokenizer_of(decoder.tokenizer).prefix_space
         # No answer is read as it comes, so none suffers while the prompts of others run.
         self._scheduler = Scheduler(decoder, max_active=concurrency, stall=math.inf)
+        self._scheduler.on_step = self._add_step
         self._begun = 0
         self._running: list[_Answer] = []
         self._held: deque[_Answer] = deque()  # all that are not written, in the file's order
@@ -271,8 +278,8 @@ class Answers:
 
     def _progress(self) -> ProgressBar:
         """A bar; none where the results show the progress, at the terminal or behind a pipe."""
-        interactive = self._console.is_interactive
-        console = Console(quiet=True) if interactive and _is_watched(sys.stdout) else self._console
+        hidden = self._quiet or (self._console.is_interactive and _is_watched(sys.stdout))
+        console = Console(quiet=True) if hidden else self._console
         figures = MofNCompleteColumn(), TimeElapsedColumn()
         return ProgressBar("answers", *figures, console=console)
 
@@ -296,19 +303,28 @@ class Answers:
         try:
             asked = read_line(value)
             generation = asked.generation(self._generation)
-            tokens, templated = asked.tokens(decoder.tokenizer, self._chat)
+            tokens, templated = asked.tokens(decoder.tokenizer, self._prompt)
             room = generation.room(decoder.model, len(tokens))
             answer.prompt_tokens = len(tokens)
             # In a chat the answer is a text of its own, whose first space the tokenizer has put
             # there.
-            answer.trims = templated and self._first_space
+            begun = self._prompt.prefill_response
+            answer.trims = templated and begun is None and self._first_space
             answer.job = generation.submit(
-                self._scheduler, decoder, tokens, room, answer.add, templated
+                *(self._scheduler, decoder, tokens, room, answer.add, templated),
+                begun=begun,
             )
         except MlxspecError as error:
             self._fail(answer, error)
         else:
             self._running.append(answer)
+
+    def _add_step(self, job: Job, step: DecodedStep) -> None:
+        """Count the time of a step of one answer, and what its tokens would have taken without
+        drafts in steps that as many answers share."""
+        if self._scheduler.plain_seconds is not None:
+            self.totals.plain_seconds += self._scheduler.plain_seconds * len(step.verified.tokens)
+            self.totals.decode_seconds += self._scheduler.step_seconds
 
     def _finish_ended(self) -> None:
         """Make results of the answers that have ended."""
@@ -373,6 +389,7 @@ def totals_panel(totals: Totals, interrupted: bool) -> Panel:
         ),
         ("tokens per step", f"{totals.stats.tokens_per_step:.2f}"),
         acceptance_row(totals.stats),
+        *against_plain(totals.plain_seconds, totals.decode_seconds),
     ]
     subtitle = "interrupted" if interrupted else None
     return Panel(figures_grid(rows), expand=False, border_style="dim", subtitle=subtitle)

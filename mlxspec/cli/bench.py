@@ -17,7 +17,18 @@ from rich.text import Text
 from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
-from .options import DRAFTER, FILE, NAME, check_least, command, option, option_field, options_of
+from .options import (
+    ADAPTERS,
+    ADAPTERS_HELP,
+    DRAFTER,
+    FILE,
+    NAME,
+    check_least,
+    command,
+    option,
+    option_field,
+    options_of,
+)
 from .outcome import note
 from .output import (
     FoldingTable,
@@ -42,6 +53,7 @@ _measurement = partial(option_field, group="Measurement")
 class BenchOptions:
     """What to measure."""
 
+    adapter_path: str | None = option_field(ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model")
     prompts: tuple[Path, ...] = _prompts(
         "--prompts FILE",
         "Prompts to answer; repeatable.  [default: a small set that comes with mlxspec]",
@@ -113,7 +125,7 @@ def bench_command(
     questions = _questions(asked)
     shows.check()
 
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, adapter_path=asked.adapter_path)
     measurement = Measurement(
         loaded,
         tokenizer,
@@ -132,10 +144,12 @@ def bench_command(
         "seed": asked.seed,
         "interrupted": interrupted,
     }
-    model_and_machine = {"model": model_facts(loaded, model), "machine": machine_facts()}
+    facts = {"model": model_facts(loaded, model), "machine": machine_facts()}
+    if asked.adapter_path is not None:
+        facts["model"]["name"] += f" with adapters {Path(asked.adapter_path).resolve().name}"
     report = bench_report(
         measured,
-        facts={**model_and_machine, "settings": settings},
+        facts={**facts, "settings": settings},
         with_references=asked.references,
         include_text=include_text,
     )

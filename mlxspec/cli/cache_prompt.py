@@ -8,15 +8,15 @@ from ..engine.params import CacheOptions
 from ..errors import OptionError
 from .generate import prefill_bar
 from .generating import model_or_default, tell_of_default
-from .options import NAME, command, option, options_of
+from .options import ADAPTERS, ADAPTERS_HELP, NAME, command, option, options_of
 from .outcome import note
 from .output import error_console
-from .prompts import PromptOptions, model_option, prompt_tokens
+from .prompts import PromptOptions, model_option
 
 
 @command("cache-prompt")
 @model_option
-@options_of(PromptOptions, "prompt", "Model and prompt")
+@options_of(PromptOptions, "prompt", "Model and prompt", leave_out=("prefill_response",))
 @option(
     "--prompt-cache-file FILE",
     "Write the cache to this file, *.safetensors.",
@@ -24,12 +24,14 @@ from .prompts import PromptOptions, model_option, prompt_tokens
     required=True,
     group="Model and prompt",
 )
+@option(ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model and prompt")
 @options_of(CacheOptions, "caches", "Memory")
 @option("--force", "Replace a prompt cache that is there.")
 def cache_prompt_command(
     model: str | None,
     prompt: PromptOptions,
     prompt_cache_file: str,
+    adapter_path: str | None,
     caches: CacheOptions,
     force: bool,
 ) -> None:
@@ -40,10 +42,11 @@ def cache_prompt_command(
     \b
     Examples:
       mlxspec cache-prompt --prompt-file book.txt --prompt-cache-file book.safetensors
-      mlxspec generate --prompt-cache-file book.safetensors --prompt "Who is the narrator?"
+      mlxspec generate --prompt-cache-file book.safetensors "Who is the narrator?"
 
-    The file names its model, which then answers without --model. If that has to be downloaded, you
-    are asked at a terminal, and elsewhere name it with --model.
+    The prompt may come through a pipe, too. The file names its model and adapters, which then
+    answer without --model and --adapter-path. If the model has to be downloaded, you are asked at
+    a terminal, and elsewhere name it with --model.
 
     The file is also one for "mlx_lm.generate --prompt-cache-file", and those of
     "mlx_lm.cache_prompt" serve here. With a chat template the prompt is the beginning of a user's
@@ -59,6 +62,8 @@ def cache_prompt_command(
     from ..engine.target import vocabulary_size
     from ..generation.options import prompt_ids
     from ..loading.model import load
+    from ..loading.model_files import local_path
+    from .cached_prompt import ADAPTERS_OF_FILE
 
     # All that needs no model is checked before one is loaded, or even downloaded.
     source = prompt.read()
@@ -68,10 +73,10 @@ def cache_prompt_command(
     check_replaceable(path, force)
 
     name = model_or_default(model)
-    loaded, tokenizer = load(name)
+    loaded, tokenizer = load(name, adapter_path=adapter_path)
     check_quantization(loaded, caches)
     templated = prompt.uses_template(source, tokenizer)
-    ids = prompt_tokens(source, tokenizer, templated, ended=False)
+    ids = prompt.tokens(source, tokenizer, templated, ended=False)
     tokens = prompt_ids(ids, tokenizer, vocabulary_size(loaded), context_length(loaded))
 
     tell_of_default(model)
@@ -83,6 +88,7 @@ def cache_prompt_command(
         )
         for _ in processing:
             pass
-    metadata = {"model": name, "tokenizer_config": "{}"}
+    adapters = "" if adapter_path is None else str(local_path(adapter_path).resolve())
+    metadata = {"model": name, "tokenizer_config": "{}", ADAPTERS_OF_FILE: adapters}
     save_prompt_cache(path, cache, metadata, tokens=tokens)
     note(f"{path} holds {len(tokens):,} tokens, {path.stat().st_size / 1e6:,.1f} MB")

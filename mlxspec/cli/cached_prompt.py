@@ -21,8 +21,10 @@ from ..generation.session import Session
 from ..loading.model_files import DEMO, is_downloaded, is_repository_name
 from ..terminal import visible
 from .generating import Generation
-from .prompts import in_template
+from .prompts import PromptOptions, in_template
 
+ADAPTERS_OF_FILE = "adapter_path"
+"""What the metadata of a file calls the adapters of its model; "" for none."""
 _LONGEST_NAME = 200  # characters of a model's name that are shown
 _QUERY = "<query>"  # mlx-lm's word, for which no template has a use
 
@@ -45,7 +47,7 @@ class CachedPrompt:
             raise PromptCacheError(f"{file} holds an empty cache: leave out --prompt-cache-file")
 
     def completed(self, generation: Generation) -> Generation:
-        """The generation with what the file says: its model, and end tokens of its own.
+        """The generation with what the file says: its model, adapters and own end tokens.
 
         Raises:
             PromptCacheError: another model or another quantisation was asked for, or the model
@@ -56,6 +58,7 @@ class CachedPrompt:
         return replace(
             generation,
             model=self._model(generation.model),
+            adapter_path=self._adapters(generation.adapter_path),
             ends=replace(ends, stop_tokens=(*ends.stop_tokens, *self._end_tokens())),
         )
 
@@ -82,6 +85,23 @@ class CachedPrompt:
             "model with --model"
         )
 
+    def _adapters(self, asked: str | None) -> str | None:
+        """The adapters with which the file was made, which are those that were asked for, if any.
+
+        Files of mlx-lm's do not say it.
+        """
+        own = self._metadata.get(ADAPTERS_OF_FILE)
+        if own is None or (asked is not None and _same_directory(asked, own)):
+            return asked
+        shown = visible(" ".join(own[:_LONGEST_NAME].split()))
+        if asked is None and (not own or _is_directory(own)):
+            return own or None
+        raise PromptCacheError(
+            f"{self.file} was made with the adapters {shown}: name them with --adapter-path"
+            if own
+            else f"{self.file} was made without adapters: leave out --adapter-path"
+        )
+
     def _check_quantization(self, options: CacheOptions) -> None:
         """Refuse options that would quantise the cache in another way than it is."""
         bits, size = options.kv_bits, options.kv_group_size
@@ -103,7 +123,7 @@ class CachedPrompt:
         return (told,) if isinstance(told, str) and told else ()
 
     def continued(
-        self, prompt: str | list[int], decoder: Decoder, templated: bool
+        self, prompt: str | list[int], options: PromptOptions, decoder: Decoder, templated: bool
     ) -> tuple[list[int], dict[str, Any]]:
         """The tokens to generate from, and where their cache is.
 
@@ -115,22 +135,26 @@ class CachedPrompt:
         """
         check_fits(self._cache, decoder.model, self.file)
         check_lengths(self._cache, self.file)
-        following = _following(prompt, decoder.tokenizer, templated)
+        following = _following(prompt, options, decoder.tokenizer, templated)
         if self._tokens:
             session = Session(self._cache, self._tokens)
             return [*self._tokens, *following], {"session": session}
         return following, {"prompt_cache": self._cache}
 
 
-def _following(prompt: str | list[int], tokenizer: TokenizerWrapper, templated: bool) -> list[int]:
+def _following(
+    prompt: str | list[int], options: PromptOptions, tokenizer: TokenizerWrapper, templated: bool
+) -> list[int]:
     """The ids of a text that goes on with the user's message in the cache."""
     if not isinstance(prompt, str):
         return prompt
     if templated:
-        opening, prompt = (
-            in_template([{"role": "user", "content": text}], tokenizer, tokenize=False)
-            for text in (_QUERY, prompt)
-        )
+        texts = []
+        for content in (_QUERY, prompt):
+            messages, how = options.turns([{"role": "user", "content": content}])
+            how["tokenize"] = False
+            texts.append(in_template(messages, tokenizer, options.remedy, **how))
+        opening, prompt = texts
         prompt = prompt[len(opening.partition(_QUERY)[0]) :]
     return tokenizer.encode(prompt, add_special_tokens=False)
 

@@ -11,7 +11,7 @@ import click
 from ..errors import OptionError
 from ..terminal import visible
 from .cost_plots import CostPoint, check_picture, cost_plot, cost_points, cost_table, drawn_curve
-from .options import FILE, NAME, check_least, command, option
+from .options import ADAPTERS, ADAPTERS_HELP, FILE, NAME, check_least, command, option
 from .outcome import note
 from .output import FORCE_HELP, ProgressBar, output_console, write_json
 
@@ -24,6 +24,7 @@ _MOST_SEQUENCES = 64  # whose steps are shown
 
 @command("calibrate", short_help="Measure what steps of MODEL cost by their rows.")
 @click.argument("model", required=False, type=NAME)
+@option(ADAPTERS, ADAPTERS_HELP, type=NAME)
 @option("--context N", "Measure behind N tokens of context.  [default: 256]", type=int)
 @option("--sequences N", "Measure steps that N sequences share.", default=1, type=int)
 @option("--show", "Show what is known and measure nothing.")
@@ -34,6 +35,7 @@ _MOST_SEQUENCES = 64  # whose steps are shown
 def calibrate_command(
     *,
     model: str | None,
+    adapter_path: str | None,
     context: int | None,
     sequences: int,
     show: bool,
@@ -65,13 +67,15 @@ def calibrate_command(
     for kind, path in pictures.items():
         check_picture(f"--{kind}", path, force=force)
     check_least(1, context=context, sequences=sequences)
+    if adapter_path is not None and model is None:
+        raise OptionError("--adapter-path is of a model: name that, too")
     cache = CostCache()
     if show:
-        curves = _kept(cache, model, context)
+        curves = _kept(cache, model, adapter_path, context)
     elif model is None:
         raise OptionError("name a model to measure, or see what is known with --show")
     else:
-        curves = [_measured(cache, model, context, sequences)]
+        curves = [_measured(cache, model, adapter_path, context, sequences)]
     if pictures and len(curves) != 1:
         raise OptionError(
             f"a picture shows one curve, and there are {len(curves)}: name the model, and a "
@@ -146,7 +150,9 @@ class _Curve:
         }
 
 
-def _measured(cache: CostCache, name: str, context: int | None, sequences: int) -> _Curve:
+def _measured(
+    cache: CostCache, name: str, adapter_path: str | None, context: int | None, sequences: int
+) -> _Curve:
     """Measure carefully, and keep it. An interrupt before the end leaves the cache as it was."""
     from ..engine.calibration import calibrate
     from ..engine.capability import chain_capability
@@ -155,7 +161,7 @@ def _measured(cache: CostCache, name: str, context: int | None, sequences: int) 
     from ..plan.live_costs import context_range
     from ..plan.measurement import CAREFUL
 
-    model, _ = load(name)
+    model, _ = load(name, adapter_path=adapter_path)
     with ProgressBar("Prefill") as prefill, ProgressBar("Measuring step times") as measuring:
         times = calibrate(
             model,
@@ -178,7 +184,9 @@ def _measured(cache: CostCache, name: str, context: int | None, sequences: int) 
     return _Curve(key, range_end, known, points, "spread", chain_capability(model))
 
 
-def _kept(cache: CostCache, name: str | None, context: int | None) -> list[_Curve]:
+def _kept(
+    cache: CostCache, name: str | None, adapter_path: str | None, context: int | None
+) -> list[_Curve]:
     """What the cache has: of one model on this machine, or of all."""
     from ..engine.capability import chain_capability
     from ..engine.costs import cost_key
@@ -189,7 +197,7 @@ def _kept(cache: CostCache, name: str | None, context: int | None) -> list[_Curv
     if name is None:
         entries = list(cache.entries())
     else:
-        model = load(name, lazy=True)[0]
+        model = load(name, adapter_path=adapter_path, lazy=True)[0]
         capability = chain_capability(model)
         key = cost_key(model)
         keys = [key.of_sequences(count) for count in range(1, _MOST_SEQUENCES + 1)]

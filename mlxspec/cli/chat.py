@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +29,7 @@ from .memories import Memories
 from .options import FILE, color_option, command, option, options_of
 from .outcome import note
 from .output import ProgressBar, counted, error_console, output_console
-from .prompts import model_option
+from .prompts import model_option, template_option
 
 if TYPE_CHECKING:
     from ..generation.response import GenerationResponse
@@ -47,6 +47,7 @@ _GLANCE = 60  # characters
 @option(
     "--system-prompt TEXT", "What the model is told before all turns.", group="Model and prompt"
 )
+@template_option("Model and prompt")
 @option(
     "--load FILE",
     "Go on with a conversation that /save has written.",
@@ -70,6 +71,7 @@ _GLANCE = 60  # characters
 def chat_command(
     generation: Generation,
     system_prompt: str | None,
+    chat_template_config: Mapping[str, Any] | None,
     load: Path | None,
     server: str | None,
     color: bool | None,
@@ -100,7 +102,9 @@ def chat_command(
         talking.callback(turns.close)
         keeps = not (generation.drafting.no_memory or server)
         memories = talking.enter_context(Memories(keeps))
-        conversation = _conversation(generation, server, system_prompt, console, memories)
+        conversation = _conversation(
+            generation, server, system_prompt, chat_template_config, console, memories
+        )
         talking.callback(lambda: conversation.model.close())
         if server is None:
             tell_of_default(generation.model)
@@ -117,6 +121,7 @@ def _conversation(
     generation: Generation,
     server: str | None,
     system_prompt: str | None,
+    template_arguments: Mapping[str, Any] | None,
     console: Console,
     memories: Memories,
 ) -> Conversation:
@@ -126,9 +131,9 @@ def _conversation(
 
     model: ChatModel
     if server is not None:
-        model = RemoteModel(server, generation)
+        model = RemoteModel(server, generation, template_arguments)
     else:
-        model = LocalModel(generation, console, memories)
+        model = LocalModel(generation, console, memories, template_arguments)
     return Conversation(model, generation.max_tokens, system_prompt)
 
 

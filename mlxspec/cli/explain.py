@@ -11,12 +11,13 @@ from .generating import Generation, model_or_default, tell_of_default
 from .memories import Memories
 from .options import check_least, color_option, command, option, options_of
 from .output import PageOptions, ProgressBar, error_console, output_console
-from .prompts import PromptOptions, model_option, prompt_tokens
+from .prompts import PromptOptions, model_option, prompt_argument
 
 _view = partial(option, group="Steps and output")
 
 
 @command("explain")
+@prompt_argument
 @model_option
 @options_of(PromptOptions, "prompt", "Model and prompt")
 @option("--max-tokens N", "Generate at most N.", default=250, group="Model and prompt")
@@ -44,10 +45,13 @@ def explain_command(
     Each step is drawn as its draft tree: what was drafted and where it came from, what the
     model chose, how far the draft was accepted; for lookahead decoding with its window.
 
+    PROMPT is what the model is asked; a text that it is about comes through a pipe or from
+    --prompt-file, as for 'mlxspec generate'.
+
     \b
     Examples:
-      mlxspec explain --decoder lookahead -W 7 -N 4 --raw --prompt "def add(a, b):"
-      mlxspec explain --prompt "Say this three times: ..." --steps 5 --skip 0
+      mlxspec explain --decoder lookahead -W 7 -N 4 --raw "def add(a, b):"
+      mlxspec explain "Say this three times: ..." --steps 5 --skip 0
       mlxspec explain --decoder combined --prompt-file question.txt --html steps.html
 
     The options are those of 'mlxspec generate', and the output is the same: only what is shown of
@@ -68,13 +72,16 @@ def explain_command(
     with Memories(not generation.drafting.no_memory) as memories:
         decoder = generation.load(console, memories)
         templated = prompt.uses_template(source, decoder.tokenizer)
-        tokens = prompt_tokens(source, decoder.tokenizer, templated)
+        tokens = prompt.tokens(source, decoder.tokenizer, templated)
         room = generation.room(decoder.model, len(tokens))
         recorded: list[RecordedStep] = []
         decoder.wrap_drafter = partial(RecordingDrafter, steps=recorded)
         with prefill_bar(console) as prefilling, ProgressBar("Generating", console=console) as bar:
             for last in generation.stream(
-                decoder, tokens, room, templated=templated, on_progress=prefilling
+                *(decoder, tokens, room),
+                templated=templated,
+                begun=prompt.prefill_response,
+                on_progress=prefilling,
             ):
                 bar(last.generation_tokens, room)
         if skip is not None and skip >= len(recorded):

@@ -37,9 +37,17 @@ def speedup_rows(stats: SpeculationStats, predicted_cost: float) -> list[tuple[s
         predicted_cost: what its steps take by the measured costs of rows, in plain steps, so
             that what else the machine did meanwhile does not count; 0 where it is not known.
     """
-    if not predicted_cost:
-        return []
-    return [("against plain", ratio(stats.emitted / predicted_cost), "estimated")]
+    return against_plain(stats.emitted, predicted_cost)
+
+
+def against_plain(plain: float, taken: float) -> list[tuple[str, ...]]:
+    """The speed against plain decoding as a row of figures; none where that is not known.
+
+    Args:
+        plain: the time that plain decoding would take, 0 where it is not known.
+        taken: the time that it took, in the same unit; 0 where it is not known.
+    """
+    return [("against plain", ratio(plain / taken), "estimated")] if plain and taken else []
 
 
 def rate(tokens_per_second: float) -> str:

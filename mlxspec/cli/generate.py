@@ -27,8 +27,9 @@ from .figures import acceptance_row, rate, result_report, speedup_rows
 from .generating import Generation, model_or_default, tell_of_default
 from .memories import Memories
 from .options import NAME, Command, check_least, color_option, command, option, options_of
+from .outcome import silence_notes
 from .output import ProgressBar, error_console, figures_grid, write_json
-from .prompts import PromptOptions, model_option, prompt_tokens
+from .prompts import PromptOptions, model_option, prompt_argument
 
 if TYPE_CHECKING:
     from ..distributed.leader import Leader
@@ -49,6 +50,7 @@ class _GenerateCommand(Command):
 
 
 @command("generate", cls=_GenerateCommand)
+@prompt_argument
 @model_option
 @options_of(PromptOptions, "prompt", "Model and prompt")
 @option(
@@ -71,6 +73,7 @@ class _GenerateCommand(Command):
 )
 @option("--max-tokens N", "Generate at most N.", default=250, group="Model and prompt")
 @options_of(Generation, "generation")
+@option("-q --quiet", "Show the text alone: no figures, progress or notes.", group="Output")
 @color_option("Output")
 @option("--stats", "Show the measured time of a step by its rows.", group="Output")
 @option("--json", "Write one JSON object and no text.", "as_json", group="Output")
@@ -85,18 +88,22 @@ class _GenerateCommand(Command):
 def generate_command(*, prompts: str | None, concurrency: int | None, **options: Any) -> None:
     """Generate text with speculative decoding.
 
+    PROMPT is what the model is asked. A text that it is about comes through a pipe or from
+    --prompt-file; the model gets the text, a blank line and PROMPT. A text alone is the prompt.
+
     Drafts are taken from what followed the last words earlier in prompt, output or earlier
     outputs. The model verifies a draft in one forward, so the text is the model's own and only
     the speed changes.
 
     \b
     Examples:
-      mlxspec generate --prompt "Say this three times: ..." --stats
+      mlxspec generate "Say this three times: ..." --stats
+      git diff | mlxspec generate -q "Write a commit message." > message.txt
       mlxspec generate --model mlx-community/Mistral-7B-Instruct-v0.3-4bit \\
-          --prompt-file question.txt
-      mlxspec generate --raw --prompt - < draft.txt > continuation.txt
-      mlxspec generate --prompt "Who is it?" --json-schema person.json
-      mlxspec generate --prompt "..." --json | jq .stats
+          --prompt-file report.txt "Summarise this in three sentences."
+      mlxspec generate --raw < draft.txt > continuation.txt
+      mlxspec generate "Who is it?" --json-schema person.json
+      mlxspec generate "..." --json | jq .stats
       mlx.launch --hostfile macs.json mlxspec generate --model ... --prompt "..."
       mlxspec generate --prompts questions.jsonl --concurrency 16 > answers.jsonl
 
@@ -110,9 +117,17 @@ def generate_command(*, prompts: str | None, concurrency: int | None, **options:
     line that cannot be answered gets an "error"; the others are answered, and the exit status
     is 1.
 
+    Standard input is read where it is a pipe, or a file of which nobody has read anything yet. A
+    pipe that stays open with nothing in it is left alone after 10 seconds. In a script whose own
+    standard input is a pipe, "mlxspec generate ... < /dev/null" leaves it to the script.
+
     Standard output gets the text and nothing else: a file or a pipe gets it as it is, a terminal
     with control characters made visible. Figures, notes and errors go to standard error.
     """
+    if options["quiet"]:
+        silence_notes()
+        if options["stats"]:
+            raise OptionError("--quiet and --stats are given together: choose one")
     if prompts is not None:
         from .answers import answer_prompts
 
@@ -136,9 +151,9 @@ def answer_together(*, prompt: PromptOptions, **options: Any) -> None:
     """
     from ..distributed.group import taking_part
 
-    if prompt.prompt == "-":
+    if prompt.reads_standard_input:
         raise PromptError(
-            "--prompt -: mlx.launch does not pass on where standard input ends; use --prompt-file"
+            "-: mlx.launch does not pass on where standard input ends; use --prompt-file FILE"
         )
     with taking_part() as leader:
         answer(prompt=prompt, leader=leader, **options)
@@ -149,6 +164,7 @@ def answer(
     generation: Generation,
     prompt: PromptOptions,
     prompt_cache_file: str | None,
+    quiet: bool,
     color: bool | None,
     stats: bool,
     as_json: bool,
@@ -167,7 +183,12 @@ def answer(
     from ..loading.detokenizer import detokenizer_of
 
     # All that needs no model is checked before one is loaded, or even downloaded.
-    source = prompt.read()
+    if prompt_cache_file is not None and prompt.system_prompt is not None:
+        raise OptionError(
+            "--system-prompt comes before what a prompt cache holds: give it to 'mlxspec "
+            "cache-prompt'"
+        )
+    source = prompt.read(piped=leader is None)
     if logprobs is not None and not as_json:
         raise OptionError("--logprobs are written into the JSON object: add --json")
     check_least(0, logprobs=logprobs)
@@ -179,21 +200,23 @@ def answer(
         generation = cached.completed(generation)
     transcript = Transcript(logprobs)
 
-    console = error_console(color)
+    console = Console(quiet=True) if quiet else error_console(color)
     with Memories(not generation.drafting.no_memory) as memories:
         decoder = generation.load(console, memories, leader)
         templated = prompt.uses_template(source, decoder.tokenizer)
         begun: dict[str, Any] = {}
         if cached:
-            tokens, begun = cached.continued(source, decoder, templated)
+            tokens, begun = cached.continued(source, prompt, decoder, templated)
         else:
-            tokens = prompt_tokens(source, decoder.tokenizer, templated)
+            tokens = prompt.tokens(source, decoder.tokenizer, templated)
         n_cached = cached_length(begun.get("prompt_cache") or ())
         room = generation.room(decoder.model, n_cached + len(tokens))
-        start = partial(generation.stream, decoder, tokens, room, templated=templated, **begun)
+        begun |= {"templated": templated, "begun": prompt.prefill_response}
+        start = partial(generation.stream, decoder, tokens, room, **begun)
         printer = None if as_json else TokenPrinter(color)
         # In a chat the answer is a text of its own, whose first space the tokenizer has put there.
-        trims = templated and detokenizer_of(decoder.tokenizer).prefix_space
+        begins = templated and prompt.prefill_response is None
+        trims = begins and detokenizer_of(decoder.tokenizer).prefix_space
         tell = partial(tell_of_default, generation.model)
         with generation.learner(decoder) as learner:
             _transcribe(start, transcript, printer, console, trims, tell)

@@ -21,7 +21,17 @@ from ..engine.constraint import Constraint
 from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError
 from ..loading.model_files import DEMO
-from .options import DRAFTER, NAME, NO_MEMORY, NO_MEMORY_HELP, check_least, nested, option_field
+from .options import (
+    ADAPTERS,
+    ADAPTERS_HELP,
+    DRAFTER,
+    NAME,
+    NO_MEMORY,
+    NO_MEMORY_HELP,
+    check_least,
+    nested,
+    option_field,
+)
 from .outcome import note
 from .output import ProgressBar
 
@@ -382,6 +392,9 @@ class Generation:
     )
     caches: CacheOptions = field(metadata=nested(CacheOptions, "Memory"))
     form: Form = field(default=Form(), metadata=nested(Form, "Form of the output"))
+    adapter_path: str | None = option_field(
+        ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model and prompt"
+    )
 
     def __post_init__(self) -> None:
         check_least(1, max_tokens=self.max_tokens)
@@ -403,6 +416,12 @@ class Generation:
         from ..engine.draft_model import check_vocabularies
         from ..loading.model import load
 
+        if leader and self.adapter_path is not None:
+            raise OptionError(
+                "--adapter-path: adapters are not split over several machines; put them into the "
+                "model with mlx_lm.fuse, or run without mlx.launch"
+            )
+
         drafting, choice = self.drafting, _DECODERS[self.drafting.kind]
         drafting.tell_what_has_no_effect(self.max_tokens)
         name = model_or_default(self.model)
@@ -417,7 +436,10 @@ class Generation:
                 options["on_measuring"] = bar
             if self.plans:
                 options["store"] = None if self._begins_store() else drafting.store
-            model, tokenizer = leader.load(name) if leader else load(name)
+            if leader:
+                model, tokenizer = leader.load(name)
+            else:
+                model, tokenizer = load(name, adapter_path=self.adapter_path)
             if self.plans and (memory := memories.of(tokenizer, name)):
                 options["memory"] = memory
             decoder = getattr(mlxspec, choice.decoder)(model, tokenizer, **options)
@@ -451,6 +473,7 @@ class Generation:
         max_tokens: int,
         *,
         templated: bool = False,
+        begun: str | None = None,
         **more: Any,
     ) -> Generator[GenerationResponse, None, None]:
         """Generate with the decoder of :meth:`load`.
@@ -460,9 +483,10 @@ class Generation:
             tokens: the prompt.
             max_tokens: how many tokens there is room for; see :meth:`room`.
             templated: the output is a chat's answer.
+            begun: the beginning of that answer, with which the prompt ends.
             more: what :meth:`mlxspec.Decoder.decode` takes besides.
         """
-        options = {**self.options(decoder, tokens if templated else None), **more}
+        options = {**self.options(decoder, tokens if templated else None, begun), **more}
         return decoder.stream(tokens, max_tokens, **self.drafter_arguments(), **options)
 
     def submit(
@@ -473,31 +497,36 @@ class Generation:
         max_tokens: int,
         on_response: Callable[[GenerationResponse], object],
         templated: bool = False,
+        begun: str | None = None,
     ) -> Job:
         """Add a generation with the decoder of :meth:`load` to its scheduler.
 
         Args:
             scheduler: the decoder's.
-            decoder, tokens, max_tokens, templated: as for :meth:`stream`.
+            decoder, tokens, max_tokens, templated, begun: as for :meth:`stream`.
             on_response: called with each response.
 
         Raises:
             PromptError, OptionError: as :meth:`mlxspec.Decoder.decode`.
         """
         make_drafter = decoder.drafting_with(**self.drafter_arguments())
-        options = self.options(decoder, tokens if templated else None)
+        options = self.options(decoder, tokens if templated else None, begun)
         return scheduler.submit(tokens, on_response, max_tokens, make_drafter, **options)
 
     def options(
-        self, decoder: Decoder, conversation: Sequence[int] | None = None
+        self,
+        decoder: Decoder,
+        conversation: Sequence[int] | None = None,
+        begun: str | None = None,
     ) -> GenerationOptions:
         """Sampling, form, ends and memory, as :meth:`mlxspec.Decoder.decode` takes them.
 
         Args:
             decoder: of :meth:`load`.
             conversation: the prompt's tokens, where the output is a chat's answer.
+            begun: the beginning of that answer; the form is that of what follows.
         """
-        from ..generation.constrained import ends_in_reasoning, in_answer
+        from ..generation.constrained import ends_in_reasoning, in_answer, leaves_reasoning_open
         from ..loading.detokenizer import detokenizer_of
 
         # XTC keeps line breaks and end tokens, as on mlx-lm's command line.
@@ -505,12 +534,13 @@ class Generation:
         sampling = replace(self.sampling, xtc_special_tokens=kept)
         constraint: Any = self.form.constraint
         if constraint is not None and conversation is not None:
-            constraint = in_answer(
-                constraint,
-                decoder.tokenizer,
-                reasons=ends_in_reasoning([*conversation], decoder.tokenizer),
-                trims_space=detokenizer_of(decoder.tokenizer).prefix_space,
-            )
+            tokenizer = decoder.tokenizer
+            if begun is None:
+                reasons = ends_in_reasoning([*conversation], tokenizer)
+                trims = detokenizer_of(tokenizer).prefix_space
+            else:
+                reasons, trims = leaves_reasoning_open(begun, tokenizer), False
+            constraint = in_answer(constraint, tokenizer, reasons=reasons, trims_space=trims)
         shape = {"sampling": sampling, "constraint": constraint}
         options = {**vars(self.ends), **vars(self.caches), **shape}
         return cast("GenerationOptions", options)

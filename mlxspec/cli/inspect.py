@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..terminal import one_line, visible
-from .options import NAME, command, option
+from .options import ADAPTERS, ADAPTERS_HELP, NAME, command, option
 from .output import output_console, write_json
 
 if TYPE_CHECKING:
@@ -27,8 +27,9 @@ _DRAFTS = {
 
 @command("inspect", short_help="Show what MODEL is, and which drafts it verifies.")
 @click.argument("model", type=NAME)
+@option(ADAPTERS, ADAPTERS_HELP, type=NAME)
 @option("--json", "Write one JSON object.", "as_json")
-def inspect_command(model: str, as_json: bool) -> None:
+def inspect_command(model: str, adapter_path: str | None, as_json: bool) -> None:
     """Show what MODEL is, and which drafts it verifies: trees, chains, or none.
 
     MODEL is a model directory, a Hub repository, or 'demo'.
@@ -45,7 +46,7 @@ def inspect_command(model: str, as_json: bool) -> None:
     """
     from ..loading.model import load
 
-    report = _report(load(model)[0])
+    report = _report(load(model, adapter_path=adapter_path)[0])
     if as_json:
         write_json(report, indent=2)
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -36,13 +36,24 @@ class LocalModel:
         generation: which model, how to draft and how to sample.
         console: where bars show how far loading is.
         memories: have the earlier answers that are drafted from.
+        template_arguments: what the model's chat template is given besides messages.
+        adapted: the generation that the adapters were given for, where that is an earlier one.
 
     Raises:
         MlxspecError: it cannot be loaded, or has no chat template.
     """
 
-    def __init__(self, generation: Generation, console: Console, memories: Memories) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        console: Console,
+        memories: Memories,
+        template_arguments: Mapping[str, Any] | None = None,
+        adapted: Generation | None = None,
+    ) -> None:
         self._generation = generation
+        self._adapted = adapted or generation
+        self._template_arguments = dict(template_arguments or {})
         self._console = console
         self._memories = memories
         self._loaded: Decoder | None = None
@@ -67,7 +78,8 @@ class LocalModel:
         return self._decoder().predicted_cost
 
     def tokenize(self, messages: Messages) -> list[int]:
-        tokens: list[int] = in_template(messages, self._decoder().tokenizer)
+        tokenizer = self._decoder().tokenizer
+        tokens: list[int] = in_template(messages, tokenizer, **self._template_arguments)
         return tokens
 
     def stream(
@@ -93,7 +105,11 @@ class LocalModel:
 
     def switched(self, name: str) -> LocalModel:
         self.close()
-        return LocalModel(replace(self._generation, model=name), self._console, self._memories)
+        adapted = self._adapted
+        is_adapted = name == model_or_default(adapted.model)
+        adapters = adapted.adapter_path if is_adapted else None  # which no other model takes
+        asked = replace(self._generation, model=name, adapter_path=adapters)
+        return LocalModel(asked, self._console, self._memories, self._template_arguments, adapted)
 
     def learn(self, tokens: Sequence[int]) -> None:
         if self._learner:

@@ -66,7 +66,7 @@ class Option(click.Option):
             try:
                 value = [*map(_as_utf8, value)] if self.multiple else _as_utf8(value)
             except UnicodeError:
-                name = self.opts[0]
+                name = next((one for one in self.opts if one.startswith("--")), self.opts[0])
                 raise click.UsageError(
                     f"{name} is not UTF-8 text: convert it to UTF-8", ctx
                 ) from None
@@ -218,6 +218,9 @@ def color_option(group: str, help: str = "Colour accepted draft tokens.") -> Dec
 
 DRAFTER = "--drafter MODULE:CLASS"
 """How a drafter of the user's is given; :func:`mlxspec.draft.custom.load_drafter` loads it."""
+
+ADAPTERS = "--adapter-path DIR"
+ADAPTERS_HELP = "Put in adapters (LoRA, DoRA) that mlx_lm.lora has trained for the model."
 
 NO_MEMORY = "--no-memory"
 NO_MEMORY_HELP = (

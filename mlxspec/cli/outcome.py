@@ -20,9 +20,19 @@ from ..errors import MlxspecError, OptionError, shortened
 from ..process import INTERRUPTED
 from ..terminal import one_line
 
+_QUIET = f"{__name__}.quiet"
+
+
+def silence_notes() -> None:
+    """Tell no notes while the running command lasts."""
+    click.get_current_context().meta[_QUIET] = True
+
 
 def note(message: object) -> None:
     """Tell the user something, on one line of standard error."""
+    context = click.get_current_context(silent=True)
+    if context and context.meta.get(_QUIET):
+        return
     click.echo(f"Note: {told(message)}", err=True)
 
 
@@ -42,13 +52,17 @@ def reported() -> Iterator[None]:
         _fail("standard output is closed: send it to a file, or to /dev/null")
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    # transformers would advise to install PyTorch, which nothing here needs, and warn of texts
-    # beyond a model's context.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    hush_transformers()
     write_plainly()
     with _failures_told(), _warnings_as_notes():
         yield
         sys.stdout.flush()
+
+
+def hush_transformers() -> None:
+    """Keep it from advising to install PyTorch, which nothing here needs, and from warning of
+    texts beyond a model's context. Works only before it is imported."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def run_command(command: click.Command, name: str) -> None:

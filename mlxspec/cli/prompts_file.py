@@ -18,7 +18,7 @@ from ..engine.params import SamplingParams
 from ..errors import PromptError, printable
 from ..jsonl import conversation_of, json_lines
 from .generating import Generation
-from .prompts import prompt_tokens
+from .prompts import PromptOptions
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -123,40 +123,41 @@ class Asked:
             sampling=replace(default.sampling, **self.sampling),
         )
 
-    def tokens(self, tokenizer: TokenizerWrapper, chat: bool | None) -> tuple[list[int], bool]:
+    def tokens(self, tokenizer: TokenizerWrapper, options: PromptOptions) -> tuple[list[int], bool]:
         """The prompt as token ids, and whether it went into the chat template.
 
         Args:
             tokenizer: the model's.
-            chat: what ``--chat`` or ``--raw`` said; by default texts go into the chat template
-                if there is one.
+            options: what goes into the chat template, and how, where the line says nothing.
 
         Raises:
             PromptError, OptionError: the template does not apply, or there is none.
         """
         if self.messages is not None:
-            return _conversation_tokens(self.messages, tokenizer, chat), True
+            return _conversation_tokens(self.messages, tokenizer, options), True
         assert self.prompt is not None
-        if chat and not isinstance(self.prompt, str):
-            raise PromptError("token ids are taken as they are: leave out --chat, or give a text")
-        templated = tokenizer.has_chat_template if chat is None else chat
-        templated = templated and isinstance(self.prompt, str)
-        return prompt_tokens(self.prompt, tokenizer, templated), templated
+        if not isinstance(self.prompt, str) and (given := options.for_template()):
+            raise PromptError(
+                f"token ids are taken as they are: leave out {given[0]}, or give a text"
+            )
+        templated = options.uses_template(self.prompt, tokenizer)
+        return options.tokens(self.prompt, tokenizer, templated), templated
 
 
 def _conversation_tokens(
-    messages: Messages, tokenizer: TokenizerWrapper, chat: bool | None
+    messages: Messages, tokenizer: TokenizerWrapper, options: PromptOptions
 ) -> list[int]:
     from ..loading.chat_template import apply_template
 
-    if chat is False:
+    if options.chat is False:
         raise PromptError('"messages" need the chat template: leave out --raw, or give a "prompt"')
     if not tokenizer.has_chat_template:
         raise PromptError(
             '"messages" need a chat template, and this model has none: give a "prompt"'
         )
     try:
-        tokens: list[int] = apply_template(tokenizer, messages, add_generation_prompt=True)
+        messages, how = options.turns(messages)
+        tokens: list[int] = apply_template(tokenizer, messages, **how)
     except PromptError as error:
         raise PromptError(f'{error}: change the "messages"') from error
     return tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from http.client import HTTPException, HTTPResponse
@@ -29,6 +29,7 @@ class RemoteModel:
     Args:
         address: of the server, as it prints it.
         generation: which of its models, and how to sample.
+        template_arguments: what the model's chat template is given besides messages.
 
     Attributes:
         name: the model's.
@@ -43,7 +44,14 @@ class RemoteModel:
     predicted_cost = 0.0
     """Which a server does not tell."""
 
-    def __init__(self, address: str, generation: Generation) -> None:
+    def __init__(
+        self,
+        address: str,
+        generation: Generation,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        if generation.adapter_path is not None:
+            raise OptionError("--adapter-path is for 'mlxspec serve': leave it out with --server")
         if generation.drafting != Drafting() or generation.caches != CacheOptions():
             raise OptionError(
                 "how to draft and what caches hold is for 'mlxspec serve': leave these options "
@@ -54,13 +62,18 @@ class RemoteModel:
         self._client = ApiClient(address)
         self._address = address
         self._generation = generation
+        self._template_arguments = dict(template_arguments or {})
         model, *_ = self._client.models(generation.model)
         self.name = model.name
         self.context_length = model.context_length
 
     def tokenize(self, messages: Messages) -> list[int]:
         """A conversation's tokens, in the model's chat template."""
-        body = {"model": self.name, "messages": messages}
+        body = {
+            "model": self.name,
+            "messages": messages,
+            "chat_template_kwargs": self._template_arguments,
+        }
         return [*self._client.ask("/v1/tokenize", body)["tokens"]]
 
     def others(self) -> list[str]:
@@ -77,7 +90,8 @@ class RemoteModel:
 
     def switched(self, name: str) -> RemoteModel:
         """Another model of the server."""
-        return RemoteModel(self._address, replace(self._generation, model=name))
+        asked = replace(self._generation, model=name)
+        return RemoteModel(self._address, asked, self._template_arguments)
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Nothing: what a server learns from is its own."""

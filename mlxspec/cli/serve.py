@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,9 +24,20 @@ from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError
 from .generating import API_KEY, Drafting, Ends, Generation, model_or_default, tell_of_default
 from .memories import Memories
-from .options import FILE, NAME, check_least, color_option, command, option, options_of
+from .options import (
+    ADAPTERS,
+    ADAPTERS_HELP,
+    FILE,
+    NAME,
+    check_least,
+    color_option,
+    command,
+    option,
+    options_of,
+)
 from .outcome import note
 from .output import error_console, shown
+from .prompts import template_option
 from .request_log import RequestLog
 
 if TYPE_CHECKING:
@@ -64,6 +75,7 @@ class _Size(click.ParamType):
     type=NAME,
     group="Models and address",
 )
+@option(ADAPTERS, ADAPTERS_HELP, type=NAME, group="Models and address")
 @option("--host HOST", "The address to listen at.", default="127.0.0.1", group="Models and address")
 @option("--port N", "The port; 0 takes a free one.", default=8080, group="Models and address")
 @option(
@@ -97,6 +109,7 @@ class _Size(click.ParamType):
     default=0.15,
     group="Requests",
 )
+@template_option("Requests")
 @options_of(Drafting, "drafting", "Drafting", leave_out=("learn",))
 @options_of(CacheOptions, "caches", "Memory")
 @option(
@@ -112,6 +125,7 @@ class _Size(click.ParamType):
 def serve_command(
     *,
     models: tuple[str, ...],
+    adapter_path: str | None,
     host: str,
     port: int,
     allowed_hosts: tuple[str, ...],
@@ -120,6 +134,7 @@ def serve_command(
     queue: int,
     max_tokens: int,
     stall: float,
+    chat_template_config: Mapping[str, Any] | None,
     drafting: Drafting,
     caches: CacheOptions,
     cache_bytes: int | None,
@@ -152,6 +167,8 @@ def serve_command(
         raise OptionError(f"--stall is {stall:g}: give a number of seconds above 0")
     if port > _MOST_PORT:
         raise OptionError(f"--port is {port}: it is at most {_MOST_PORT}")
+    if adapter_path is not None and len(models) > 1:
+        raise OptionError("--adapter-path is of one model: give one --model with it")
     keys = _keys(api_key_file)
     hosts = _hosts(host, allowed_hosts, keys)
 
@@ -162,7 +179,10 @@ def serve_command(
         from ..server.worker import Limits, Worker
 
         asked = [
-            Generation(name, max_tokens, drafting, Ends(), SamplingParams(), caches)
+            Generation(
+                *(name, max_tokens, drafting, Ends(), SamplingParams(), caches),
+                adapter_path=adapter_path,
+            )
             for name in models or (None,)
         ]
         keeps, shared = not drafting.no_memory, len(asked) > 1
@@ -170,7 +190,7 @@ def serve_command(
         # All are loaded before anybody asks how much memory is left.
         decoders = [one.load(console, memories) for one in asked]
         served = [
-            _served(one, decoder, cache_bytes, len(asked))
+            _served(one, decoder, cache_bytes, len(asked), chat_template_config or {})
             for one, decoder in zip(asked, decoders, strict=True)
         ]
         names = [one.name for one in served]
@@ -261,7 +281,11 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _served(
-    generation: Generation, decoder: Decoder, cache_bytes: int | None, models: int
+    generation: Generation,
+    decoder: Decoder,
+    cache_bytes: int | None,
+    models: int,
+    template_arguments: Mapping[str, Any],
 ) -> ServedModel:
     """A model and what serves it, with its share of the memory."""
     from ..server.admission import Memory
@@ -278,6 +302,7 @@ def _served(
         memory,
         generation.drafter_arguments(),
         cast("GenerationOptions", vars(generation.caches)),
+        template_arguments,
     )
 
 

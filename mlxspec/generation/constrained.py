@@ -66,6 +66,13 @@ def _only(tokens: tuple[int, ...] | None) -> int | None:
     return tokens[0] if tokens and len(tokens) == 1 else None
 
 
+def leaves_reasoning_open(text: str, tokenizer: TokenizerWrapper) -> bool:
+    """Whether an answer that begins with this text goes on within reasoning."""
+    if not tokenizer.has_thinking:
+        return False
+    return text.rfind(tokenizer.think_start) > text.rfind(tokenizer.think_end)
+
+
 def ends_in_reasoning(tokens: list[int], tokenizer: TokenizerWrapper) -> bool:
     """Whether a prompt's last tokens open reasoning, as a chat template does."""
     if not tokenizer.has_thinking:

@@ -14,6 +14,7 @@ In a process that does something else meanwhile, that bound would hit the wrong 
 
 from __future__ import annotations
 
+import inspect
 import math
 import resource
 import sys
@@ -44,6 +45,17 @@ _UNIT = 1 if sys.platform == "darwin" else 1024  # of what the system says about
 _SIZES = Path("/proc/self/statm")  # of the process, in pages; the first is its address space
 _LINES = 4  # between two looks at the memory, which take longer than a look at the clock
 _WATCHED = ("<template>", jinja2.utils.__file__)  # the latter makes texts of a given length
+
+
+def reserved_arguments() -> set[str]:
+    """Names that :func:`apply_template` and ``apply_chat_template`` have arguments of.
+
+    So a template gets nothing of such a name. Among them is that of a template to use instead.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    functions = (apply_template, PreTrainedTokenizerBase.apply_chat_template)
+    return {name for one in functions for name in inspect.signature(one).parameters}
 
 
 class _Endless(BaseException):

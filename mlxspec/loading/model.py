@@ -6,7 +6,6 @@ mlx-lm and transformers take a second to import, so they are imported when a mod
 from __future__ import annotations
 
 import logging
-import os
 import re
 import time
 from pathlib import Path
@@ -104,11 +103,12 @@ def load(
     """
     occupy_standard_descriptors()  # also in programs that have closed them
     started = time.perf_counter()
+    adapters = None if adapter_path is None else _find_adapters(adapter_path)
     directory = find_directory(path_or_hf_repo, revision)
     check_readable(directory)
     model, config = _load_model(directory, _read_config(directory), model_config or {})
-    if adapter_path is not None:
-        model = _with_adapters(model, adapter_path)
+    if adapters is not None:
+        model = _with_adapters(model, adapters)
     if mx.default_device().type == mx.cpu:
         model.apply(lambda p: p.astype(mx.float32) if p.dtype in _HALF_PRECISION else p)
     if not lazy:
@@ -236,21 +236,41 @@ def _reason(error: Exception) -> str:
     return f"config.json and weights do not make a model: {text or type(error).__name__}"
 
 
-def _with_adapters(model: nn.Module, path: str | Path) -> nn.Module:
-    """The model with LoRA adapters put in."""
+def _find_adapters(path: str | Path) -> Path:
+    """The directory of adapters, looked over so far as that goes without a model.
+
+    Raises:
+        LoadError: there is none, or it lacks a file, or one of them is damaged.
+    """
+    directory = local_path(path)
+    if not directory.is_dir():
+        raise LoadError(f"{path}: no directory of adapters; {_ADAPTERS}")
+    check_readable(directory)
+    read_json_object(_file_of_adapters(directory, "adapter_config.json"))
+    _check_weights(_file_of_adapters(directory, "adapters.safetensors"))
+    return directory
+
+
+_ADAPTERS = "name a directory that mlx_lm.lora has written for this model"
+
+
+def _file_of_adapters(directory: Path, name: str) -> Path:
+    if not (directory / name).is_file():
+        raise LoadError(f"{directory}: no {name}; {_ADAPTERS}")
+    return directory / name
+
+
+def _with_adapters(model: nn.Module, directory: Path) -> nn.Module:
+    """The model with adapters put in, LoRA's or DoRA's, or with all of its weights replaced."""
     from mlx_lm.utils import load_adapters
 
-    directory = local_path(path)
     try:
-        if directory.is_dir():
-            check_readable(directory)
-            if (weights := directory / "adapters.safetensors").is_file():
-                _check_weights(weights)
-        model = load_adapters(model, os.fspath(path))
-    except LoadError:
-        raise
+        model = load_adapters(model, str(directory))
     except Exception as error:  # as above
-        raise LoadError(f"{path}: the adapters cannot be loaded: {one_line(error)}") from error
+        reason = one_line(error).rstrip(".")
+        raise LoadError(
+            f"{directory}: the adapters do not fit the model ({reason}); {_ADAPTERS}"
+        ) from error
     model.eval()
     return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -103,6 +104,8 @@ class Generating:
         self.check_length(served, body.param, *contents)
         self.check_length(served, "tools", *body.tools)
         tokenizer = served.decoder.tokenizer
+        arguments = {**served.template_arguments, **body.template_kwargs}
+        body = replace(body, template_kwargs=arguments)
         prompt: ChatPrompt = await self.tokenized(served, chat_prompt, body, tokenizer)
         return prompt
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from transformers import PreTrainedTokenizerBase
 
 from ..engine.constraint import Constraint, Phases
 from ..engine.grammar import Grammar, Vocabulary, token_of
 from ..errors import OptionError, PromptError
-from ..generation.constrained import in_answer
-from ..loading.chat_template import apply_template
+from ..generation.constrained import in_answer, leaves_reasoning_open
+from ..loading.chat_template import apply_template, reserved_arguments
 from ..loading.detokenizer import detokenizer_of
 from ..loading.model import encode_prompt
 from .call_grammar import calls_constraint, is_strict, parameters_of
@@ -89,7 +87,7 @@ def chat_prompt(request: ChatRequest, tokenizer: TokenizerWrapper) -> ChatPrompt
 
 def _templated(request: ChatRequest, tokenizer: TokenizerWrapper) -> str:
     for name in request.template_kwargs:
-        if name in _OWN_ARGUMENTS:
+        if name in _RESERVED:
             raise ApiError(
                 f"chat_template_kwargs has {name}, which the server sets: leave it out.",
                 param=f"chat_template_kwargs.{name}",
@@ -110,22 +108,16 @@ def _templated(request: ChatRequest, tokenizer: TokenizerWrapper) -> str:
         ) from error
 
 
-_OWN_ARGUMENTS = {
-    *inspect.signature(apply_template).parameters,
-    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
-}
-"""Names that are the template's caller's; among them is that of a template to use instead."""
+_RESERVED = reserved_arguments()
 
 
 def _is_reasoning(request: ChatRequest, tokenizer: TokenizerWrapper, text: str) -> bool:
     """Whether the answer begins, or goes on, within reasoning."""
     if not tokenizer.has_thinking:
         return False
-    start, end = tokenizer.think_start, tokenizer.think_end
     if request.continued:
-        written = request.messages[-1]["content"]
-        return bool(written.rfind(start) > written.rfind(end))
-    return text.rstrip().endswith(start)
+        return leaves_reasoning_open(request.messages[-1]["content"], tokenizer)
+    return text.rstrip().endswith(tokenizer.think_start)
 
 
 def _puts_space_first(tokenizer: TokenizerWrapper) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,7 @@ class ServedModel:
         memory: what caches take.
         arguments: of the decoder's ``drafting_with``.
         options: defaults of all its generations, which a request's go before.
+        template_arguments: what its chat template is given, which a request's go before.
         created: when it was loaded, in seconds since 1970.
     """
 
@@ -36,6 +37,7 @@ class ServedModel:
     memory: Memory
     arguments: dict[str, Any] = field(default_factory=dict)
     options: GenerationOptions = field(default_factory=GenerationOptions)
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -16,6 +16,7 @@ from rich.console import Console
 from mlxspec import load
 from mlxspec.cli import answers
 from mlxspec.cli.answers import Totals, totals_panel
+from mlxspec.engine.batch import Batch
 from mlxspec.generation.response import GenerationResponse, SpeculationStats, Transcript
 from mlxspec.store.store import open_store
 from tests.cli.test_generate import LINE, assert_one_line_error, generate, report
@@ -275,7 +276,7 @@ def test_a_fault_in_one_generation_costs_no_other(
 def test_a_wrong_use_is_one_line_before_any_model_is_loaded(
     prompts: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], named: str
 ) -> None:
-    monkeypatch.setattr("mlxspec.loading.model.load", lambda name: 1 / 0)
+    monkeypatch.setattr("mlxspec.loading.model.load", lambda *_, **__: 1 / 0)
     empty = write(prompts.with_name("empty.jsonl"), [b"", b" "])
     files = {"FILE": str(write(prompts, IDS)), "EMPTY": str(empty)}
     given = [files.get(argument, argument) for argument in arguments]
@@ -317,11 +318,28 @@ def test_the_panel_fits_a_terminal(width: int) -> None:
     stats = SpeculationStats(
         steps=100000, rows=300000, drafted=200000, accepted=150000, emitted=250000
     )
-    totals = Totals(1000, 20, 8, 1_000_000, 250_000, 61.5, 1234.5, stats)
+    totals = Totals(1000, 20, 8, 1_000_000, 250_000, 61.5, 1234.5, stats, 800.0, 1400.0)
     stream = io.StringIO()
     Console(file=stream, width=width).print(totals_panel(totals, interrupted=True))
     shown = stream.getvalue().splitlines()
     assert {len(line) for line in shown} == {len(shown[0])}
     assert "2.50" in stream.getvalue()
     assert "75%" in stream.getvalue()
+    assert "1.75×" in stream.getvalue()
     assert "interrupted" in shown[-1]
+
+
+def test_the_time_without_drafts_is_that_of_as_many_plain_steps(
+    endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Batch, "plain_seconds", lambda self, count: count / 2)
+    written: list[Totals] = []
+    monkeypatch.setattr(answers, "totals_panel", lambda totals, _: written.append(totals) or "")
+    options = ("--model", endless, "--max-tokens", 12, "--decoder", "prompt-lookup")
+    for concurrency in (1, 4):
+        write(prompts, IDS[:4])
+        result = generate(*options, "--prompts", prompts, "--concurrency", concurrency)
+        assert result.exit_code == 0, result.stderr
+    # All four have the same length and the same steps.
+    assert [totals.plain_seconds for totals in written] == [48 * 0.5, 48 * 2.0]
+    assert all(totals.decode_seconds > 0 for totals in written)

@@ -146,7 +146,9 @@ def test_an_answer_of_one_token_is_explained(tmp_path: Path):
         (("--html", "missing/page.html"), "--html missing/page.html: cannot be written"),
         (("--decoder", "plain", "--n-draft", 3), "--n-draft is for"),
         (("--temp", -1), "temp"),
-        (("--prompt-file", "missing"), "together"),
+        (("--prompt-file", "missing"), "missing cannot be read"),
+        (("--prompt-ids", "1"), "together"),
+        (("another",), "together"),
     ],
 )
 def test_a_bad_option_is_one_line(endless: Path, arguments: tuple[object, ...], complaint: str):
@@ -176,6 +178,7 @@ def test_all_options_that_say_what_is_generated_are_those_of_generate():
         "as_json",
         "stats",
         "logprobs",
+        "quiet",
         "version",
     }
     assert names[0] - names[1] == own

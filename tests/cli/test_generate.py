@@ -176,7 +176,12 @@ def test_without_mlx_model_a_line_says_that_the_demo_model_answers(
         (("--prompt", "a", "--max-tokens", "0"), "--max-tokens is 0"),
         (("--prompt", ""), "--prompt is empty"),
         ((), "no prompt"),
-        (("--prompt", "a", "--prompt-file", "b"), "--prompt and --prompt-file"),
+        (("a", "--prompt", "b"), "PROMPT and --prompt are given together"),
+        (("a", "--prompt-ids", "1"), "PROMPT and --prompt-ids are given together"),
+        (("a", "--quiet", "--stats"), "--quiet and --stats are given together"),
+        (("a", "--raw", "--system-prompt", "b"), "--raw and --system-prompt are given together"),
+        (("--prompt-ids", "1", "--system-prompt", "b"), "--system-prompt needs a text"),
+        (("a", "--prefill-response", ""), "--prefill-response is empty"),
         (("--prompt", "a", "--top-p", "7"), "--top-p is 7.0"),
         (("--prompt", "a", "--temp", "nan"), "--temp is nan"),
         (("--prompt", "a", "--ngram-min", "4"), "--ngram-min is 4 and --ngram-max 3: choose"),
@@ -190,7 +195,7 @@ def test_without_mlx_model_a_line_says_that_the_demo_model_answers(
 def test_a_bad_option_is_one_line_before_any_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], named: str
 ):
-    monkeypatch.setattr("mlxspec.loading.model.load", lambda name: 1 / 0)
+    monkeypatch.setattr("mlxspec.loading.model.load", lambda *_, **__: 1 / 0)
     assert_one_line_error(generate("--model", "any/model", *arguments), named)
 
 
@@ -252,7 +257,7 @@ def test_an_unknown_option_exits_with_2():
 
 
 def test_ctrl_c_while_the_model_loads_is_quiet(monkeypatch: pytest.MonkeyPatch):
-    def load(name: str) -> None:
+    def load(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("mlxspec.loading.model.load", load)

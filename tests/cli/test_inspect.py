@@ -55,7 +55,7 @@ def test_the_screen_says_what_a_model_caches_and_verifies(
     name: str, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ARCHITECTURES[name].model()
-    monkeypatch.setattr(loading, "load", lambda path: (model, None))
+    monkeypatch.setattr(loading, "load", lambda *_, **__: (model, None))
     result = inspect("some/model")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith("some/model\n")
@@ -69,7 +69,7 @@ def test_a_quantised_models_layers_are_counted(monkeypatch: pytest.MonkeyPatch) 
 
     model = ARCHITECTURES["llama3"].model()
     nn.quantize(model, 32, 4)
-    monkeypatch.setattr(loading, "load", lambda path: (model, None))
+    monkeypatch.setattr(loading, "load", lambda *_, **__: (model, None))
     report = json.loads(inspect("x", "--json").stdout)
     (kind,) = report["quantisation"]
     assert (kind["bits"], kind["group_size"]) == (4, 32)

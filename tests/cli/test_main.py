@@ -4,6 +4,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -58,6 +59,7 @@ def test_help_has_the_options_in_groups_and_fits_40_columns():
     headings = [line for line in result.stdout.splitlines() if re.fullmatch(r"\S.*:", line)]
     assert headings == [
         "Model and prompt:",
+        "Chat template:",
         "Drafting:",
         "End of the output:",
         "Sampling:",
@@ -66,8 +68,9 @@ def test_help_has_the_options_in_groups_and_fits_40_columns():
         "Output:",
         "Other:",
     ]
+    assert "[PROMPT]" in result.stdout
     for option in generate_command.params:
-        assert option.opts[0] in result.stdout
+        assert option.opts[0] in result.stdout or isinstance(option, click.Argument)
 
 
 def test_help_waits_for_no_heavy_import():

@@ -683,7 +683,8 @@ def test_two_processes_learn_at_once_and_one_of_them_is_told_to_forget(endless: 
         talking.stdin.write("hi\n")
         talking.stdin.flush()
         _wait_until(lambda: [len(tokens) for tokens in answers()] == [9])
-        two = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) for _ in range(2)]
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+        two = [subprocess.Popen(command, cwd=ROOT, **streams) for _ in range(2)]
         assert len({one.communicate(timeout=60)[0] for one in two}) == 1
         assert sorted(map(len, answers())) == [9, 25]
         assert "Forgot 2 answers." in said("forget", "--all", "--yes")

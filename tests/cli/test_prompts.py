@@ -1,6 +1,12 @@
 """Where the prompt comes from."""
 
 import io
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -60,7 +66,7 @@ def test_anything_else_is_no_token_id(ids: str):
 
 
 def test_a_prompt_is_needed_and_one_is_enough():
-    assert "--prompt TEXT" in error_for()
+    assert error_for().startswith("no prompt: ")
     assert "--prompt and --prompt-ids" in error_for("a", None, "1")
 
 
@@ -90,3 +96,169 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
 def test_what_never_ends_is_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "_MOST_BYTES", 1000)
     assert error_for(file="/dev/zero").startswith("--prompt-file /dev/zero is more than 1,000")
+
+
+# --- an instruction and a text ---
+
+
+@pytest.fixture
+def standard_input(monkeypatch: pytest.MonkeyPatch):
+    """Makes a file of the system standard input, as a shell does."""
+    opened: list[io.TextIOWrapper] = []
+
+    def replace(file: Path | int) -> None:
+        opened.append(open(file, encoding="utf-8"))  # noqa: SIM115
+        monkeypatch.setattr("sys.stdin", opened[-1])
+
+    yield replace
+    for file in opened:
+        file.close()
+
+
+def pipe_with(data: bytes) -> int:
+    reading, writing = os.pipe()
+    os.write(writing, data)
+    os.close(writing)
+    return reading
+
+
+@pytest.mark.parametrize(
+    "options",
+    [PromptOptions(argument="do it"), PromptOptions(prompt="do it")],
+    ids=["PROMPT", "-p"],
+)
+def test_a_text_comes_before_the_instruction(
+    options: PromptOptions, standard_input, tmp_path: Path
+) -> None:
+    standard_input(pipe_with(b"a text\n"))
+    assert options.read() == "a text\n\ndo it"
+    path = tmp_path / "text.txt"
+    path.write_text("from a file\n")
+    standard_input(path)
+    assert options.read() == "from a file\n\ndo it"
+    named = PromptOptions(options.prompt, str(path), argument=options.argument)
+    standard_input(pipe_with(b"not read"))
+    assert named.read() == "from a file\n\ndo it"
+    assert sys.stdin.read() == "not read"
+
+
+def test_a_piped_text_alone_is_the_prompt(standard_input) -> None:
+    standard_input(pipe_with(b"a text\n"))
+    assert PromptOptions().read() == "a text"
+
+
+def test_a_dash_takes_all_of_standard_input_wherever_it_comes_from(standard_input) -> None:
+    for options in (PromptOptions("-"), PromptOptions(argument="-"), PromptOptions(None, "-")):
+        standard_input(pipe_with(b"a text\n"))
+        assert options.read() == "a text"
+    standard_input(pipe_with(b"a text\n"))
+    assert PromptOptions(None, "-", argument="do it").read() == "a text\n\ndo it"
+    with pytest.raises(PromptError, match="PROMPT and --prompt-file are given together"):
+        PromptOptions(None, "file", argument="-").read()
+
+
+@pytest.mark.parametrize("data", [b"", b"\n", b" \n\t\n"])
+def test_a_pipe_with_nothing_in_it_is_no_text(standard_input, data: bytes) -> None:
+    standard_input(pipe_with(data))
+    assert PromptOptions(argument="do it").read() == "do it"
+    standard_input(pipe_with(data))
+    with pytest.raises(PromptError, match="no prompt"):
+        PromptOptions().read()
+
+
+def test_a_file_that_a_script_reads_line_by_line_is_the_script_s(
+    standard_input, tmp_path: Path
+) -> None:
+    path = tmp_path / "lines.txt"
+    path.write_text("first\nsecond\n")
+    standard_input(path)
+    os.lseek(sys.stdin.fileno(), 6, os.SEEK_SET)
+    assert PromptOptions(argument="first").read() == "first"
+    assert sys.stdin.read() == "second\n"
+
+
+def test_null_devices_sockets_and_closed_streams_bring_nothing(
+    standard_input, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = PromptOptions(argument="do it")
+    standard_input(Path(os.devnull))
+    assert options.read() == "do it"
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        standard_input(os.dup(ours.fileno()))
+        assert options.read() == "do it"
+    standard_input(os.open(tmp_path / "written", os.O_WRONLY | os.O_CREAT))
+    assert options.read() == "do it"
+    monkeypatch.setattr("sys.stdin", None)
+    assert options.read() == "do it"
+    monkeypatch.setattr("sys.stdin", StandardInput(b"no file of the system"))
+    assert options.read() == "do it"
+
+
+def test_a_pipe_that_stays_open_and_empty_is_left_alone(
+    standard_input, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(prompts, "_SOON", 0.05)
+    monkeypatch.setattr(prompts, "_LATE", 0.05)
+    reading, writing = os.pipe()
+    standard_input(reading)
+    assert PromptOptions(argument="do it").read() == "do it"
+    notes = capsys.readouterr().err.splitlines()
+    assert len(notes) == 2
+    assert "waiting for a text" in notes[0]
+    assert "--prompt-file - would wait" in notes[1]
+    os.close(writing)
+
+
+def test_a_text_that_comes_late_is_waited_for(
+    standard_input, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(prompts, "_SOON", 0.05)
+
+    def write_late(pipe: int) -> None:
+        time.sleep(0.2)
+        os.write(pipe, b"a ")
+        time.sleep(0.1)
+        os.write(pipe, b"text")
+        os.close(pipe)
+
+    for options, expected in (
+        (PromptOptions(argument="do it"), "a text\n\ndo it"),
+        (PromptOptions(), "a text"),
+    ):
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)  # as other programs may leave it
+        standard_input(reading)
+        writer = threading.Thread(target=write_late, args=(writing,))
+        writer.start()
+        assert options.read() == expected
+        writer.join()
+        assert capsys.readouterr().err.count("waiting for") == 1
+
+
+@pytest.mark.slow
+def test_a_shell_pipes_files_and_loops(tmp_path: Path, endless: Path) -> None:
+    start = "import sys; from mlxspec.cli.start import main; main()"
+    command = f"""
+    mlxspec() {{ {sys.executable} -c '{start}' generate --model {endless} --json "$@"; }}
+    lengths() {{ sed 's/.*"prompt_tokens": \\([0-9]*\\).*/\\1/'; }}
+    printf 'a b c\\n' > three.txt
+    printf 'a b c\\n' | mlxspec "d e" --raw | lengths
+    mlxspec "d e" --raw < three.txt | lengths
+    mlxspec --raw < three.txt | lengths
+    printf 'a\\na b\\n' > lines.txt
+    while read -r line; do mlxspec "$line" --raw | lengths; done < lines.txt
+    mlxspec "a" --raw <&- | lengths
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
+    # BOS, and the words.
+    assert done.stdout.split() == ["6", "6", "4", "2", "3", "2"], done.stderr

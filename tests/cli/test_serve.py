@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import socket
 import stat
@@ -19,8 +20,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from mlxspec import PromptLookupDecoder, load
 from mlxspec.cli.chat import chat_command
 from mlxspec.cli.serve import serve_command
+from tests.support.adapters import write_adapters
 
 pytestmark = pytest.mark.slow
 
@@ -160,3 +163,37 @@ def test_a_chat_says_what_is_wrong_with_the_server(endless: Path) -> None:
     assert "Connection refused" in said("--server", nobody)
     assert "leave these options out" in said("--server", nobody, "--kv-bits", 8)
     assert "no server takes it" in said("--server", nobody, "--min-tokens-to-keep", 2)
+
+
+def test_what_the_template_gets_by_default_and_what_a_request_says(
+    endless: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(endless, tmp_path / "model")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{{ mood }} {{ messages[0]['content'] }}"
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = ("--chat-template-config", '{"mood": "a b c"}')
+    with serving("--model", model, *PLAIN, *config, "--log-json") as server:
+
+        def count(**kwargs: str) -> int:
+            body = {"messages": [{"role": "user", "content": "d"}], "chat_template_kwargs": kwargs}
+            return len(server.ask("/v1/tokenize", **body)["tokens"])
+
+        assert count() == 4
+        assert count(other="e") == 4
+        assert count(mood="a") == 2
+        # A chat's arguments are a request's.
+        chat = ("--server", server.address, "--max-tokens", "3", "--chat-template-config")
+        answered = CliRunner().invoke(chat_command, [*chat, '{"mood": "one two"}'], input="d\n")
+        assert answered.exit_code == 0, answered.stderr
+        output, _ = server.end()
+        assert json.loads(output)["prompt_tokens"] == 3
+
+
+def test_a_model_is_served_with_its_adapters(tmp_path: Path) -> None:
+    adapters = write_adapters(tmp_path / "adapters")
+    decoder = PromptLookupDecoder(*load("demo", adapter_path=adapters))
+    expected = "".join(response.text for response in decoder.stream([1, 5, 6, 7], 12))
+    with serving("--model", "demo", "--adapter-path", adapters, *PLAIN) as server:
+        answer = server.ask("/v1/completions", prompt=[1, 5, 6, 7], max_tokens=12)
+        assert answer["choices"][0]["text"] == expected

@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -25,6 +26,7 @@ from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.constraint import definition_of
 from mlxspec.engine.grammar import Vocabulary
 from mlxspec.eval.equality import NEAR_TIE_FLOAT32
+from mlxspec.generation.constrained import leaves_reasoning_open
 from mlxspec.generation.scheduler import Scheduler
 from tests.support.demo import FLAT, AnyDecoder, demo, demo_decoder, given_costs
 from tests.support.examples import LONG, examples
@@ -351,3 +353,18 @@ def test_usual_multiples_are_kept(step: float) -> None:
 def test_what_is_no_constraint_at_all_is_refused_at_once(make: Any) -> None:
     with pytest.raises(mlxspec.MlxspecError):
         make()
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open"),
+    [
+        ("The answer", False),
+        ("<think>Hm", True),
+        ("<think>Hm</think>So", False),
+        ("<think>Hm</think><think>", True),
+    ],
+)
+def test_a_begun_answer_goes_on_in_the_reasoning_that_it_leaves_open(text: str, is_open: bool):
+    thinks = SimpleNamespace(has_thinking=True, think_start="<think>", think_end="</think>")
+    assert leaves_reasoning_open(text, thinks) is is_open
+    assert leaves_reasoning_open(text, SimpleNamespace(has_thinking=False)) is False

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlxspec
 from mlxspec.errors import LoadError
 from mlxspec.loading.model_files import DEMO_DIRECTORY
-
-LORA = {"num_layers": 2, "lora_parameters": {"rank": 2, "scale": 20.0, "dropout": 0.0}}
+from tests.support.adapters import write_adapters
 
 
 @pytest.mark.parametrize(
@@ -59,19 +55,12 @@ def test_the_model_s_settings_can_be_replaced_and_are_returned() -> None:
     assert mx.allclose(ours[0](tokens), theirs[0](tokens), atol=1e-4).item()
 
 
-def test_adapters_are_put_in(tmp_path: Path) -> None:
-    model, _ = mlx_lm.load(str(DEMO_DIRECTORY))
-    linear_to_lora_layers(model, LORA["num_layers"], LORA["lora_parameters"])
-    adapters = {
-        name: mx.random.normal(weight.shape, dtype=weight.dtype)
-        for name, weight in tree_flatten(model.trainable_parameters())
-        if "lora_" in name
-    }
-    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), adapters)
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"fine_tune_type": "lora", **LORA}))
-    theirs, _ = mlx_lm.load(str(DEMO_DIRECTORY), adapter_path=str(tmp_path))
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_are_put_in(tmp_path: Path, dora: bool) -> None:
+    directory = write_adapters(tmp_path / "adapters", dora=dora)
+    theirs, _ = mlx_lm.load(str(DEMO_DIRECTORY), adapter_path=str(directory))
     theirs.set_dtype(mx.float32)
-    ours, _ = mlxspec.load("demo", adapter_path=str(tmp_path))
+    ours, _ = mlxspec.load("demo", adapter_path=directory)
     plain, _ = mlxspec.load("demo")
     tokens = mx.array([[5, 6, 7]])
     assert mx.allclose(ours(tokens), theirs(tokens), atol=1e-3).item()
@@ -79,7 +68,7 @@ def test_adapters_are_put_in(tmp_path: Path) -> None:
 
 
 def test_adapters_that_are_not_there_are_named() -> None:
-    with pytest.raises(LoadError, match="nowhere: the adapters cannot be loaded"):
+    with pytest.raises(LoadError, match="nowhere: no directory of adapters"):
         mlxspec.load("demo", adapter_path="nowhere")
 
 
