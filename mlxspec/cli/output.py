@@ -59,6 +59,11 @@ def _look(in_color: bool) -> dict[str, Any]:
     return {"no_color": not in_color, "color_system": "256" if in_color else None, **as_they_are}
 
 
+def at_terminal() -> bool:
+    """Whether there is somebody to ask."""
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
 class ProgressBar:
     """Shows a bar on an interactive terminal, nothing elsewhere.
 

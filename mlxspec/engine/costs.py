@@ -133,9 +133,11 @@ def costs_for(
     return KeptCosts(cache, key, ranges)
 
 
-def known_range(times: list[RowsTime], plan: MeasurementPlan, source: str) -> KnownRange:
-    """A measurement as the cache keeps it."""
-    return KnownRange.now([time.known(plan.least_uncertainty) for time in times], source)
+def known_range(
+    times: list[RowsTime], plan: MeasurementPlan, source: str, name: str = ""
+) -> KnownRange:
+    """A measurement as the cache keeps it; ``name`` is what the user calls the model."""
+    return KnownRange.now([time.known(plan.least_uncertainty) for time in times], source, name)
 
 
 class KeptCosts(LiveCosts):

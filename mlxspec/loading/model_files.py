@@ -63,6 +63,12 @@ def local_path(name: str | os.PathLike[str]) -> Path:
         return Path(name)
 
 
+def given_name(name: str | os.PathLike[str]) -> str:
+    """What the user calls a model, for reports: of a directory its own name, without the path."""
+    path = local_path(name)
+    return path.resolve().name if path.is_dir() else os.fspath(name)
+
+
 def is_repository_name(name: str) -> bool:
     """Whether ``name`` is ``owner/name``, as on the Hub."""
     return _REPOSITORY.fullmatch(name) is not None
