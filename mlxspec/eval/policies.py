@@ -385,41 +385,41 @@ POLICIES: dict[str, Policy] = {
     ),
     # Spec-Bench's PLD, the yardstick of published figures.
     "prompt-lookup": Policy(
-        "Spec-Bench's prompt lookup",
+        "prompt lookup (Spec-Bench)",
         "classic prompt lookup: n-grams of 3 to 1, 10 tokens, full drafts only",
         lambda task: FullDraftLookup(),
     ),
     # transformers: generate(prompt_lookup_num_tokens=10), max_matching_ngram_size 2.
     "transformers": Policy(
-        "transformers' prompt lookup",
+        "prompt lookup (transformers)",
         "its prompt_lookup_num_tokens=10, n-grams of 2 and 1",
         lambda task: PromptLookupDrafter(n_draft=10, ngram_max=2),
     ),
     # vLLM: method "ngram", prompt_lookup_min = prompt_lookup_max = 5; the number of tokens
     # has no default there, 5 is that of its documentation.
     "vllm": Policy(
-        "vLLM's n-grams",
+        "n-grams (vLLM)",
         "its n-gram speculator: n-grams of 5, 5 tokens",
         lambda task: PromptLookupDrafter(n_draft=5, ngram_max=5, ngram_min=5),
     ),
     # TensorRT-LLM: prompt_lookup_config [10,2], is_keep_all and is_use_oldest.
     "tensorrt-llm": Policy(
-        "TensorRT-LLM's prompt lookup",
+        "prompt lookup (TensorRT-LLM)",
         "its prompt lookup pool: n-grams of 2 and 1, 10 tokens, keep all, oldest",
         lambda task: TensorRTPool(),
     ),
     "llama.cpp": Policy(
-        "llama.cpp's ngram-simple",
+        "ngram-simple (llama.cpp)",
         "its n-grams of 12, 48 tokens",
         lambda task: NgramSimple(),
     ),
     "suffix-path": Policy(
-        "ArcticInference's SuffixDecoding, path",
-        "the most frequent continuation of what matches, as one chain; within one output",
+        "suffix path (ArcticInference)",
+        "its SuffixDecoding: the most frequent continuation of what matches, as one chain",
         lambda task: SuffixDecoding(),
     ),
     "suffix-tree": Policy(
-        "ArcticInference's SuffixDecoding, tree",
+        "suffix tree (ArcticInference)",
         "the same with a tree of continuations, up to four times the match's length",
         lambda task: SuffixDecoding(branching=True, max_spec_factor=4.0),
     ),

@@ -94,7 +94,8 @@ def known_chip(name: str) -> Chip:
     apple = _APPLE.fullmatch(wanted)
     if apple is None:
         raise OptionError(
-            f"no cost curve for the chip {name!r}: choose one of {', '.join(chip_names())}"
+            f"no cost curve for the chip {name!r}: choose one of {', '.join(chip_names())}, or "
+            "give a curve of your own with --curve FILE"
         )
     first, second = nearest_chips(name)[:2]
     raise OptionError(

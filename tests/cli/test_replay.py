@@ -120,7 +120,7 @@ def test_peers_have_their_own_names_in_table_page_and_json(traces: Path, tmp_pat
         assert entry["label"] == label
         assert label in table
         assert label in Page(page.read_text(encoding="utf-8")).text
-    assert {"vLLM's n-grams", "ArcticInference's SuffixDecoding, path"} == {
+    assert {"n-grams (vLLM)", "suffix path (ArcticInference)"} == {
         entry["label"] for entry in report["comparison"]
     }
     estimated = {entry["chip"]: entry["estimated_rows"] for entry in report["comparison"]}
