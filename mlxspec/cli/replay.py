@@ -47,8 +47,8 @@ class ReplayOptions:
     )
     chips: tuple[str, ...] = option_field(
         "--chip NAME",
-        "A chip whose cost curve is known, or 'all'; repeatable.  [default: M4 Pro; with --html "
-        "all]",
+        "A chip whose cost curve is known, such as 'M3 Max', or 'all'; repeatable.  [default: M4 "
+        "Pro; with --html all]",
     )
     curve: Path | None = option_field(  # noqa: RUF009
         "--curve FILE", "A curve that mlxspec calibrate --json wrote."
