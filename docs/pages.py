@@ -37,7 +37,7 @@ def _table_of_chips() -> str:
         )
         lines.append(f"| {chip.name} | {' | '.join(costs)} |")
     sources = [f"- {chip.name}: {chip.source}" for chip in chips]
-    origin = f"{ESTIMATED}: an estimate, or between estimates. Where they come from:"
+    origin = f"{ESTIMATED}: an estimate, or on the line to one. Where they come from:"
     return "\n".join([*lines, "", origin, "", *sources])
 
 

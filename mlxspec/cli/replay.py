@@ -135,7 +135,7 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
             print_tables(_tables(comparison, compared, chips))
 
     def show_briefly() -> None:
-        lines = [*compared.brief(comparison), f"The tables are in {shows.html}."]
+        lines = [*compared.brief(comparison, chips), f"The tables are in {shows.html}."]
         print_tables(map(shown, lines))
 
     shows.show(
@@ -175,7 +175,7 @@ class _Compared:
     policies: Mapping[str, Policy]
     facts: Callable[[str], dict[str, Any]]
     verdict: Callable[[Any], list[str]]
-    brief: Callable[[Comparison], list[str]]
+    brief: Callable[[Comparison, Mapping[str, Chip]], list[str]]
     page: Callable[[Comparison, Mapping[str, Policy], Mapping[str, Chip]], str]
 
 
@@ -235,7 +235,7 @@ def _memories(asked: ReplayOptions) -> _Compared:
             "memory_tokens": policies[name].memory_tokens,
         },
         partial(memory_verdict, policies),
-        partial(memory_verdict, policies),
+        lambda comparison, chips: memory_verdict(policies, comparison),
         memory_page,
     )
 

@@ -209,21 +209,24 @@ def verdict(policies: Mapping[str, Policy], comparison: Comparison) -> list[str]
     return [f"{winner} wins on {', '.join(chips)}." for winner, chips in won.items()]
 
 
-def brief_verdict(policies: Mapping[str, Policy], comparison: Comparison) -> list[str]:
+def brief_verdict(
+    policies: Mapping[str, Policy], comparison: Comparison, chips: Mapping[str, Chip]
+) -> list[str]:
     """What is fastest on each chip, a line for each, below one on what was compared."""
     sets = next(iter(next(iter(comparison.values())).values())).sets
     outputs = sum(one.completions for one in sets.values())
     tokens = sum(one.tokens for one in sets.values())
     lines = [
         f"Modelled speed against plain decoding, {outputs:,} outputs with {tokens:,} tokens in "
-        f"{len(sets)} sets, {len(policies)} decoders:"
+        f"{len(sets)} sets, {len(policies)} decoders; {ESTIMATED}: a curve with estimates"
     ]
     for chip, reports in comparison.items():
         best = _fastest(reports)
         if best and reports[best].speedup > 1:
-            lines.append(f"{chip}: {policies[best].label} {_speeds(reports[best])}")
+            label, speeds = policies[best].label, _speeds(reports[best])
+            lines.append(f"{chips[chip].label}: {label} {speeds}")
         elif best:
-            lines.append(f"{chip}: nothing is faster")
+            lines.append(f"{chips[chip].label}: nothing is faster")
     return lines
 
 
