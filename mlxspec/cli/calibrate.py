@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,11 +180,13 @@ def _measured(cache: CostCache, name: str, context: int | None, sequences: int) 
         problem = noise(times)
         if problem is None:
             break
-        if not _measure_again(problem):
-            raise MlxspecError(
-                f"{given_name(name)}: {problem}; nothing is kept, and what was known stays: close "
-                "other programs and measure again"
-            )
+        asked = at_terminal()
+        if asked and click.confirm(f"{problem[0].upper()}{problem[1:]}. Measure again?", err=True):
+            continue
+        raise MlxspecError(
+            f"{given_name(name)}: {'' if asked else problem + '; '}nothing is kept, and what was "
+            "known stays: close other programs and measure again"
+        )
     key = cost_key(model).of_sequences(sequences)
     known = known_range(times, CAREFUL, "careful", given_name(name))
     range_end = context_range(context or CAREFUL.context)
@@ -198,18 +200,12 @@ def _measured(cache: CostCache, name: str, context: int | None, sequences: int) 
     return _Curve(key, range_end, known, chain_capability(model))
 
 
-def _measure_again(problem: str) -> bool:
-    """Ask at a terminal."""
-    return at_terminal() and click.confirm(
-        f"{problem[0].upper()}{problem[1:]}. Measure again?", err=True
-    )
-
-
 def _kept(cache: CostCache, name: str | None, context: int | None) -> list[_Curve]:
     """What the cache has: of one model on this machine, or of all."""
     from ..engine.capability import chain_capability
     from ..engine.costs import cost_key
     from ..loading.model import load
+    from ..loading.model_files import given_name
     from ..plan.live_costs import context_range
 
     capability = None
@@ -225,7 +221,9 @@ def _kept(cache: CostCache, name: str | None, context: int | None) -> list[_Curv
     for key, ranges in entries:
         for end, known in sorted(ranges.items()):
             if context is None or context_range(context) == end:
-                curves.append(_Curve(key, end, known, capability))
+                # Steps that decoding has measured by itself have no name yet.
+                called = known.name or (given_name(name) if name else "")
+                curves.append(_Curve(key, end, replace(known, name=called), capability))
     return curves
 
 
