@@ -23,17 +23,22 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def _table_of_chips() -> str:
     """T(M)/T(1) of each chip that mlxspec knows, and where it comes from."""
-    from mlxspec.plan.chips import chip_curve, chip_names, chip_source
+    from mlxspec.plan.chips import ESTIMATED, chip_names, known_chip
 
     lines = [
         f"| | {' | '.join(f'{rows} rows' for rows in _SHOWN_ROWS)} |",
         "|---" * (len(_SHOWN_ROWS) + 1) + "|",
     ]
-    for name in chip_names():
-        curve = chip_curve(name)
-        lines.append(f"| {name} | {' | '.join(f'{curve(rows):.2f}' for rows in _SHOWN_ROWS)} |")
-    sources = [f"- {name}: {chip_source(name)}" for name in chip_names()]
-    return "\n".join([*lines, "", "Where they come from:", "", *sources])
+    chips = [known_chip(name) for name in chip_names()]
+    for chip in chips:
+        costs = (
+            f"{ESTIMATED + ' ' if chip.is_estimate(rows) else ''}{chip.curve(rows):.2f}"
+            for rows in _SHOWN_ROWS
+        )
+        lines.append(f"| {chip.name} | {' | '.join(costs)} |")
+    sources = [f"- {chip.name}: {chip.source}" for chip in chips]
+    origin = f"{ESTIMATED}: an estimate, or on the line to one. Where they come from:"
+    return "\n".join([*lines, "", origin, "", *sources])
 
 
 class Roles(griffe.Extension):

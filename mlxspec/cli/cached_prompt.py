@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from ..generation.session import Session
 from ..loading.model_files import DEMO, is_downloaded, is_repository_name
 from ..terminal import visible
 from .generating import Generation
+from .output import at_terminal
 from .prompts import PromptOptions, in_template
 
 ADAPTERS_OF_FILE = "adapter_path"
@@ -174,7 +174,7 @@ def _is_directory(name: str) -> bool:
 
 def _may_download(file: str, model: str) -> bool:
     """Ask at a terminal."""
-    if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
+    if not at_terminal():
         return False
     question = f"{visible(file)} was made by {model}, which is not on this machine. Download it?"
     return click.confirm(question, err=True)

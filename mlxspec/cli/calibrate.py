@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import OptionError
+from ..errors import MlxspecError, OptionError
 from ..terminal import visible
 from .cost_plots import CostPoint, check_picture, cost_plot, cost_points, cost_table, drawn_curve
 from .options import ADAPTERS, ADAPTERS_HELP, FILE, NAME, check_least, command, option
 from .outcome import note
-from .output import FORCE_HELP, ProgressBar, output_console, write_json
+from .output import FORCE_HELP, ProgressBar, at_terminal, output_console, write_json
 
 if TYPE_CHECKING:
     from ..engine.capability import Capability
     from ..plan.cost_file import CostCache, CostKey, KnownRange
 
 _MOST_SEQUENCES = 64  # whose steps are shown
+_DIGEST = 8  # characters, which tell models of one kind and size apart
 
 
 @command("calibrate", short_help="Measure what steps of MODEL cost by their rows.")
@@ -57,7 +58,8 @@ def calibrate_command(
 
     A draft of M - 1 tokens pays when its step emits more tokens than T(M)/T(1). The default
     decoder measures this by itself at first use, quickly, and corrects it all the time; this
-    command measures it carefully, best on an otherwise idle machine. The times are kept in the
+    command measures it carefully, best on an otherwise idle machine. Where the times scatter too
+    much to tell anything, nothing is kept, and the exit status is 1. The times are kept in the
     user's cache directory, or in the one that MLXSPEC_CACHE_DIR names.
     """
     from ..eval.page import write_report
@@ -87,7 +89,7 @@ def calibrate_command(
     else:
         _print(curves, model)
     for kind, path in pictures.items():
-        picture = drawn_curve(kind, curves[0].points, curves[0].title, curves[0].subtitle)
+        picture = drawn_curve(kind, curves[0].points, curves[0].title, curves[0].about)
         write_report(path, picture, f"--{kind}", force=force)
 
 
@@ -99,46 +101,50 @@ class _Curve:
         key: the machine and the model.
         range_end: it holds for contexts shorter than this.
         known: when and how it was measured.
-        points: the curve.
-        error_is: what the points' errors are.
         capability: what the model verifies; None where it is not at hand.
     """
 
     key: CostKey
     range_end: int
     known: KnownRange
-    points: list[CostPoint]
-    error_is: str
     capability: Capability | None
 
     @property
+    def points(self) -> list[CostPoint]:
+        return cost_points(self.known.times)
+
+    @property
     def title(self) -> str:
-        model = self.key.model
+        """What the user called the model, or else what kind it is."""
+        return visible(self.known.name or str(self.key.model.get("type")))
+
+    @property
+    def about(self) -> list[str]:
+        """What tells it from others: the model's size and digest; machine, context and date."""
+        model, machine = self.key.model, self.key.machine
         millions = float(model.get("parameters") or 0) / 1e6
-        size = f"{millions / 1000:.1f} B" if millions >= 1000 else f"{millions:.1f} M"
-        return visible(
-            f"{model.get('type')}, {size} parameters, {model.get('bits_per_weight')} bits each "
-            "in memory" + (f", {self.sequences} sequences" if self.sequences > 1 else "")
-        )
+        size = f"{millions / 1000:.2f} B" if millions >= 1000 else f"{millions:.1f} M"
+        kind = [
+            f"{model.get('type')}, {size} parameters, {model.get('bits_per_weight')} bits each in "
+            f"memory, digest {str(model.get('digest'))[:_DIGEST]}"
+        ]
+        if self.sequences > 1:
+            kind.append(f"{self.sequences} sequences")
+        measured = [machine.get("chip"), machine.get("device")]
+        if machine.get("blas") not in (None, "own"):
+            measured.append(machine["blas"])
+        measured += [f"MLX {machine.get('mlx')}", f"context below {self.range_end:,}"]
+        measured += [self.known.source, self.known.updated[:10]]
+        return [visible(", ".join(map(str, facts))) for facts in (kind, measured)]
 
     @property
     def sequences(self) -> int:
         """How many sequences share each step."""
         return int(self.key.model.get("sequences") or 1)
 
-    @property
-    def subtitle(self) -> str:
-        machine = self.key.machine
-        known = [machine.get("chip"), machine.get("device")]
-        if machine.get("blas") not in (None, "own"):
-            known.append(machine["blas"])
-        known.append(f"MLX {machine.get('mlx')}")
-        known.append(f"context below {self.range_end:,}")
-        known.append(f"{self.known.source}, {self.known.updated[:10]}")
-        return visible(", ".join(map(str, known)))
-
     def report(self) -> dict[str, Any]:
         return {
+            "name": self.known.name or None,
             "machine": self.key.machine,
             "model": self.key.model,
             "context_below": self.range_end,
@@ -153,25 +159,42 @@ class _Curve:
 def _measured(
     cache: CostCache, name: str, adapter_path: str | None, context: int | None, sequences: int
 ) -> _Curve:
-    """Measure carefully, and keep it. An interrupt before the end leaves the cache as it was."""
+    """Measure carefully, and keep it. An interrupt before the end leaves the cache as it was.
+
+    Raises:
+        MlxspecError: the times are noise; nothing is kept.
+    """
     from ..engine.calibration import calibrate
     from ..engine.capability import chain_capability
     from ..engine.costs import cost_key, known_range
     from ..loading.model import load
+    from ..loading.model_files import given_name
     from ..plan.live_costs import context_range
-    from ..plan.measurement import CAREFUL
+    from ..plan.measurement import CAREFUL, noise
 
     model, _ = load(name, adapter_path=adapter_path)
-    with ProgressBar("Prefill") as prefill, ProgressBar("Measuring step times") as measuring:
-        times = calibrate(
-            model,
-            CAREFUL,
-            context=context,
-            sequences=sequences,
-            on_prefill=prefill,
-            on_progress=measuring,
+    while True:
+        with ProgressBar("Prefill") as prefill, ProgressBar("Measuring step times") as measuring:
+            times = calibrate(
+                model,
+                CAREFUL,
+                context=context,
+                sequences=sequences,
+                on_prefill=prefill,
+                on_progress=measuring,
+            )
+        problem = noise(times)
+        if problem is None:
+            break
+        asked = at_terminal()
+        if asked and click.confirm(f"{problem[0].upper()}{problem[1:]}. Measure again?", err=True):
+            continue
+        raise MlxspecError(
+            f"{given_name(name)}: {'' if asked else problem + '; '}nothing is kept, and what was "
+            "known stays: close other programs and measure again"
         )
-    key, known = cost_key(model).of_sequences(sequences), known_range(times, CAREFUL, "careful")
+    key = cost_key(model).of_sequences(sequences)
+    known = known_range(times, CAREFUL, "careful", given_name(name))
     range_end = context_range(context or CAREFUL.context)
     cache.update(key, {range_end: known})
     kept = cache.read(key).get(range_end)
@@ -180,8 +203,7 @@ def _measured(
             f"the step times of {len(kept.times)} numbers of rows that were known are kept, since "
             f"this measurement has {len(known.times)}"
         )
-    points = cost_points(times, [time.spread for time in times])
-    return _Curve(key, range_end, known, points, "spread", chain_capability(model))
+    return _Curve(key, range_end, known, chain_capability(model))
 
 
 def _kept(
@@ -191,6 +213,7 @@ def _kept(
     from ..engine.capability import chain_capability
     from ..engine.costs import cost_key
     from ..loading.model import load
+    from ..loading.model_files import given_name
     from ..plan.live_costs import context_range
 
     capability = None
@@ -206,8 +229,9 @@ def _kept(
     for key, ranges in entries:
         for end, known in sorted(ranges.items()):
             if context is None or context_range(context) == end:
-                points = cost_points(known.times, [time.uncertainty for time in known.times])
-                curves.append(_Curve(key, end, known, points, "standard error", capability))
+                # Steps that decoding has measured by itself have no name yet.
+                called = known.name or (given_name(name) if name else "")
+                curves.append(_Curve(key, end, replace(known, name=called), capability))
     return curves
 
 
@@ -220,7 +244,8 @@ def _print(curves: list[_Curve], model: str | None) -> None:
         )
     for curve in curves:
         console.print(curve.title, style="bold")
-        console.print(curve.subtitle)
+        for line in curve.about:
+            console.print(line)
         console.print(cost_table(curve.points))
         if len(curve.points) > 1:
             console.print(cost_plot(curve.points, console))
@@ -235,4 +260,8 @@ def _print(curves: list[_Curve], model: str | None) -> None:
             console.print("This model verifies no drafts, so only plain steps were measured.")
         else:
             console.print("Only plain steps were measured.")
-        console.print(f"± is the {curve.error_is}.\n", style="dim")
+        if len(curve.points) > 1:
+            console.print(
+                "± is half the width of a 95 % confidence interval of T(M)/T(1).", style="dim"
+            )
+        console.print()

@@ -17,7 +17,7 @@ from .clients import CLIENTS, Server, Setup
 from .generating import API_KEY
 from .options import NAME, check_least, color_option, command, option
 from .outcome import say
-from .output import output_console
+from .output import at_terminal, output_console
 from .settings_file import SettingsFile
 
 _DEFAULT_SERVER = "http://127.0.0.1:8080"
@@ -175,7 +175,7 @@ def _may_write(changes: list[tuple[SettingsFile, str, str]]) -> bool:
     Raises:
         OptionError: nobody can be asked.
     """
-    if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
+    if not at_terminal():
         raise OptionError("--write asks first, and this is no terminal: add --yes")
     what = "this file" if len(changes) == 1 else f"these {len(changes)} files"
     return click.confirm(f"Write {what}?", err=True)

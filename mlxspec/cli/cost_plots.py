@@ -19,7 +19,6 @@ from ..errors import OptionError
 
 if TYPE_CHECKING:
     from ..plan.live_curve import KnownTime
-    from ..plan.measurement import RowsTime
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class CostPoint:
         rows: rows of a step.
         seconds: its wall time.
         cost: T(rows)/T(1).
-        error: relative; of a fresh measurement its spread, of a kept one its standard error.
+        error: half the width of the cost's 95 % confidence interval, relative to the cost.
     """
 
     rows: int
@@ -43,11 +42,13 @@ class CostPoint:
         return self.seconds / self.rows
 
 
-def cost_points(times: Sequence[RowsTime | KnownTime], errors: Sequence[float]) -> list[CostPoint]:
-    """The curve of step times, that of one row first, with their relative errors."""
+def cost_points(times: Sequence[KnownTime]) -> list[CostPoint]:
+    """The curve of step times, that of one row first."""
+    from ..plan.measurement import cost_errors
+
     return [
         CostPoint(time.rows, time.seconds, time.seconds / times[0].seconds, error)
-        for time, error in zip(times, errors, strict=True)
+        for time, error in zip(times, cost_errors(times), strict=True)
     ]
 
 
@@ -67,7 +68,7 @@ def cost_table(points: Sequence[CostPoint]) -> Table:
             _milliseconds(point.seconds),
             f"{point.cost:.2f}",
             _milliseconds(point.seconds_per_row),
-            f"{point.error:.0%}",
+            f"{point.error:.0%}" if point.rows > 1 else "–",
         )
     return table
 
@@ -121,6 +122,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{milliseconds:.2f}" if milliseconds < 1000 else f"{milliseconds:.0f}"
 
 
+_MEASURED = "measured, with 95 % confidence intervals"
 _BLUE = "#0072b2"  # with grey beside it told apart with every kind of colour blindness
 
 
@@ -137,14 +139,14 @@ def check_picture(option: str, path: Path, *, force: bool) -> None:
     check_report(path, option, force=force)
 
 
-def drawn_curve(kind: str, points: Sequence[CostPoint], title: str, subtitle: str) -> bytes:
+def drawn_curve(kind: str, points: Sequence[CostPoint], title: str, about: Sequence[str]) -> bytes:
     """Draw a curve.
 
     Args:
         kind: "png" or "svg".
         points: the curve.
-        title: what was measured.
-        subtitle: on what, and how.
+        title: which model was measured.
+        about: lines on what it is, and where and how it was measured.
 
     Returns:
         The file's content.
@@ -162,16 +164,16 @@ def drawn_curve(kind: str, points: Sequence[CostPoint], title: str, subtitle: st
         top = max(cost + error for cost, error in zip(costs, errors, strict=True)) * 1.1
         axes.plot([1, top], [1, top], ":", color="0.5", label="T(M) = M: drafts cannot pay")
         axes.errorbar(
-            rows, costs, errors, fmt="o-", markersize=3.5, color=_BLUE, capsize=2, label="measured"
+            rows, costs, errors, fmt="o-", markersize=3.5, color=_BLUE, capsize=2, label=_MEASURED
         )
         axes.set_xlim(0, rows[-1] * 1.04)
         axes.set_ylim(0, top)
         axes.set_xlabel("rows M of a step: the current token and M − 1 draft tokens")
         axes.set_ylabel("T(M) / T(1): tokens a step must emit to pay")
         # A dollar sign in a name would start mathematics.
-        axes.set_title(title, loc="left", fontsize=12, pad=20, parse_math=False)
+        axes.set_title(title, loc="left", fontsize=12, pad=9 + 11 * len(about), parse_math=False)
         axes.annotate(
-            subtitle,
+            "\n".join(about),
             xy=(0, 1),
             xycoords="axes fraction",
             xytext=(0, 6),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 from ..errors import OptionError
 from .generate import prefill_bar
@@ -64,6 +63,7 @@ def explain_command(
     shows.check()
 
     from ..draft.recording import RecordedStep, RecordingDrafter
+    from ..loading.model_files import given_name
     from .explain_page import explain_page
     from .explain_terminal import print_explained
     from .explained import Explained, Pieces, telling_run
@@ -86,9 +86,8 @@ def explain_command(
                 bar(last.generation_tokens, room)
         if skip is not None and skip >= len(recorded):
             raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps, skip fewer")
-        name = model_or_default(generation.model)
         explained = Explained(
-            model=Path(name).resolve().name if Path(name).is_dir() else name,
+            model=given_name(model_or_default(generation.model)),
             decoder=generation.drafting.kind,
             prompt=tokens,
             steps=recorded,

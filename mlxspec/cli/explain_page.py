@@ -44,7 +44,7 @@ def explain_page(explained: Explained) -> str:
 def _step(step: ShownStep, pieces: Pieces) -> dict[str, Any]:
     return {
         "number": step.number,
-        "counts": described_counts(step.recorded.verified),
+        "counts": described_counts(step.recorded),
         "before": step.before,
         "drawing": TreeDrawing(_nodes(step.recorded, pieces)),
         "window": [

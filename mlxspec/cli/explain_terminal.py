@@ -67,7 +67,7 @@ def print_explained(explained: Explained, console: Console) -> None:
 def _print_step(step: ShownStep, of: int, pieces: Pieces, console: Console) -> None:
     rule = Rule(f"Step {step.number} of {of}", align="left", style=_QUIET)
     console.print(rule, width=min(console.width, _RULE_WIDTH))
-    console.print(Text(described_counts(step.recorded.verified)))
+    console.print(Text(described_counts(step.recorded)))
     label = "after "
     before = shortened_from_left(step.before, console.width - len(label))
     console.print(Text(label + before, style=_QUIET, no_wrap=True, overflow="crop"))
@@ -84,9 +84,11 @@ def _print_step(step: ShownStep, of: int, pieces: Pieces, console: Console) -> N
 
 
 # The tree as lines that grow downwards, so that it fits a narrow terminal. A line holds a run of
-# nodes, up to where the tree branches. Below it stand the smaller branches, indented, and then the
-# largest, which goes on at the indentation of the line itself. So the trunk of lookahead
-# decoding's window runs straight down, and a tree of n nodes is indented log2(n) times at most.
+# nodes, up to where the tree branches. Below it stand the smaller branches and then the largest,
+# all indented. Where that would go too deep, as in the trunk of lookahead decoding's window, the
+# largest goes on at the indentation of the line itself: so a tree of n nodes is indented log2(n)
+# times more at most.
+_DEEPEST = 16  # columns
 
 
 class Line(NamedTuple):
@@ -129,6 +131,8 @@ def outline(
             marks = ("└─", "  ") if last else ("├─", "│ ")
             yield from outline(nodes, side, below + marks[0], below + marks[1])
         trunk, guides = main, below
+        if len(below) < _DEEPEST:
+            guides, below = below + "└─", below + "  "
 
 
 def _run(nodes: Sequence[Node], start: int) -> tuple[int, ...]:

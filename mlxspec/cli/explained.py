@@ -15,7 +15,6 @@ from typing import NamedTuple
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.cells import cell_len, set_cell_size
 
-from ..draft.drafter import VerifiedStep
 from ..draft.recording import RecordedStep
 from ..generation.response import SpeculationStats
 from ..loading.detokenizer import detokenizer_of
@@ -180,11 +179,12 @@ def walk_first(node: Node) -> int:
     return {Fate.ACCEPTED: 0, Fate.BONUS: 1}.get(node.fate, 2)
 
 
-def described_counts(step: VerifiedStep) -> str:
-    """The figures of a step in words."""
+def described_counts(recorded: RecordedStep) -> str:
+    """The figures of a step in words, and why nothing was drafted."""
+    step = recorded.verified
     emitted = f"{len(step.tokens)} emitted"
     if not step.drafted:
-        return f"1 row, no draft, {emitted}"
+        return f"1 row, {emitted}; nothing drafted: {recorded.no_draft}"
     accepted = f"{len(step.accepted)} of {step.drafted} draft tokens accepted"
     return f"{len(step.tree)} rows: {accepted}, {emitted}"
 

@@ -22,6 +22,7 @@ from .options import FILE, NAME, SETTINGS, Command, option
 from .outcome import note, say
 from .output import (
     FoldingTable,
+    at_terminal,
     counted,
     json_text,
     print_tables,
@@ -415,7 +416,7 @@ def _may_forget() -> bool:
     Raises:
         OptionError: nobody can be asked.
     """
-    if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
+    if not at_terminal():
         raise OptionError("forget asks first, and this is no terminal: add --yes")
     return click.confirm("Forget them?", err=True)
 

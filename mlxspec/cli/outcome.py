@@ -200,7 +200,17 @@ def in_option_names(message: str) -> str:
     return message
 
 
-_PLAIN = {"–": "-", "−": "-", "’": "'", "·": "|", "×": "x", "■": "#", "±": "+-", "…": "..."}
+_PLAIN = {
+    "–": "-",
+    "−": "-",
+    "’": "'",
+    "·": "|",
+    "×": "x",
+    "■": "#",
+    "±": "+-",
+    "…": "...",
+    "≈": "~",
+}
 
 _Handler = Callable[[UnicodeError], tuple[str | bytes, int]]
 

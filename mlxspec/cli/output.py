@@ -59,6 +59,11 @@ def _look(in_color: bool) -> dict[str, Any]:
     return {"no_color": not in_color, "color_system": "256" if in_color else None, **as_they_are}
 
 
+def at_terminal() -> bool:
+    """Whether there is somebody to ask."""
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
 class ProgressBar:
     """Shows a bar on an interactive terminal, nothing elsewhere.
 
@@ -253,22 +258,37 @@ class PageOptions:
         if self.html:
             check_report(self.html, "--html", force=self.force)
 
-    def show(self, show: Callable[[], None], page: Callable[[], str]) -> None:
+    def show(
+        self,
+        show: Callable[[], None],
+        page: Callable[[], str],
+        briefly: Callable[[], None] | None = None,
+    ) -> None:
         """Show what was found, and write it as a page, if there is to be one.
 
         The page comes first, since a reader who closes the pipe ends the command. What was found
         is shown even if the page cannot be written.
+
+        Args:
+            show: shows it.
+            page: makes the page.
+            briefly: shows what matters most, where the page has the rest; by default ``show``.
 
         Raises:
             OptionError: the page cannot be written.
         """
         from ..eval.page import write_report
 
+        written = False
         try:
             if self.html:
                 write_report(self.html, page(), "--html", force=self.force)
+                written = True
         finally:
-            show()
+            if written and briefly:
+                briefly()
+            else:
+                show()
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..eval.joint_replay import JointReport
     from ..eval.policies import Policy
     from ..eval.replay import ReplayReport
-    from ..plan.cost_curve import CostCurve
+    from ..plan.chips import Chip
 
 _ALL = "all"
 _DEFAULT_CHIP = "M4 Pro"
@@ -47,8 +47,8 @@ class ReplayOptions:
     )
     chips: tuple[str, ...] = option_field(
         "--chip NAME",
-        "A chip whose cost curve is known, or 'all'; repeatable.  [default: M4 Pro; with --html "
-        "all]",
+        "A chip whose cost curve is known, such as 'M3 Max', or 'all'; repeatable.  [default: M4 "
+        "Pro; with --html all]",
     )
     curve: Path | None = option_field(  # noqa: RUF009
         "--curve FILE", "A curve that mlxspec calibrate --json wrote."
@@ -111,29 +111,38 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     default = _ALL if shows.html else _DEFAULT_CHIP
     if asked.chips and asked.curve:
         raise OptionError("--chip and --curve are given together: choose one")
-    curves, sources = _curves(asked.chips or (default,), asked.curve)
+    chips = _chips(asked.chips or (default,), asked.curve)
     shows.check()
     tokenizer = load_trace_tokenizer(asked.tokenizer)
     completions = read_completions(traces, tokenizer, asked.limit)
+    curves = {name: chip.curve for name, chip in chips.items()}
     work = completions, tokenizer.classes, compared.policies, curves
     if several > 1:
         with ProgressBar("Replaying") as on_progress:
             joint = compare_jointly(*work, several, on_progress)
         if shows.as_json:
-            write_json(_report(joint, compared, concurrency=several))
+            write_json(_report(joint, compared, chips, concurrency=several))
         else:
-            print_tables(_joint_tables(joint, compared, several))
+            print_tables(_joint_tables(joint, compared, chips, several))
         return
     with ProgressBar("Replaying") as on_progress:
         comparison = compare(*work, on_progress)
 
     def show() -> None:
         if shows.as_json:
-            write_json(_report(comparison, compared))
+            write_json(_report(comparison, compared, chips))
         else:
-            print_tables(_tables(comparison, compared))
+            print_tables(_tables(comparison, compared, chips))
 
-    shows.show(show, lambda: compared.page(comparison, compared.policies, sources))
+    def show_briefly() -> None:
+        lines = [*compared.brief(comparison, chips), f"The tables are in {shows.html}."]
+        print_tables(map(shown, lines))
+
+    shows.show(
+        show,
+        lambda: compared.page(comparison, compared.policies, chips),
+        None if shows.as_json else show_briefly,
+    )
 
 
 def _check_concurrency(concurrency: int, shows: ReportOptions) -> None:
@@ -159,13 +168,15 @@ class _Compared:
         policies: by name.
         facts: what the JSON says of a policy, by its name.
         verdict: sums a comparison up in lines.
+        brief: does so where a page has the tables.
         page: makes the page.
     """
 
     policies: Mapping[str, Policy]
     facts: Callable[[str], dict[str, Any]]
     verdict: Callable[[Any], list[str]]
-    page: Callable[[Comparison, Mapping[str, Policy], Mapping[str, str]], str]
+    brief: Callable[[Comparison, Mapping[str, Chip]], list[str]]
+    page: Callable[[Comparison, Mapping[str, Policy], Mapping[str, Chip]], str]
 
 
 def _decoders(asked: ReplayOptions, shows: ReportOptions) -> _Compared:
@@ -176,6 +187,7 @@ def _decoders(asked: ReplayOptions, shows: ReportOptions) -> _Compared:
     """
     from ..draft.custom import load_drafter
     from ..eval.comparison import (
+        brief_verdict,
         chosen_policies,
         joint_verdict,
         jointly_chosen,
@@ -191,8 +203,9 @@ def _decoders(asked: ReplayOptions, shows: ReportOptions) -> _Compared:
         policies |= policies_with(load_drafter(asked.drafter))
     return _Compared(
         policies,
-        lambda name: {"decoder": name},
-        joint_verdict if several > 1 else verdict,
+        lambda name: {"decoder": name, "label": policies[name].label},
+        partial(joint_verdict if several > 1 else verdict, policies),
+        partial(brief_verdict, policies),
         replay_page,
     )
 
@@ -216,58 +229,79 @@ def _memories(asked: ReplayOptions) -> _Compared:
     policies = memories(asked.memory)
     return _Compared(
         policies,
-        lambda name: {"decoder": AUTO, "memory_tokens": policies[name].memory_tokens},
+        lambda name: {
+            "decoder": AUTO,
+            "label": policies[name].label,
+            "memory_tokens": policies[name].memory_tokens,
+        },
         partial(memory_verdict, policies),
+        lambda comparison, chips: memory_verdict(policies, comparison),
         memory_page,
     )
 
 
 def _report(
-    comparison: Comparison | JointComparison, compared: _Compared, **more: Any
+    comparison: Comparison | JointComparison,
+    compared: _Compared,
+    chips: Mapping[str, Chip],
+    **more: Any,
 ) -> dict[str, Any]:
     """The figures of the first policy on the first chip, and below ``comparison`` of all."""
     entries = [
-        {"chip": chip, **compared.facts(name), **more, **asdict(report)}
+        {
+            "chip": chip,
+            "estimated_rows": [*chips[chip].estimated],
+            **compared.facts(name),
+            **more,
+            **asdict(report),
+        }
         for chip, reports in comparison.items()
         for name, report in reports.items()
     ]
     return {**entries[0], "comparison": entries}
 
 
-def _curves(
-    chips: tuple[str, ...], file: Path | None
-) -> tuple[dict[str, CostCurve], dict[str, str]]:
-    """Curves and their sources by name."""
+def _chips(names: tuple[str, ...], file: Path | None) -> dict[str, Chip]:
+    """The chips that are asked for, by name."""
     from ..eval.comparison import read_curve
-    from ..plan.chips import chip_curve, chip_names, chip_source
+    from ..plan.chips import Chip, chip_names, known_chip
 
     if file:
-        return {_OWN: read_curve(file)}, {_OWN: "measured on the user's machine"}
-    names = chip_names() if _ALL in chips else chips
-    return (
-        {name: chip_curve(name) for name in names},
-        {name: chip_source(name) for name in names},
-    )
+        return {_OWN: Chip(_OWN, read_curve(file), "measured on the user's machine")}
+    chips = [known_chip(name) for name in (chip_names() if _ALL in names else names)]
+    return {chip.name: chip for chip in chips}
 
 
-def _tables(comparison: Comparison, compared: _Compared) -> Iterator[RenderableType]:
+def _modelled_on(chip: Chip, more: str = "") -> str:
+    estimates = f" ({chip.about})" if chip.about else ""
+    return shown(f"Modelled on: {chip.name}{more}{estimates}")
+
+
+def _tables(
+    comparison: Comparison, compared: _Compared, chips: Mapping[str, Chip]
+) -> Iterator[RenderableType]:
+    labels = {name: policy.label for name, policy in compared.policies.items()}
     for chip, reports in comparison.items():
-        yield shown(f"Modelled on: {chip}")
-        yield _sets(reports)
-        yield _decoder_figures(reports)
+        yield _modelled_on(chips[chip])
+        yield _sets(reports, labels)
+        yield _decoder_figures(reports, labels)
     yield from map(shown, compared.verdict(comparison))
 
 
 def _joint_tables(
-    comparison: JointComparison, compared: _Compared, concurrency: int
+    comparison: JointComparison,
+    compared: _Compared,
+    chips: Mapping[str, Chip],
+    concurrency: int,
 ) -> Iterator[RenderableType]:
+    labels = {name: policy.label for name, policy in compared.policies.items()}
     for chip, reports in comparison.items():
-        yield shown(f"Modelled on: {chip}, {concurrency} outputs at once")
-        yield _joint_figures(reports)
+        yield _modelled_on(chips[chip], f", {concurrency} outputs at once")
+        yield _joint_figures(reports, labels)
     yield from map(shown, compared.verdict(comparison))
 
 
-def _joint_figures(reports: Mapping[str, JointReport]) -> RenderableType:
+def _joint_figures(reports: Mapping[str, JointReport], labels: Mapping[str, str]) -> RenderableType:
     result = FoldingTable(
         *("decoder", "plain batching", "drafts, one at a time", "both", "both against batching"),
         *("outputs below 0.98", "outputs per step", "tokens per step", "rows per step"),
@@ -278,7 +312,7 @@ def _joint_figures(reports: Mapping[str, JointReport]) -> RenderableType:
         speeds = (report.plain_batching, report.one_at_a_time, report.speedup)
         sizes = (report.sequences_per_step, report.tokens_per_step, report.rows_per_step)
         result.add_row(
-            name,
+            labels[name],
             *map(ratio, (*speeds, report.over_plain_batching)),
             f"{report.share_below_098:.1%}",
             *(f"{size:.2f}" for size in sizes),
@@ -286,10 +320,10 @@ def _joint_figures(reports: Mapping[str, JointReport]) -> RenderableType:
     return result
 
 
-def _sets(reports: Mapping[str, ReplayReport]) -> RenderableType:
+def _sets(reports: Mapping[str, ReplayReport], labels: Mapping[str, str]) -> RenderableType:
     """Speed by set and decoder."""
     result = FoldingTable(
-        *("set", "outputs", "tokens", *map(_label, reports)),
+        *("set", "outputs", "tokens", *(labels[name] for name in reports)),
         caption="speed against plain decoding",
     )
     for name, first in next(iter(reports.values())).sets.items():
@@ -298,7 +332,9 @@ def _sets(reports: Mapping[str, ReplayReport]) -> RenderableType:
     return result
 
 
-def _decoder_figures(reports: Mapping[str, ReplayReport]) -> RenderableType:
+def _decoder_figures(
+    reports: Mapping[str, ReplayReport], labels: Mapping[str, str]
+) -> RenderableType:
     result = FoldingTable(
         *("decoder", "speed", "worst set", "outputs below 0.98"),
         *("tokens per step", "rows per step"),
@@ -307,7 +343,7 @@ def _decoder_figures(reports: Mapping[str, ReplayReport]) -> RenderableType:
     for name, report in reports.items():
         worst = min(report.sets, key=lambda one: report.sets[one].speedup)
         result.add_row(
-            _label(name),
+            labels[name],
             ratio(report.speedup),
             f"{shown(worst)} {ratio(report.worst)}",
             f"{report.share_below_098:.1%}",
@@ -315,9 +351,3 @@ def _decoder_figures(reports: Mapping[str, ReplayReport]) -> RenderableType:
             f"{report.rows_per_step:.2f}",
         )
     return result
-
-
-def _label(decoder: str) -> str:
-    from ..eval.policies import HINDSIGHT
-
-    return f"{decoder} (unreachable)" if decoder == HINDSIGHT else decoder

@@ -18,6 +18,7 @@ from ..loading.model_files import (
     load_mlx_lm_model,
     local_path,
 )
+from ..loading.other_models import hub_repository
 from .checkpoint_files import count_tensors, read_settings
 from .model_writer import PlannedModel, Quantization, TensorGroup
 
@@ -41,10 +42,10 @@ def open_hugging_face(path_or_repo: str | Path, revision: str | None = None) -> 
         if revision is not None:
             raise ConversionError(f"{path}: is a directory, which has no --revision")
         return path
-    name = str(path_or_repo)
+    name, its_revision = hub_repository(str(path_or_repo))
     if path.exists() or not is_repository_name(name):
         raise ConversionError(f"{name}: neither a directory nor owner/name of a Hub repository")
-    return download(name, revision)
+    return download(name, revision or its_revision)
 
 
 def plan_hugging_face(

@@ -256,6 +256,10 @@ class Drafter:
         (level, column)."""
         return {}
 
+    def no_draft(self) -> str:
+        """Why the last proposal was the root alone, in a clause; asked before ``observe``."""
+        return "the drafter has nothing to propose"
+
 
 class NoDraft(Drafter):
     """Plain decoding: proposes nothing."""
@@ -265,6 +269,9 @@ class NoDraft(Drafter):
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
+
+    def no_draft(self) -> str:
+        return "this decoder never drafts"
 
     def propose(self, max_depth: int) -> DraftTree:
         return DraftTree.chain(self._last)
@@ -282,6 +289,11 @@ def origins_of(drafter: Drafter, tree: DraftTree) -> tuple[str, ...]:
 def window_rows_of(drafter: Drafter) -> Mapping[tuple[int, int], int]:
     """:meth:`Drafter.window_rows` of any drafter."""
     return drafter.window_rows() if hasattr(drafter, "window_rows") else {}
+
+
+def no_draft_of(drafter: Drafter) -> str:
+    """:meth:`Drafter.no_draft` of any drafter."""
+    return drafter.no_draft() if hasattr(drafter, "no_draft") else Drafter.no_draft(drafter)
 
 
 class TreeBuilder:

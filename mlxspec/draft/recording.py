@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .drafter import Drafter, DraftTree, VerifiedStep, origins_of, window_rows_of
+from .drafter import (
+    Drafter,
+    DraftTree,
+    VerifiedStep,
+    no_draft_of,
+    origins_of,
+    window_rows_of,
+)
 
 WindowRows = Mapping[tuple[int, int], int]
 """Lookahead decoding's window: the node of each (level, column)."""
@@ -19,11 +26,13 @@ class RecordedStep:
         verified: the step.
         origins: per node of the verified tree, where it came from; the root's is "root".
         window: the nodes of lookahead decoding's window in the verified tree; empty without one.
+        no_draft: why nothing was drafted, in a clause; empty where something was.
     """
 
     verified: VerifiedStep
     origins: tuple[str, ...]
     window: WindowRows
+    no_draft: str = ""
 
 
 class RecordingDrafter(Drafter):
@@ -54,6 +63,7 @@ class RecordingDrafter(Drafter):
         # Asked now: after the step the drafter may have forgotten this tree.
         self._origins = origins_of(self._drafter, tree)
         self._window = dict(window_rows_of(self._drafter))
+        self._no_draft = no_draft_of(self._drafter) if max_depth > 0 else "the output ends here"
         return tree
 
     def observe(self, step: VerifiedStep) -> None:
@@ -68,9 +78,19 @@ class RecordingDrafter(Drafter):
                     for place, node in self._window.items()
                     if node in verified_of
                 },
+                "" if step.drafted else self._why_none(step),
             )
         )
         self._drafter.observe(step)
+
+    def _why_none(self, step: VerifiedStep) -> str:
+        """Why a step has no draft: one that was proposed may have come too late, or not fit."""
+        proposed = len(self._proposed) - 1
+        if proposed and step.pipelined:
+            return "the step was dispatched before its draft was known, so that draft has to wait"
+        if proposed:
+            return "the output's form or its end leaves the proposed draft no room"
+        return self._no_draft
 
     def end(self) -> None:
         self._drafter.end()

@@ -145,9 +145,11 @@ def _in_words(times: list[RowsTime]) -> str:
     return ", ".join(f"T({time.rows}) {1000 * time.seconds:.1f} ms" for time in times)
 
 
-def known_range(times: list[RowsTime], plan: MeasurementPlan, source: str) -> KnownRange:
-    """A measurement as the cache keeps it."""
-    return KnownRange.now([time.known(plan.least_uncertainty) for time in times], source)
+def known_range(
+    times: list[RowsTime], plan: MeasurementPlan, source: str, name: str = ""
+) -> KnownRange:
+    """A measurement as the cache keeps it; ``name`` is what the user calls the model."""
+    return KnownRange.now([time.known(plan.least_uncertainty) for time in times], source, name)
 
 
 class KeptCosts(LiveCosts):

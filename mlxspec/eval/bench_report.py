@@ -6,7 +6,6 @@ import platform
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from math import isfinite
-from pathlib import Path
 from statistics import geometric_mean, mean, median
 from typing import Any
 
@@ -18,6 +17,7 @@ import mlxspec
 
 from ..engine.costs import machine_identity, model_identity
 from ..errors import OptionError
+from ..loading.model_files import given_name
 from .backends import MLX_LM, PLAIN
 from .bench import MeasuredPrompt
 from .equality import Difference
@@ -54,7 +54,7 @@ def model_facts(model: nn.Module, name: str) -> Report:
         if mx.issubdtype(weight.dtype, mx.floating):
             nbytes[weight.dtype] = nbytes.get(weight.dtype, 0) + weight.nbytes
     return {
-        "name": Path(name).resolve().name if Path(name).is_dir() else name,
+        "name": given_name(name),
         **model_identity(model),
         "dtype": str(max(nbytes, key=nbytes.__getitem__)).removeprefix("mlx.core."),
     }

@@ -12,6 +12,7 @@ from ..draft.drafter import Drafter
 from ..errors import OptionError
 from ..jsonl import load_json
 from ..memory.memory import Memory
+from ..plan.chips import ESTIMATED, Chip
 from ..plan.cost_curve import CostCurve
 from ..plan.policy import Winnings
 from ..plan.suffix_source import Earlier
@@ -185,23 +186,51 @@ def compare_jointly(
     return reports
 
 
-def verdict(comparison: Comparison) -> list[str]:
+def _fastest(reports: Mapping[str, ReplayReport]) -> str | None:
+    """The fastest policy that can be reached; None where there is none."""
+    reachable = [name for name in reports if name != HINDSIGHT]
+    return max(reachable, key=lambda name: reports[name].speedup, default=None)
+
+
+def _speeds(report: ReplayReport) -> str:
+    return f"{report.speedup:.2f}×, worst set {report.worst:.2f}×"
+
+
+def verdict(policies: Mapping[str, Policy], comparison: Comparison) -> list[str]:
     """Which policy wins where, a line for each winner; plain decoding where nothing gains."""
     won: dict[str, list[str]] = {}
     for chip, reports in comparison.items():
-        reachable = {name: report for name, report in reports.items() if name != HINDSIGHT}
-        if not reachable:
-            continue
-        best = max(reachable, key=lambda name: reachable[name].speedup)
-        speed, worst = reachable[best].speedup, reachable[best].worst
-        if speed > 1:
-            won.setdefault(best, []).append(f"{chip} ({speed:.2f}×, worst set {worst:.2f}×)")
-        else:
+        best = _fastest(reports)
+        if best and reports[best].speedup > 1:
+            where = f"{chip} ({_speeds(reports[best])})"
+            won.setdefault(policies[best].label, []).append(where)
+        elif best:
             won.setdefault("plain decoding", []).append(chip)
     return [f"{winner} wins on {', '.join(chips)}." for winner, chips in won.items()]
 
 
-def joint_verdict(comparison: JointComparison) -> list[str]:
+def brief_verdict(
+    policies: Mapping[str, Policy], comparison: Comparison, chips: Mapping[str, Chip]
+) -> list[str]:
+    """What is fastest on each chip, a line for each, below one on what was compared."""
+    sets = next(iter(next(iter(comparison.values())).values())).sets
+    outputs = sum(one.completions for one in sets.values())
+    tokens = sum(one.tokens for one in sets.values())
+    lines = [
+        f"Modelled speed against plain decoding, {outputs:,} outputs with {tokens:,} tokens in "
+        f"{len(sets)} sets, {len(policies)} decoders; {ESTIMATED}: a curve with estimates"
+    ]
+    for chip, reports in comparison.items():
+        best = _fastest(reports)
+        if best and reports[best].speedup > 1:
+            label, speeds = policies[best].label, _speeds(reports[best])
+            lines.append(f"{chips[chip].label}: {label} {speeds}")
+        elif best:
+            lines.append(f"{chips[chip].label}: nothing is faster")
+    return lines
+
+
+def joint_verdict(policies: Mapping[str, Policy], comparison: JointComparison) -> list[str]:
     """Whether batching and drafting add up, a line for each chip by its fastest decoder."""
     lines = []
     for chip, reports in comparison.items():
@@ -209,8 +238,9 @@ def joint_verdict(comparison: JointComparison) -> list[str]:
         report = reports[best]
         finding = "add up" if report.adds_up else "add less than 2 % to the better of the two"
         lines.append(
-            f"On {chip} batching and drafting {finding} ({best} {report.speedup:.2f}×, batching "
-            f"alone {report.plain_batching:.2f}×, one at a time {report.one_at_a_time:.2f}×)."
+            f"On {chip} batching and drafting {finding} ({policies[best].label} "
+            f"{report.speedup:.2f}×, batching alone {report.plain_batching:.2f}×, one at a time "
+            f"{report.one_at_a_time:.2f}×)."
         )
     return lines
 
@@ -218,7 +248,7 @@ def joint_verdict(comparison: JointComparison) -> list[str]:
 def replay_page(
     comparison: Comparison,
     policies: Mapping[str, Policy],
-    sources: Mapping[str, str],
+    chips: Mapping[str, Chip],
     template: str = "replay.html",
     **more: Any,
 ) -> str:
@@ -227,14 +257,14 @@ def replay_page(
     Args:
         comparison: from :func:`compare`.
         policies: what was compared.
-        sources: by chip, where its cost curve comes from.
+        chips: by name, the chips of the comparison.
         template: this one, or one that extends it.
         more: what such a template shows besides, or instead.
     """
     chart = BarChart(
         {
-            chip: [
-                Bar(name, report.speedup, unreachable=name == HINDSIGHT)
+            chips[chip].label: [
+                Bar(policies[name].label, report.speedup, unreachable=name == HINDSIGHT)
                 for name, report in reports.items()
             ]
             for chip, reports in comparison.items()
@@ -243,14 +273,17 @@ def replay_page(
     )
     sets = next(iter(next(iter(comparison.values())).values())).sets.values()
     values: dict[str, Any] = {
-        "verdict": verdict(comparison),
+        "verdict": verdict(policies, comparison),
         "table": comparison,
-        "chips": list(comparison),
-        "decoders": {name: policy.description for name, policy in policies.items()},
-        "best": {chip: chart.best(bars) for chip, bars in chart.groups.items()},
+        "chips": {chip: chips[chip] for chip in comparison},
+        "estimated": ESTIMATED if any(chips[chip].estimated for chip in comparison) else "",
+        "decoders": policies,
+        "best": {
+            chip: chart.best(bars)
+            for chip, bars in zip(comparison, chart.groups.values(), strict=True)
+        },
         "hindsight": HINDSIGHT,
         "chart": chart,
-        "sources": sources,
         "completions": sum(one.completions for one in sets),
         "tokens": sum(one.tokens for one in sets),
     }

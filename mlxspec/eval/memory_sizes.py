@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..errors import OptionError
+from ..plan.chips import Chip
 from .comparison import Comparison, JointComparison, replay_page
 from .page import Line, LineChart
 from .policies import AUTO, POLICIES, Policy
@@ -41,11 +42,13 @@ def memories(sizes: str) -> dict[str, Policy]:
         found.append(size)
     bounded = sorted({0, *(size for size in found if size is not None)})
     unbounded = [None] if None in found else []
-    return {
-        f"memory {_name(size)}" if size != 0 else "no memory": replace(
-            POLICIES[AUTO], memory_tokens=size
-        )
+    names = {
+        "no memory" if size == 0 else f"memory {_name(size)}": size
         for size in [*bounded, *unbounded]
+    }
+    return {
+        name: replace(POLICIES[AUTO], label=name, memory_tokens=size)
+        for name, size in names.items()
     }
 
 
@@ -115,14 +118,14 @@ def _sentence(sizes: Sequence[int | None], enough: int, changes: str) -> str:
 
 
 def memory_page(
-    comparison: Comparison, policies: Mapping[str, Policy], sources: Mapping[str, str]
+    comparison: Comparison, policies: Mapping[str, Policy], chips: Mapping[str, Chip]
 ) -> str:
     """The HTML page: one look tells which size is enough on which chip.
 
     Args:
         comparison: by chip and name.
         policies: from :func:`memories`.
-        sources: by chip, where its cost curve comes from.
+        chips: by name, the chips of the comparison.
     """
     lines = {}
     for chip, reports in comparison.items():
@@ -132,7 +135,7 @@ def memory_page(
     return replay_page(
         comparison,
         policies,
-        sources,
+        chips,
         "memory.html",
         verdict=memory_verdict(policies, comparison),
         sizes=LineChart(labels, lines),

@@ -337,12 +337,14 @@ class Policy:
     """What can be replayed.
 
     Attributes:
+        label: its name in tables; where the rule is another program's, with that one's name.
         description: what it is, for users.
         make_drafter: gives a new drafter for each completion.
         follows_costs: whether its drafts depend on the cost curve.
         memory_tokens: how many tokens of completions it remembers; None for all.
     """
 
+    label: str
     description: str
     make_drafter: Callable[[Task], Drafter]
     follows_costs: bool = False
@@ -369,11 +371,13 @@ HINDSIGHT = "hindsight"
 
 POLICIES: dict[str, Policy] = {
     AUTO: Policy(
+        AUTO,
         "mlxspec's default decoder without a memory of earlier outputs",
         _planned,
         follows_costs=True,
     ),
     "auto-memory": Policy(
+        "auto-memory",
         "the default decoder as it is: it remembers the process's earlier outputs",
         _planned,
         follows_costs=True,
@@ -381,36 +385,47 @@ POLICIES: dict[str, Policy] = {
     ),
     # Spec-Bench's PLD, the yardstick of published figures.
     "prompt-lookup": Policy(
+        "prompt lookup (Spec-Bench)",
         "classic prompt lookup: n-grams of 3 to 1, 10 tokens, full drafts only",
         lambda task: FullDraftLookup(),
     ),
     # transformers: generate(prompt_lookup_num_tokens=10), max_matching_ngram_size 2.
     "transformers": Policy(
+        "prompt lookup (transformers)",
         "its prompt_lookup_num_tokens=10, n-grams of 2 and 1",
         lambda task: PromptLookupDrafter(n_draft=10, ngram_max=2),
     ),
     # vLLM: method "ngram", prompt_lookup_min = prompt_lookup_max = 5; the number of tokens
     # has no default there, 5 is that of its documentation.
     "vllm": Policy(
+        "n-grams (vLLM)",
         "its n-gram speculator: n-grams of 5, 5 tokens",
         lambda task: PromptLookupDrafter(n_draft=5, ngram_max=5, ngram_min=5),
     ),
     # TensorRT-LLM: prompt_lookup_config [10,2], is_keep_all and is_use_oldest.
     "tensorrt-llm": Policy(
+        "prompt lookup (TensorRT-LLM)",
         "its prompt lookup pool: n-grams of 2 and 1, 10 tokens, keep all, oldest",
         lambda task: TensorRTPool(),
     ),
-    "llama.cpp": Policy("its ngram-simple: n-grams of 12, 48 tokens", lambda task: NgramSimple()),
+    "llama.cpp": Policy(
+        "ngram-simple (llama.cpp)",
+        "its n-grams of 12, 48 tokens",
+        lambda task: NgramSimple(),
+    ),
     "suffix-path": Policy(
-        "suffix decoding: the most frequent continuation of what matches, as one chain",
+        "suffix path (ArcticInference)",
+        "its SuffixDecoding: the most frequent continuation of what matches, as one chain",
         lambda task: SuffixDecoding(),
     ),
     "suffix-tree": Policy(
+        "suffix tree (ArcticInference)",
         "the same with a tree of continuations, up to four times the match's length",
         lambda task: SuffixDecoding(branching=True, max_spec_factor=4.0),
     ),
     HINDSIGHT: Policy(
-        "unreachable: auto's candidates, as many as the known output shows to pay best",
+        f"{HINDSIGHT} (unreachable)",
+        "no decoder: auto's candidates, as many as the known output shows to pay best",
         lambda task: Hindsight(task.output, task.curve, trees_pay(task.curve), task.classes),
         follows_costs=True,
     ),
@@ -422,8 +437,9 @@ def policies_with(drafter: type[Drafter]) -> dict[str, Policy]:
     """A drafter class of the user's, alone and beside the default decoder's look-ups."""
     name = drafter.__name__
     return {
-        name: Policy("a drafter of your own", lambda task: drafter()),
+        name: Policy(name, "a drafter of your own", lambda task: drafter()),
         f"auto+{name}": Policy(
+            f"auto+{name}",
             "the default decoder, which drafts with it too",
             lambda task: _planned(task, DrafterSource(drafter())),
             follows_costs=True,

@@ -27,6 +27,7 @@ from .model_files import (
     read_json_object,
 )
 from .npz import load_npz_model, npz_files
+from .other_models import instead_of_files
 from .safetensors_header import DamagedHeader, read_header
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ def load(
     Args:
         path_or_hf_repo: ``"demo"`` for the bundled model (``"./demo"`` is a directory of that
             name), a local directory with ``config.json`` and ``model*.safetensors`` or
-            ``weights.npz``, or a repository on the Hugging Face Hub, which is downloaded once.
+            ``weights.npz``, or a repository on the Hugging Face Hub, which is downloaded once:
+            ``owner/name``, or the address of its page.
         tokenizer_config: settings of the tokenizer, in place of those that come with it.
         model_config: settings of the model, in place of those in ``config.json``.
         adapter_path: a directory of LoRA adapters that mlx-lm has trained.
@@ -141,11 +143,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 def _remedy(directory: Path) -> str:
     """What to do with a directory that is no model of MLX."""
-    if any(directory.glob("consolidated*")):
-        return "convert the original checkpoint with `mlxspec convert --torch-path`"
-    if any(directory.glob("pytorch_model*.bin")):
-        return "it has PyTorch's weights; use a version of the model with safetensors"
-    return "name a directory that a converter for MLX has written"
+    problem = instead_of_files([path.name for path in directory.glob("*")], directory.name)
+    return problem or "name a directory that a converter for MLX has written"
 
 
 def _load_model(

@@ -13,6 +13,14 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from ..errors import LoadError
+from .other_models import (
+    hub_repository,
+    instead_of,
+    instead_of_files,
+    instead_of_gguf,
+    is_gguf,
+    names_gguf,
+)
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -48,11 +56,14 @@ def find_directory(path_or_repo: str | Path, revision: str | None, *, weights: b
     if path.is_dir():
         return path
     if path.exists():
+        if is_gguf(path):
+            raise LoadError(f"{name}: a model {instead_of_gguf(name)}")
         raise LoadError(f"{name}: a file; name the directory with the model's config.json")
-    if not is_repository_name(name):
+    repository, its_revision = hub_repository(name)
+    if not is_repository_name(repository) or repository.lower().endswith(".gguf"):
         kind = "directory" if weights else "file or directory"
-        raise LoadError(f"{name}: no such {kind}, and no name of a Hub repository (owner/name)")
-    return download(name, revision, weights=weights)
+        raise LoadError(f"{name}: {instead_of(name, kind)}")
+    return download(repository, revision or its_revision, weights=weights)
 
 
 def local_path(name: str | os.PathLike[str]) -> Path:
@@ -61,6 +72,12 @@ def local_path(name: str | os.PathLike[str]) -> Path:
         return Path(name).expanduser()
     except RuntimeError:  # of somebody who has none
         return Path(name)
+
+
+def given_name(name: str | os.PathLike[str]) -> str:
+    """What the user calls a model, for reports: of a directory its own name, without the path."""
+    path = local_path(name)
+    return path.resolve().name if path.is_dir() else hub_repository(os.fspath(name))[0]
 
 
 def is_repository_name(name: str) -> bool:
@@ -91,16 +108,34 @@ def download(repository: str, revision: str | None = None, *, weights: bool = Tr
         weights: False leaves the weights out, for which the tokenizer has no use.
 
     Raises:
-        LoadError: there is no such repository or revision, it asks for a licence or a login,
-            or the network or the disk does not allow the download.
+        LoadError: there is no such repository or revision, it has no weights for MLX, it asks for
+            a licence or a login, or the network or the disk does not allow the download.
     """
     from huggingface_hub import snapshot_download
 
     patterns = _TOKENIZER_AND_SETTINGS + (_WEIGHTS if weights else [])
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+        found = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the HTTP library differs between versions of huggingface-hub
-        raise LoadError(f"{repository}: {_download_problem(error, revision)}") from error
+        problem = _download_problem(error, revision)
+        if names_gguf(repository):
+            problem += f"; by its name a model {instead_of_gguf(repository)}"
+        raise LoadError(f"{repository}: {problem}") from error
+    if weights and not any(any(found.glob(pattern)) for pattern in _WEIGHTS):
+        raise LoadError(f"{repository}: {_without_weights(repository, revision)}")
+    return found
+
+
+def _without_weights(repository: str, revision: str | None) -> str:
+    """Why a download has no weights, and what to do about it."""
+    from huggingface_hub import list_repo_files
+
+    try:
+        files = list_repo_files(repository, revision=revision)
+    except Exception:  # as above
+        return "its weights are not on this machine, and the Hub cannot be reached; try again"
+    problem = instead_of_files(files, repository)
+    return problem or "the repository has no weights; name one that has"
 
 
 def _download_problem(error: Exception, revision: str | None) -> str:

@@ -22,6 +22,7 @@ from .model_files import (
     one_line,
     read_json_object,
 )
+from .other_models import is_gguf
 from .sentencepiece_tokenizer import build_tokenizer, tokenizer_config
 
 # Besides SentencePiece's model, what transformers builds a tokenizer from without further code.
@@ -51,7 +52,7 @@ def load_tokenizer_of(source: str | Path, *, revision: str | None = None) -> Any
     """
     path = local_path(source)
     check_name(path)
-    if source != DEMO and path.is_file():
+    if source != DEMO and path.is_file() and not is_gguf(path):
         return wrap(_from_file(path))
     directory = find_directory(source, revision, weights=False)
     check_readable(directory)

@@ -17,6 +17,7 @@ class CostCurve:
         points: pairs of rows and cost, rows ascending; the first is (1, 1).
 
     Attributes:
+        rows: the numbers of rows of the points.
         widest: the most rows at which the cost is known; no draft is planned beyond.
         table: ``table[rows]`` is the cost for 1 <= rows <= widest; ``table[0]`` is 0.
         cheapest_rows: ``cheapest_rows[n]`` is the least that each row beyond 1 + n costs,
@@ -37,16 +38,16 @@ class CostCurve:
             )
         if not all(0 < cost < float("inf") for _, cost in self._points):
             raise OptionError("a cost curve's costs are positive numbers")
-        self._rows = rows
+        self.rows = rows
         self.widest = rows[-1]
         self.table = [0.0, *(self(row) for row in range(1, self.widest + 1))]
         self.cheapest_rows = _least_slopes(self.table[1:])
 
     def __call__(self, rows: int) -> float:
         """The cost of a step over ``rows`` rows; beyond ``widest`` the last slope goes on."""
-        if len(self._rows) == 1:
+        if len(self.rows) == 1:
             return float(rows)
-        after = min(max(bisect_right(self._rows, rows), 1), len(self._rows) - 1)
+        after = min(max(bisect_right(self.rows, rows), 1), len(self.rows) - 1)
         (left, low), (right, high) = self._points[after - 1], self._points[after]
         return low + (high - low) * (rows - left) / (right - left)
 

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -69,17 +69,19 @@ class KnownRange:
         times: T(rows), fewest rows first.
         source: "quick" or "careful" for a measurement, "steps" where decoding alone has told.
         updated: when this was last measured or corrected, in UTC, as ISO 8601 has it.
+        name: what the user called the model; empty where nobody has said it.
     """
 
     times: tuple[KnownTime, ...]
     source: str
     updated: str
+    name: str = ""
 
     @classmethod
-    def now(cls, times: list[KnownTime], source: str) -> KnownRange:
+    def now(cls, times: list[KnownTime], source: str, name: str = "") -> KnownRange:
         """What has just been measured or learned."""
         updated = datetime.now(UTC).isoformat(timespec="seconds")
-        return cls(tuple(times), source, updated)
+        return cls(tuple(times), source, updated, name)
 
 
 Ranges = dict[int, KnownRange]
@@ -135,8 +137,10 @@ class CostCache:
         for end, known in ranges.items():
             with suppress(ValueError):
                 _check(known.times)
-                if end not in kept or _rank(kept[end]) <= _rank(known):
+                if end not in kept:
                     kept[end] = known
+                elif _rank(kept[end]) <= _rank(known):
+                    kept[end] = replace(known, name=known.name or kept[end].name)
         content = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -242,10 +246,13 @@ def _range(end: str, known: Any) -> tuple[int, KnownRange]:
     times = tuple(_time(time) for time in known["times"])
     _check(times)
     source, updated = known.get("source"), str(known.get("updated"))
+    name = known.get("name", "")
     if source not in _SOURCES:
         raise ValueError("a range of unknown source")
+    if not isinstance(name, str):
+        raise ValueError("a range whose model's name is no text")
     datetime.fromisoformat(updated)
-    return int(end), KnownRange(times, source, updated)
+    return int(end), KnownRange(times, source, updated, name)
 
 
 def _time(value: Any) -> KnownTime:

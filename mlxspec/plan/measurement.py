@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Protocol
 
 from .live_curve import KnownTime
@@ -85,9 +85,13 @@ CAREFUL = MeasurementPlan(
 
 
 # Where these come from: docs/planner-notes.md, "Constants".
-_FEW = 3  # steps: the spread of fewer says nothing
-_SPREAD_OF_FEW = 0.1
-_STEADY = 0.05  # relative standard error
+_FEW = 3  # steps: what lies between the times of fewer says nothing
+_ERROR_OF_ONE = 0.4
+_STEADY = 0.05  # relative standard error of a quartile
+
+_CONFIDENCE = 1.96  # standard errors: half the width of a 95 % confidence interval
+_MOST_ERROR = 0.25  # of a cost that tells which drafts pay
+_MOST_FALL = 2.0  # of the cost from fewer rows to more; kernels that change make smaller ones
 
 
 @dataclass(frozen=True)
@@ -98,13 +102,13 @@ class RowsTime:
         rows: rows of a step; 1 is a pipelined plain step.
         seconds: lower quartile of the wall times. Other programs only make steps longer: where
             they double every other step, it is still the time of those between.
-        spread: half the distance between the quartiles, relative to ``seconds``.
+        error: half the width of its 95 % confidence interval, relative to ``seconds``.
         steps: how many steps were measured.
     """
 
     rows: int
     seconds: float
-    spread: float
+    error: float
     steps: int
 
     def known(self, least_uncertainty: float) -> KnownTime:
@@ -114,9 +118,50 @@ class RowsTime:
     @property
     def standard_error(self) -> float:
         """Relative standard error of ``seconds``, as far as repetition reveals it."""
-        spread = max(self.spread, _SPREAD_OF_FEW) if self.steps < _FEW else self.spread
-        # A quartile's standard error is 1.36 σ / √n, and half the quartiles' distance 0.67 σ.
-        return 1.36 * spread / 0.67 / math.sqrt(self.steps)
+        return self.error / _CONFIDENCE
+
+
+def cost_errors(times: Sequence[KnownTime]) -> list[float]:
+    """Half the widths of the 95 % confidence intervals of T(M)/T(1), relative: what "±" means.
+
+    Args:
+        times: T(1) and others.
+
+    Returns:
+        one for each time; 0 for T(1)/T(1).
+    """
+    plain, *others = (time.uncertainty for time in times)
+    return [0.0, *(_CONFIDENCE * math.hypot(plain, other) for other in others)]
+
+
+def noise(times: Sequence[RowsTime]) -> str | None:
+    """Why a measurement tells nothing, in a clause with its figures; None where it tells something.
+
+    It is noise if half of the costs are known to ± 25 % or worse, or if more rows cost less than
+    half of what fewer do. Where a time has too few steps to tell, the first is not asked.
+
+    Args:
+        times: from :func:`measure`.
+    """
+    plain = times[0]
+    often = [time for time in times[1:] if min(time.steps, plain.steps) >= _FEW]
+    if often:
+        error = median(math.hypot(plain.error, time.error) for time in often)
+        if error > _MOST_ERROR:
+            return (
+                f"the times scatter too much: half of the costs T(M)/T(1) are known to ±{error:.0%}"
+                f" or worse, and ±{_MOST_ERROR:.0%} is the most that is kept"
+            )
+    dearest = plain
+    for time in times:
+        if time.seconds * _MOST_FALL < dearest.seconds:
+            return (
+                f"the times contradict each other: a step over {dearest.rows} rows took "
+                f"{dearest.seconds * 1e3:.3g} ms, and one over {time.rows} rows "
+                f"{time.seconds * 1e3:.3g} ms"
+            )
+        dearest = max(dearest, time, key=lambda one: one.seconds)
+    return None
 
 
 class Steps(Protocol):
@@ -178,8 +223,18 @@ def measure(
 
 
 def _steady(samples: dict[int, list[float]]) -> bool:
-    """Whether more rounds would tell little more."""
-    return all(_summary(rows, times).standard_error <= _STEADY for rows, times in samples.items())
+    """Whether more rounds would tell little more.
+
+    The quartiles' distance tells that the machine is busy even where their errors are small.
+    """
+    for times in samples.values():
+        if len(times) < _FEW:
+            return False
+        low, _, high = quantiles(times, n=4, method="inclusive")
+        # Of a normal distribution: half that distance is 0.67 σ, a quartile's error 1.36 σ / √n.
+        if 1.36 * (high - low) / 2 / low / 0.67 / math.sqrt(len(times)) > _STEADY:
+            return False
+    return True
 
 
 def _predicted(samples: dict[int, list[float]], rows: int) -> float:
@@ -189,7 +244,13 @@ def _predicted(samples: dict[int, list[float]], rows: int) -> float:
 
 
 def _summary(rows: int, times: list[float]) -> RowsTime:
-    if len(times) < 2:
-        return RowsTime(rows, times[0], 0.0, 1)
-    low, _, high = quantiles(times, n=4, method="inclusive")
-    return RowsTime(rows, low, (high - low) / 2 / low, len(times))
+    if len(times) < _FEW:
+        return RowsTime(rows, min(times), _ERROR_OF_ONE / math.sqrt(len(times)), len(times))
+    low, _, _ = quantiles(times, n=4, method="inclusive")
+    # The number of times below the true quartile is binomial, whatever their distribution is: so
+    # the quartile lies between two of the sorted times with 95 %. A few times that other programs
+    # have lengthened are beyond both.
+    ordered, mean = sorted(times), len(times) / 4
+    reach = _CONFIDENCE * math.sqrt(mean * 3 / 4)
+    first, last = max(1, round(mean - reach)), min(len(times), round(mean + reach))
+    return RowsTime(rows, low, (ordered[last - 1] - ordered[first - 1]) / 2 / low, len(times))

@@ -330,6 +330,47 @@ class Planner(Drafter):
     def window_rows(self) -> dict[tuple[int, int], int]:
         return {row: node for source in self._sources for row, node in source.window_rows().items()}
 
+    def no_draft(self) -> str:
+        """Why the last proposal has no draft; computed again, since only ``explain`` asks."""
+        candidates, policy, costs = self._plan.candidates, self.policy, self.costs
+        if candidates is None:
+            return (
+                "not searched for, since rows are expensive here and the last steps had none "
+                "either; every fourth step searches"
+            )
+        if not candidates.p_reached:
+            least = costs.curve.cheapest_rows[0]
+            if least >= 1:
+                return f"each row costs {least:.2f} plain steps here, so no draft can pay"
+            return (
+                "no text repeats here, or what followed it is right too seldom for rows that cost "
+                f"{least:.2f} plain steps each"
+            )
+        if policy.probes:
+            return "a plain step, to measure its time"
+        expected = expected_tokens(candidates.p_reached)
+        table, restart_cost = self._costs_of(expected), policy.restart_cost(costs.sync_overhead)
+        price = price_of_time(expected, table, policy.rate)
+
+        def gain(n_draft: int) -> float:
+            more_time = table[n_draft + 1] + restart_cost - table[1]
+            return expected[n_draft] - expected[0] - price * more_time
+
+        best = max(range(1, len(expected)), key=gain)
+        told = (
+            f"{best + 1} rows cost {table[best + 1] + restart_cost:.2f} plain steps, expected "
+            f"{expected[best]:.2f} tokens"
+        )
+        if gain(best) <= 0:
+            return f"{told} (a plain step's time is worth {price:.2f})"
+        shortfall = expected_shortfall(table[best + 1], candidates.p_by_depth(best))
+        if policy.allows(shortfall):
+            return "the guard forbids the rows of the lookahead window"
+        return (
+            f"the guard forbids it: {told}; the expected loss is {shortfall:.3f}, and its bank of "
+            f"{policy.bank:.2f} allows {max(0.0, policy.allowed_shortfall):.3f}"
+        )
+
     def _choose(self, max_depth: int) -> Plan:
         """Gather the candidates after the current token and choose how many to verify."""
         costs, policy, curve = self.costs, self.policy, self.costs.curve

@@ -7,7 +7,6 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -214,8 +213,7 @@ def test_at_a_terminal_a_download_is_asked_for(
         questions.append(question)
         return answer
 
-    terminal = SimpleNamespace(isatty=lambda: True)
-    monkeypatch.setattr(cached_prompt, "sys", SimpleNamespace(stdin=terminal, stderr=terminal))
+    monkeypatch.setattr(cached_prompt, "at_terminal", lambda: True)
     monkeypatch.setattr(cached_prompt.click, "confirm", confirm)
     file = made_by("owner/none", tmp_path / "c.safetensors")
     result = run(generate_command, "--prompt-cache-file", file, "--prompt", END)

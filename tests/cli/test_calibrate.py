@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -22,9 +23,10 @@ pytest.importorskip("plotext")
 TIMES = [
     RowsTime(1, 0.025, 0.01, 60),
     RowsTime(2, 0.026, 0.02, 12),
-    RowsTime(8, 0.067, 0.03, 12),
-    RowsTime(64, 1.3, 0.21, 12),
+    RowsTime(8, 0.067, 0.08, 12),
+    RowsTime(64, 1.3, 0.40, 12),
 ]
+NOISE = [RowsTime(1, 0.025, 0.2, 60), *(RowsTime(rows, 0.03, 0.3, 12) for rows in (2, 4, 8))]
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +65,10 @@ def test_table_and_plot_fit_the_width(endless: Path, measurements: list[int | No
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= columns
     table = [line.split() for line in lines]
-    assert ["8", "67.00", "2.68", "8.38", "3%"] in table
-    assert ["64", "1300", "52.00", "20.31", "21%"] in table
+    # The square root of 0.08² and the least error of T(1), 1.96 times 0.02, squared; and so on.
+    assert ["1", "25.00", "1.00", "25.00", "–"] in table
+    assert ["8", "67.00", "2.68", "8.38", "9%"] in table
+    assert ["64", "1300", "52.00", "20.31", "40%"] in table
     plot = [line for line in lines if "│" in line]
     assert max(map(len, plot)) == min(columns, 100)
     assert any(0x2800 < ord(character) < 0x2900 for line in plot for character in line)
@@ -125,10 +129,61 @@ def test_json_is_one_object(endless: Path, measurements: list[int | None]):
         "seconds": 0.067,
         "cost": pytest.approx(2.68),
         "seconds_per_row": pytest.approx(0.067 / 8),
-        "error": 0.03,
+        "error": pytest.approx((0.08**2 + 0.0392**2) ** 0.5),
     }
+    assert report["name"] == endless.name
     (kept,) = json.loads(calibrate("--show", "--json").stdout)["curves"]
-    assert [time["cost"] for time in kept["times"]] == [time["cost"] for time in report["times"]]
+    assert kept == report
+
+
+def test_noise_is_not_kept_and_what_was_known_stays(
+    endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
+):
+    calibrate(endless)
+    before = calibrate("--show").stdout
+    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: NOISE)
+    result = calibrate(endless, "--json")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"Error: {endless.name}: the times scatter too much: half of")
+    assert "±36% or worse, and ±25% is the most" in result.stderr  # √(0.2² + 0.3²)
+    assert result.stderr.count("\n") == 1
+    assert calibrate("--show").stdout == before
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_at_a_terminal_noise_can_be_measured_again(
+    endless: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+):
+    measured, asked = [NOISE, TIMES], []
+
+    def confirm(question: str, err: bool) -> bool:
+        asked.append(question)
+        return again
+
+    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: measured.pop(0))
+    monkeypatch.setattr("mlxspec.cli.calibrate.at_terminal", lambda: True)
+    monkeypatch.setattr("click.confirm", confirm)
+    result = calibrate(endless)
+    assert result.exit_code == (0 if again else 1)
+    assert len(measured) == (0 if again else 1)
+    (question,) = asked
+    assert question.startswith("The times scatter too much: ")
+    assert question.endswith("Measure again?")
+
+
+def test_models_of_one_name_are_told_apart(
+    endless: Path, tmp_path: Path, measurements: list[int | None]
+):
+    other = tmp_path / endless.name
+    shutil.copytree(endless, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rope_theta": 5000.0}))
+    for model in (endless, other):
+        assert calibrate(model).exit_code == 0
+    lines = calibrate("--show").stdout.splitlines()
+    assert lines.count(endless.name) == 2
+    described = [line for line in lines if "bits each in memory, digest " in line]
+    assert len(set(described)) == 2
 
 
 def test_a_measurement_of_plain_steps_alone_replaces_no_better_one(
@@ -210,9 +265,7 @@ def test_pictures_are_written_and_hold_the_curve(
     assert str(endless) not in drawn
     first = svg.read_bytes()
     calibrate("--show", "--svg", svg)
-    again = svg.read_bytes()
-    calibrate("--show", "--svg", svg)
-    assert svg.read_bytes() == again != first  # standard errors in place of the spread
+    assert svg.read_bytes() == first
 
 
 def test_a_picture_that_cannot_be_made_is_refused_before_measuring(

@@ -24,10 +24,10 @@ TREE = """\
 │ ├─★ e
 │ └─✗ d → ?
 ├─✗ m → M (window)
-✗ x ─ n → N (window)
-○ y → ?
-├─○ o → O
-└─○ z p → P
+└─✗ x ─ n → N (window)
+  └─○ y → ?
+    ├─○ o → O
+    └─○ z p → P
 """
 WINDOW = """\
      0 1 2 3
@@ -125,8 +125,9 @@ def test_a_wide_window_is_cut_into_blocks_of_columns():
 
 
 def test_a_plain_step_is_its_token():
-    shown = printed(RecordedStep(verified(DraftTree.chain(97), "b"), ("root",), {}), width=40)
-    assert "1 row, no draft, 1 emitted" in shown
+    step = RecordedStep(verified(DraftTree.chain(97), "b"), ("root",), {}, "no match")
+    shown = printed(step, width=80)
+    assert "1 row, 1 emitted; nothing drafted: no match\n" in shown
     assert "● a\n└─★ b\n" in shown
     assert "Window" not in shown
 
@@ -188,7 +189,30 @@ def test_a_line_is_accepted_as_a_whole_or_not_at_all(step: VerifiedStep) -> None
 @given(steps())
 def test_the_indentation_grows_with_the_logarithm_of_the_size(step: VerifiedStep) -> None:
     deepest = max(len(line.guides) for line in outline(nodes_in(step))) / 2
-    assert deepest <= math.log2(len(step.tree)) + 2
+    assert deepest <= 8 + math.log2(len(step.tree)) + 2
+
+
+@given(steps())
+def test_guides_are_those_of_a_tree_printed_node_by_node(step: VerifiedStep) -> None:
+    """A line's bar stands exactly where a later sibling of it or of an ancestor follows."""
+    lines = list(outline(nodes_in(step)))
+    if max(len(line.guides) for line in lines) > 16:
+        return  # where it goes straight on
+    parents = (*step.tree.parents, (0, *step.accepted)[-1])
+    starts = {line.nodes[0]: number for number, line in enumerate(lines)}
+    line_of = {node: line for line in lines for node in line.nodes}
+    for number, line in enumerate(lines[1:], start=1):
+        drawn, node = "", line.nodes[0]
+        while node:
+            follows = any(
+                parents[other] == parents[node] and at > starts[node]
+                for other, at in starts.items()
+                if other
+            )
+            here = drawn == ""
+            drawn = (("├─" if follows else "└─") if here else "│ " if follows else "  ") + drawn
+            node = line_of[parents[node]].nodes[0]
+        assert line.guides == drawn, number
 
 
 def test_a_trunk_of_any_length_runs_straight_down() -> None:
@@ -196,7 +220,7 @@ def test_a_trunk_of_any_length_runs_straight_down() -> None:
     step = verified(DraftTree.from_branches(0, branches), "?" * 6000)
     lines = list(outline(nodes_in(step)))
     assert sum(len(line.nodes) + len(line.branch) for line in lines) == len(step.tree) + 1
-    assert max(len(line.guides) for line in lines) == 2
+    assert max(len(line.guides) for line in lines) <= 18
 
 
 def test_behind_the_end_of_the_output_nothing_is_rejected_and_no_bonus_token_stands() -> None:

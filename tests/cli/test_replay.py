@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from mlxspec.cli.replay import replay_command
 from mlxspec.eval.policies import POLICIES
-from mlxspec.plan.chips import chip_names
+from mlxspec.plan.chips import chip_names, known_chip
 
 TOKENIZER = Path(__file__).parents[2] / "mlxspec" / "demo_model"
 FIGURES = ("speedup", "worst", "share_below_098", "tokens_per_step", "rows_per_step")
@@ -98,8 +98,50 @@ def test_several_decoders_and_chips_are_compared_in_their_order(traces: Path) ->
 def test_the_table_has_sets_decoders_and_the_worst(traces: Path) -> None:
     result = replay(traces, "--tokenizer", TOKENIZER, "--decoder", "auto,prompt-lookup")
     assert result.exit_code == 0, result.stderr
-    for text in ("M4 Pro", "copy", "free", "prompt-lookup", "auto wins on M4 Pro", "below 0.98"):
+    peer = POLICIES["prompt-lookup"].label
+    for text in ("M4 Pro", "copy", "free", peer, "auto wins on M4 Pro", "below 0.98"):
         assert text in result.stdout
+    assert "Modelled on: M4 Pro (≈ estimated at 12, 15, 16 and 32 rows)" in result.stdout
+
+
+def test_a_chip_s_name_is_taken_however_it_is_written(traces: Path) -> None:
+    result = replay(traces, "--tokenizer", TOKENIZER, "--chip", "apple m3max", "--chip", "M3 Max")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.count("Modelled on: ") == result.stdout.count("Modelled on: M3 Max\n") == 1
+
+
+def test_peers_have_their_own_names_in_table_page_and_json(traces: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    asked = (traces, "--tokenizer", TOKENIZER, "--decoder", "vllm,suffix-path")
+    table = replay(*asked).stdout
+    report = json.loads(replay(*asked, "--json", "--html", page).stdout)
+    for entry in report["comparison"]:
+        label = POLICIES[entry["decoder"]].label
+        assert entry["label"] == label
+        assert label in table
+        assert label in Page(page.read_text(encoding="utf-8")).text
+    assert {"n-grams (vLLM)", "suffix path (ArcticInference)"} == {
+        entry["label"] for entry in report["comparison"]
+    }
+    estimated = {entry["chip"]: entry["estimated_rows"] for entry in report["comparison"]}
+    assert (estimated["M3 Max"], estimated["M5 Max"]) == ([], [16, 32])
+
+
+def test_beside_a_page_the_verdict_has_at_most_ten_lines(traces: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    result = replay(traces, "--tokenizer", TOKENIZER, "--html", page)
+    first, *chips, last = result.stdout.splitlines()
+    assert len(result.stdout.splitlines()) <= 10
+    assert "2 outputs with 48 tokens in 2 sets, 10 decoders" in first
+    labels = [known_chip(name).label for name in chip_names()]
+    assert [line.partition(":")[0] for line in chips] == labels
+    assert last == f"The tables are in {page}."
+    shown = Page(page.read_text(encoding="utf-8")).text
+    for line in chips:
+        label, _, speeds = line.partition(": ")
+        name = label.removesuffix(" ≈")
+        speed = speeds.partition("×")[0].rpartition(" ")[2]
+        assert speeds == "nothing is faster" or f"{name} ({speed}×, worst set" in shown
 
 
 def test_hindsight_is_shown_as_unreachable_and_wins_nothing(traces: Path, tmp_path: Path) -> None:
@@ -109,17 +151,16 @@ def test_hindsight_is_shown_as_unreachable_and_wins_nothing(traces: Path, tmp_pa
         *("--html", page),
     )
     assert result.exit_code == 0, result.stderr
-    assert "hindsight (unreachable)" in result.stdout
-    assert "auto wins on M4 Pro" in result.stdout
+    assert "M4 Pro ≈: auto" in result.stdout
     html = page.read_text(encoding="utf-8")
     assert "hindsight (unreachable)" in html
     assert 'class="bar unreachable"' in html
     assert "auto wins on M4 Pro" in html
-    report = json.loads(
-        replay(
-            *(traces, "--tokenizer", TOKENIZER, "--decoder", "hindsight,auto", "--json"),
-        ).stdout
-    )
+    asked = (traces, "--tokenizer", TOKENIZER, "--decoder", "hindsight,auto")
+    table = replay(*asked).stdout
+    assert "hindsight (unreachable)" in table
+    assert "auto wins on M4 Pro" in table
+    report = json.loads(replay(*asked, "--json").stdout)
     hindsight, auto = report["comparison"]
     assert hindsight["speedup"] > auto["speedup"]
 
@@ -283,7 +324,8 @@ def test_the_page_of_memories_has_a_plot_for_each_chip(
         (("--concurrency", "0"), "--concurrency is 0: run at least 1"),
         (("--concurrency", "2", "--html", "page.html"), "--html with --concurrency 2"),
         (("--concurrency", "2", "--decoder", "hindsight"), "--decoder hindsight with --conc"),
-        (("--chip", "M99"), "'M99': choose one of M2 Pro"),
+        (("--chip", "Z80"), "'Z80': choose one of M2 Pro"),
+        (("--chip", "M4 Max"), "'M4 Max': the nearest known ones are M4 Pro and M3 Max"),
         (("--chip", "linear", "--curve", "c.json"), "--chip and --curve"),
         (("--curve", "missing.json"), "missing.json: no cost curve"),
         (("--html", "missing/page.html"), "--html missing/page.html"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -113,3 +114,22 @@ def test_a_drafter_that_tells_nothing_has_drafts():
     recorded = record(Silent(), step(TREE))
     assert recorded.origins == ("root", *["draft"] * 5)
     assert recorded.window == {}
+
+
+def why_none(proposed: DraftTree, max_depth: int = 8, pipelined: bool = False) -> str:
+    """What is said of a step without a draft."""
+    steps: list[RecordedStep] = []
+    recording = RecordingDrafter(Talkative(proposed), steps)
+    recording.propose(max_depth)
+    recording.observe(replace(step(DraftTree.chain(10)), pipelined=pipelined))
+    return steps[0].no_draft
+
+
+def test_why_a_step_has_no_draft() -> None:
+    nothing = DraftTree.chain(10)
+    assert why_none(nothing) == "the drafter has nothing to propose"
+    assert why_none(nothing, max_depth=0) == "the output ends here"
+    assert "has to wait" in why_none(TREE, pipelined=True)
+    assert "no room" in why_none(TREE)
+    assert record(Talkative(TREE), step(TREE)).no_draft == ""
+    assert record(NoDraft(), step(nothing)).no_draft == "this decoder never drafts"

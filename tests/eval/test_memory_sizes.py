@@ -14,7 +14,7 @@ from mlxspec.eval.comparison import chosen_policies, compare
 from mlxspec.eval.memory_sizes import memories, memory_page, memory_verdict
 from mlxspec.eval.replay import ReplayReport
 from mlxspec.eval.traces import Completion
-from mlxspec.plan.chips import chip_curve
+from mlxspec.plan.chips import Chip, chip_curve
 from mlxspec.plan.cost_curve import CostCurve
 
 FLAT = {"flat": CostCurve([(1, 1), (64, 1.1)])}
@@ -179,4 +179,9 @@ def test_nothing_alone_is_compared_with_nothing() -> None:
         "Without a memory the speed is 1.50× on M3, 1.60× on M4."
     ]
     reports = compare([Completion("a", [1], 1, ANSWER)], b"", memories("0"), FLAT)
-    assert memory_page(reports, memories("0"), {"flat": "made up"}).count("<circle") == 1
+    assert (
+        memory_page(reports, memories("0"), {"flat": Chip("flat", FLAT["flat"], "made up")}).count(
+            "<circle"
+        )
+        == 1
+    )

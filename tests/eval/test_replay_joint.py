@@ -185,7 +185,7 @@ def test_speeds_are_against_one_plain_sequence() -> None:
     assert (report.tokens_per_step, report.rows_per_step) == (4, 4)
     assert report.sequences_per_step == 2
     assert report.adds_up
-    assert joint_verdict({"mine": {"auto": report}}) == [
+    assert joint_verdict(POLICIES, {"mine": {"auto": report}}) == [
         "On mine batching and drafting add up (auto 2.00×, batching alone 1.60×, "
         "one at a time 1.33×)."
     ]
@@ -195,7 +195,7 @@ def test_where_drafts_gain_nothing_the_verdict_says_so() -> None:
     work = outputs(list(range(2, 40)), list(range(50, 90)))
     reports = compare_jointly(work, b"", chosen_policies(AUTO), {"s": STEEP}, 2)
     assert not reports["s"][AUTO].adds_up
-    assert "less than 2 %" in joint_verdict(reports)[0]
+    assert "less than 2 %" in joint_verdict(POLICIES, reports)[0]
 
 
 def test_progress_counts_every_replay() -> None:

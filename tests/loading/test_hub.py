@@ -30,6 +30,14 @@ for request in sys.argv[1:]:
 """
 
 
+OTHERS = {
+    "Tiny-GGUF": ("config.json", "tiny.Q4_K_M.gguf"),
+    "old": ("config.json", "pytorch_model.bin"),
+    "original": ("params.json", "consolidated.safetensors"),
+    "readme": ("README.md", "config.json"),
+}
+
+
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHub]:
     directory = tmp_path_factory.mktemp("repository")
@@ -41,6 +49,10 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHub]:
     for name in names:
         (directory / name).write_text(f"content of {name}")
     repositories = {"someone/tiny": directory, "someone/gated": directory}
+    for kind, files in OTHERS.items():
+        repositories[f"someone/{kind}"] = other = tmp_path_factory.mktemp(kind)
+        for name in files:
+            (other / name).write_text(f"content of {name}")
     with serve(LocalHub(repositories, gated={"someone/gated"})) as hub:
         yield hub
 
@@ -89,6 +101,25 @@ def test_repositories_that_cannot_be_had_are_named(hub: LocalHub, tmp_path: Path
     assert gated.startswith("someone/gated: the repository is gated")
     assert "hf auth login" in gated
     assert revision == "someone/tiny: the repository has no revision 'nope'"
+
+
+def test_repositories_without_weights_for_mlx_say_what_they_have(
+    hub: LocalHub, tmp_path: Path
+) -> None:
+    names = [f"someone/{kind}" for kind in OTHERS]
+    errors, _ = download(hub.endpoint, tmp_path, *names)
+    told = dict(zip(OTHERS, errors, strict=True))
+    assert "GGUF format" in told["Tiny-GGUF"]
+    assert "mlx-community/models?search=Tiny " in told["Tiny-GGUF"]
+    assert "PyTorch's weights; use a version of the model with safetensors" in told["old"]
+    assert "mlxspec convert --torch-path" in told["original"]
+    assert "the repository has no weights; name one that has" in told["readme"]
+    (offline, gguf), _ = download(
+        "http://127.0.0.1:9", tmp_path, "someone/readme", "another/Model-GGUF"
+    )
+    assert "not on this machine, and the Hub cannot be reached" in offline
+    assert "the Hub cannot be reached" in gguf
+    assert "GGUF format" in gguf
 
 
 def test_without_a_network_the_error_says_so(tmp_path: Path) -> None:

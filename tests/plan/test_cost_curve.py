@@ -3,7 +3,6 @@
 import pytest
 
 from mlxspec.errors import OptionError
-from mlxspec.plan.chips import chip_curve, chip_names, chip_source
 from mlxspec.plan.cost_curve import CostCurve
 
 
@@ -39,17 +38,3 @@ def test_of_one_point_costs_are_the_rows() -> None:
 def test_refuses_what_is_no_curve(points: list[tuple[int, float]]) -> None:
     with pytest.raises(OptionError, match="cost"):
         CostCurve(points)
-
-
-def test_published_curves_have_a_source_and_rise() -> None:
-    assert "M4 Pro" in chip_names()
-    for name in chip_names():
-        curve = chip_curve(name)
-        assert curve.table[1:] == sorted(curve.table[1:])
-        assert chip_source(name)
-    assert chip_curve("M4 Pro")(8) == 2.69
-
-
-def test_an_unknown_chip_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(OptionError, match=r"'M99'.*M4 Pro"):
-        chip_curve("M99")

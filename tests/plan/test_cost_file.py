@@ -7,6 +7,7 @@ import os
 import re
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,14 @@ def test_among_equals_the_last_one_stays_unless_it_knows_fewer_rows(cache: CostC
     assert cache.read(KEY) == {1024: KNOWN}
     cache.update(KEY, {1024: KnownRange(TIMES, "careful", later)})
     assert cache.read(KEY)[1024].updated == later
+
+
+def test_a_name_stays_where_a_correction_has_none(cache: CostCache):
+    cache.update(KEY, {1024: replace(KNOWN, name="mine")})
+    cache.update(KEY, {1024: KNOWN})
+    assert cache.read(KEY)[1024].name == "mine"
+    cache.update(KEY, {1024: replace(KNOWN, name="newer")})
+    assert cache.read(KEY)[1024].name == "newer"
 
 
 def test_the_file_is_the_user_s_own_and_nothing_else_stays(cache: CostCache):

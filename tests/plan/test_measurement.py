@@ -10,8 +10,8 @@ import pytest
 
 from mlxspec.plan.chips import chip_curve
 from mlxspec.plan.cost_curve import CostCurve
-from mlxspec.plan.live_curve import LiveCurve
-from mlxspec.plan.measurement import CAREFUL, QUICK, RowsTime, measure
+from mlxspec.plan.live_curve import KnownTime, LiveCurve
+from mlxspec.plan.measurement import CAREFUL, QUICK, RowsTime, cost_errors, measure, noise
 
 APPLE = ("M2 Pro", "M4 Pro", "M3 Max", "M5 Max", "M3 Ultra")
 
@@ -73,7 +73,7 @@ def test_the_first_step_of_each_width_warms_up_and_does_not_count():
     times = run(Machine(chip_curve("M4 Pro"), 0.005))
     assert {time.rows: time.seconds for time in times}[8] == pytest.approx(0.005 * 2.69)
     assert {time.steps for time in times if time.rows > 1} == {QUICK.steady_rounds}
-    assert all(time.spread == pytest.approx(0) for time in times)
+    assert all(time.error == pytest.approx(0) for time in times)
 
 
 def test_a_machine_that_heats_up_meanwhile_still_gives_the_curve():
@@ -121,13 +121,83 @@ def test_progress_rises_to_the_whole():
     assert shares[-1] == 1
 
 
-def test_a_widely_spread_time_is_uncertain_and_so_is_one_of_few_steps():
+class Scattered:
+    """Steps of 10 ms that other programs lengthen at random."""
+
+    def __init__(self, seed: int, lengthened: Callable[[np.random.Generator], float]) -> None:
+        self._random = np.random.default_rng(seed)
+        self._lengthened = lengthened
+
+    def plain(self, tokens: int) -> list[float]:
+        return [0.01 * self._lengthened(self._random) for _ in range(tokens)]
+
+    def drafted(self, rows: int) -> float:
+        return 0.01 * self._lengthened(self._random)
+
+    def measured(self) -> list[RowsTime]:
+        return measure(self, CAREFUL, 64, 0.0, lambda: 0.0)
+
+
+def normal(random: np.random.Generator) -> float:
+    return 1 + 0.1 * random.standard_normal()
+
+
+def doubled(share: float) -> Callable[[np.random.Generator], float]:
+    return lambda random: (1 + 0.02 * random.random()) * (2 if random.random() < share else 1)
+
+
+def test_the_true_quartile_lies_within_the_error_19_times_of_20():
+    quartile = 0.01 * (1 - 0.6745 * 0.1)
+    times = [time for seed in range(50) for time in Scattered(seed, normal).measured()]
+    within = [abs(time.seconds - quartile) <= time.error * time.seconds for time in times]
+    assert 0.93 <= np.mean(within) <= 1
+    # And the interval is not much wider than it has to be: a quartile of n has 1.36 σ / √n.
+    needed = [1.96 * 1.36 * 0.1 / np.sqrt(time.steps) for time in times]
+    assert np.mean([time.error for time in times]) < 1.7 * np.mean(needed)
+
+
+def test_a_time_of_few_steps_is_uncertain_and_none_is_certain():
     assert RowsTime(2, 0.1, 0.0, 100).known(0.02).uncertainty == 0.02
-    quartiles = np.quantile(np.random.default_rng(1).normal(0.1, 0.01, (5000, 9)), 0.25, axis=1)
-    spread = 0.6745 * 0.01 / 0.1  # half the distance between a normal distribution's quartiles
-    known = RowsTime(2, 0.1, spread, 9).known(0.02)
-    assert known.uncertainty == pytest.approx(quartiles.std() / 0.1, rel=0.1)
-    assert RowsTime(2, 0.1, 0.0, 1).known(0.02).uncertainty > 0.1
+    slow = Machine(chip_curve("linear"), 5.0)
+    assert run(slow, prefill=20.0)[0].known(0.02).uncertainty > 0.1
+
+
+def test_the_error_of_a_cost_is_that_of_a_quotient():
+    random = np.random.default_rng(2)
+    quotients = random.normal(1, 0.06, 200_000) / random.normal(1, 0.04, 200_000)
+    plain, drafted = cost_errors([KnownTime(1, 0.01, 0.04), KnownTime(8, 0.02, 0.06)])
+    assert plain == 0
+    low, high = np.quantile(quotients, [0.025, 0.975])
+    assert drafted == pytest.approx((high - low) / 2, rel=0.03)
+
+
+@pytest.mark.parametrize("lengthened", [normal, doubled(0.0), doubled(0.2), doubled(0.4)])
+def test_a_slightly_busy_machine_is_no_noise(lengthened: Callable[[np.random.Generator], float]):
+    assert [noise(Scattered(seed, lengthened).measured()) for seed in range(20)] == [None] * 20
+
+
+def test_times_that_scatter_all_over_are_noise():
+    for seed in range(20):
+        reason = noise(Scattered(seed, lambda random: random.lognormal(0, 1)).measured())
+        assert reason is not None
+        assert "half of the costs T(M)/T(1) are known to ±" in reason
+
+
+def test_times_that_fall_by_half_are_noise_and_a_small_fall_is_a_kernel_s():
+    def of(wide: float) -> str | None:
+        return noise([RowsTime(1, 0.01, 0.0, 1), RowsTime(8, 0.05, 0, 1), RowsTime(9, wide, 0, 1)])
+
+    assert of(0.03) is None
+    assert of(0.02) == (
+        "the times contradict each other: a step over 8 rows took 50 ms, and one over 9 rows 20 ms"
+    )
+
+
+def test_few_steps_on_a_slow_machine_are_no_noise():
+    slow = Machine(chip_curve("linear"), 0.2)
+    times = run(slow, CAREFUL)
+    assert min(time.steps for time in times) < 3
+    assert noise(times) is None
 
 
 def test_a_plan_that_does_not_fit_takes_fewer_rounds_then_narrower_steps():

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -65,6 +66,53 @@ def test_a_passage_worth_drafting_ends_the_pipeline() -> None:
     assert set(rows[:100]) == {1}
     assert max(rows[100:]) > 2
     assert len(rows) < 200
+
+
+def why_none(prompt: Sequence[int], curve: CostCurve, **more: bool) -> str:
+    """What is said of a first proposal, which drafts nothing."""
+    drafter = suffix_planner(curve, **more)
+    drafter.begin(prompt)
+    assert len(drafter.propose(100)) == 1
+    reason = drafter.no_draft()
+    assert drafter.no_draft() == reason  # asking changes nothing
+    drafter.end()
+    return reason
+
+
+def test_why_nothing_is_drafted_is_told_with_its_figures() -> None:
+    text = noise(100, seed=30)
+    assert why_none(text, CostCurve([(1, 1), (11, 3)])).endswith(
+        "right too seldom for rows that cost 0.20 plain steps each"
+    )
+    copied = [*text, text[3]]
+    assert why_none(copied, LINEAR) == "each row costs 1.00 plain steps here, so no draft can pay"
+    stairs = CostCurve([(1, 1), (2, 3), (32, 3.5)])
+    told = r"(\d+) rows cost (\S+) plain steps, expected (\S+) tokens \(a plain step.*\)"
+    found = re.fullmatch(told, why_none(copied, stairs))
+    assert found is not None
+    # After a plain step the sync overhead is added.
+    assert float(found[2]) == pytest.approx(stairs(int(found[1])) + 0.02, abs=0.01)
+    assert 1 < float(found[3]) < 3
+    # More tokens are expected than the time of the step is worth, if only the guard took the risk.
+    found = re.fullmatch(
+        r"the guard forbids it: 2 rows cost 1\.32 plain steps, expected 1\.(\d\d) tokens; the "
+        r"expected loss is (\S+), and its bank of 0\.35 allows 0\.05[23]",
+        why_none(copied, CostCurve([(1, 1), (2, 1.3)])),
+    )
+    assert found is not None
+    # The step loses 0.3 where the draft fails, and nothing where it is right.
+    assert float(found[2]) == pytest.approx(0.3 * (1 - float(found[1]) / 100), abs=0.003)
+
+
+def test_a_skipped_search_and_a_measured_step_are_told() -> None:
+    text = noise(100, seed=31)
+    drafter = suffix_planner(LINEAR)
+    drafter.begin(text[:50])
+    for token in text[50:59]:
+        drafter.propose(100)
+        drafter.observe(VerifiedStep(DraftTree.chain(0), (), (), (), (token,)))
+    drafter.propose(100)
+    assert drafter.no_draft().startswith("not searched for, since rows are expensive here")
 
 
 def test_no_draft_is_deeper_than_max_depth() -> None:
