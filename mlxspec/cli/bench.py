@@ -23,6 +23,7 @@ from .options import (
     DRAFTER,
     FILE,
     NAME,
+    argument,
     check_least,
     command,
     option,
@@ -80,7 +81,7 @@ class BenchOptions:
 
 
 @command("bench", short_help="Compare decoders on MODEL: speed and outputs.")
-@click.argument("model", type=NAME, metavar="MODEL")
+@argument("model", "A model directory, a Hub repository, or 'demo'.", type=NAME)
 @options_of(BenchOptions, "asked")
 @options_of(ReportOptions, "shows", "Output")
 @option("--include-text", "Put prompts and outputs into the JSON and the page.", group="Output")

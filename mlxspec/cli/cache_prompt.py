@@ -26,7 +26,7 @@ from .prompts import PromptOptions, model_option
 )
 @option(ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model and prompt")
 @options_of(CacheOptions, "caches", "Memory")
-@option("--force", "Replace a prompt cache that is there.")
+@option("--force", "Replace a prompt cache that is there.", group="Output")
 def cache_prompt_command(
     model: str | None,
     prompt: PromptOptions,

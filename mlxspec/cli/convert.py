@@ -1,6 +1,7 @@
 """``mlxspec convert``: a checkpoint becomes a directory that MLX loads."""
 
 import shlex
+from functools import partial
 from typing import Any
 
 import click
@@ -10,29 +11,32 @@ from .options import NAME, command, option
 from .outcome import say
 from .output import ProgressBar
 
+_checkpoint = partial(option, group="Checkpoint")
+_result = partial(option, group="Result")
+
 
 @command("convert")
-@option(
+@_checkpoint(
     "--torch-path DIR",
     "Mistral or Llama original: consolidated.*, params.json, tokenizer.model.",
     type=NAME,
 )
-@option("--hf-path DIR_OR_REPO", "Hugging Face checkpoint, local or on the Hub.", type=NAME)
-@option("--mlx-path DIR", "What to write.", type=NAME, default="mlx_model")
-@option("-q --quantize", "Quantise the weights, to 4 bits by default.")
-@option("--q-bits N", "Bits of a quantised weight.", type=int)
-@option("--q-group-size N", "Weights that share a scale.", type=int)
-@option("--q-mode affine|mxfp4|mxfp8|nvfp4", "Format of quantised weights.")
-@option(
+@_checkpoint("--hf-path DIR_OR_REPO", "Hugging Face checkpoint, local or on the Hub.", type=NAME)
+@_checkpoint("--revision REV", "Branch, tag or commit of a Hub repository.")
+@_result("--mlx-path DIR", "What to write.", type=NAME, default="mlx_model")
+@_result("-q --quantize", "Quantise the weights, to 4 bits by default.")
+@_result("--q-bits N", "Bits of a quantised weight.", type=int)
+@_result("--q-group-size N", "Weights that share a scale.", type=int)
+@_result("--q-mode affine|mxfp4|mxfp8|nvfp4", "Format of quantised weights.")
+@_result(
     "--dtype float16|bfloat16|float32", "Float type; by default the checkpoint's own 16-bit one."
 )
-@option(
+@_result(
     "--format safetensors|npz",
     "What mlx-lm loads, or the older layout of mlx-examples.",
     default="safetensors",
 )
-@option("--force", "Replace a model that is at --mlx-path.")
-@option("--revision REV", "Branch, tag or commit of a Hub repository.")
+@_result("--force", "Replace a model that is at --mlx-path.")
 def convert_command(**options: Any) -> None:
     """Convert a model's weights and tokenizer for MLX.
 

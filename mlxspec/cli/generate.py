@@ -17,8 +17,6 @@ from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-import mlxspec
-
 from ..distributed.launch import launched_rank, let_rank_0_speak, supervise
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
@@ -84,7 +82,6 @@ class _GenerateCommand(Command):
     type=int,
     group="Output",
 )
-@click.version_option(mlxspec.__version__, prog_name="mlxspec")
 def generate_command(*, prompts: str | None, concurrency: int | None, **options: Any) -> None:
     """Generate text with speculative decoding.
 

@@ -6,12 +6,11 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import click
 from rich.table import Table
 from rich.text import Text
 
 from ..terminal import one_line, visible
-from .options import ADAPTERS, ADAPTERS_HELP, NAME, command, option
+from .options import ADAPTERS, ADAPTERS_HELP, NAME, argument, command, option
 from .output import output_console, write_json
 
 if TYPE_CHECKING:
@@ -26,9 +25,9 @@ _DRAFTS = {
 
 
 @command("inspect", short_help="Show what MODEL is, and which drafts it verifies.")
-@click.argument("model", type=NAME)
-@option(ADAPTERS, ADAPTERS_HELP, type=NAME)
-@option("--json", "Write one JSON object.", "as_json")
+@argument("model", "A model directory, a Hub repository, or 'demo'.", type=NAME)
+@option(ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model")
+@option("--json", "Write one JSON object.", "as_json", group="Output")
 def inspect_command(model: str, adapter_path: str | None, as_json: bool) -> None:
     """Show what MODEL is, and which drafts it verifies: trees, chains, or none.
 

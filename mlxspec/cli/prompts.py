@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from ..errors import OptionError, PromptError
-from .options import NAME, option, option_field
+from .options import NAME, argument, option, option_field
 from .outcome import hush_transformers, note
 
 if TYPE_CHECKING:
@@ -42,8 +42,13 @@ def _one_prompt(ctx: click.Context, param: click.Parameter, words: tuple[str, ..
     return words[0] if words else None
 
 
-prompt_argument = click.argument(
-    "argument", nargs=-1, metavar="[PROMPT]", callback=_one_prompt, type=click.UNPROCESSED
+prompt_argument = argument(
+    "argument",
+    "What the model is asked.",
+    nargs=-1,
+    metavar="[PROMPT]",
+    callback=_one_prompt,
+    type=click.UNPROCESSED,
 )
 """The prompt without an option's name; it becomes :attr:`PromptOptions.argument`."""
 

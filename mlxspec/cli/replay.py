@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
 from rich.console import RenderableType
 
 from ..errors import OptionError
-from .options import DRAFTER, FILE, NAME, command, option_field, options_of
+from .options import DRAFTER, FILE, NAME, argument, command, option_field, options_of
 from .output import (
     FoldingTable,
     ProgressBar,
@@ -79,7 +78,14 @@ class ReplayOptions:
 
 
 @command("replay")
-@click.argument("traces", metavar="TRACES...", nargs=-1, required=True, type=FILE)
+@argument(
+    "traces",
+    "Recorded outputs: chat logs, as JSON lines.",
+    metavar="TRACES...",
+    nargs=-1,
+    required=True,
+    type=FILE,
+)
 @options_of(ReplayOptions, "asked", "Work and machine")
 @options_of(ReportOptions, "shows", "Output")
 def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: ReportOptions) -> None:
