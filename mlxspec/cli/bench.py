@@ -17,13 +17,13 @@ from rich.text import Text
 from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
+from .model_choice import ABOUT, DEFAULT, model_argument, needed_model
 from .options import (
     ADAPTERS,
     ADAPTERS_HELP,
     DRAFTER,
     FILE,
     NAME,
-    argument,
     check_least,
     command,
     option,
@@ -81,19 +81,17 @@ class BenchOptions:
 
 
 @command("bench", short_help="Compare decoders on MODEL: speed and outputs.")
-@argument("model", "A model directory, a Hub repository, or 'demo'.", type=NAME)
+@model_argument(ABOUT + DEFAULT)
 @options_of(BenchOptions, "asked")
 @options_of(ReportOptions, "shows", "Output")
 @option("--include-text", "Put prompts and outputs into the JSON and the page.", group="Output")
 def bench_command(
-    model: str, asked: BenchOptions, shows: ReportOptions, include_text: bool
+    model: str | None, asked: BenchOptions, shows: ReportOptions, include_text: bool
 ) -> None:
     """Measure plain decoding, mlx-lm and the drafting decoders on MODEL.
 
     They take turns on the same prompts in one process. Outputs are compared token by token;
     outputs that differ by more than near ties get no speed-up, and the exit status 1.
-
-    MODEL is a directory, a Hub repository, or 'demo'.
 
     \b
     Examples:
@@ -118,6 +116,7 @@ def bench_command(
     from ..loading.model import load
 
     # All that needs no model is checked before one is loaded, or even downloaded.
+    model = needed_model(model)
     backends = chosen_backends(asked.decoders)
     if asked.drafter is not None:
         backends |= backends_with(load_drafter(asked.drafter))

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from ..engine.params import CacheOptions
 from ..errors import OptionError
 from .generate import prefill_bar
-from .generating import model_or_default, tell_of_default
+from .model_choice import model_or_default, tell_of_default
 from .options import ADAPTERS, ADAPTERS_HELP, NAME, command, option, options_of
 from .outcome import note
 from .output import error_console

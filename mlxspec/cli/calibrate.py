@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MlxspecError, OptionError
 from ..terminal import visible
 from .cost_plots import CostPoint, check_picture, cost_plot, cost_points, cost_table, drawn_curve
-from .options import ADAPTERS, ADAPTERS_HELP, FILE, NAME, argument, check_least, command, option
+from .model_choice import ABOUT, DEFAULT, model_argument, needed_model
+from .options import ADAPTERS, ADAPTERS_HELP, FILE, NAME, check_least, command, option
 from .outcome import note
 from .output import FORCE_HELP, ProgressBar, at_terminal, output_console, write_json
 
@@ -26,11 +27,11 @@ _output = partial(option, group="Output")
 
 
 @command("calibrate", short_help="Measure what steps of MODEL cost by their rows.")
-@argument("model", "A model directory, a Hub repository, or 'demo'.", required=False, type=NAME)
+@model_argument(ABOUT + DEFAULT)
 @_measurement(ADAPTERS, ADAPTERS_HELP, type=NAME)
 @_measurement("--context N", "Measure behind N tokens of context.  [default: 256]", type=int)
 @_measurement("--sequences N", "Measure steps that N sequences share.", default=1, type=int)
-@_measurement("--show", "Show what is known and measure nothing.")
+@_measurement("--show", "Show what is known, without MODEL of all, and measure nothing.")
 @_output("--png FILE", "Draw the curve.", type=FILE)
 @_output("--svg FILE", "Draw the curve.", type=FILE)
 @_output("--force", FORCE_HELP)
@@ -48,8 +49,6 @@ def calibrate_command(
     as_json: bool,
 ) -> None:
     """Measure what steps of MODEL cost by their number of rows, and keep it.
-
-    MODEL is a model directory, a Hub repository, or 'demo'; --show needs none.
 
     \b
     Examples:
@@ -76,10 +75,8 @@ def calibrate_command(
     cache = CostCache()
     if show:
         curves = _kept(cache, model, adapter_path, context)
-    elif model is None:
-        raise OptionError("name a model to measure, or see what is known with --show")
     else:
-        curves = [_measured(cache, model, adapter_path, context, sequences)]
+        curves = [_measured(cache, needed_model(model), adapter_path, context, sequences)]
     if pictures and len(curves) != 1:
         raise OptionError(
             f"a picture shows one curve, and there are {len(curves)}: name the model, and a "

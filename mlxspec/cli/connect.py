@@ -15,7 +15,8 @@ from ..errors import OptionError, SettingsError
 from ..terminal import visible
 from .clients import CLIENTS, Server, Setup
 from .generating import API_KEY
-from .options import NAME, argument, check_least, color_option, command, option
+from .model_choice import MODEL
+from .options import argument, check_least, color_option, command, option
 from .outcome import say
 from .output import at_terminal, output_console
 from .settings_file import SettingsFile
@@ -33,9 +34,9 @@ _DEFAULT_SERVER = "http://127.0.0.1:8080"
 )
 @option("--server URL", "The server's address.", default=_DEFAULT_SERVER, group="Server")
 @option(
-    "--model NAME",
+    "-m --model NAME",
     "The model to begin with.  [default: the server's first]",
-    type=NAME,
+    type=MODEL,
     group="Server",
 )
 @option(

@@ -22,8 +22,9 @@ from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
 from .figures import acceptance_row, rate, result_report, speedup_rows
-from .generating import Generation, model_or_default, tell_of_default
+from .generating import Generation
 from .memories import Memories
+from .model_choice import model_or_default, tell_of_default
 from .options import NAME, Command, check_least, color_option, command, option, options_of
 from .outcome import silence_notes
 from .output import ProgressBar, error_console, figures_grid, write_json

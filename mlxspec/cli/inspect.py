@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..terminal import one_line, visible
-from .options import ADAPTERS, ADAPTERS_HELP, NAME, argument, command, option
+from .model_choice import ABOUT, DEFAULT, model_argument, needed_model
+from .options import ADAPTERS, ADAPTERS_HELP, NAME, command, option
 from .output import output_console, write_json
 
 if TYPE_CHECKING:
@@ -25,13 +26,11 @@ _DRAFTS = {
 
 
 @command("inspect", short_help="Show what MODEL is, and which drafts it verifies.")
-@argument("model", "A model directory, a Hub repository, or 'demo'.", type=NAME)
+@model_argument(ABOUT + DEFAULT)
 @option(ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model")
 @option("--json", "Write one JSON object.", "as_json", group="Output")
-def inspect_command(model: str, adapter_path: str | None, as_json: bool) -> None:
+def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) -> None:
     """Show what MODEL is, and which drafts it verifies: trees, chains, or none.
-
-    MODEL is a model directory, a Hub repository, or 'demo'.
 
     \b
     Examples:
@@ -45,6 +44,7 @@ def inspect_command(model: str, adapter_path: str | None, as_json: bool) -> None
     """
     from ..loading.model import load
 
+    model = needed_model(model)
     report = _report(load(model, adapter_path=adapter_path)[0])
     if as_json:
         write_json(report, indent=2)

@@ -14,7 +14,7 @@ _COMMANDS = {
     "Models": ("convert", "inspect"),
     "Speed": ("bench", "calibrate", "explain", "replay"),
     "Drafts": ("memory", "store"),
-    "Set up": ("connect", "help"),
+    "Set up": ("config", "connect", "help"),
 }
 """By the headings that they stand under in the help."""
 

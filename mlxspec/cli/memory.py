@@ -18,7 +18,8 @@ from ..errors import LoadError, OptionError, StoreError
 from ..files import check_writable, replaced
 from ..terminal import one_line
 from .memories import absolute
-from .options import FILE, NAME, SETTINGS, Group, option
+from .model_choice import MODEL
+from .options import FILE, SETTINGS, Group, option
 from .outcome import note, say
 from .output import (
     FoldingTable,
@@ -53,9 +54,10 @@ MLXSPEC_MEMORY=DIR as well, with the answers in DIR. All of these go before on a
 """
 
 _model_option = option(
-    "--model MODEL",
-    "Only of this tokenizer: a model directory, a Hub repository, 'demo', or a tokenizer's file.",
-    type=NAME,
+    "-m --model MODEL",
+    "Only of one tokenizer: a directory, a Hub repository, an alias, 'demo', or "
+    "a tokenizer's file.",
+    type=MODEL,
 )
 
 

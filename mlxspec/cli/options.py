@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import Field, field, fields
 from difflib import get_close_matches
 from functools import partial, wraps
@@ -19,10 +20,15 @@ import click
 
 import mlxspec
 
-from ..errors import OptionError
+from ..errors import MlxspecError, OptionError
 from .outcome import reported
+from .user_config import load_config
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+ARGUMENTS = "Arguments"
+"""The heading of arguments, and of options that stand for them."""
 
 
 class SectionedCommand(click.Command):
@@ -42,14 +48,13 @@ class SectionedCommand(click.Command):
         """Write the sections in the order in which their first options were declared."""
         params = self.get_params(ctx)
         arguments = [param for param in params if isinstance(param, Argument)]
-        if arguments:
-            with formatter.section("Arguments"):
-                formatter.write_dl([(one.make_metavar(ctx), one.about) for one in arguments])
         sections: dict[str | None, list[tuple[str, str]]] = {}
+        if arguments:
+            sections[ARGUMENTS] = [(one.make_metavar(ctx), one.about) for one in arguments]
         for param in params:
             if isinstance(param, click.Option) and (record := param.get_help_record(ctx)):
                 sections.setdefault(getattr(param, "group", None), []).append(record)
-        ungrouped = "Help" if len(sections) > 1 else "Options"
+        ungrouped = "Help" if sections.keys() - {None, ARGUMENTS} else "Options"
         for heading, records in sections.items():
             with formatter.section(heading or ungrouped):
                 formatter.write_dl(records)
@@ -65,6 +70,12 @@ class Command(SectionedCommand):
     def __init__(self, name: str, help: str, **more: Any) -> None:
         about, examples, rest = cleandoc(help).partition("\b\nExamples:")
         super().__init__(name, help=about, **{"epilog": examples + rest, **more})
+
+    def make_context(self, *args: Any, **more: Any) -> click.Context:
+        """As click does, with what the user has set of the options for their defaults."""
+        with suppress(MlxspecError):  # which the command tells, and --help need not
+            more.setdefault("default_map", load_config().defaults_of(self.name or ""))
+        return super().make_context(*args, **more)
 
     def invoke(self, ctx: click.Context) -> Any:
         with reported():
@@ -157,7 +168,7 @@ def _as_utf8(text: str) -> str:
     return text.encode(errors="surrogateescape").decode() if isinstance(text, str) else text
 
 
-class _Name(click.Path):
+class Name(click.Path):
     """A name, which is not empty: as a path that would be the working directory."""
 
     def convert(
@@ -174,9 +185,9 @@ class _Name(click.Path):
 
 
 # Whatever reads a file says itself when it cannot.
-NAME = _Name(readable=False)
+NAME = Name(readable=False)
 """A model, a file or a directory, as the text that it is."""
-FILE = _Name(readable=False, path_type=Path)
+FILE = Name(readable=False, path_type=Path)
 """A file, as a path."""
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from ..errors import OptionError, PromptError
+from .model_choice import model_option as named_model
 from .options import NAME, argument, option, option_field
 from .outcome import hush_transformers, note
 
@@ -25,13 +26,7 @@ if TYPE_CHECKING:
 _MOST_BYTES = 100_000_000  # no context holds as much, and some devices never end
 _SOON, _LATE = 2.0, 8.0  # seconds of waiting for a pipe's first byte before and after saying so
 
-model_option = option(
-    "--model DIR_OR_REPO",
-    "Model directory, Hub repository, or 'demo'.  [default: mlx_model if it is there, otherwise "
-    "demo]",
-    type=NAME,
-    group="Model and prompt",
-)
+model_option = named_model("Model and prompt")
 
 
 def _one_prompt(ctx: click.Context, param: click.Parameter, words: tuple[str, ...]) -> str | None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 
 from ..errors import OptionError
-from .options import DRAFTER, FILE, NAME, argument, command, option_field, options_of
+from .model_choice import MODEL
+from .options import DRAFTER, FILE, argument, command, option_field, options_of
 from .output import (
     FoldingTable,
     ProgressBar,
@@ -39,10 +40,10 @@ class ReplayOptions:
     """What to replay, and for which machine."""
 
     tokenizer: str = option_field(
-        "--tokenizer MODEL",
-        "A model directory, a Hub repository, 'demo', or a tokenizer's file.",
+        "-m --tokenizer --model MODEL",
+        "A directory, a Hub repository, an alias, 'demo', or a tokenizer's file.",
         required=True,
-        type=NAME,
+        type=MODEL,
     )
     chips: tuple[str, ...] = option_field(
         "--chip NAME",

@@ -11,6 +11,7 @@ import click
 from rich.progress import DownloadColumn, TimeElapsedColumn
 
 from ..terminal import one_line
+from .model_choice import MODEL
 from .options import NAME, SETTINGS, Group, argument, option
 from .outcome import note, say
 from .output import ProgressBar, counted, size_in_words
@@ -34,10 +35,10 @@ you alone.
 """
 
 _model_option = option(
-    "--model MODEL",
-    "Whose tokenizer: a model directory, a Hub repository, 'demo', or a tokenizer's file.",
+    "-m --model MODEL",
+    "Whose tokenizer: a directory, a Hub repository, an alias, 'demo', or a tokenizer's file.",
     required=True,
-    type=NAME,
+    type=MODEL,
 )
 _max_tokens_option = option(
     "--max-tokens N",
