@@ -11,7 +11,7 @@ from .options import SETTINGS, Group
 
 _COMMANDS = {
     "Generate": ("generate", "chat", "serve", "run", "cache-prompt"),
-    "Models": ("convert", "inspect"),
+    "Models": ("models", "convert", "inspect"),
     "Speed": ("bench", "calibrate", "explain", "replay"),
     "Drafts": ("memory", "store"),
     "Set up": ("config", "connect", "help"),
