@@ -26,6 +26,7 @@ from .options import (
     NAME,
     check_least,
     command,
+    names_completed,
     option,
     option_field,
     options_of,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from ..eval.bench_report import Report
     from ..eval.prompts import BenchPrompt
 
+_DECODERS = ("plain", "mlx-lm", "prompt-lookup", "auto", "lookahead", "combined")
 _prompts = partial(option_field, group="Prompts")
 _measurement = partial(option_field, group="Measurement")
 
@@ -69,7 +71,9 @@ class BenchOptions:
         "--references", "Compare outputs with the prompts' references (ROUGE).", default=False
     )
     decoders: str | None = _measurement(
-        "--decoders A,B", "Decoders to compare with plain decoding.  [default: all]"
+        "--decoder A,B",
+        f"Compare with plain decoding, of {', '.join(_DECODERS)}.  [default: all]",
+        shell_complete=names_completed(lambda: _DECODERS),
     )
     drafter: str | None = _measurement(
         DRAFTER, "Measure a drafter class of your own, too, alone and with auto."
@@ -96,7 +100,7 @@ def bench_command(
     \b
     Examples:
       mlxspec bench mlx-community/Mistral-7B-Instruct-v0.3-4bit
-      mlxspec bench demo --decoders lookup,mlx-lm --repeats 5 --html bench.html
+      mlxspec bench demo --decoder prompt-lookup,mlx-lm --repeats 5 --html bench.html
       mlxspec bench MODEL --spec-bench question.jsonl --limit 10 --json > bench.json
 
     A file of prompts is JSONL with "prompt", "messages" or "turns" and optionally "category" and

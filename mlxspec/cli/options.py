@@ -7,7 +7,7 @@ called with: :func:`options_of`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import Field, field, fields
 from difflib import get_close_matches
@@ -304,6 +304,21 @@ def color_option(group: str, help: str = "Colour accepted draft tokens.") -> Dec
     """``--color`` and ``--no-color``."""
     default = "  [default: at a terminal, unless NO_COLOR is set]"
     return option("--color/--no-color", help + default, default=None, group=group)
+
+
+def names_completed(names: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
+    """What completes an option's value in a shell: one name, or several with commas between them.
+
+    Args:
+        names: gives those that there are.
+    """
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+        given, comma, begun = incomplete.rpartition(",")
+        left = (name for name in names() if name not in given.split(","))
+        return [f"{given}{comma}{name}" for name in left if name.startswith(begun)]
+
+    return complete
 
 
 DRAFTER = "--drafter MODULE:CLASS"

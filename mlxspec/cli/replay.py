@@ -12,7 +12,7 @@ from rich.console import RenderableType
 
 from ..errors import OptionError
 from .model_choice import MODEL
-from .options import DRAFTER, FILE, argument, command, option_field, options_of
+from .options import DRAFTER, FILE, argument, command, names_completed, option_field, options_of
 from .output import (
     FoldingTable,
     ProgressBar,
@@ -35,6 +35,18 @@ _DEFAULT_CHIP = "M4 Pro"
 _OWN = "own curve"
 
 
+def _chip_names() -> Iterator[str]:
+    from ..plan.chips import chip_names
+
+    yield from (*chip_names(), _ALL)
+
+
+def _decoder_names() -> Iterator[str]:
+    from ..eval.policies import POLICIES
+
+    yield from (*POLICIES, _ALL)
+
+
 @dataclass(frozen=True)
 class ReplayOptions:
     """What to replay, and for which machine."""
@@ -49,6 +61,7 @@ class ReplayOptions:
         "--chip NAME",
         "A chip whose cost curve is known, such as 'M3 Max', or 'all'; repeatable.  [default: M4 "
         "Pro; with --html all]",
+        shell_complete=names_completed(_chip_names),
     )
     curve: Path | None = option_field(  # noqa: RUF009
         "--curve FILE", "A curve that mlxspec calibrate --json wrote."
@@ -61,8 +74,10 @@ class ReplayOptions:
     )
     decoders: str | None = option_field(
         "--decoder A,B",
-        "The decoders to replay, or 'all'; 'hindsight' shows what is left to gain.  [default: "
-        "auto; with --html all]",
+        "The decoders to replay: auto, prompt-lookup, methods of other programs by the names of "
+        "these, 'hindsight', which shows what is left to gain, or 'all'.  [default: auto; with "
+        "--html all]",
+        shell_complete=names_completed(_decoder_names),
     )
     concurrency: int = option_field(
         "--concurrency N",

@@ -49,7 +49,7 @@ def test_classic_prompt_lookup_has_the_published_tokens_per_step(shared: Path) -
     # Spec-Bench has 1.73 and 1.75 for PLD with Vicuna-7B; the traces are half of its prompts.
     result = replay(
         *(shared / "traces" / "specbench_vicuna7b_greedy.jsonl", "--json"),
-        *("--tokenizer", shared / "tokenizers" / "llama2", "--decoder", "prompt-lookup"),
+        *("--tokenizer", shared / "tokenizers" / "llama2", "--decoder", "spec-bench"),
     )
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["tokens_per_step"] == pytest.approx(1.74, abs=0.03)
