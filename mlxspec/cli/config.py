@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from ..errors import OptionError
+from ..errors import MlxspecError, OptionError
 from ..loading.model_files import DEMO, is_repository_name, local_path
 from ..terminal import one_line
 from .model_choice import default_model, known_names
@@ -52,7 +52,12 @@ The file is config.toml in the user's configuration directory, or in the one tha
 
 
 def _complete_key(ctx: click.Context, param: Any, incomplete: str) -> list[str]:
-    keys = [*KEYS, ALIAS_PREFIX] if ctx.info_name == "set" else [*load_config().entries()]
+    keys = [*KEYS, ALIAS_PREFIX]
+    if ctx.info_name != "set":
+        try:
+            keys = [*load_config().entries()]
+        except MlxspecError:
+            return []
     return [key for key in keys if key.startswith(incomplete)]
 
 

@@ -7,8 +7,25 @@ import click
 from .options import argument, command
 
 
+def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    about = ctx.find_root().command
+    for word in ctx.params.get("words") or ():
+        found = about.get_command(ctx, word) if isinstance(about, click.Group) else None
+        if found is None:
+            return []
+        about = found
+    names = about.list_commands(ctx) if isinstance(about, click.Group) else []
+    return [name for name in names if name.startswith(incomplete)]
+
+
 @command("help", short_help="Show the help of a command.")
-@argument("words", "The command, and one of its own commands.", nargs=-1, metavar="[COMMAND]...")
+@argument(
+    "words",
+    "The command, and one of its own commands.",
+    nargs=-1,
+    metavar="[COMMAND]...",
+    shell_complete=_complete,
+)
 @click.pass_context
 def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
     """Show the help of a command, as its --help does; without one, that of mlxspec.

@@ -14,7 +14,7 @@ _COMMANDS = {
     "Models": ("models", "convert", "inspect"),
     "Speed": ("bench", "calibrate", "explain", "replay"),
     "Drafts": ("memory", "store"),
-    "Set up": ("config", "connect", "help"),
+    "Set up": ("config", "connect", "completion", "help"),
 }
 """By the headings that they stand under in the help."""
 

@@ -13,7 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..errors import MlxspecError
-from ..loading.model_files import DEMO, local_path
+from ..loading.model_files import DEMO, is_repository_name, local_path
 from .options import ARGUMENTS, Decorator, Name, argument, option
 from .outcome import note
 from .user_config import MODEL as SETTING
@@ -47,7 +47,8 @@ class _Model(Name):
     ) -> list[CompletionItem]:
         """Names that are known, and whatever directories the shell finds."""
         named = [CompletionItem(name) for name in known_names() if name.startswith(incomplete)]
-        return [CompletionItem(incomplete, type="dir"), *named]
+        # click's script for zsh loses its place where a value is empty.
+        return [CompletionItem(incomplete or "./", type="dir"), *named]
 
 
 MODEL = _Model(readable=False)
@@ -74,7 +75,9 @@ def known_names() -> Iterator[str]:
         yield from load_config().aliases
     yield DEMO
     for directory in sorted(Path(HF_HUB_CACHE).glob("models--*--*")):
-        yield directory.name.removeprefix("models--").replace("--", "/", 1)
+        name = directory.name.removeprefix("models--").replace("--", "/", 1)
+        if is_repository_name(name) and any(directory.glob("snapshots/*/*.safetensors")):
+            yield name
 
 
 class DefaultModel(NamedTuple):

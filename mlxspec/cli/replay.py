@@ -35,12 +35,6 @@ _DEFAULT_CHIP = "M4 Pro"
 _OWN = "own curve"
 
 
-def _chip_names() -> Iterator[str]:
-    from ..plan.chips import chip_names
-
-    yield from (*chip_names(), _ALL)
-
-
 def _decoder_names() -> Iterator[str]:
     from ..eval.policies import POLICIES
 
@@ -61,7 +55,6 @@ class ReplayOptions:
         "--chip NAME",
         "A chip whose cost curve is known, such as 'M3 Max', or 'all'; repeatable.  [default: M4 "
         "Pro; with --html all]",
-        shell_complete=names_completed(_chip_names),
     )
     curve: Path | None = option_field(  # noqa: RUF009
         "--curve FILE", "A curve that mlxspec calibrate --json wrote."
