@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
+from rich.table import Table
 
 from ..errors import MlxspecError, OptionError
 from ..loading.model_files import DEMO, is_repository_name, local_path
@@ -15,6 +16,7 @@ from ..terminal import one_line
 from .model_choice import default_model, known_names
 from .options import SETTINGS, Group, argument
 from .outcome import reported, say
+from .output import output_console
 from .settings_file import SettingsFile
 from .user_config import (
     ALIAS,
@@ -141,17 +143,19 @@ def unset_command(key: str) -> None:
 def _show(config: UserConfig) -> None:
     entries = config.entries()
     there = "" if config.path.exists() else " (not there yet)"
-    width = max(map(len, ("file", *entries)))
-    click.echo(f"{'file':<{width}}  {one_line(config.path)}{there}")
+    console = output_console()
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column()
+    rows.add_column(overflow="fold")
+    rows.add_row("file", f"{one_line(config.path)}{there}")
     for key, value in entries.items():
-        click.echo(f"{key:<{width}}  {one_line(value)}")
+        rows.add_row(key, one_line(value))
+    console.print(rows)
     if not entries:
-        click.echo("Nothing is set. 'mlxspec config --help' says what can be.")
+        console.print("Nothing is set. 'mlxspec config --help' says what can be.")
     default = default_model()
-    if default:
-        click.echo(f"Without --model {one_line(default.name)} answers, named by {default.source}.")
-    else:
-        click.echo("Without --model the bundled demo model answers.")
+    answers = f"{one_line(default.name)}, named by {default.source}," if default else "demo"
+    console.print(f"Without --model {answers} answers.")
 
 
 def _spelled(key: str) -> str:

@@ -168,10 +168,8 @@ class _Measured:
 def _tables(models: list[_Model], memory: int, default: str) -> Iterator[RenderableType]:
     usable = [one for one in models if not one.files.trouble]
     others = [one for one in models if one.files.trouble]
-    aliased = any(one.aliases for one in usable)
     table = FoldingTable(
         *("model", "weights", "memory", "fits", "costs"),
-        *(["alias"] if aliased else []),
         caption=f"MLX may take {_size(memory)} here; without --model {shown(default)} answers",
     )
     for one in usable:
@@ -181,14 +179,16 @@ def _tables(models: list[_Model], memory: int, default: str) -> Iterator[Rendera
             _size(one.memory),
             "yes" if one.fits else "no",
             "known" if one.measured else "–",
-            *([", ".join(one.aliases) or "–"] if aliased else []),
         )
     yield table
+    for one in models:
+        yield from (shown(f"{alias} stands for {one.name}") for alias in one.aliases)
+    if any(one.aliases for one in models):
+        yield ""
     if others:
         yield Text("Not to be run as they are", style="bold")
     for one in others:
-        called = f" ({', '.join(one.aliases)})" if one.aliases else ""
-        yield shown(f"{one.name}{called}, {_size(one.files.nbytes)}: {one.files.trouble}")
+        yield shown(f"{one.name}, {_size(one.files.nbytes)}: {one.files.trouble}")
     if len(usable) == 1 and usable[0].name == DEMO:
         yield (
             "A model of the Hugging Face Hub is downloaded when it is first named: "
