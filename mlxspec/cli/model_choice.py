@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import click
 from click.shell_completion import CompletionItem
 
-from ..errors import MlxspecError
+from ..errors import MlxspecError, OptionError
 from ..loading.model_files import DEMO, is_repository_name, local_path
 from .options import ARGUMENTS, Decorator, Name, argument, option
 from .outcome import note
@@ -98,14 +98,23 @@ def default_model() -> DefaultModel | None:
     """The model that the user has named for this, or the one in ``mlx_model``; None without.
 
     Raises:
+        OptionError: the user has named what is no model.
         SettingsError: the file of ``mlxspec config`` is at fault.
     """
     config = load_config()
     own = DIRECTORY if Path(DIRECTORY).is_dir() else None
-    if name := os.environ.get(MODEL_VARIABLE):
-        return DefaultModel(config.resolved(name), MODEL_VARIABLE, own)
-    if name := config.values.get(SETTING):
-        return DefaultModel(config.resolved(name), "'mlxspec config'", own)
+    for source, name in (
+        (MODEL_VARIABLE, os.environ.get(MODEL_VARIABLE)),
+        ("'mlxspec config'", config.values.get(SETTING)),
+    ):
+        if name:
+            model = config.resolved(name)
+            if not (local_path(model).is_dir() or is_repository_name(model) or model == DEMO):
+                raise OptionError(
+                    f"{source} names the model {model}: there is no such directory, and no Hub "
+                    "repository is called so; set it to another one"
+                )
+            return DefaultModel(model, source, own)
     return DefaultModel(own, f"./{own}") if own else None
 
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..errors import MlxspecError
+from ..errors import MlxspecError, OptionError
 from ..loading.model_files import DEMO, DEMO_DIRECTORY, local_path
 from .model_choice import DIRECTORY, model_or_default
 from .options import command, option
+from .outcome import note
 from .output import FoldingTable, print_tables, shown, size_in_words, write_json
 from .user_config import load_config
 
@@ -80,24 +81,33 @@ def models_command(as_json: bool) -> None:
     """
     from ..engine.device_memory import whole_memory
 
-    memory = whole_memory()
-    models = list(_found(memory))
+    memory, default = whole_memory(), _default()
+    models = list(_found(memory, default))
     if as_json:
         reports = [one.report() for one in models]
         write_json({"memory_bytes": memory, "models": reports}, indent=2)
         return
-    print_tables(_tables(models, memory, model_or_default(None)))
+    print_tables(_tables(models, memory, default))
 
 
-def _found(memory: int) -> Iterator[_Model]:
+def _default() -> str | None:
+    """The model that answers where none is named; None where that is at fault, which is told."""
+    try:
+        return model_or_default(None)
+    except OptionError as error:
+        note(error)
+        return None
+
+
+def _found(memory: int, default: str | None) -> Iterator[_Model]:
     """All models, the one that answers by default first."""
     import mlx.core as mx
 
     from ..loading.on_machine import model_files
 
     widens = mx.default_device().type == mx.cpu
-    config, default = load_config(), model_or_default(None)
-    directories = _directories([default, *config.aliases.values()])
+    config = load_config()
+    directories = _directories([*([default] if default else []), *config.aliases.values()])
     names = sorted(directories, key=lambda name: (name != default, name == DEMO))
     measured = _Measured()
     for name in names:
@@ -165,12 +175,13 @@ class _Measured:
             return False
 
 
-def _tables(models: list[_Model], memory: int, default: str) -> Iterator[RenderableType]:
+def _tables(models: list[_Model], memory: int, default: str | None) -> Iterator[RenderableType]:
     usable = [one for one in models if not one.files.trouble]
     others = [one for one in models if one.files.trouble]
+    answers = f"; without --model {shown(default)} answers" if default else ""
     table = FoldingTable(
         *("model", "weights", "memory", "fits", "costs"),
-        caption=f"MLX may take {_size(memory)} here; without --model {shown(default)} answers",
+        caption=f"MLX may take {_size(memory)} here{answers}",
     )
     for one in usable:
         table.add_row(

@@ -178,8 +178,8 @@ class Name(click.Path):
         ctx: click.Context | None,
     ) -> str | bytes | os.PathLike[str]:
         if value == "" and param is not None:
-            is_option = isinstance(param, click.Option)
-            label = param.opts[0] if is_option else param.human_readable_name.rstrip(".")
+            long = [name for name in param.opts if name.startswith("--")]
+            label = long[0] if long else param.human_readable_name.strip("[].")
             raise click.UsageError(f"{label} is empty: give a name, or leave it out", ctx)
         return super().convert(value, param, ctx)
 

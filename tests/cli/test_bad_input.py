@@ -75,7 +75,7 @@ def test_a_wrong_use_is_one_line_and_status_2(called: Called, arguments: tuple, 
         (("explain", *PROMPT, "--html", ""), "--html"),
         (("inspect", ""), "MODEL"),
         (("replay", "", "--tokenizer", "demo"), "TRACES"),
-        (("store", "build", "docs", "--model", "demo", "-o", ""), "-o"),
+        (("store", "build", "docs", "--model", "demo", "-o", ""), "--output"),
         (("convert", "--hf-path", "demo", "--mlx-path", ""), "--mlx-path"),
     ],
 )

@@ -70,6 +70,20 @@ def test_inspect_takes_a_model_in_every_way(how: tuple[str, ...], endless: Path)
     assert json.loads(report.stdout)["type"] == "llama"
 
 
+def test_a_default_that_is_no_model_is_told_with_who_names_it(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (work / "own").mkdir()
+    run("config", "set", "model", "own")
+    (work / "own").rmdir()
+    prompt = ("generate", "--prompt", "a")
+    assert f"'mlxspec config' names the model {work / 'own'}: there is no" in run(*prompt).stderr
+    monkeypatch.setenv("MLXSPEC_MODEL", "nothing")
+    result = run(*prompt)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: MLXSPEC_MODEL names the model nothing: there is no")
+
+
 def test_two_different_models_are_a_wrong_use(endless: Path):
     result = run("inspect", "demo", "--model", endless)
     assert result.exit_code == 2
