@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ..errors import MlxspecError, OptionError
 from ..loading.model_files import DEMO, is_repository_name, local_path
+from ..loading.other_models import hub_repository, instead_of
 from ..terminal import one_line
 from .model_choice import default_model, known_names
 from .options import SETTINGS, Group, argument
@@ -188,10 +189,8 @@ def _model(name: str) -> str:
     directory = local_path(name)
     if name != DEMO and directory.is_dir():
         return os.path.abspath(directory)
-    if name != DEMO and not is_repository_name(name):
-        raise OptionError(
-            f"{name}: no such directory, and no name of a Hub repository; write it as owner/name"
-        )
+    if name != DEMO and not is_repository_name(hub_repository(name)[0]):
+        raise OptionError(f"{name}: {instead_of(name, 'directory')}")
     return name
 
 

@@ -14,6 +14,7 @@ from click.shell_completion import CompletionItem
 
 from ..errors import MlxspecError, OptionError
 from ..loading.model_files import DEMO, is_repository_name, local_path
+from ..loading.other_models import hub_repository
 from .options import ARGUMENTS, Decorator, Name, argument, option
 from .outcome import note
 from .user_config import MODEL as SETTING
@@ -109,7 +110,11 @@ def default_model() -> DefaultModel | None:
     ):
         if name:
             model = config.resolved(name)
-            if not (local_path(model).is_dir() or is_repository_name(model) or model == DEMO):
+            if not (
+                local_path(model).is_dir()
+                or is_repository_name(hub_repository(model)[0])
+                or model == DEMO
+            ):
                 raise OptionError(
                     f"{source} names the model {model}: there is no such directory, and no Hub "
                     "repository is called so; set it to another one"

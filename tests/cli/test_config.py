@@ -52,6 +52,7 @@ def test_what_is_set_is_shown_and_can_be_taken_out_again(file: Path):
     ]
     assert shown[-1] == f"Without --model {REPOSITORY}, named by 'mlxspec config', answers."
     assert run("config", "get", "alias.fast").stdout == "demo\n"
+    assert run("config", "set", "alias.page", "https://huggingface.co/owner/name").exit_code == 0
     assert run("config", "unset", "alias.fast").exit_code == 0
     assert "alias.fast" not in run("config").stdout
     got = run("config", "get", "alias.fast")
