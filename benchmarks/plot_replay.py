@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 
 CHIPS = ("M2 Pro", "M3 Ultra", "M4 Pro", "M3 Max", "M5 Max", "H200-like")
 DECODERS = {
-    "prompt-lookup": ("prompt lookup, 10 tokens", "#c9c9c9"),
+    "spec-bench": ("prompt lookup, 10 tokens", "#c9c9c9"),
     "vllm": ("vLLM's n-gram default", "#a3a3a3"),
     "llama.cpp": ("llama.cpp's ngram-simple", "#7d7d7d"),
     "suffix-path": ("suffix decoding, path", "#5a5a5a"),

@@ -1,6 +1,6 @@
 """An agent with tools, through the server: OPENAI_BASE_URL=... python agent_server.py [MODEL].
 
-Start the server first with a model that knows tools: mlxspec serve --model MODEL. Each turn sends
+Start the server first with a model that knows tools: mlxspec serve MODEL. Each turn sends
 the whole conversation; what the server has read of it before does not run again.
 """
 

@@ -1,6 +1,6 @@
 """OpenAI's library and mlxspec serve: OPENAI_BASE_URL=... python openai_client.py [MODEL].
 
-Start the server first: mlxspec serve --model MODEL. An editor that knows what the answer will
+Start the server first: mlxspec serve MODEL. An editor that knows what the answer will
 resemble says so with `prediction`, and the server drafts from it.
 """
 

@@ -60,7 +60,7 @@ class DrafterError(MlxspecError, TypeError):
 
 
 class SettingsError(MlxspecError):
-    """A settings file of another program cannot be changed; it is as it was."""
+    """A settings file cannot be read or changed; it is as it was."""
 
 
 class ChatFileError(MlxspecError):

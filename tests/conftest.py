@@ -23,6 +23,9 @@ os.environ["MLXSPEC_CACHE_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
 # Nor the answers that the user keeps.
 os.environ["MLXSPEC_DATA_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
 os.environ.pop("MLXSPEC_MEMORY", None)
+# Nor what the user has set for all commands.
+os.environ["MLXSPEC_CONFIG_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
+os.environ.pop("MLXSPEC_MODEL", None)
 
 import mlxspec  # noqa: F401  # isort: skip  (before mlx.core)
 import mlx.core as mx
@@ -33,7 +36,7 @@ from tests.support.examples import LONG, examples
 from tests.support.harness import NEAR_TIES
 from tests.support.shared import SHARED
 
-OF_THE_USER = (os.environ["MLXSPEC_CACHE_DIR"], os.environ["MLXSPEC_DATA_DIR"])
+OF_THE_USER = tuple(os.environ[f"MLXSPEC_{kind}_DIR"] for kind in ("CACHE", "DATA", "CONFIG"))
 # Who has a directory for answers is not told that they could be kept.
 Path(os.environ["MLXSPEC_DATA_DIR"], "memory").mkdir()
 

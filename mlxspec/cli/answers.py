@@ -39,8 +39,9 @@ from ..loading.detokenizer import detokenizer_of
 from ..process import INTERRUPTED
 from ..store.learner import Learner
 from .figures import acceptance_row, against_plain, rate, result_report
-from .generating import Generation, model_or_default, tell_of_default
+from .generating import Generation
 from .memories import Memories
+from .model_choice import model_or_default, tell_of_default
 from .options import check_least
 from .outcome import told
 from .output import ProgressBar, error_console, figures_grid, json_text

@@ -17,6 +17,7 @@ from rich.text import Text
 from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
+from .model_choice import ABOUT, DEFAULT, model_argument, needed_model
 from .options import (
     ADAPTERS,
     ADAPTERS_HELP,
@@ -25,6 +26,7 @@ from .options import (
     NAME,
     check_least,
     command,
+    names_completed,
     option,
     option_field,
     options_of,
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from ..eval.bench_report import Report
     from ..eval.prompts import BenchPrompt
 
+_DECODERS = ("plain", "mlx-lm", "prompt-lookup", "auto", "lookahead", "combined")
 _prompts = partial(option_field, group="Prompts")
 _measurement = partial(option_field, group="Measurement")
 
@@ -68,7 +71,9 @@ class BenchOptions:
         "--references", "Compare outputs with the prompts' references (ROUGE).", default=False
     )
     decoders: str | None = _measurement(
-        "--decoders A,B", "Decoders to compare with plain decoding.  [default: all]"
+        "--decoder A,B",
+        f"Compare with plain decoding, of {', '.join(_DECODERS)}.  [default: all]",
+        shell_complete=names_completed(lambda: _DECODERS),
     )
     drafter: str | None = _measurement(
         DRAFTER, "Measure a drafter class of your own, too, alone and with auto."
@@ -80,24 +85,22 @@ class BenchOptions:
 
 
 @command("bench", short_help="Compare decoders on MODEL: speed and outputs.")
-@click.argument("model", type=NAME, metavar="MODEL")
+@model_argument(ABOUT + DEFAULT)
 @options_of(BenchOptions, "asked")
 @options_of(ReportOptions, "shows", "Output")
 @option("--include-text", "Put prompts and outputs into the JSON and the page.", group="Output")
 def bench_command(
-    model: str, asked: BenchOptions, shows: ReportOptions, include_text: bool
+    model: str | None, asked: BenchOptions, shows: ReportOptions, include_text: bool
 ) -> None:
     """Measure plain decoding, mlx-lm and the drafting decoders on MODEL.
 
     They take turns on the same prompts in one process. Outputs are compared token by token;
     outputs that differ by more than near ties get no speed-up, and the exit status 1.
 
-    MODEL is a directory, a Hub repository, or 'demo'.
-
     \b
     Examples:
       mlxspec bench mlx-community/Mistral-7B-Instruct-v0.3-4bit
-      mlxspec bench demo --decoders lookup,mlx-lm --repeats 5 --html bench.html
+      mlxspec bench demo --decoder prompt-lookup,mlx-lm --repeats 5 --html bench.html
       mlxspec bench MODEL --spec-bench question.jsonl --limit 10 --json > bench.json
 
     A file of prompts is JSONL with "prompt", "messages" or "turns" and optionally "category" and
@@ -117,6 +120,7 @@ def bench_command(
     from ..loading.model import load
 
     # All that needs no model is checked before one is loaded, or even downloaded.
+    model = needed_model(model)
     backends = chosen_backends(asked.decoders)
     if asked.drafter is not None:
         backends |= backends_with(load_drafter(asked.drafter))

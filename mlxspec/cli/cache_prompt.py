@@ -7,7 +7,7 @@ from dataclasses import asdict
 from ..engine.params import CacheOptions
 from ..errors import OptionError
 from .generate import prefill_bar
-from .generating import model_or_default, tell_of_default
+from .model_choice import model_or_default, tell_of_default
 from .options import ADAPTERS, ADAPTERS_HELP, NAME, command, option, options_of
 from .outcome import note
 from .output import error_console
@@ -26,7 +26,7 @@ from .prompts import PromptOptions, model_option
 )
 @option(ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model and prompt")
 @options_of(CacheOptions, "caches", "Memory")
-@option("--force", "Replace a prompt cache that is there.")
+@option("--force", "Replace a prompt cache that is there.", group="Output")
 def cache_prompt_command(
     model: str | None,
     prompt: PromptOptions,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import click
 from ..errors import MlxspecError, OptionError
 from ..terminal import visible
 from .cost_plots import CostPoint, check_picture, cost_plot, cost_points, cost_table, drawn_curve
+from .model_choice import ABOUT, DEFAULT, model_argument, needed_model
 from .options import ADAPTERS, ADAPTERS_HELP, FILE, NAME, check_least, command, option
 from .outcome import note
 from .output import FORCE_HELP, ProgressBar, at_terminal, output_console, write_json
@@ -22,17 +24,20 @@ if TYPE_CHECKING:
 _MOST_SEQUENCES = 64  # whose steps are shown
 _DIGEST = 8  # characters, which tell models of one kind and size apart
 
+_measurement = partial(option, group="Measurement")
+_output = partial(option, group="Output")
+
 
 @command("calibrate", short_help="Measure what steps of MODEL cost by their rows.")
-@click.argument("model", required=False, type=NAME)
-@option(ADAPTERS, ADAPTERS_HELP, type=NAME)
-@option("--context N", "Measure behind N tokens of context.  [default: 256]", type=int)
-@option("--sequences N", "Measure steps that N sequences share.", default=1, type=int)
-@option("--show", "Show what is known and measure nothing.")
-@option("--png FILE", "Draw the curve.", type=FILE)
-@option("--svg FILE", "Draw the curve.", type=FILE)
-@option("--force", FORCE_HELP)
-@option("--json", "Write one JSON object and no table.", "as_json")
+@model_argument(ABOUT + DEFAULT)
+@_measurement(ADAPTERS, ADAPTERS_HELP, type=NAME)
+@_measurement("--context N", "Measure behind N tokens of context.  [default: 256]", type=int)
+@_measurement("--sequences N", "Measure steps that N sequences share.", default=1, type=int)
+@_measurement("--show", "Show what is known, without MODEL of all, and measure nothing.")
+@_output("--png FILE", "Draw the curve.", type=FILE)
+@_output("--svg FILE", "Draw the curve.", type=FILE)
+@_output("--force", FORCE_HELP)
+@_output("--json", "Write one JSON object and no table.", "as_json")
 def calibrate_command(
     *,
     model: str | None,
@@ -46,8 +51,6 @@ def calibrate_command(
     as_json: bool,
 ) -> None:
     """Measure what steps of MODEL cost by their number of rows, and keep it.
-
-    MODEL is a model directory, a Hub repository, or 'demo'; --show needs none.
 
     \b
     Examples:
@@ -74,10 +77,8 @@ def calibrate_command(
     cache = CostCache()
     if show:
         curves = _kept(cache, model, adapter_path, context)
-    elif model is None:
-        raise OptionError("name a model to measure, or see what is known with --show")
     else:
-        curves = [_measured(cache, model, adapter_path, context, sequences)]
+        curves = [_measured(cache, needed_model(model), adapter_path, context, sequences)]
     if pictures and len(curves) != 1:
         raise OptionError(
             f"a picture shows one curve, and there are {len(curves)}: name the model, and a "

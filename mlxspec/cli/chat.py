@@ -24,12 +24,13 @@ from .chat_figures import ChatFigures, answer_line
 from .chat_file import SavedChat, read_chat
 from .chat_input import ChatInput, open_input
 from .generate import prefill_bar
-from .generating import Generation, tell_of_default
+from .generating import Generation
 from .memories import Memories
+from .model_choice import model_argument, tell_of_default
 from .options import FILE, color_option, command, option, options_of
 from .outcome import note
 from .output import ProgressBar, counted, error_console, output_console
-from .prompts import model_option, template_option
+from .prompts import template_option
 
 if TYPE_CHECKING:
     from ..generation.response import GenerationResponse
@@ -43,7 +44,7 @@ _GLANCE = 60  # characters
 
 
 @command("chat")
-@model_option
+@model_argument()
 @option(
     "--system-prompt TEXT", "What the model is told before all turns.", group="Model and prompt"
 )

@@ -15,7 +15,8 @@ from ..errors import OptionError, SettingsError
 from ..terminal import visible
 from .clients import CLIENTS, Server, Setup
 from .generating import API_KEY
-from .options import NAME, check_least, color_option, command, option
+from .model_choice import MODEL
+from .options import argument, check_least, color_option, command, option
 from .outcome import say
 from .output import at_terminal, output_console
 from .settings_file import SettingsFile
@@ -24,12 +25,18 @@ _DEFAULT_SERVER = "http://127.0.0.1:8080"
 
 
 @command("connect", short_help="Point an editor or an agent at a server.")
-@click.argument("client", required=False, type=click.Choice([*CLIENTS]), metavar="[CLIENT]")
+@argument(
+    "client",
+    "The program to point at the server; without it, all are listed.",
+    required=False,
+    type=click.Choice([*CLIENTS]),
+    metavar="[CLIENT]",
+)
 @option("--server URL", "The server's address.", default=_DEFAULT_SERVER, group="Server")
 @option(
-    "--model NAME",
+    "-m --model NAME",
     "The model to begin with.  [default: the server's first]",
-    type=NAME,
+    type=MODEL,
     group="Server",
 )
 @option(

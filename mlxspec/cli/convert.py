@@ -1,47 +1,60 @@
 """``mlxspec convert``: a checkpoint becomes a directory that MLX loads."""
 
 import shlex
+from functools import partial
 from typing import Any
 
 import click
 from rich.progress import DownloadColumn, TimeRemainingColumn
 
+from ..loading.model_files import local_path
+from .model_choice import model_argument
 from .options import NAME, command, option
 from .outcome import say
 from .output import ProgressBar
 
+_checkpoint = partial(option, group="Checkpoint")
+_result = partial(option, group="Result")
+
 
 @command("convert")
-@option(
+@model_argument("The checkpoint: a Hub repository, a directory, or an alias of 'mlxspec config'.")
+@_checkpoint(
     "--torch-path DIR",
-    "Mistral or Llama original: consolidated.*, params.json, tokenizer.model.",
+    "MODEL, as a Mistral or Llama original: consolidated.*, params.json, tokenizer.model.",
     type=NAME,
 )
-@option("--hf-path DIR_OR_REPO", "Hugging Face checkpoint, local or on the Hub.", type=NAME)
-@option("--mlx-path DIR", "What to write.", type=NAME, default="mlx_model")
-@option("-q --quantize", "Quantise the weights, to 4 bits by default.")
-@option("--q-bits N", "Bits of a quantised weight.", type=int)
-@option("--q-group-size N", "Weights that share a scale.", type=int)
-@option("--q-mode affine|mxfp4|mxfp8|nvfp4", "Format of quantised weights.")
-@option(
+@_checkpoint("--hf-path DIR_OR_REPO", "MODEL, as a Hugging Face checkpoint.", type=NAME)
+@_checkpoint("--revision REV", "Branch, tag or commit of a Hub repository.")
+@_result("--mlx-path DIR", "What to write.", type=NAME, default="mlx_model")
+@_result("-q --quantize", "Quantise the weights, to 4 bits by default.")
+@_result("--q-bits N", "Bits of a quantised weight.", type=int)
+@_result("--q-group-size N", "Weights that share a scale.", type=int)
+@_result("--q-mode affine|mxfp4|mxfp8|nvfp4", "Format of quantised weights.")
+@_result(
     "--dtype float16|bfloat16|float32", "Float type; by default the checkpoint's own 16-bit one."
 )
-@option(
+@_result(
     "--format safetensors|npz",
     "What mlx-lm loads, or the older layout of mlx-examples.",
     default="safetensors",
 )
-@option("--force", "Replace a model that is at --mlx-path.")
-@option("--revision REV", "Branch, tag or commit of a Hub repository.")
-def convert_command(**options: Any) -> None:
+@_result("--force", "Replace a model that is at --mlx-path.")
+def convert_command(model: str | None, **options: Any) -> None:
     """Convert a model's weights and tokenizer for MLX.
 
     \b
-    python convert.py --torch-path mistral-7B-v0.3 -q
-    python convert.py --hf-path mistralai/Mistral-7B-Instruct-v0.3 --mlx-path mistral
+    Examples:
+      mlxspec convert mistralai/Mistral-7B-Instruct-v0.3 --mlx-path mistral
+      mlxspec convert mistral-7B-v0.3 -q
+
+    A directory with params.json or consolidated.* is taken for an original of Mistral's or Llama's,
+    everything else for a Hugging Face checkpoint. "python convert.py" is the same command.
     """
     from ..convert.conversion import convert
 
+    if model is not None:
+        _take(model, options)
     with ProgressBar("Converting", DownloadColumn(), TimeRemainingColumn()) as on_progress:
         result = convert(**options, on_progress=on_progress)
     started_as_script = click.get_current_context().parent is None
@@ -51,3 +64,18 @@ def convert_command(**options: Any) -> None:
         f"{result.bits_per_weight:.2f} bits per weight. "
         f'Next: {generate} --model {shlex.quote(str(result.path))} --prompt "..."'
     )
+
+
+def _take(model: str, options: dict[str, Any]) -> None:
+    """Put the checkpoint among the options, as the kind that it is.
+
+    Raises:
+        click.UsageError: they name one already.
+    """
+    for name in ("torch_path", "hf_path"):
+        if options[name] is not None:
+            spelled = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{model} and {spelled} are given together: choose one")
+    directory = local_path(model)
+    is_original = (directory / "params.json").is_file() or any(directory.glob("consolidated*"))
+    options["torch_path" if is_original else "hf_path"] = model

@@ -6,8 +6,9 @@ from functools import partial
 
 from ..errors import OptionError
 from .generate import prefill_bar
-from .generating import Generation, model_or_default, tell_of_default
+from .generating import Generation
 from .memories import Memories
+from .model_choice import model_or_default, tell_of_default
 from .options import check_least, color_option, command, option, options_of
 from .output import PageOptions, ProgressBar, error_console, output_console
 from .prompts import PromptOptions, model_option, prompt_argument

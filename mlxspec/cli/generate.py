@@ -17,15 +17,14 @@ from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-import mlxspec
-
 from ..distributed.launch import launched_rank, let_rank_0_speak, supervise
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
 from .figures import acceptance_row, rate, result_report, speedup_rows
-from .generating import Generation, model_or_default, tell_of_default
+from .generating import Generation
 from .memories import Memories
+from .model_choice import model_or_default, tell_of_default
 from .options import NAME, Command, check_least, color_option, command, option, options_of
 from .outcome import silence_notes
 from .output import ProgressBar, error_console, figures_grid, write_json
@@ -84,7 +83,6 @@ class _GenerateCommand(Command):
     type=int,
     group="Output",
 )
-@click.version_option(mlxspec.__version__, prog_name="mlxspec")
 def generate_command(*, prompts: str | None, concurrency: int | None, **options: Any) -> None:
     """Generate text with speculative decoding.
 

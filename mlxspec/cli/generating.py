@@ -20,7 +20,7 @@ import mlxspec
 from ..engine.constraint import Constraint
 from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError
-from ..loading.model_files import DEMO
+from .model_choice import MODEL, model_or_default
 from .options import (
     ADAPTERS,
     ADAPTERS_HELP,
@@ -115,7 +115,7 @@ class Drafting:
     draft_model: str | None = option_field(
         "--draft-model MODEL",
         "With auto: draft with a small model of the same tokenizer, too, where no text repeats.",
-        type=NAME,
+        type=MODEL,
         of=OWN,
     )
     num_draft_tokens: int | None = option_field(
@@ -562,17 +562,6 @@ class Generation:
         if finish_reason == "length" and room < self.max_tokens:
             length = context_length(model)
             note(f"the model's context of {length:,} tokens is full: the output ends there")
-
-
-def model_or_default(model: str | None) -> str:
-    """The model that was asked for, or the one that answers where none was."""
-    return model or ("mlx_model" if Path("mlx_model").is_dir() else DEMO)
-
-
-def tell_of_default(asked: str | None) -> None:
-    """Say that the demo model answers, once there is no error left to come before the answer."""
-    if asked is None and model_or_default(asked) == DEMO:
-        note("no mlx_model directory here, so the bundled demo model answers (choose with --model)")
 
 
 def room_for(longest: int | None, n_prompt: int, max_tokens: int) -> int:

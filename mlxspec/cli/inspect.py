@@ -6,11 +6,11 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import click
 from rich.table import Table
 from rich.text import Text
 
 from ..terminal import one_line, visible
+from .model_choice import ABOUT, DEFAULT, model_argument, needed_model
 from .options import ADAPTERS, ADAPTERS_HELP, NAME, command, option
 from .output import output_console, write_json
 
@@ -26,13 +26,11 @@ _DRAFTS = {
 
 
 @command("inspect", short_help="Show what MODEL is, and which drafts it verifies.")
-@click.argument("model", type=NAME)
-@option(ADAPTERS, ADAPTERS_HELP, type=NAME)
-@option("--json", "Write one JSON object.", "as_json")
-def inspect_command(model: str, adapter_path: str | None, as_json: bool) -> None:
+@model_argument(ABOUT + DEFAULT)
+@option(ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model")
+@option("--json", "Write one JSON object.", "as_json", group="Output")
+def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) -> None:
     """Show what MODEL is, and which drafts it verifies: trees, chains, or none.
-
-    MODEL is a model directory, a Hub repository, or 'demo'.
 
     \b
     Examples:
@@ -46,6 +44,7 @@ def inspect_command(model: str, adapter_path: str | None, as_json: bool) -> None
     """
     from ..loading.model import load
 
+    model = needed_model(model)
     report = _report(load(model, adapter_path=adapter_path)[0])
     if as_json:
         write_json(report, indent=2)

@@ -16,9 +16,10 @@ from ..errors import OptionError
 from ..generation.response import GenerationResponse
 from ..loading.chat_template import Messages
 from ..loading.detokenizer import detokenizer_of
-from ..loading.model_files import DEMO, find_directory
-from .generating import Generation, model_or_default
+from ..loading.model_files import find_directory
+from .generating import Generation
 from .memories import Memories
+from .model_choice import known_names, model_or_default, resolved
 from .prompts import in_template
 
 if TYPE_CHECKING:
@@ -98,12 +99,13 @@ class LocalModel:
         )
 
     def others(self) -> list[str]:
-        return [DEMO]
+        return [*known_names()]
 
     def find(self, name: str) -> None:
-        find_directory(name, None)  # which downloads it
+        find_directory(resolved(name), None)  # which downloads it
 
     def switched(self, name: str) -> LocalModel:
+        name = resolved(name)
         self.close()
         adapted = self._adapted
         is_adapted = name == model_or_default(adapted.model)

@@ -18,7 +18,8 @@ from ..errors import LoadError, OptionError, StoreError
 from ..files import check_writable, replaced
 from ..terminal import one_line
 from .memories import absolute
-from .options import FILE, NAME, SETTINGS, Command, option
+from .model_choice import MODEL
+from .options import FILE, SETTINGS, Group, option
 from .outcome import note, say
 from .output import (
     FoldingTable,
@@ -53,14 +54,16 @@ MLXSPEC_MEMORY=DIR as well, with the answers in DIR. All of these go before on a
 """
 
 _model_option = option(
-    "--model MODEL",
-    "Only of this tokenizer: a model directory, a Hub repository, 'demo', or a tokenizer's file.",
-    type=NAME,
+    "-m --model MODEL",
+    "Only of one tokenizer: a directory, a Hub repository, an alias, 'demo', or "
+    "a tokenizer's file.",
+    type=MODEL,
 )
 
 
 @click.group(
     "memory",
+    cls=Group,
     short_help="Keep answers over runs, to draft from.",
     epilog=EPILOG,
     context_settings=SETTINGS,
@@ -69,7 +72,7 @@ def memory_command() -> None:
     """Keep answers over runs, to draft from them: on, off, and what is kept."""
 
 
-@memory_command.command("on", cls=Command, context_settings=SETTINGS)
+@memory_command.command("on", context_settings=SETTINGS)
 @_model_option
 @option(
     "--max-tokens N",
@@ -107,7 +110,7 @@ def on_command(model: str | None, max_tokens: int | None) -> None:
     _tell_of_switch()
 
 
-@memory_command.command("off", cls=Command, context_settings=SETTINGS)
+@memory_command.command("off", context_settings=SETTINGS)
 @_model_option
 def off_command(model: str | None) -> None:
     """Neither keep answers nor draft from those that are kept."""
@@ -136,7 +139,7 @@ def off_command(model: str | None) -> None:
     _tell_of_switch()
 
 
-@memory_command.command("show", cls=Command, context_settings=SETTINGS)
+@memory_command.command("show", context_settings=SETTINGS)
 @_model_option
 @option("--json", "Write one JSON object and no text.", "as_json")
 def show_command(model: str | None, as_json: bool) -> None:
@@ -170,7 +173,7 @@ def show_command(model: str | None, as_json: bool) -> None:
         _show(one, figures, settings)
 
 
-@memory_command.command("forget", cls=Command, context_settings=SETTINGS)
+@memory_command.command("forget", context_settings=SETTINGS)
 @option("--since WHEN", "Answers that ended then or later: 2h, 3d, 2026-11-23, 2026-11-23T14:30.")
 @option("--before WHEN", "Answers that ended before.")
 @option("--matching TEXT", "Answers with this text in them, in capitals or not.")
@@ -223,7 +226,7 @@ def forget_command(
     say(f"Forgot {counted(number, 'answer')}." if number else "There is nothing to forget.")
 
 
-@memory_command.command("export", cls=Command, context_settings=SETTINGS)
+@memory_command.command("export", context_settings=SETTINGS)
 @_model_option
 @option("-o --output FILE", "Write it there, and not to standard output.", type=FILE)
 @option("--force", "Replace a file that is there.")

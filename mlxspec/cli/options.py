@@ -1,4 +1,4 @@
-"""Options of the commands: declared as ``--help`` shows them, and shown under headings.
+"""Options and arguments of the commands: declared as ``--help`` shows them, under headings.
 
 Options that several commands share are the fields of a dataclass, which such a command is then
 called with: :func:`options_of`.
@@ -7,8 +7,10 @@ called with: :func:`options_of`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import Field, field, fields
+from difflib import get_close_matches
 from functools import partial, wraps
 from inspect import cleandoc
 from pathlib import Path
@@ -16,38 +18,126 @@ from typing import Any
 
 import click
 
-from ..errors import OptionError
+import mlxspec
+
+from ..errors import MlxspecError, OptionError
 from .outcome import reported
+from .user_config import load_config
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class Command(click.Command):
-    """A command whose help has a section for each group of options.
+ARGUMENTS = "Arguments"
+"""The heading of arguments, and of options that stand for them."""
 
-    Of its docstring, the examples and what follows them are shown below the options. What goes
-    wrong in it ends in one line; see :func:`.outcome.reported`.
+
+class SectionedCommand(click.Command):
+    """A command with ``--version`` whose help has a section for each group of options.
+
+    The arguments have the first section, and ``--version`` and ``--help`` the last one.
+    """
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        version_option(self)
+
+    def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Nothing: :meth:`format_options` writes them, as click itself does from 8.5 on."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the sections in the order in which their first options were declared."""
+        params = self.get_params(ctx)
+        arguments = [param for param in params if isinstance(param, Argument)]
+        sections: dict[str | None, list[tuple[str, str]]] = {}
+        if arguments:
+            sections[ARGUMENTS] = [(one.make_metavar(ctx), one.about) for one in arguments]
+        for param in params:
+            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)):
+                sections.setdefault(getattr(param, "group", None), []).append(record)
+        ungrouped = "Help" if sections.keys() - {None, ARGUMENTS} else "Options"
+        for heading, records in sections.items():
+            with formatter.section(heading or ungrouped):
+                formatter.write_dl(records)
+
+
+class Command(SectionedCommand):
+    """A command whose help ends with examples, and whose troubles end in one line.
+
+    Of its docstring, the examples and what follows them are shown below the options. For what
+    goes wrong in it see :func:`.outcome.reported`.
     """
 
     def __init__(self, name: str, help: str, **more: Any) -> None:
         about, examples, rest = cleandoc(help).partition("\b\nExamples:")
         super().__init__(name, help=about, **{"epilog": examples + rest, **more})
 
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the sections in the order in which their first options were declared."""
-        sections: dict[str | None, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record and isinstance(param, click.Option):
-                sections.setdefault(getattr(param, "group", None), []).append(record)
-        ungrouped = "Other" if len(sections) > 1 else "Options"
-        for heading, records in sections.items():
-            with formatter.section(heading or ungrouped):
-                formatter.write_dl(records)
+    def make_context(self, *args: Any, **more: Any) -> click.Context:
+        """As click does, with what the user has set of the options for their defaults."""
+        with suppress(MlxspecError):  # which the command tells, and --help need not
+            more.setdefault("default_map", load_config().defaults_of(self.name or ""))
+        return super().make_context(*args, **more)
 
     def invoke(self, ctx: click.Context) -> Any:
         with reported():
             return super().invoke(ctx)
+
+
+class Group(click.Group):
+    """A command of commands, which guesses what a mistyped one was to be."""
+
+    command_class = Command
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        version_option(self)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does.
+
+        Raises:
+            click.UsageError: there is no such command.
+        """
+        name = args[0]
+        is_command = name.startswith("-") or self.get_command(ctx, name) is not None
+        if not (is_command or ctx.resilient_parsing):
+            raise click.UsageError(self.complaint(ctx, name), ctx)
+        return super().resolve_command(ctx, args)
+
+    def complaint(self, ctx: click.Context, name: str) -> str:
+        """What to tell of a command that is none."""
+        near = get_close_matches(name, self.list_commands(ctx), n=1)
+        guess = f": did you mean {near[0]}?" if near else ""
+        return f"there is no command {name!r}{guess}"
+
+
+def version_option(command: click.Command) -> click.Command:
+    """Give a command ``--version``."""
+    return click.version_option(mlxspec.__version__, prog_name="mlxspec")(command)
+
+
+class Argument(click.Argument):
+    """What is given by its place alone.
+
+    Args:
+        about: what the help says of it.
+    """
+
+    def __init__(self, *args: Any, about: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.about = about
+
+
+def argument(name: str, help: str, **more: Any) -> Decorator:
+    """An argument of a command, which ``--help`` has a sentence about.
+
+    Args:
+        name: of the command's parameter; its capitals stand in the help if no ``metavar`` is given.
+        help: the sentence.
+        more: as for :class:`click.Argument`.
+    """
+    return click.argument(name, cls=Argument, about=help, **more)
 
 
 class Option(click.Option):
@@ -78,7 +168,7 @@ def _as_utf8(text: str) -> str:
     return text.encode(errors="surrogateescape").decode() if isinstance(text, str) else text
 
 
-class _Name(click.Path):
+class Name(click.Path):
     """A name, which is not empty: as a path that would be the working directory."""
 
     def convert(
@@ -88,16 +178,16 @@ class _Name(click.Path):
         ctx: click.Context | None,
     ) -> str | bytes | os.PathLike[str]:
         if value == "" and param is not None:
-            is_option = isinstance(param, click.Option)
-            label = param.opts[0] if is_option else param.human_readable_name.rstrip(".")
+            long = [name for name in param.opts if name.startswith("--")]
+            label = long[0] if long else param.human_readable_name.strip("[].")
             raise click.UsageError(f"{label} is empty: give a name, or leave it out", ctx)
         return super().convert(value, param, ctx)
 
 
 # Whatever reads a file says itself when it cannot.
-NAME = _Name(readable=False)
+NAME = Name(readable=False)
 """A model, a file or a directory, as the text that it is."""
-FILE = _Name(readable=False, path_type=Path)
+FILE = Name(readable=False, path_type=Path)
 """A file, as a path."""
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
@@ -214,6 +304,21 @@ def color_option(group: str, help: str = "Colour accepted draft tokens.") -> Dec
     """``--color`` and ``--no-color``."""
     default = "  [default: at a terminal, unless NO_COLOR is set]"
     return option("--color/--no-color", help + default, default=None, group=group)
+
+
+def names_completed(names: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
+    """What completes an option's value in a shell: one name, or several with commas between them.
+
+    Args:
+        names: gives those that there are.
+    """
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+        given, comma, begun = incomplete.rpartition(",")
+        left = (name for name in names() if name not in given.split(","))
+        return [f"{given}{comma}{name}" for name in left if name.startswith(begun)]
+
+    return complete
 
 
 DRAFTER = "--drafter MODULE:CLASS"

@@ -80,12 +80,20 @@ def run_command(command: click.Command, name: str) -> None:
             sys.exit(error.exit_code)
         except click.UsageError as error:
             hint = f" ({error.ctx.command_path} --help)" if error.ctx else ""
-            _fail(error.format_message().rstrip(".") + hint, error.exit_code)
+            _fail(_misuse(error) + hint, error.exit_code)
         except click.ClickException as error:
             _fail(error.format_message(), error.exit_code)
         except click.Abort:  # click has ended the line in which Ctrl-C was pressed
             click.echo("Interrupted.", err=True)
             sys.exit(INTERRUPTED)
+
+
+def _misuse(error: click.UsageError) -> str:
+    """What is wrong with the arguments; of a mistyped option, which one it was to be."""
+    if isinstance(error, click.NoSuchOption):
+        near = f": did you mean {error.possibilities[0]}?" if error.possibilities else ""
+        return f"there is no option {error.option_name}{near}"
+    return error.format_message().rstrip(".")
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from ..errors import OptionError, PromptError
-from .options import NAME, option, option_field
+from .model_choice import model_option as named_model
+from .options import NAME, argument, option, option_field
 from .outcome import hush_transformers, note
 
 if TYPE_CHECKING:
@@ -25,13 +26,7 @@ if TYPE_CHECKING:
 _MOST_BYTES = 100_000_000  # no context holds as much, and some devices never end
 _SOON, _LATE = 2.0, 8.0  # seconds of waiting for a pipe's first byte before and after saying so
 
-model_option = option(
-    "--model DIR_OR_REPO",
-    "Model directory, Hub repository, or 'demo'.  [default: mlx_model if it is there, otherwise "
-    "demo]",
-    type=NAME,
-    group="Model and prompt",
-)
+model_option = named_model("Model and prompt")
 
 
 def _one_prompt(ctx: click.Context, param: click.Parameter, words: tuple[str, ...]) -> str | None:
@@ -42,8 +37,13 @@ def _one_prompt(ctx: click.Context, param: click.Parameter, words: tuple[str, ..
     return words[0] if words else None
 
 
-prompt_argument = click.argument(
-    "argument", nargs=-1, metavar="[PROMPT]", callback=_one_prompt, type=click.UNPROCESSED
+prompt_argument = argument(
+    "argument",
+    "What the model is asked.",
+    nargs=-1,
+    metavar="[PROMPT]",
+    callback=_one_prompt,
+    type=click.UNPROCESSED,
 )
 """The prompt without an option's name; it becomes :attr:`PromptOptions.argument`."""
 

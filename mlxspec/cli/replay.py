@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
 from rich.console import RenderableType
 
 from ..errors import OptionError
-from .options import DRAFTER, FILE, NAME, command, option_field, options_of
+from .model_choice import MODEL
+from .options import DRAFTER, FILE, argument, command, names_completed, option_field, options_of
 from .output import (
     FoldingTable,
     ProgressBar,
@@ -35,15 +35,21 @@ _DEFAULT_CHIP = "M4 Pro"
 _OWN = "own curve"
 
 
+def _decoder_names() -> Iterator[str]:
+    from ..eval.policies import POLICIES
+
+    yield from (*POLICIES, _ALL)
+
+
 @dataclass(frozen=True)
 class ReplayOptions:
     """What to replay, and for which machine."""
 
     tokenizer: str = option_field(
-        "--tokenizer MODEL",
-        "A model directory, a Hub repository, 'demo', or a tokenizer's file.",
+        "-m --tokenizer --model MODEL",
+        "A directory, a Hub repository, an alias, 'demo', or a tokenizer's file.",
         required=True,
-        type=NAME,
+        type=MODEL,
     )
     chips: tuple[str, ...] = option_field(
         "--chip NAME",
@@ -61,8 +67,10 @@ class ReplayOptions:
     )
     decoders: str | None = option_field(
         "--decoder A,B",
-        "The decoders to replay, or 'all'; 'hindsight' shows what is left to gain.  [default: "
-        "auto; with --html all]",
+        "The decoders to replay: auto, prompt-lookup, methods of other programs by the names of "
+        "these, 'hindsight', which shows what is left to gain, or 'all'.  [default: auto; with "
+        "--html all]",
+        shell_complete=names_completed(_decoder_names),
     )
     concurrency: int = option_field(
         "--concurrency N",
@@ -79,7 +87,14 @@ class ReplayOptions:
 
 
 @command("replay")
-@click.argument("traces", metavar="TRACES...", nargs=-1, required=True, type=FILE)
+@argument(
+    "traces",
+    "Recorded outputs: chat logs, as JSON lines.",
+    metavar="TRACES...",
+    nargs=-1,
+    required=True,
+    type=FILE,
+)
 @options_of(ReplayOptions, "asked", "Work and machine")
 @options_of(ReportOptions, "shows", "Output")
 def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: ReportOptions) -> None:

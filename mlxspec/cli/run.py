@@ -16,7 +16,7 @@ import click
 
 from ..process import INTERRUPTED
 from .memories import Memories
-from .options import NO_MEMORY, NO_MEMORY_HELP, SETTINGS
+from .options import NO_MEMORY, NO_MEMORY_HELP, SETTINGS, SectionedCommand, argument
 
 EPILOG = """\b
 Examples:
@@ -28,7 +28,7 @@ mlx_lm.server batches most requests by itself; those are generated without specu
 """
 
 
-class ProgramCommand(click.Command):
+class ProgramCommand(SectionedCommand):
     """A command that leaves to the program all that follows its name."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -52,7 +52,13 @@ class ProgramCommand(click.Command):
 )
 @click.option("-m", "module", metavar="MODULE", help="Run a module instead of a script.")
 @click.option(NO_MEMORY, is_flag=True, help=NO_MEMORY_HELP)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
+@argument(
+    "arguments",
+    "The program's own.",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    metavar="[ARGUMENTS]...",
+)
 def run_command(module: str | None, no_memory: bool, arguments: tuple[str, ...]) -> None:
     """Run a Python program that generates with mlx-lm; its calls speculate.
 

@@ -22,8 +22,9 @@ from rich.text import Text
 from ..distributed.launch import launched_rank
 from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError
-from .generating import API_KEY, Drafting, Ends, Generation, model_or_default, tell_of_default
+from .generating import API_KEY, Drafting, Ends, Generation
 from .memories import Memories
+from .model_choice import model_argument, model_or_default, tell_of_default
 from .options import (
     ADAPTERS,
     ADAPTERS_HELP,
@@ -66,15 +67,7 @@ class _Size(click.ParamType):
 
 
 @command("serve")
-@option(
-    "--model MODEL",
-    "A directory, a Hugging Face repository, or demo; repeatable. Requests name it so.  "
-    "[default: mlx_model if it exists, else demo]",
-    "models",
-    multiple=True,
-    type=NAME,
-    group="Models and address",
-)
+@model_argument(several=True)
 @option(ADAPTERS, ADAPTERS_HELP, type=NAME, group="Models and address")
 @option("--host HOST", "The address to listen at.", default="127.0.0.1", group="Models and address")
 @option("--port N", "The port; 0 takes a free one.", default=8080, group="Models and address")
@@ -150,7 +143,7 @@ def serve_command(
 
     \b
     Examples:
-      mlxspec serve --model mlx-community/Mistral-7B-Instruct-v0.3-4bit
+      mlxspec serve mlx-community/Mistral-7B-Instruct-v0.3-4bit
       export OPENAI_BASE_URL=http://127.0.0.1:8080/v1 OPENAI_API_KEY=none
       curl $OPENAI_BASE_URL/chat/completions -H 'Content-Type: application/json' \\
           -d '{"messages": [{"role": "user", "content": "Name a river."}]}'
@@ -194,8 +187,9 @@ def serve_command(
             for one, decoder in zip(asked, decoders, strict=True)
         ]
         names = [one.name for one in served]
-        if len({*names}) < len(names):
-            raise OptionError("--model names one model twice: leave one of them out")
+        for name in {*names}:
+            if names.count(name) > 1:
+                raise OptionError(f"{name} is named twice: leave it out once")
         log = RequestLog(console, log_json, quiet)
         serving.callback(log.close)
         worker = Worker(served, Limits(concurrency, queue, stall), log.ended)

@@ -10,6 +10,7 @@ import json
 import re
 import stat
 from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -226,7 +227,10 @@ def _yaml(text: str) -> Any:
     yaml = YAML(typ="rt")
     yaml.preserve_quotes = True
     yaml.width = 1 << 20  # lines stay as long as they are
-    _, indent, offset = load_yaml_guess_indent(text) if text.strip() else (None, None, None)
+    indent = offset = None
+    if text.strip():
+        with suppress(IndexError):  # at an entry of a list that has nothing in it
+            _, indent, offset = load_yaml_guess_indent(text)
     yaml.indent(mapping=2, sequence=indent or 4, offset=2 if offset is None else offset)
     return yaml
 

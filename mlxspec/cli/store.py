@@ -11,7 +11,8 @@ import click
 from rich.progress import DownloadColumn, TimeElapsedColumn
 
 from ..terminal import one_line
-from .options import NAME, SETTINGS, Command, option
+from .model_choice import MODEL
+from .options import NAME, SETTINGS, Group, argument, option
 from .outcome import note, say
 from .output import ProgressBar, counted, size_in_words
 
@@ -34,10 +35,10 @@ you alone.
 """
 
 _model_option = option(
-    "--model MODEL",
-    "Whose tokenizer: a model directory, a Hub repository, 'demo', or a tokenizer's file.",
+    "-m --model MODEL",
+    "Whose tokenizer: a directory, a Hub repository, an alias, 'demo', or a tokenizer's file.",
     required=True,
-    type=NAME,
+    type=MODEL,
 )
 _max_tokens_option = option(
     "--max-tokens N",
@@ -45,9 +46,20 @@ _max_tokens_option = option(
     type=click.IntRange(min=2),
 )
 
+_paths = argument(
+    "paths",
+    "Files and directories: text, code, chat logs.",
+    nargs=-1,
+    required=True,
+    type=NAME,
+    metavar="PATHS...",
+)
+_file = argument("file", "The store.", type=NAME)
+
 
 @click.group(
     "store",
+    cls=Group,
     short_help="Make and inspect stores of text to draft from.",
     epilog=EPILOG,
     context_settings=SETTINGS,
@@ -56,8 +68,8 @@ def store_command() -> None:
     """Make and inspect stores of text that speed up generating similar text."""
 
 
-@store_command.command("build", cls=Command, context_settings=SETTINGS)
-@click.argument("paths", nargs=-1, required=True, type=NAME, metavar="PATHS...")
+@store_command.command("build", context_settings=SETTINGS)
+@_paths
 @_model_option
 @option("-o --output FILE", "The store to write.", required=True, type=NAME)
 @_max_tokens_option
@@ -73,9 +85,9 @@ def build_command(
     say(f"Wrote {output}: {tokens} from {source}, {size}, {took}.")
 
 
-@store_command.command("add", cls=Command, context_settings=SETTINGS)
-@click.argument("file", type=NAME, metavar="FILE")
-@click.argument("paths", nargs=-1, required=True, type=NAME, metavar="PATHS...")
+@store_command.command("add", context_settings=SETTINGS)
+@_file
+@_paths
 @_model_option
 @_max_tokens_option
 def add_command(file: str, paths: tuple[str, ...], model: str, max_tokens: int | None) -> None:
@@ -90,8 +102,8 @@ def add_command(file: str, paths: tuple[str, ...], model: str, max_tokens: int |
     say(f"{added} {source}, {took}. {file} holds {_in_texts(info)}, {size_in_words(info.nbytes)}.")
 
 
-@store_command.command("info", cls=Command, context_settings=SETTINGS)
-@click.argument("file", type=NAME, metavar="FILE")
+@store_command.command("info", context_settings=SETTINGS)
+@_file
 def info_command(file: str) -> None:
     """Verify the store in FILE and say what it holds."""
     from ..store.store import open_store

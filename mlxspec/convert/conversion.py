@@ -160,7 +160,7 @@ def _check_options(
     quantization: Quantization | None,
 ) -> None:
     if (torch_path is None) == (hf_path is None):
-        raise OptionError("name the checkpoint with either --torch-path or --hf-path")
+        raise OptionError("name one checkpoint: MODEL, --torch-path or --hf-path")
     if dtype is not None and dtype not in _DTYPES:
         raise OptionError(f"--dtype {dtype}: unknown; choose from {', '.join(_DTYPES)}")
     if format not in _FORMATS:

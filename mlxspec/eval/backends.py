@@ -19,7 +19,7 @@ from ..engine.params import SamplingParams
 from ..engine.target import Progress
 from ..errors import OptionError
 from ..generation.decoder import Decoder
-from ..generation.decoders import AutoDecoder, LookaheadDecoder
+from ..generation.decoders import AutoDecoder, CombinedDecoder, LookaheadDecoder
 
 PLAIN = "plain"
 """The backend whose output is the truth."""
@@ -96,11 +96,12 @@ def _mlx_lm(model: nn.Module, tokenizer: TokenizerWrapper) -> Backend:
 BACKENDS: dict[str, MakeBackend] = {
     PLAIN: with_drafter(NoDraft),
     MLX_LM: _mlx_lm,
-    "lookup": with_drafter(PromptLookupDrafter),
+    "prompt-lookup": with_drafter(PromptLookupDrafter),
     "auto": _planned(partial(AutoDecoder, memory_tokens=0)),
     "lookahead": _planned(LookaheadDecoder),
+    "combined": _planned(partial(CombinedDecoder, memory_tokens=0)),
 }
-"""By name; each is made from a loaded model and its tokenizer."""
+"""By the names of ``--decoder``; each is made from a loaded model and its tokenizer."""
 
 
 def backends_with(drafter: type[Drafter]) -> dict[str, MakeBackend]:

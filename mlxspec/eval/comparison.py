@@ -32,6 +32,17 @@ JointComparison = Mapping[str, Mapping[str, JointReport]]
 """Reports of several sequences at once by chip and policy."""
 
 
+_GUESSES = (
+    "it drafts from the model's own guesses, and no model runs here; mlxspec bench measures it"
+)
+_NOT_REPLAYED = {
+    "plain": "all speeds are against plain decoding already; leave it out",
+    "lookahead": _GUESSES,
+    "combined": _GUESSES,
+}
+"""Decoders of the other commands, and why none of their figures can be told."""
+
+
 def chosen_policies(names: str) -> dict[str, Policy]:
     """The policies that a comma-separated list names, in its order; "all" names all.
 
@@ -42,9 +53,9 @@ def chosen_policies(names: str) -> dict[str, Policy]:
     try:
         return {name: POLICIES[name] for name in wanted}
     except KeyError as error:
-        raise OptionError(
-            f"no decoder is named {error.args[0]!r}: choose among {', '.join(POLICIES)}"
-        ) from None
+        name = error.args[0]
+        reason = _NOT_REPLAYED.get(name) or f"choose among {', '.join(POLICIES)}"
+        raise OptionError(f"no decoder is replayed as {name!r}: {reason}") from None
 
 
 def read_curve(path: Path) -> CostCurve:

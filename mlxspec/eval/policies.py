@@ -383,10 +383,15 @@ POLICIES: dict[str, Policy] = {
         follows_costs=True,
         memory_tokens=MAX_TOKENS,
     ),
-    # Spec-Bench's PLD, the yardstick of published figures.
     "prompt-lookup": Policy(
+        "prompt-lookup",
+        "as 'mlxspec generate' has it: n-grams of 3 to 1, 10 tokens",
+        lambda task: PromptLookupDrafter(),
+    ),
+    # Its PLD, the yardstick of published figures.
+    "spec-bench": Policy(
         "prompt lookup (Spec-Bench)",
-        "classic prompt lookup: n-grams of 3 to 1, 10 tokens, full drafts only",
+        "its PLD: n-grams of 3 to 1, 10 tokens, full drafts only",
         lambda task: FullDraftLookup(),
     ),
     # transformers: generate(prompt_lookup_num_tokens=10), max_matching_ngram_size 2.

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from contextlib import suppress
 from functools import cached_property
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,6 +10,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..engine.cache_memory import CacheKind, cache_kinds
+from ..engine.device_memory import free_memory
 from ..engine.params import CacheOptions
 from ..engine.target import vocabulary_size
 from ..generation.session import MARKS, UNDOABLE
@@ -111,25 +108,3 @@ def _taken_by_one(kind: CacheKind, tokens: int) -> int:
     if kind.positions is None:
         return whole
     return min(whole, (kind.positions + _SLACK) * each) * (1 + MARKS)
-
-
-def free_memory() -> int:
-    """How many bytes MLX can still take: on a GPU of what its driver recommends.
-
-    Elsewhere it is what the system, or the control group of this process, has left.
-    """
-    if mx.default_device().type == mx.gpu:
-        info = mx.device_info(mx.default_device())
-        whole = info.get("max_recommended_working_set_size") or info.get("memory_size") or 0
-        return max(0, int(whole) - mx.get_active_memory())
-    free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - mx.get_active_memory()]
-    if sys.platform == "linux":
-        with suppress(OSError, ValueError):
-            lines = Path("/proc/meminfo").read_text().splitlines()
-            (available,) = (line for line in lines if line.startswith("MemAvailable:"))
-            free.append(int(available.split()[1]) * 1024)
-        with suppress(OSError, ValueError):  # there is none, or it is unbounded ("max")
-            group = Path("/sys/fs/cgroup")
-            most = int((group / "memory.max").read_text())
-            free.append(most - int((group / "memory.current").read_text()))
-    return max(0, min(free))

@@ -43,8 +43,16 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("genrate",), "Error: No such command 'genrate' (mlxspec --help)\n"),
-        (("bench",), "Error: Missing argument 'MODEL' (mlxspec bench --help)\n"),
+        (
+            ("genrate",),
+            "Error: there is no command 'genrate': did you mean generate? (mlxspec --help)\n",
+        ),
+        (("replay",), "Error: Missing argument 'TRACES...' (mlxspec replay --help)\n"),
+        (
+            ("bench",),
+            "Error: name a MODEL: a directory, a Hub repository, an alias, or demo; 'mlxspec "
+            "models' lists those on this machine (mlxspec bench --help)\n",
+        ),
         (
             ("generate", "--max-tokens", "x"),
             "Error: Invalid value for '--max-tokens': 'x' is not a valid integer "
@@ -67,7 +75,7 @@ def test_a_wrong_use_is_one_line_and_status_2(called: Called, arguments: tuple, 
         (("explain", *PROMPT, "--html", ""), "--html"),
         (("inspect", ""), "MODEL"),
         (("replay", "", "--tokenizer", "demo"), "TRACES"),
-        (("store", "build", "docs", "--model", "demo", "-o", ""), "-o"),
+        (("store", "build", "docs", "--model", "demo", "-o", ""), "--output"),
         (("convert", "--hf-path", "demo", "--mlx-path", ""), "--mlx-path"),
     ],
 )

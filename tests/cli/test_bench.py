@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -41,14 +42,14 @@ def test_the_table_names_machine_versions_categories_and_decoders(
 
 
 def test_json_has_the_figures_and_neither_prompts_nor_paths(endless: Path, prompts: Path) -> None:
-    result = bench(endless, "--prompts", prompts, *QUICK, "--json", "--decoders", "lookup")
+    result = bench(endless, "--prompts", prompts, *QUICK, "--json", "--decoder", "prompt-lookup")
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     assert report["model"]["name"] == "endless"
-    assert list(report["decoders"]) == ["plain", "lookup"]
+    assert list(report["decoders"]) == ["plain", "prompt-lookup"]
     assert report["baseline"] == "plain"
-    assert report["decoders"]["lookup"]["speedup"] > 0
-    assert report["decoders"]["lookup"]["outputs"]["equal"] == 2
+    assert report["decoders"]["prompt-lookup"]["speedup"] > 0
+    assert report["decoders"]["prompt-lookup"]["outputs"]["equal"] == 2
     assert [prompt["category"] for prompt in report["prompts"]] == ["say", "go on"]
     for secret in ("one two", str(prompts), "my_prompts", str(endless)):
         assert secret not in result.stdout
@@ -77,7 +78,7 @@ def test_a_wrong_output_is_told_and_gets_no_speedup(
     endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(BACKENDS, "liar", liar)
-    result = bench(endless, "--prompts", prompts, *QUICK, "--decoders", "liar,lookup")
+    result = bench(endless, "--prompts", prompts, *QUICK, "--decoder", "liar,prompt-lookup")
     assert result.exit_code == 1
     lines = result.stderr.splitlines()
     assert lines == [
@@ -106,7 +107,7 @@ def test_ctrl_c_shows_what_was_measured(
         return Backend(stream)  # type: ignore[arg-type]
 
     monkeypatch.setitem(BACKENDS, "impatient", impatient)
-    result = bench(endless, "--prompts", prompts, *QUICK, "--decoders", "impatient", "--json")
+    result = bench(endless, "--prompts", prompts, *QUICK, "--decoder", "impatient", "--json")
     assert result.exit_code == 130
     report = json.loads(result.stdout)
     assert list(report["categories"]) == ["say"]
@@ -116,7 +117,7 @@ def test_ctrl_c_shows_what_was_measured(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--decoders", "warp"), "'warp'"),
+        (("--decoder", "warp"), "'warp'"),
         (("--max-tokens", "0"), "--max-tokens is 0"),
         (("--repeats", "0"), "--repeats is 0"),
         (("--limit", "0"), "--limit is 0"),
@@ -156,14 +157,25 @@ def test_references_are_compared_with_every_output(endless: Path, tmp_path: Path
     result = bench(endless, "--prompts", path, "--references", *QUICK, "--json")
     assert result.exit_code == 0, result.stderr
     scores = json.loads(result.stdout)["categories"]["prompts"]["rouge"]
-    assert scores["plain"] == scores["lookup"]
+    assert scores["plain"] == scores["prompt-lookup"]
     assert scores["plain"]["rouge1"] > 0.5
 
 
 def test_a_drafter_of_ones_own_takes_part_alone_and_with_auto(endless: Path, prompts: Path) -> None:
-    own = ("--decoders", "lookup", "--drafter", "mlxspec:PromptLookupDrafter")
+    own = ("--decoder", "prompt-lookup", "--drafter", "mlxspec:PromptLookupDrafter")
     result = bench(endless, "--prompts", prompts, *QUICK, *own, "--json")
     assert result.exit_code == 0, result.stderr
     decoders = json.loads(result.stdout)["decoders"]
-    assert list(decoders) == ["plain", "lookup", "PromptLookupDrafter", "auto+PromptLookupDrafter"]
+    assert list(decoders) == [
+        "plain",
+        "prompt-lookup",
+        "PromptLookupDrafter",
+        "auto+PromptLookupDrafter",
+    ]
     assert all(figures["outputs"]["different"] == 0 for figures in decoders.values())
+
+
+def test_help_names_every_decoder():
+    (own,) = (one for one in bench_command.params if one.name == "decoders")
+    assert isinstance(own, click.Option)
+    assert f"of {', '.join(BACKENDS)}." in str(own.help)

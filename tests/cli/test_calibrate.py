@@ -299,8 +299,8 @@ def test_a_picture_shows_one_curve(
 
 def test_no_model_is_one_line():
     result = calibrate()
-    assert result.exit_code == 1
-    assert result.stderr == ("Error: name a model to measure, or see what is known with --show\n")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("Error: name a MODEL: a directory, ")
 
 
 @pytest.mark.parametrize("arguments", [["no/such/model"], ["--show"]])

@@ -179,7 +179,6 @@ def test_all_options_that_say_what_is_generated_are_those_of_generate():
         "stats",
         "logprobs",
         "quiet",
-        "version",
     }
     assert names[0] - names[1] == own
     assert names[1] - names[0] == {"steps", "skip", "html", "force"}

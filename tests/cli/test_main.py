@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import mlxspec
 from mlxspec.cli.convert import convert_command
 from mlxspec.cli.generate import generate_command
 from mlxspec.cli.main import main
+from mlxspec.cli.options import ARGUMENTS, Argument, Option
+from mlxspec.cli.outcome import run_command
 
 ROOT = Path(mlxspec.__file__).parents[1]
 
@@ -29,8 +32,11 @@ def test_the_command_lists_its_subcommands():
     assert result.exit_code == 0
     assert re.search(r"convert +Convert", result.stdout)
     assert re.search(r"generate +Generate", result.stdout)
-    # At 80 columns every description is there to its end.
-    assert "..." not in result.stdout.partition("Commands:")[2]
+    # Every description is there to its end, and stands in the same column.
+    commands = result.stdout.partition("Generate:")[2]
+    assert "..." not in commands
+    rows = re.findall(r"^  \S+ +", commands, re.MULTILINE)
+    assert len({*map(len, rows)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -42,22 +48,81 @@ def test_a_subcommand_is_the_script_s_command(name: str, command: object):
         assert main.get_command(context, name) is command
 
 
-def test_an_unknown_subcommand_exits_with_2():
-    result = CliRunner().invoke(main, ["genrate"])
-    assert result.exit_code == 2
-    assert "genrate" in result.stderr
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["genrate"], "there is no command 'genrate': did you mean generate? (mlxspec --help)"),
+        (["memory", "shw"], "no command 'shw': did you mean show? (mlxspec memory --help)"),
+        (["zzz"], "there is no command 'zzz' (mlxspec --help)"),
+        (["why is it so?"], "to have it answered, mlxspec generate 'why is it so?' ("),
+        (["a word " * 30], 'mlxspec generate "..." ('),
+        (["generate", "--modl", "x"], "there is no option --modl: did you mean --model? ("),
+        (["generate", "--zzz"], "there is no option --zzz (mlxspec generate --help)"),
+        (["help", "genrate"], "did you mean generate?"),
+        (["help", "generate", "x"], "mlxspec generate has no commands of its own"),
+    ],
+)
+def test_what_is_mistyped_is_guessed(
+    arguments: list[str],
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """In one line on standard error, with status 2."""
+    monkeypatch.setattr(sys, "argv", ["mlxspec", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        run_command(main, "mlxspec")
+    output = capsys.readouterr()
+    assert (ended.value.code, output.out) == (2, "")
+    assert complaint in output.err
+    assert output.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", [main, generate_command])
-def test_version_is_the_package_s(command):
-    result = CliRunner().invoke(command, ["--version"])
-    assert result.stdout.split()[-1] == mlxspec.__version__
+def every_command() -> Iterator[tuple[list[str], click.Command]]:
+    """All commands and theirs, with the words that call them."""
+    with main.make_context("mlxspec", [], resilient_parsing=True) as context:
+        for name in main.list_commands(context):
+            command = main.get_command(context, name)
+            assert command is not None
+            yield [name], command
+            if isinstance(command, click.Group):
+                yield from (([name, own], one) for own, one in command.commands.items())
+
+
+EVERY = [*every_command()]
+
+
+@pytest.mark.parametrize("words", [[], *(words for words, _ in EVERY)], ids=" ".join)
+def test_every_command_has_help_and_version(words: list[str]):
+    version = CliRunner().invoke(main, [*words, "--version"])
+    assert version.stdout.split()[-1] == mlxspec.__version__
+    short, long, about = (
+        CliRunner().invoke(main, arguments, prog_name="mlxspec").stdout
+        for arguments in ([*words, "-h"], [*words, "--help"], ["help", *words])
+    )
+    assert long.startswith(" ".join(["Usage: mlxspec", *words]))
+    assert short == long == about
+
+
+@pytest.mark.parametrize(("words", "command"), EVERY, ids=lambda value: str(value))
+def test_help_has_a_sentence_on_each_argument_and_a_heading_for_each_option(
+    words: list[str], command: click.Command
+):
+    arguments = [one for one in command.params if isinstance(one, click.Argument)]
+    for one in arguments:
+        assert isinstance(one, Argument)
+        assert one.about.partition("  [default: ")[0].endswith(".")
+    own = [one for one in command.params if isinstance(one, Option)]
+    headed = {one.group is not None for one in own if one.group != ARGUMENTS}
+    assert len(headed) < 2  # all have headings, or none
+    assert all(one.help for one in command.params if isinstance(one, click.Option))
 
 
 def test_help_has_the_options_in_groups_and_fits_40_columns():
     result = CliRunner().invoke(generate_command, ["--help"], terminal_width=40)
     headings = [line for line in result.stdout.splitlines() if re.fullmatch(r"\S.*:", line)]
     assert headings == [
+        "Arguments:",
         "Model and prompt:",
         "Chat template:",
         "Drafting:",
@@ -66,7 +131,7 @@ def test_help_has_the_options_in_groups_and_fits_40_columns():
         "Memory:",
         "Form of the output:",
         "Output:",
-        "Other:",
+        "Help:",
     ]
     assert "[PROMPT]" in result.stdout
     for option in generate_command.params:

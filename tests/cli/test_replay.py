@@ -49,7 +49,7 @@ def test_classic_prompt_lookup_has_the_published_tokens_per_step(shared: Path) -
     # Spec-Bench has 1.73 and 1.75 for PLD with Vicuna-7B; the traces are half of its prompts.
     result = replay(
         *(shared / "traces" / "specbench_vicuna7b_greedy.jsonl", "--json"),
-        *("--tokenizer", shared / "tokenizers" / "llama2", "--decoder", "prompt-lookup"),
+        *("--tokenizer", shared / "tokenizers" / "llama2", "--decoder", "spec-bench"),
     )
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["tokens_per_step"] == pytest.approx(1.74, abs=0.03)
@@ -132,7 +132,7 @@ def test_beside_a_page_the_verdict_has_at_most_ten_lines(traces: Path, tmp_path:
     result = replay(traces, "--tokenizer", TOKENIZER, "--html", page)
     first, *chips, last = result.stdout.splitlines()
     assert len(result.stdout.splitlines()) <= 10
-    assert "2 outputs with 48 tokens in 2 sets, 10 decoders" in first
+    assert "2 outputs with 48 tokens in 2 sets, 11 decoders" in first
     labels = [known_chip(name).label for name in chip_names()]
     assert [line.partition(":")[0] for line in chips] == labels
     assert last == f"The tables are in {page}."

@@ -149,7 +149,7 @@ def test_what_cannot_be_served_is_told_in_a_line(endless: Path, tmp_path: Path) 
     assert "--stall is 0" in refused("--stall", 0).stderr
     assert "without a port" in refused("--allowed-host", "mac:8080").stderr
     twice = ("--model", endless, "--model", endless, *PLAIN, "--port", 0)
-    assert "names one model twice" in refused(*twice).stderr
+    assert f"{endless} is named twice" in refused(*twice).stderr
 
 
 def test_a_chat_says_what_is_wrong_with_the_server(endless: Path) -> None:

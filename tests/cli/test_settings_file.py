@@ -106,6 +106,14 @@ def test_a_list_is_merged_by_names() -> None:
     ]
 
 
+def test_an_entry_of_a_list_may_have_nothing_in_it() -> None:
+    """Whose indentation ruamel.yaml's guess does not survive."""
+    text = "# Mine.\nothers:\n  -\n"
+    new = merged("x.yaml", text, model="a")
+    assert yaml.safe_load(new) == {"others": [None], "model": "a"}
+    assert new.startswith("# Mine.\n")
+
+
 def test_none_takes_a_setting_away_and_defaults_give_way() -> None:
     file = SettingsFile(
         Path("x.json"), {"a": {"key": None, "b": 1}}, {"name": "new", "schema": "v1"}

@@ -308,8 +308,8 @@ def test_a_tokenizer_with_more_pieces_than_embeddings_is_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "either --torch-path or --hf-path"),
-        ({"torch_path": "a", "hf_path": "b"}, "either --torch-path or --hf-path"),
+        ({}, "name one checkpoint: MODEL, --torch-path or --hf-path"),
+        ({"torch_path": "a", "hf_path": "b"}, "name one checkpoint: MODEL"),
         ({"torch_path": "a", "q_bits": 4}, "--q-bits 4: takes effect with -q only"),
         ({"torch_path": "a", "q_group_size": 64}, "--q-group-size 64: takes effect with -q"),
         ({"torch_path": "a", "q_mode": "affine"}, "--q-mode affine: takes effect with -q"),

@@ -56,8 +56,8 @@ def test_every_backend_gives_the_same_sample_but_mlx_lm(endless: tuple) -> None:
 
 
 def test_lookup_s_steps_are_reported(endless: tuple) -> None:
-    (measured,) = measurement(endless, "plain", "lookup").measure([QUESTION])
-    plain, lookup = (measured.runs[name][0].stats for name in ("plain", "lookup"))
+    (measured,) = measurement(endless, "plain", "prompt-lookup").measure([QUESTION])
+    plain, lookup = (measured.runs[name][0].stats for name in ("plain", "prompt-lookup"))
     assert plain is not None
     assert plain.tokens_per_step == 1
     assert lookup is not None
@@ -168,9 +168,9 @@ def test_a_conversation_that_the_template_refuses_is_an_error(endless: tuple) ->
 
 
 def test_an_unknown_backend_is_named_with_the_known_ones() -> None:
-    assert list(chosen_backends(" lookup,plain")) == ["plain", "lookup"]
-    with pytest.raises(OptionError, match="'warp': choose among plain, mlx-lm, lookup"):
-        chosen_backends("lookup,warp")
+    assert list(chosen_backends(" prompt-lookup,plain")) == ["plain", "prompt-lookup"]
+    with pytest.raises(OptionError, match="'warp': choose among plain, mlx-lm, prompt-lookup"):
+        chosen_backends("prompt-lookup,warp")
 
 
 class FlatCosts(LiveCosts):

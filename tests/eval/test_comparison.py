@@ -2,6 +2,7 @@
 
 import pytest
 
+from mlxspec.errors import OptionError
 from mlxspec.eval.comparison import chosen_policies, compare
 from mlxspec.eval.traces import Completion
 from mlxspec.plan.cost_curve import CostCurve
@@ -28,3 +29,12 @@ def test_what_knows_no_costs_is_replayed_once_for_all_chips() -> None:
     assert {chip: list(by_name) for chip, by_name in reports.items()} == {
         chip: ["prompt-lookup", "auto"] for chip in CURVES
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("plain", "leave it out"), ("lookahead", "mlxspec bench"), ("warp", "choose among auto, ")],
+)
+def test_what_is_not_replayed_is_told_why(name: str, reason: str) -> None:
+    with pytest.raises(OptionError, match=f"no decoder is replayed as '{name}': .*{reason}"):
+        chosen_policies(name)

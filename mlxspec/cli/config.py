@@ -1,0 +1,200 @@
+"""``mlxspec config``: a default model, aliases of models, and defaults of options."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+from rich.table import Table
+
+from ..errors import MlxspecError, OptionError
+from ..loading.model_files import DEMO, is_repository_name, local_path
+from ..loading.other_models import hub_repository, instead_of
+from ..terminal import one_line
+from .model_choice import default_model, known_names
+from .options import SETTINGS, Group, argument
+from .outcome import reported, say
+from .output import output_console
+from .settings_file import SettingsFile
+from .user_config import (
+    ALIAS,
+    ALIAS_PREFIX,
+    ENVIRONMENT_VARIABLE,
+    KEYS,
+    KNOWN,
+    MODEL,
+    UserConfig,
+    check_alias,
+    check_value,
+    load_config,
+)
+
+EPILOG = f"""\b
+What can be set:
+{chr(10).join(f"  {name:<14} {key.about}" for name, key in KEYS.items())}
+  alias.NAME     the model that NAME stands for, wherever a MODEL is named
+
+\b
+Examples:
+  mlxspec config
+  mlxspec config set model mlx-community/Mistral-7B-Instruct-v0.3-4bit
+  mlxspec config set alias.fast mlx-community/Qwen3-4B-Instruct-2507-4bit
+  mlxspec generate --model fast --prompt "Name a river."
+  mlxspec config unset max-tokens
+
+The model without --model: what MLXSPEC_MODEL names, or the one that is set here, or the directory
+mlx_model, or else demo. Options on a command line go before all that is set. An alias goes before a
+directory of its name; ./NAME is the directory.
+
+The file is config.toml in the user's configuration directory, or in the one that
+{ENVIRONMENT_VARIABLE} names. It may be edited; comments stay.
+"""
+
+
+def _complete_key(ctx: click.Context, param: Any, incomplete: str) -> list[str]:
+    keys = [*KEYS, ALIAS_PREFIX]
+    if ctx.info_name != "set":
+        try:
+            keys = [*load_config().entries()]
+        except MlxspecError:
+            return []
+    return [key for key in keys if key.startswith(incomplete)]
+
+
+def _complete_value(ctx: click.Context, param: Any, incomplete: str) -> list[CompletionItem]:
+    key = ctx.params.get("key") or ""
+    if key != MODEL and not key.startswith(ALIAS_PREFIX):
+        return []
+    return [CompletionItem(name) for name in known_names() if name.startswith(incomplete)]
+
+
+_key = argument("key", f"One of {KNOWN}.", shell_complete=_complete_key)
+
+
+@click.group(
+    "config",
+    cls=Group,
+    invoke_without_command=True,
+    short_help="Set a default model, aliases, defaults of options.",
+    epilog=EPILOG,
+    context_settings=SETTINGS,
+)
+@click.pass_context
+def config_command(ctx: click.Context) -> None:
+    """Show or change what is set for all commands: a default model, aliases, and more.
+
+    Without a command all that is set is shown, and where.
+    """
+    if ctx.invoked_subcommand is None:
+        with reported():
+            _show(load_config())
+
+
+# A value may begin with a dash, as -1 does.
+@config_command.command("set", context_settings={**SETTINGS, "ignore_unknown_options": True})
+@_key
+@argument("value", "Its value.", shell_complete=_complete_value)
+def set_command(key: str, value: str) -> None:
+    """Set KEY to VALUE."""
+    config, key = load_config(), _spelled(key)
+    if key.startswith(ALIAS_PREFIX):
+        name = key.removeprefix(ALIAS_PREFIX)
+        model = value if value in config.aliases else _model(value)
+        aliases = {name: model, **config.aliases} | {name: model}  # the new one is checked first
+        for one, stands_for in aliases.items():
+            check_alias(one, stands_for, aliases)
+        _write(config, {ALIAS: {name: model}})
+        say(f"{name} stands for {model}.")
+        return
+    read = _value(key, value)
+    if key == MODEL and read not in config.aliases:
+        read = _model(value)
+    check_value(key, read)
+    _write(config, {key: read})
+    say(f"{key} is {read}.")
+
+
+@config_command.command("get", context_settings=SETTINGS)
+@_key
+def get_command(key: str) -> None:
+    """Print the value of KEY; the exit status is 1 where it is not set."""
+    key = _spelled(key)
+    entries = load_config().entries()
+    if key not in entries:
+        raise OptionError(f"{key} is not set: mlxspec config set {key} VALUE sets it")
+    click.echo(one_line(entries[key]))
+
+
+@config_command.command("unset", context_settings=SETTINGS)
+@_key
+def unset_command(key: str) -> None:
+    """Take KEY out of the file."""
+    config, key = load_config(), _spelled(key)
+    if key not in config.entries():
+        say(f"{key} was not set.")
+        return
+    table, _, name = key.partition(".")
+    _write(config, {table: {name: None}} if name else {key: None})
+    say(f"{key} is no longer set.")
+
+
+def _show(config: UserConfig) -> None:
+    entries = config.entries()
+    there = "" if config.path.exists() else " (not there yet)"
+    console = output_console()
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column()
+    rows.add_column(overflow="fold")
+    rows.add_row("file", f"{one_line(config.path)}{there}")
+    for key, value in entries.items():
+        rows.add_row(key, one_line(value))
+    console.print(rows)
+    if not entries:
+        console.print("Nothing is set. 'mlxspec config --help' says what can be.")
+    default = default_model()
+    answers = f"{one_line(default.name)}, named by {default.source}," if default else "demo"
+    console.print(f"Without --model {answers} answers.")
+
+
+def _spelled(key: str) -> str:
+    """The name of a setting, of one in which words are joined otherwise, too.
+
+    Raises:
+        OptionError: there is none of that name.
+    """
+    if key.startswith(ALIAS_PREFIX):
+        return key
+    spelled = key.replace("_", "-")
+    if spelled not in KEYS:
+        raise OptionError(f"there is no setting {key!r}: there are {KNOWN}")
+    return spelled
+
+
+def _value(key: str, text: str) -> Any:
+    try:
+        return KEYS[key].of_text(text)
+    except ValueError:
+        raise OptionError(f"{key} is {text!r}: give {KEYS[key].must_be}") from None
+
+
+def _model(name: str) -> str:
+    """A model's name that is right in every directory.
+
+    Raises:
+        OptionError: there can be no such model.
+    """
+    directory = local_path(name)
+    if name != DEMO and directory.is_dir():
+        return os.path.abspath(directory)
+    if name != DEMO and not is_repository_name(hub_repository(name)[0]):
+        raise OptionError(f"{name}: {instead_of(name, 'directory')}")
+    return name
+
+
+def _write(config: UserConfig, settings: dict[str, Any]) -> None:
+    file = SettingsFile(Path(config.path), settings)
+    text = file.read()
+    file.write(file.text() if text is None else file.merged(text))

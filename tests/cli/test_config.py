@@ -1,0 +1,173 @@
+"""``mlxspec config``, and what the other commands make of it."""
+
+import json
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mlxspec.cli.main import main
+
+REPOSITORY = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [*map(str, arguments)], prog_name="mlxspec")
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's file, which is not there yet; the working directory is empty."""
+    monkeypatch.setenv("MLXSPEC_CONFIG_DIR", str(tmp_path / "config"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "config" / "config.toml"
+
+
+def test_what_is_set_is_shown_and_can_be_taken_out_again(file: Path):
+    assert f"{file} (not there yet)" in run("config").stdout
+    for key, value in (
+        ("model", REPOSITORY),
+        ("max_tokens", "20"),
+        ("temp", "0.5"),
+        ("system-prompt", "- Be brief"),
+        ("alias.fast", "demo"),
+        ("alias.qwen2.5", "mlx-community/Qwen2.5"),
+    ):
+        done = run("config", "set", key, value)
+        assert (done.exit_code, done.stderr) == (0, "")
+    assert tomllib.loads(file.read_text()) == {
+        "model": REPOSITORY,
+        "max-tokens": 20,
+        "temp": 0.5,
+        "system-prompt": "- Be brief",
+        "alias": {"fast": "demo", "qwen2.5": "mlx-community/Qwen2.5"},
+    }
+    shown = run("config").stdout.splitlines()
+    assert shown[0].split() == ["file", str(file)]
+    assert [line.split()[0] for line in shown[1:-1]] == [
+        *("model", "max-tokens", "temp", "system-prompt", "alias.fast", "alias.qwen2.5")
+    ]
+    assert shown[-1] == f"Without --model {REPOSITORY}, named by 'mlxspec config', answers."
+    assert run("config", "get", "alias.fast").stdout == "demo\n"
+    assert run("config", "set", "alias.page", "https://huggingface.co/owner/name").exit_code == 0
+    assert run("config", "unset", "alias.fast").exit_code == 0
+    assert "alias.fast" not in run("config").stdout
+    got = run("config", "get", "alias.fast")
+    assert (got.exit_code, got.stdout) == (1, "")
+    assert "alias.fast is not set" in got.stderr
+
+
+def test_comments_stay_and_a_directory_is_found_from_everywhere(file: Path, tmp_path: Path):
+    file.parent.mkdir()
+    file.write_text("# Mine.\ntemp = 1.0  # warm\n")
+    Path("own").mkdir()
+    assert run("config", "set", "model", "own").exit_code == 0
+    assert file.read_text() == (
+        f'# Mine.\ntemp = 1.0  # warm\nmodel = "{tmp_path / "work" / "own"}"\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("set", "modle", "x"), "there is no setting 'modle': there are model, max-tokens,"),
+        (("get", "alias"), "there is no setting 'alias'"),
+        (("set", "model", "nothing"), "nothing: no such directory"),
+        (("set", "model", " "), " : no such directory"),
+        (("set", "max-tokens", "many"), "max-tokens is 'many': give a whole number from 1 on"),
+        (("set", "max-tokens", "0"), "max-tokens is 0: give a whole number from 1 on"),
+        (("set", "temp", "-1"), "temp is -1.0: give a number from 0 on"),
+        (("set", "temp", "nan"), "temp is nan: give a number from 0 on"),
+        (("set", "system-prompt", ""), "system-prompt is '': give a text"),
+        (("set", "alias.demo", REPOSITORY), "alias.demo: an alias has letters"),
+        (("set", "alias.a/b", REPOSITORY), "alias.a/b: an alias has letters"),
+        (("set", "alias.", REPOSITORY), "alias.: an alias has letters"),
+        (("set", "alias.b", "a"), "alias.b is 'a', an alias itself"),
+    ],
+)
+def test_what_cannot_be_set_is_one_line(arguments: tuple[str, ...], told: str, file: Path):
+    run("config", "set", "alias.a", "demo")
+    before = file.read_text()
+    result = run("config", *arguments)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("Error: ")
+    assert told.strip() in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert file.read_text() == before
+
+
+def test_an_alias_of_another_one_cannot_come_about():
+    run("config", "set", "alias.a", "owner/model")
+    run("config", "set", "alias.b", REPOSITORY)
+    Path("b").mkdir()
+    refused = run("config", "set", "alias.c", "b")
+    assert "alias.c is 'b', an alias itself" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"model = \n", "is no TOML"),
+        (b"\xff\xfe", "is no TOML"),
+        (b"[[" * 100_000, "is no TOML"),
+        (b"modle = 'x'\n", "there is no setting 'modle'"),
+        (b"model = 5\n", "model is 5: give a model"),
+        (b"max-tokens = true\n", "max-tokens is True: give a whole number"),
+        (b"alias = 'x'\n", "alias is 'x': it is a table"),
+        (b"[alias]\nfast = 1\n", "alias.fast is 1: give a model"),
+        (b"[alias]\na = 'b'\nb = 'a'\n", "alias.a is 'b', an alias itself"),
+    ],
+)
+def test_a_broken_file_is_one_line_that_names_it(content: bytes, told: str, file: Path):
+    file.parent.mkdir()
+    file.write_bytes(content)
+    for arguments in (
+        ("config",),
+        ("config", "set", "temp", "1"),
+        ("generate", "--prompt", "a"),
+        ("generate", "--model", "demo", "--prompt", "a"),
+        ("inspect", "demo"),
+    ):
+        result = run(*arguments)
+        message = result.stderr or str(result.exception)  # a type's, which run_command tells
+        assert result.exit_code == 1
+        assert str(file) in message
+        assert told in message
+    assert file.read_bytes() == content
+    assert run("generate", "--help").exit_code == 0
+
+
+def test_a_file_that_cannot_be_read_or_is_none(file: Path):
+    file.mkdir(parents=True)
+    assert f"{file}: no regular file" in run("config").stderr
+    file.rmdir()
+    os.mkfifo(file)
+    assert f"{file}: no regular file" in run("config").stderr
+
+
+def generated(*options: object) -> dict:
+    result = run("generate", "--prompt", "Say a b c.", "--json", *options)
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout) | {"told": result.stderr}
+
+
+def test_defaults_of_options_are_what_is_set(endless: Path):
+    run("config", "set", "max-tokens", "3")
+    run("config", "set", "model", endless)
+    assert len(generated()["tokens"]) == 3
+    assert len(generated("--max-tokens", 5)["tokens"]) == 5
+    assert "[default: 3]" in run("generate", "--help").stdout
+    assert "[default: 250]" in run("bench", "--help").stdout  # a measurement stays the same
+    # Greedy, the model says one thing; at a great temperature anything.
+    greedy = generated("--max-tokens", 40, "--seed", 1)
+    run("config", "set", "temp", "1000")
+    assert generated("--max-tokens", 40, "--seed", 1)["text"] != greedy["text"]
+
+
+def test_a_system_prompt_that_is_set_is_that_of_chat():
+    assert "Briefly." not in run("chat", "--help").stdout
+    run("config", "set", "system-prompt", "Briefly.")
+    assert "[default: Briefly.]" in " ".join(run("chat", "--help").stdout.split())

@@ -1,0 +1,140 @@
+"""How a model is named: by its place or an option, by an alias, or by default."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mlxspec.cli.main import main
+from mlxspec.cli.model_choice import model_or_default
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [*map(str, arguments)], prog_name="mlxspec")
+
+
+@pytest.fixture(autouse=True)
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory; nothing is set."""
+    monkeypatch.setenv("MLXSPEC_CONFIG_DIR", str(tmp_path / "config"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"
+
+
+def test_the_first_that_names_a_model_decides(work: Path, monkeypatch: pytest.MonkeyPatch):
+    """Option, environment, configuration, directory, demo."""
+    found = [model_or_default(None)]
+    (work / "mlx_model").mkdir()
+    found.append(model_or_default(None))
+    run("config", "set", "model", "owner/configured")
+    found.append(model_or_default(None))
+    monkeypatch.setenv("MLXSPEC_MODEL", "owner/named")
+    found.append(model_or_default(None))
+    found.append(model_or_default("owner/asked"))
+    assert found == ["demo", "mlx_model", "owner/configured", "owner/named", "owner/asked"]
+    monkeypatch.setenv("MLXSPEC_MODEL", "")
+    assert model_or_default(None) == "owner/configured"
+
+
+def test_aliases_serve_in_the_environment_and_in_the_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    run("config", "set", "alias.fast", "owner/fast")
+    run("config", "set", "model", "fast")
+    assert model_or_default(None) == "owner/fast"
+    run("config", "set", "alias.slow", "owner/slow")
+    monkeypatch.setenv("MLXSPEC_MODEL", "slow")
+    assert model_or_default(None) == "owner/slow"
+
+
+def test_who_answers_is_told_where_another_might_be_expected(work: Path, endless: Path):
+    prompt = ("generate", "--prompt", "a", "--max-tokens", 1, "--json")
+    assert "the bundled demo model answers" in run(*prompt).stderr
+    run("config", "set", "model", endless)
+    assert run(*prompt).stderr == ""
+    (work / "mlx_model").symlink_to(endless)
+    assert run(*prompt).stderr == ""  # it is the same one
+    (work / "mlx_model").unlink()
+    (work / "mlx_model").mkdir()
+    expected = f"{endless} answers, named by 'mlxspec config'; the model here is --model mlx_model"
+    assert expected in " ".join(run(*prompt).stderr.split())
+    assert run(*prompt, "-m", endless).stderr == ""
+
+
+@pytest.mark.parametrize("how", [("{}",), ("-m", "{}"), ("--model", "{}"), ("{}", "-m", "{}")])
+def test_inspect_takes_a_model_in_every_way(how: tuple[str, ...], endless: Path):
+    given = [word.format(endless) for word in how]
+    report = run("inspect", *given, "--json")
+    assert json.loads(report.stdout)["type"] == "llama"
+
+
+def test_a_default_that_is_no_model_is_told_with_who_names_it(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (work / "own").mkdir()
+    run("config", "set", "model", "own")
+    (work / "own").rmdir()
+    prompt = ("generate", "--prompt", "a")
+    assert f"'mlxspec config' names the model {work / 'own'}: there is no" in run(*prompt).stderr
+    monkeypatch.setenv("MLXSPEC_MODEL", "nothing")
+    result = run(*prompt)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: MLXSPEC_MODEL names the model nothing: there is no")
+
+
+def test_two_different_models_are_a_wrong_use(endless: Path):
+    result = run("inspect", "demo", "--model", endless)
+    assert result.exit_code == 2
+    assert f"MODEL is demo, and --model {endless}: give one of them" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["bench", "inspect", "calibrate"])
+def test_what_looks_at_a_model_does_not_take_the_demo_for_one(command: str):
+    result = run(command)
+    assert result.exit_code == 2
+    assert "name a MODEL: " in result.stderr
+    assert "'mlxspec models'" in result.stderr
+
+
+def test_inspect_takes_the_default(endless: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MLXSPEC_MODEL", str(endless))
+    assert run("inspect").stdout.splitlines()[0] == str(endless)
+
+
+def test_an_alias_is_a_model_wherever_one_is_named(endless: Path, tmp_path: Path):
+    run("config", "set", "alias.fast", endless)
+    generated = run("generate", "-m", "fast", "--prompt", "a", "--max-tokens", 1, "--json")
+    assert json.loads(generated.stdout)["model"] == str(endless)
+    assert run("inspect", "fast").stdout.splitlines()[0] == str(endless)
+    text = tmp_path / "text.txt"
+    text.write_text("one two three")
+    stored = run("store", "build", text, "-m", "fast", "-o", tmp_path / "a.store")
+    assert stored.exit_code == 0, stored.stderr
+    refused = run("serve", "fast", "--model", "fast", "--port", 0, "--decoder", "plain")
+    assert f"{endless} is named twice" in refused.stderr
+
+
+def test_an_alias_goes_before_a_directory_of_its_name(work: Path, endless: Path):
+    run("config", "set", "alias.here", endless)
+    (work / "here").mkdir()
+    result = run("inspect", "here")
+    assert result.stdout.splitlines()[0] == str(endless)
+    assert f"here is an alias of {endless}; the directory here is ./here" in result.stderr
+    assert "here: no config.json" in run("inspect", "./here").stderr
+
+
+def test_convert_tells_checkpoints_apart(tmp_path: Path):
+    """The complaints are about the files that each kind has."""
+    original = tmp_path / "original"
+    original.mkdir()
+    (original / "params.json").write_text("{}")
+    other = tmp_path / "other"
+    other.mkdir()
+    complaints = [run("convert", model).stderr for model in (original, other)]
+    assert "config.json" not in complaints[0]
+    assert "config.json" in complaints[1]
+    both = run("convert", other, "--hf-path", other)
+    assert both.exit_code == 2
+    assert f"{other} and --hf-path are given together" in both.stderr

@@ -1,0 +1,110 @@
+"""``mlxspec models``: what is on this machine."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mlxspec.cli.main import main
+from mlxspec.engine import device_memory
+from mlxspec.loading import on_machine
+from mlxspec.loading.model_files import DEMO_DIRECTORY
+
+
+def run(*arguments: object) -> Result:
+    result = CliRunner().invoke(main, [*map(str, arguments)], prog_name="mlxspec")
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """The Hub's cache, which is empty; nothing is set or known."""
+    repositories: dict[str, Path] = {}
+    monkeypatch.setattr(on_machine, "cached_repositories", lambda: iter(repositories.items()))
+    for kind in ("CONFIG", "CACHE"):
+        monkeypatch.setenv(f"MLXSPEC_{kind}_DIR", str(tmp_path / kind))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return repositories
+
+
+def listed() -> dict[str, dict]:
+    return {one["name"]: one for one in json.loads(run("models", "--json").stdout)["models"]}
+
+
+def test_without_other_models_the_next_step_is_told():
+    shown = run("models").stdout
+    assert "demo" in shown
+    assert "mlxspec chat mlx-community/" in shown
+
+
+def test_what_is_told_of_a_model(cache: dict[str, Path], endless: Path, tmp_path: Path):
+    cache["owner/model"] = DEMO_DIRECTORY
+    broken = cache["owner/other-GGUF"] = tmp_path / "gguf"
+    broken.mkdir()
+    (broken / "model.gguf").write_bytes(b"x")
+    run("config", "set", "alias.fast", "owner/model")
+    run("config", "set", "alias.mine", endless)
+    run("config", "set", "model", "fast")
+    models = listed()
+    assert list(models) == ["owner/model", "owner/other-GGUF", str(endless), "demo"]
+    first = models["owner/model"]
+    assert (first["default"], first["aliases"], first["usable"]) == (True, ["fast"], True)
+    assert (first["weights"], first["fits"], first["measured"]) == ("bf16", True, False)
+    assert models[str(endless)]["aliases"] == ["mine"]
+    other = models["owner/other-GGUF"]
+    assert (other["usable"], other["fits"], other["memory_bytes"]) == (False, False, None)
+    assert "GGUF" in other["reason"]
+
+    shown = run("models").stdout
+    table, _, others = shown.partition("Not to be run as they are")
+    assert "owner/model" in table
+    assert "GGUF" not in table
+    assert "owner/other-GGUF, 1 byte: GGUF, for llama.cpp; convert" in others
+    assert "mlxspec chat" not in shown
+
+
+def test_the_model_of_the_working_directory_is_listed_once(cache: dict[str, Path], endless: Path):
+    Path("mlx_model").symlink_to(endless)
+    assert list(listed()) == ["mlx_model", "demo"]
+    assert listed()["mlx_model"]["default"]
+    cache["owner/same"] = endless
+    assert list(listed()) == ["owner/same", "demo"]
+
+
+def test_a_model_fits_if_a_tenth_more_than_its_weights_is_there(monkeypatch: pytest.MonkeyPatch):
+    needed = listed()["demo"]["memory_bytes"]
+    demo = on_machine.model_files(DEMO_DIRECTORY)
+    assert needed == 2 * demo.weight_bytes  # bf16 becomes float32 on a CPU
+    fits = []
+    for memory in (needed * 1.09, needed * 1.11):
+        monkeypatch.setattr(device_memory, "whole_memory", lambda memory=memory: int(memory))
+        fits.append(listed()["demo"]["fits"])
+    assert fits == [False, True]
+
+
+def test_costs_are_known_once_they_are_measured(endless: Path):
+    Path("mlx_model").symlink_to(endless)
+    run("generate", "--prompt", "a", "--max-tokens", 2)
+    models = listed()
+    assert models["mlx_model"]["measured"]
+    assert not models["demo"]["measured"]  # another architecture
+
+
+def test_a_default_that_is_none_is_told_and_the_others_are_listed(monkeypatch):
+    monkeypatch.setenv("MLXSPEC_MODEL", "nothing")
+    result = run("models")
+    assert "MLXSPEC_MODEL names the model nothing" in result.stderr
+    assert "demo" in result.stdout
+    assert "without --model" not in result.stdout
+
+
+@pytest.mark.parametrize("columns", [40, 80, 160])
+def test_it_fits_the_terminal(columns: int, cache: dict[str, Path], monkeypatch):
+    cache["mlx-community/Mistral-7B-Instruct-v0.3-4bit"] = DEMO_DIRECTORY
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = run("models").stdout
+    assert max(map(len, shown.splitlines())) <= columns
+    assert ("mlx-community/Mistral-7B-Instruct-v0.3-4bit" in shown) == (columns > 40)
