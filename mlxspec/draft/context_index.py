@@ -24,7 +24,7 @@ class ContextIndex:
     def __init__(self) -> None:
         self._building: Future[SuffixIndex] | None = None
         self._prompt: array[int] = array("i")
-        self._prompt_end = 0
+        self.output_start = 0
         """Where in the index's text the prompt ends and the output begins."""
         self.conversation_end = 0
         """Behind the last abandoned turn: what stands before is the conversation's, if not the
@@ -39,7 +39,7 @@ class ContextIndex:
     @property
     def output(self) -> Sequence[int]:
         """What was added since the prompt."""
-        return self.index.tokens[self._prompt_end :]
+        return self.index.tokens[self.output_start :]
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start the index of a context that begins with ``prompt``."""
@@ -50,11 +50,11 @@ class ContextIndex:
             index, added = kept
             if added and added[0] == SEPARATOR:
                 self.conversation_end = len(index) + 1
-            self._prompt_end = len(index) + len(added)
+            self.output_start = len(index) + len(added)
             self._run(lambda: _extended(index, added))
         else:
             self.conversation_end = 0
-            self._prompt_end = len(tokens)
+            self.output_start = len(tokens)
             self._run(lambda: SuffixIndex(tokens))
 
     def _continued(self, prompt: array[int]) -> tuple[SuffixIndex, array[int]] | None:

@@ -13,6 +13,7 @@ from ..draft.suffix_index import SuffixIndex
 from ..memory.memory import MAX_TOKENS
 from ..plan.cost_curve import CostCurve, FixedCosts
 from ..plan.drafter_source import DrafterSource
+from ..plan.experience import Experience
 from ..plan.p_accept import AcceptanceModel
 from ..plan.planner import Planner, Source
 from ..plan.policy import Winnings, trees_pay
@@ -322,6 +323,7 @@ class Task:
         memory: of the completions so far, if the policy has one.
         remember: adds this output to it.
         winnings: of the completions so far, if the policy knows them.
+        experience: what the completions so far have taught, likewise.
     """
 
     output: Sequence[int]
@@ -330,6 +332,7 @@ class Task:
     memory: Earlier | None = None
     remember: OnOutput | None = None
     winnings: Winnings | None = None
+    experience: Experience | None = None
 
 
 @dataclass(frozen=True)
@@ -356,6 +359,7 @@ def _planned(task: Task, *others: Source) -> Planner:
         earlier=[task.memory] if task.memory else [],
         on_output=task.remember,
         token_classes=task.classes,
+        experience=task.experience,
     )
     return Planner(
         FixedCosts(task.curve),

@@ -26,6 +26,7 @@ from ..memory.memory import MAX_TOKENS, Memory
 from ..memory.tokenizer_identity import TokenizerIdentity, identify
 from ..plan.cost_curve import Costs, FixedCosts
 from ..plan.drafter_source import DrafterSource
+from ..plan.experience import Experience
 from ..plan.lookahead_source import LookaheadKnowledge, LookaheadSource
 from ..plan.planner import Planner, Source
 from ..plan.policy import Winnings, trees_pay
@@ -128,6 +129,10 @@ class AutoDecoder(_PlannedDecoder):
     def _token_classes(self) -> bytes:
         return vocabulary_classes(self.tokenizer)
 
+    @cached_property
+    def _experience(self) -> Experience:
+        return Experience()
+
     def new_drafter(self, session: Session | None, others: Sequence[Source] = ()) -> Drafter:
         """Look-ups, the extra drafter and other sources."""
         extra = self._extra() if self._extra else None
@@ -156,6 +161,7 @@ class AutoDecoder(_PlannedDecoder):
             on_output=self._remember,
             token_classes=self._token_classes,
             context=session.index if session else None,
+            experience=self._experience,
         )
         branching = trees_pay(self.costs.curve) and self.capability is Capability.TREE
         return self._plan([suffixes, *others], branching=branching, costs=costs)

@@ -11,6 +11,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from ..draft.suffix_index import Continuation
+from .experience import Corrections, probability
 
 
 class TokenClass(IntEnum):
@@ -71,7 +72,23 @@ _RECENT_RATE = 0.1
 _AVERAGE_RATE = 0.03
 _FIRST_AVERAGE = 0.3
 _USUAL_AGE = 8192  # tokens; how far back an occurrence in earlier texts counts as
-_EXPERIENCE_RATE = 0.2
+
+# The features that experience corrects are numbered: the values of each begin behind those of the
+# one before.
+_FORMS = 3  # of a continuation: without a competitor, the best of several, one of the others
+_LONGEST_RUN = 10  # as a power of two
+_N_LENGTHS, _N_DEPTHS = 11, 8
+_MOST_AGREEING = 4
+_NO_GAP = 5
+_RUN = 0
+_LAST_HITS = _RUN + 2 * (_LONGEST_RUN + 1)
+_CLASSES = _LAST_HITS + 2**3
+_LENGTH_AT_DEPTH = _CLASSES + len(TokenClass) ** 2
+_LENGTH = _LENGTH_AT_DEPTH + _N_LENGTHS * _N_DEPTHS
+_AGREEING = _LENGTH + _FORMS * _N_LENGTHS
+_GAP = _AGREEING + _FORMS * (_MOST_AGREEING + 1)
+_IN_PROMPT = _GAP + _NO_GAP + 1
+_TOKEN = _IN_PROMPT + _FORMS * 2
 
 
 class Estimate(NamedTuple):
@@ -82,30 +99,15 @@ class Estimate(NamedTuple):
             better-ranked continuations are not.
         kind: the index of the bias of its rank and origin.
         length_class: the index of the bias of its match length.
+        logit: of p_accept, without the corrections of experience.
+        features: which of these it has.
     """
 
     p_accept: float
     kind: int
     length_class: int
-
-
-class Experience:
-    """How often the continuations of some texts were right in earlier generations.
-
-    Attributes:
-        average: the share that was right.
-        kind_biases: as they were at the end of a generation, on average.
-    """
-
-    def __init__(self) -> None:
-        self.average = _FIRST_AVERAGE
-        self.kind_biases = [0.0] * 4
-
-    def take(self, average: float, kind_biases: Sequence[float]) -> None:
-        """Learn from a generation that has ended."""
-        self.average += _EXPERIENCE_RATE * (average - self.average)
-        for kind, bias in enumerate(kind_biases):
-            self.kind_biases[kind] += _EXPERIENCE_RATE * (bias - self.kind_biases[kind])
+    logit: float
+    features: tuple[int, ...]
 
 
 class AcceptanceModel:
@@ -119,36 +121,38 @@ class AcceptanceModel:
 
     Args:
         classes: per token id its :class:`TokenClass`; tokens beyond its end are UNKNOWN.
-        experience: of earlier texts, which this model is for; each generation begins with it and
-            adds to it. None for the context, whose beginning tells nothing of its end.
+        earlier: whether the texts are earlier ones, and not the context.
     """
 
-    def __init__(self, classes: bytes = b"", *, experience: Experience | None = None) -> None:
+    def __init__(self, classes: bytes = b"", *, earlier: bool = False) -> None:
         self._classes = classes
-        self._experience = experience
+        self._earlier = earlier
         self._unanimous, self._divided, self._lower_ranked = _weights()
         self.begin()
 
-    def begin(self, conversation_end: int = 0) -> None:
-        """Start a generation, with nothing learned but experience.
+    def begin(
+        self,
+        corrections: Sequence[Corrections] = (),
+        output_start: int = 0,
+        conversation_end: int = 0,
+    ) -> None:
+        """Start a generation.
 
         Args:
+            corrections: what earlier generations have taught; all of them learn, and the first
+                ones are followed. By default there are some for this generation alone.
+            output_start: where in the index's text the output begins.
             conversation_end: what stands before it in the index is the conversation's, but not
                 the context's.
         """
+        self._corrections = corrections or [Corrections()]
+        self._output_start = output_start
         self._conversation_end = conversation_end
         self._recent = self._average = _FIRST_AVERAGE
         self._kind_biases = [0.0] * 4
         self._length_biases = [*_FIRST_LENGTH_BIASES]
-        self._learned = False
-        if self._experience:
-            self._recent = self._average = self._experience.average
-            self._kind_biases = [*self._experience.kind_biases]
-
-    def end(self) -> None:
-        """End a generation: what was learned becomes experience."""
-        if self._experience and self._learned:
-            self._experience.take(self._recent, self._kind_biases)
+        self._run = 0  # tokens in a row whose best continuation was right
+        self._last_hits = 0  # of the last three tokens, the newest as the lowest bit
 
     def refresh(self) -> None:
         """Take into account what was learned in the last step; call it once a step."""
@@ -172,6 +176,12 @@ class AcceptanceModel:
         """
         class_before = self._class_of(before)
         occurrences = sum(len(continuation.occurrences) for continuation in found)
+        correct = self._corrections[0].logit
+        depth_class = _DEPTH_CLASSES[min(depth, _MAX_LENGTH)]
+        run_length = min((self._run + depth).bit_length(), _LONGEST_RUN)
+        run = _RUN + 2 * run_length + (depth > 0)
+        last_hits = _LAST_HITS + self._last_hits
+        classes = _CLASSES + len(TokenClass) * class_before
         estimates = []
         for rank, continuation in enumerate(found[:limit]):
             length = min(continuation.length + depth, _MAX_LENGTH)
@@ -181,7 +191,7 @@ class AcceptanceModel:
                 z = weights.by_rank[min(rank, 4)]
             elif len(found) > 1:
                 weights = self._divided
-                gap = min(continuation.length - found[1].length, 4)
+                gap = min(continuation.length - found[1].length, _NO_GAP - 1)
                 z = weights.by_gap[gap]
             else:
                 weights = self._unanimous
@@ -190,20 +200,36 @@ class AcceptanceModel:
             z += weights.share * agreeing / occurrences
             z += weights.log_agreeing * _LOG[agreeing]
             z += weights.log_occurrences * _LOG[occurrences]
-            z += weights.by_class[self._class_of(continuation.token)]
+            token_class = self._class_of(continuation.token)
+            z += weights.by_class[token_class]
             z += weights.by_class_before[class_before]
             if depth == 0:
                 z += weights.first
             kind = 2 if rank else 0
-            if self._experience:
+            if self._earlier:
                 z += weights.earlier
+                in_prompt = False
             else:
                 z += weights.log_age * math.log(end - continuation.newest + 1)
                 kind += continuation.newest < self._conversation_end
+                in_prompt = continuation.newest + depth < self._output_start
             length_class = _LENGTH_CLASSES[length]
             z += self._kind_biases[kind] + self._length_biases[length_class]
-            p_accept = 1 / (1 + math.exp(-z))
-            estimates.append(Estimate(min(_HIGHEST, max(_LOWEST, p_accept)), kind, length_class))
+            form = 2 if rank else int(len(found) > 1)
+            matched = _LENGTH_CLASSES[min(continuation.length, _MAX_LENGTH)]
+            features = (
+                run,
+                last_hits,
+                classes + token_class,
+                _LENGTH_AT_DEPTH + _N_DEPTHS * matched + depth_class,
+                _LENGTH + _FORMS * matched + form,
+                _AGREEING + _FORMS * min(agreeing, _MOST_AGREEING) + form,
+                _GAP + (gap if form == 1 else _NO_GAP),
+                _IN_PROMPT + _FORMS * in_prompt + form,
+                _TOKEN + continuation.token,
+            )
+            p_accept = min(_HIGHEST, max(_LOWEST, probability(z + correct(features))))
+            estimates.append(Estimate(p_accept, kind, length_class, z, features))
         return estimates
 
     def learn(self, estimates: Sequence[Estimate], right: int | None, *, at_root: bool) -> None:
@@ -214,13 +240,16 @@ class AcceptanceModel:
             right: the rank of the right one; None if none was.
             at_root: whether the node is the root.
         """
-        self._learned = True
         tried = estimates if right is None else estimates[: right + 1]
-        for rank, (p_accept, kind, length_class) in enumerate(tried):
+        for rank, (p_accept, kind, length_class, logit, features) in enumerate(tried):
             change = _BIAS_RATE * ((rank == right) - p_accept)
+            for corrections in self._corrections:
+                corrections.learn(features, logit, rank == right)
             for biases, index in ((self._kind_biases, kind), (self._length_biases, length_class)):
                 biases[index] = min(_BIAS_LIMIT, max(-_BIAS_LIMIT, biases[index] + change))
         hit = right == 0
+        self._run = self._run + 1 if hit else 0
+        self._last_hits = 2 * self._last_hits + hit & 7
         self._recent += _RECENT_RATE * (hit - self._recent)
         if at_root:
             self._average += _AVERAGE_RATE * (hit - self._average)
@@ -277,5 +306,11 @@ def _length_class(length: int) -> int:
     return length if length < 6 else 6 + sum(length >= bound for bound in (8, 12, 20, 32))
 
 
+def _depth_class(depth: int) -> int:
+    """Depths 0 to 3 are classes of their own, then 4–7, 8–15, 16–23, 24 and more."""
+    return depth if depth < 4 else 4 + min(depth // 8, 3)
+
+
 _LENGTH_CLASSES = [_length_class(length) for length in range(_MAX_LENGTH + 1)]
+_DEPTH_CLASSES = [_depth_class(depth) for depth in range(_MAX_LENGTH + 1)]
 _LOG = [0.0, *(math.log(count) for count in range(1, 129))]  # of counts of occurrences

@@ -19,7 +19,8 @@ from ..draft.suffix_index import (
     SuffixIndex,
     continuations,
 )
-from .p_accept import AcceptanceModel, Estimate, Experience
+from .experience import Experience
+from .p_accept import AcceptanceModel, Estimate
 from .planner import Candidates, Source
 
 CONTEXT = "context"
@@ -45,7 +46,7 @@ class Earlier:
         on_used: called with the one of ``Excerpts.sources`` that an accepted draft came from.
 
     Attributes:
-        experience: how often they were right in the generations so far.
+        experience: what the generations so far have taught of them.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class SuffixSource(Source):
         token_classes: see :func:`mlxspec.plan.p_accept.token_classes`.
         context: the index of the conversation so far, which is extended; by default each
             generation has a new one.
+        experience: what earlier generations have taught of contexts; this one adds to it.
 
     Attributes:
         earned: the generation's figures: its "steps" and "tokens", and how many accepted drafts
@@ -84,22 +86,26 @@ class SuffixSource(Source):
         on_output: OnOutput | None = None,
         token_classes: bytes = b"",
         context: ContextIndex | None = None,
+        experience: Experience | None = None,
     ) -> None:
         self._on_output = on_output
         self._kept_context = context
+        self._experience = experience or Experience()
         self._acceptance = AcceptanceModel(token_classes)
-        self._earlier = [
-            (one, AcceptanceModel(token_classes, experience=one.experience)) for one in earlier
-        ]
+        self._earlier = [(one, AcceptanceModel(token_classes, earlier=True)) for one in earlier]
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation; a thread builds the index during the prefill."""
         self._context = self._kept_context or ContextIndex()
         self._context.begin(prompt)
         self._index: SuffixIndex | None = None
-        self._acceptance.begin(self._context.conversation_end)
-        for _, acceptance in self._earlier:
-            acceptance.begin()
+        self._acceptance.begin(
+            self._experience.of_kind(prompt),
+            self._context.output_start,
+            self._context.conversation_end,
+        )
+        for one, acceptance in self._earlier:
+            acceptance.begin(one.experience.of_kind(prompt))
         self.earned: Counter[str] = Counter()
 
     def candidates(
@@ -136,8 +142,6 @@ class SuffixSource(Source):
         self._text().extend(step.tokens)
 
     def end(self) -> None:
-        for _, acceptance in self._earlier:
-            acceptance.end()
         if self._on_output:
             self._on_output(self._context.output, self.earned)
         self._index = None

@@ -1,9 +1,12 @@
 """p_accept: the classes of tokens, what the model estimates, and that it learns."""
 
+import random
+
 import pytest
 
 from mlxspec.draft.suffix_index import Continuation, Occurrence
-from mlxspec.plan.p_accept import AcceptanceModel, Experience, TokenClass, token_classes
+from mlxspec.plan.experience import Corrections
+from mlxspec.plan.p_accept import AcceptanceModel, TokenClass, token_classes
 
 _EXPECTED = {
     "▁the": TokenClass.WORD_START,
@@ -58,24 +61,39 @@ def test_competitors_make_the_best_less_likely() -> None:
 
 def test_what_comes_from_earlier_texts_is_less_likely_right() -> None:
     own = p_accept(AcceptanceModel(), continuation(3))[0]
-    assert p_accept(AcceptanceModel(experience=Experience()), continuation(3))[0] < own
+    assert p_accept(AcceptanceModel(earlier=True), continuation(3))[0] < own
 
 
-def test_earlier_texts_are_known_from_the_generations_before() -> None:
-    experience = Experience()
-    model = AcceptanceModel(experience=experience)
+@pytest.mark.parametrize("earlier", [True, False])
+def test_the_next_generation_knows_what_this_one_taught(earlier: bool) -> None:
+    taught = Corrections()
+    model = AcceptanceModel(earlier=earlier)
+    model.begin([taught])
     first = p_accept(model, continuation(3))
     estimates = model.estimate([continuation(3)], end=100, depth=0, before=3, limit=1)
     for _ in range(20):
         model.learn(estimates, None, at_root=True)
-    model.end()
+    model.begin([taught])
+    assert p_accept(model, continuation(3)) < first
     model.begin()
-    after = p_accept(model, continuation(3))
-    assert after < first
-    model.begin()
-    model.end()  # where nothing was learned nothing changes
-    model.begin()
-    assert p_accept(model, continuation(3)) == after
+    assert p_accept(model, continuation(3)) == first
+
+
+def test_what_differs_in_a_feature_is_told_apart() -> None:
+    """Continuations of the prompt are right and those of the output are not."""
+    source, taught = random.Random(1), Corrections()
+    model = AcceptanceModel()
+    before = p_accept(model, continuation(3))[0]
+    for _ in range(100):
+        model.begin([taught], output_start=70)
+        for position, right in source.choices(((50, 0), (80, None)), k=4):
+            model.refresh()
+            found = [continuation(3, position)]
+            model.learn(model.estimate(found, 100, 0, 3, 1), right, at_root=True)
+    model.begin([taught], output_start=70)
+    of_prompt = p_accept(model, continuation(3, position=50))[0]
+    of_output = p_accept(model, continuation(3, position=80))[0]
+    assert of_output < before < of_prompt
 
 
 def test_abandoned_turns_have_a_bias_of_their_own() -> None:

@@ -1,0 +1,114 @@
+"""Experience: what the generations of a decoder teach about drafts.
+
+The weights of p_accept were fitted on other people's outputs. Where a user's own requests copy
+more, or less, or elsewhere, a few of them show it. So each decoder learns how its own texts differ:
+by an online logistic regression on a few features of a continuation, whose weights correct the
+logit (docs/planner-notes.md, "What generations teach").
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from math import exp, sqrt
+
+# Where these come from: docs/planner-notes.md, "What generations teach".
+_RATE, _LOWEST_RATE = 0.2, 0.01
+_SLOWS_AFTER = 10  # times that a feature was seen
+_KIND_TOKENS = (8, 32)
+_MOST_KINDS = 64
+
+
+class Corrections:
+    """Weights of features, learned by gradient descent on the logarithmic loss.
+
+    The rate of each weight falls with the square root of the times that its feature was seen, as
+    in AdaGrad (Duchi, Hazan and Singer 2011), down to a rate at which it follows a user whose
+    requests change.
+
+    Args:
+        weights: to begin with; by default all are 0.
+    """
+
+    def __init__(self, weights: dict[int, float] | None = None) -> None:
+        self._weights = _Weights(weights or {})
+        self._seen = _Counts()
+
+    def logit(self, features: Sequence[int]) -> float:
+        """What to add to the logit of a continuation with these features."""
+        return sum(map(self._weights.__getitem__, features))
+
+    def learn(self, features: Sequence[int], logit: float, right: bool) -> None:
+        """Learn whether a continuation was right.
+
+        Args:
+            features: the continuation's.
+            logit: of its p_accept, without corrections.
+            right: whether it was.
+        """
+        weights, seen = self._weights, self._seen
+        error = right - probability(logit + self.logit(features))
+        for feature in features:
+            seen[feature] = times = seen[feature] + 1
+            rate = max(_LOWEST_RATE, _RATE / sqrt(1 + times / _SLOWS_AFTER))
+            weights[feature] += rate * error
+
+    def copy(self) -> Corrections:
+        """The same weights, whose rates begin anew."""
+        return Corrections(self._weights)
+
+
+class Experience:
+    """The corrections that the generations of a decoder have taught, by kind of request.
+
+    Requests whose prompts begin alike, with one system prompt or one template, are of one kind.
+    A kind has corrections of its own from its second request on; they begin as those of all
+    requests that begin like it. What is of no known kind follows all generations.
+    """
+
+    def __init__(self) -> None:
+        self._all = Corrections()
+        # By the first tokens of a prompt, the last used last; None after the first request.
+        self._kinds: OrderedDict[tuple[int, ...], Corrections | None] = OrderedDict()
+
+    def of_kind(self, prompt: Sequence[int]) -> list[Corrections]:
+        """The corrections that a request follows, and those that learn from it, too.
+
+        Args:
+            prompt: token ids.
+
+        Returns:
+            first the corrections of its kind; then those of the kinds that this one belongs to,
+            and of all requests.
+        """
+        found = [self._all]
+        for length in _KIND_TOKENS:
+            if len(prompt) < length:
+                break
+            kind = tuple(prompt[:length])
+            known = kind in self._kinds
+            own = self._kinds.pop(kind, None)
+            if known:
+                own = own or found[-1].copy()
+                found.append(own)
+            self._kinds[kind] = own
+        while len(self._kinds) > _MOST_KINDS:
+            self._kinds.popitem(last=False)
+        return found[::-1]
+
+
+def probability(logit: float) -> float:
+    """The logistic function."""
+    return 1 / (1 + exp(-logit))
+
+
+class _Weights(dict[int, float]):
+    """Features that were never seen weigh nothing."""
+
+    def __missing__(self, feature: int) -> float:
+        return 0.0
+
+
+class _Counts(dict[int, int]):
+    def __missing__(self, feature: int) -> int:
+        return 0
