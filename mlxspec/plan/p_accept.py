@@ -177,11 +177,6 @@ class AcceptanceModel:
         class_before = self._class_of(before)
         occurrences = sum(len(continuation.occurrences) for continuation in found)
         correct = self._corrections[0].logit
-        depth_class = _DEPTH_CLASSES[min(depth, _MAX_LENGTH)]
-        run_length = min((self._run + depth).bit_length(), _LONGEST_RUN)
-        run = _RUN + 2 * run_length + (depth > 0)
-        last_hits = _LAST_HITS + self._last_hits
-        classes = _CLASSES + len(TokenClass) * class_before
         estimates = []
         for rank, continuation in enumerate(found[:limit]):
             length = min(continuation.length + depth, _MAX_LENGTH)
@@ -191,8 +186,7 @@ class AcceptanceModel:
                 z = weights.by_rank[min(rank, 4)]
             elif len(found) > 1:
                 weights = self._divided
-                gap = min(continuation.length - found[1].length, _NO_GAP - 1)
-                z = weights.by_gap[gap]
+                z = weights.by_gap[min(continuation.length - found[1].length, 4)]
             else:
                 weights = self._unanimous
                 z = 0.0
@@ -200,34 +194,19 @@ class AcceptanceModel:
             z += weights.share * agreeing / occurrences
             z += weights.log_agreeing * _LOG[agreeing]
             z += weights.log_occurrences * _LOG[occurrences]
-            token_class = self._class_of(continuation.token)
-            z += weights.by_class[token_class]
+            z += weights.by_class[self._class_of(continuation.token)]
             z += weights.by_class_before[class_before]
             if depth == 0:
                 z += weights.first
             kind = 2 if rank else 0
             if self._earlier:
                 z += weights.earlier
-                in_prompt = False
             else:
                 z += weights.log_age * math.log(end - continuation.newest + 1)
                 kind += continuation.newest < self._conversation_end
-                in_prompt = continuation.newest + depth < self._output_start
             length_class = _LENGTH_CLASSES[length]
             z += self._kind_biases[kind] + self._length_biases[length_class]
-            form = 2 if rank else int(len(found) > 1)
-            matched = _LENGTH_CLASSES[min(continuation.length, _MAX_LENGTH)]
-            features = (
-                run,
-                last_hits,
-                classes + token_class,
-                _LENGTH_AT_DEPTH + _N_DEPTHS * matched + depth_class,
-                _LENGTH + _FORMS * matched + form,
-                _AGREEING + _FORMS * min(agreeing, _MOST_AGREEING) + form,
-                _GAP + (gap if form == 1 else _NO_GAP),
-                _IN_PROMPT + _FORMS * in_prompt + form,
-                _TOKEN + continuation.token,
-            )
+            features = self._features(found, rank, depth, class_before)
             p_accept = min(_HIGHEST, max(_LOWEST, probability(z + correct(features))))
             estimates.append(Estimate(p_accept, kind, length_class, z, features))
         return estimates
@@ -253,6 +232,28 @@ class AcceptanceModel:
         self._recent += _RECENT_RATE * (hit - self._recent)
         if at_root:
             self._average += _AVERAGE_RATE * (hit - self._average)
+
+    def _features(
+        self, found: Sequence[Continuation], rank: int, depth: int, class_before: int
+    ) -> tuple[int, ...]:
+        """The features of a continuation that experience corrects, by their numbers."""
+        token, length, newest, occurrences = found[rank]
+        form = 2 if rank else int(len(found) > 1)
+        gap = min(length - found[1].length, _NO_GAP - 1) if form == 1 else _NO_GAP
+        run = min((self._run + depth).bit_length(), _LONGEST_RUN)
+        length_class = _LENGTH_CLASSES[min(length, _MAX_LENGTH)]
+        in_prompt = not self._earlier and newest + depth < self._output_start
+        return (
+            _RUN + 2 * run + (depth > 0),
+            _LAST_HITS + self._last_hits,
+            _CLASSES + len(TokenClass) * class_before + self._class_of(token),
+            _LENGTH_AT_DEPTH + _N_DEPTHS * length_class + _DEPTH_CLASSES[min(depth, _MAX_LENGTH)],
+            _LENGTH + _FORMS * length_class + form,
+            _AGREEING + _FORMS * min(len(occurrences), _MOST_AGREEING) + form,
+            _GAP + gap,
+            _IN_PROMPT + _FORMS * in_prompt + form,
+            _TOKEN + token,
+        )
 
     def _class_of(self, token: int) -> int:
         return self._classes[token] if token < len(self._classes) else TokenClass.UNKNOWN
