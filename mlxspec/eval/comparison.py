@@ -15,7 +15,6 @@ from ..memory.memory import Memory
 from ..plan.chips import ESTIMATED, Chip
 from ..plan.cost_curve import CostCurve
 from ..plan.experience import Experience
-from ..plan.policy import Winnings
 from ..plan.suffix_source import Earlier
 from .joint_replay import JointReport, joint_report, replay_jointly, replay_plain_batch
 from .page import Bar, BarChart, render
@@ -127,10 +126,10 @@ def compare(
 
 def _drafters(policy: Policy, curve: CostCurve, classes: bytes) -> Callable[[Completion], Drafter]:
     """What gives each completion its drafter; all of them share one memory."""
-    most, winnings, experience = policy.memory_tokens, Winnings(), Experience()
+    most, experience = policy.memory_tokens, Experience()
     if most == 0:
         return lambda one: policy.make_drafter(
-            Task(one.output, curve, classes, winnings=winnings, experience=experience)
+            Task(one.output, curve, classes, experience=experience)
         )
     memory = Memory(sys.maxsize if most is None else most)
     earlier = Earlier("memory", memory, memory.used)
@@ -140,7 +139,7 @@ def _drafters(policy: Policy, curve: CostCurve, classes: bytes) -> Callable[[Com
         memory.settle(tidy=True)  # the next completion finds the same, however fast this goes
 
     return lambda one: policy.make_drafter(
-        Task(one.output, curve, classes, earlier, remember, winnings, experience)
+        Task(one.output, curve, classes, earlier, remember, experience)
     )
 
 

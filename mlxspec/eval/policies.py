@@ -16,7 +16,7 @@ from ..plan.drafter_source import DrafterSource
 from ..plan.experience import Experience
 from ..plan.p_accept import AcceptanceModel
 from ..plan.planner import Planner, Source
-from ..plan.policy import Winnings, trees_pay
+from ..plan.policy import trees_pay
 from ..plan.suffix_source import (
     CONTEXT,
     Earlier,
@@ -322,8 +322,7 @@ class Task:
         classes: see :func:`mlxspec.plan.p_accept.token_classes`.
         memory: of the completions so far, if the policy has one.
         remember: adds this output to it.
-        winnings: of the completions so far, if the policy knows them.
-        experience: what the completions so far have taught, likewise.
+        experience: what the completions so far have taught, if the policy knows it.
     """
 
     output: Sequence[int]
@@ -331,7 +330,6 @@ class Task:
     classes: bytes
     memory: Earlier | None = None
     remember: OnOutput | None = None
-    winnings: Winnings | None = None
     experience: Experience | None = None
 
 
@@ -355,17 +353,18 @@ class Policy:
 
 
 def _planned(task: Task, *others: Source) -> Planner:
+    experience = task.experience or Experience()
     suffixes = SuffixSource(
         earlier=[task.memory] if task.memory else [],
         on_output=task.remember,
         token_classes=task.classes,
-        experience=task.experience,
+        experience=experience,
     )
     return Planner(
         FixedCosts(task.curve),
         [suffixes, *others],
         branching=trees_pay(task.curve),
-        winnings=task.winnings,
+        winnings=experience.winnings,
     )
 
 
@@ -376,7 +375,7 @@ HINDSIGHT = "hindsight"
 POLICIES: dict[str, Policy] = {
     AUTO: Policy(
         AUTO,
-        "mlxspec's default decoder without a memory of earlier outputs",
+        "mlxspec's default decoder without a memory; earlier outputs teach what is likely",
         _planned,
         follows_costs=True,
     ),

@@ -29,7 +29,7 @@ from ..plan.drafter_source import DrafterSource
 from ..plan.experience import Experience
 from ..plan.lookahead_source import LookaheadKnowledge, LookaheadSource
 from ..plan.planner import Planner, Source
-from ..plan.policy import Winnings, trees_pay
+from ..plan.policy import trees_pay
 from ..plan.suffix_source import Earlier, SuffixSource
 from ..store.store import open_store
 from .decoder import Decoder, MakeDrafter, drafter_maker
@@ -50,23 +50,28 @@ class _PlannedDecoder(Decoder):
     plans = True
 
     @cached_property
-    def _winnings(self) -> Winnings:
-        """What its generations win by drafting."""
-        return Winnings()
+    def _experience(self) -> Experience:
+        """What its generations teach."""
+        return Experience()
 
     @property
     def predicted_cost(self) -> float:
         return self._costs.predicted if self._costs else 0.0
 
     def _plan(
-        self, sources: Sequence[Source], *, branching: bool, costs: Costs | None = None
+        self,
+        sources: Sequence[Source],
+        experience: Experience,
+        *,
+        branching: bool,
+        costs: Costs | None = None,
     ) -> Planner:
         """A planner for one generation."""
         if costs is None:
             costs = self.costs = self.costs.for_generation()
         replays = self.chain_capability is Capability.REPLAY
         return Planner(
-            costs, sources, branching=branching, replays=replays, winnings=self._winnings
+            costs, sources, branching=branching, replays=replays, winnings=experience.winnings
         )
 
     def _fixed_costs(self) -> Costs:
@@ -84,7 +89,8 @@ class AutoDecoder(_PlannedDecoder):
     Args:
         model, tokenizer, on_measuring: as for :class:`Decoder`.
         memory_tokens: how many tokens of outputs the decoder remembers in a memory of its own,
-            :data:`mlxspec.memory.MAX_TOKENS` by default; 0 is no memory.
+            :data:`mlxspec.memory.MAX_TOKENS` by default. With 0 there is no memory, and nothing
+            that one generation teaches is known in the next.
         memory: remembers the outputs instead. Several decoders of one tokenizer may share it.
         store: a file of ``mlxspec store build`` to draft from.
         extra_drafter: drafts as well, wherever that pays: a :class:`mlxspec.Drafter`, which
@@ -129,10 +135,6 @@ class AutoDecoder(_PlannedDecoder):
     def _token_classes(self) -> bytes:
         return vocabulary_classes(self.tokenizer)
 
-    @cached_property
-    def _experience(self) -> Experience:
-        return Experience()
-
     def new_drafter(self, session: Session | None, others: Sequence[Source] = ()) -> Drafter:
         """Look-ups, the extra drafter and other sources."""
         extra = self._extra() if self._extra else None
@@ -156,15 +158,16 @@ class AutoDecoder(_PlannedDecoder):
         """A planner that looks up text that repeats, and asks other sources too."""
         if self.memory:
             self.memory.refresh()
+        experience = self._experience if self.memory else Experience()
         suffixes = SuffixSource(
             earlier=self._earlier,
             on_output=self._remember,
             token_classes=self._token_classes,
             context=session.index if session else None,
-            experience=self._experience,
+            experience=experience,
         )
         branching = trees_pay(self.costs.curve) and self.capability is Capability.TREE
-        return self._plan([suffixes, *others], branching=branching, costs=costs)
+        return self._plan([suffixes, *others], experience, branching=branching, costs=costs)
 
     def _remember(self, output: Sequence[int], earned: Mapping[str, int]) -> None:
         if self.memory and self.remembers:
@@ -352,7 +355,8 @@ class LookaheadDecoder(_PlannedDecoder):
         def new_drafter(session: Session | None) -> Drafter:
             if isinstance(looks_ahead, Drafter):
                 return looks_ahead
-            return self._plan([looks_ahead], branching=self.capability is Capability.TREE)
+            branching = self.capability is Capability.TREE
+            return self._plan([looks_ahead], self._experience, branching=branching)
 
         return new_drafter
 
@@ -460,7 +464,7 @@ class CombinedDecoder(AutoDecoder):
             # A draft model's forwards are in the steps' times.
             costs = self._fixed_costs() if isinstance(drafter, DraftModelDrafter) else None
             branching = self.capability is Capability.TREE
-            return self._plan(sources, branching=branching, costs=costs)
+            return self._plan(sources, self._experience, branching=branching, costs=costs)
 
         return new_drafter
 

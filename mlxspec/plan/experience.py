@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from math import exp, sqrt
 
+from .policy import Winnings
+
 # Where these come from: docs/planner-notes.md, "What generations teach".
 _RATE, _LOWEST_RATE = 0.2, 0.01
 _SLOWS_AFTER = 10  # times that a feature was seen
@@ -59,14 +61,18 @@ class Corrections:
 
 
 class Experience:
-    """The corrections that the generations of a decoder have taught, by kind of request.
+    """What the generations of a decoder have taught: corrections by kind of request, and winnings.
 
     Requests whose prompts begin alike, with one system prompt or one template, are of one kind.
     A kind has corrections of its own from its second request on; they begin as those of all
     requests that begin like it. What is of no known kind follows all generations.
+
+    Attributes:
+        winnings: what drafts won.
     """
 
     def __init__(self) -> None:
+        self.winnings = Winnings()
         self._all = Corrections()
         # By the first tokens of a prompt, the last used last; None after the first request.
         self._kinds: OrderedDict[tuple[int, ...], Corrections | None] = OrderedDict()
