@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlxspec.cli.main import main
-from mlxspec.cli.model_choice import model_or_default
+from mlxspec.cli.model_choice import is_beyond_demo, model_or_default
 
 
 def run(*arguments: object) -> Result:
@@ -51,7 +51,10 @@ def test_aliases_serve_in_the_environment_and_in_the_configuration(
 
 def test_who_answers_is_told_where_another_might_be_expected(work: Path, endless: Path):
     prompt = ("generate", "--prompt", "a", "--max-tokens", 1, "--json")
-    assert "the bundled demo model answers" in run(*prompt).stderr
+    told = " ".join(run(*prompt).stderr.split())
+    assert told.startswith("Note: no model is named, so the demo model answers: a toy that")
+    assert "--model mlx-community/" in told
+    assert run(*prompt, "-q").stderr == ""
     run("config", "set", "model", endless)
     assert run(*prompt).stderr == ""
     (work / "mlx_model").symlink_to(endless)
@@ -61,6 +64,48 @@ def test_who_answers_is_told_where_another_might_be_expected(work: Path, endless
     expected = f"{endless} answers, named by 'mlxspec config'; the model here is --model mlx_model"
     assert expected in " ".join(run(*prompt).stderr.split())
     assert run(*prompt, "-m", endless).stderr == ""
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        'Repeat the following phrase 10 times: "A day.". Don\'t say anything else.',
+        "Repeat 'A day.' 3 times.",
+        "Copy this code:\n```python\na = 1\n```",
+        "Rename `total` to `sum` in this code:\n```python\ntotal = 1\n```",
+        'Set `city` to "Rome" for the item with id 7:\n```json\n[]\n```',
+        "Alice is a baker.\n\nCopy the text.",
+        "Alice is 30 years old.\n\nHow old is Alice? Quote the sentence.",
+    ],
+)
+def test_what_the_demo_model_can_do_is_known_by_its_form(prompt: str):
+    assert not is_beyond_demo(prompt)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "What's the capital of France? It's not Lyon.",
+        "Tell me a story about a fox.",
+        "Write a Python function that sorts a list.",
+        "# Copy a file\n\nA report, in which somebody asks: who was it?\n\nSummarise this.",
+        'Translate to French: "The house is red."',
+        " ",
+    ],
+)
+def test_what_is_beyond_the_demo_model_is_told_where_it_was_named(prompt: str):
+    assert is_beyond_demo(prompt)
+    options = ("generate", "-m", "demo", "--max-tokens", 1, "--json", "--prompt", prompt)
+    told = " ".join(run(*options).stderr.split())
+    assert told.startswith("Note: the demo model answers: a toy that repeats, copies,")
+    assert run(*options, "-q").stderr == ""
+
+
+def test_the_demo_model_is_not_told_of_where_it_can_do_what_is_asked():
+    options = ("generate", "-m", "demo", "--max-tokens", 1, "--json")
+    assert run(*options, "--prompt", "Repeat 'A day.' 3 times.").stderr == ""
+    assert run(*options, "--prompt", "def f(", "--raw").stderr == ""
+    assert run(*options, "--prompt", "Is it?", "--regex", "yes|no").stderr == ""
 
 
 @pytest.mark.parametrize("how", [("{}",), ("-m", "{}"), ("--model", "{}"), ("{}", "-m", "{}")])
