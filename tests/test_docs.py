@@ -45,3 +45,13 @@ def test_every_example_is_shown_on_a_page() -> None:
     pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
     shown = re.findall(r'^--8<-- "examples/(\w+)\.py"$', pages, flags=re.MULTILINE)
     assert sorted(shown) == sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+
+
+def test_the_picture_of_the_demo_shows_the_default_decoder() -> None:
+    """Its speed is estimated for that one alone; and it needs no font and nothing from elsewhere."""
+    shown = (ROOT / "docs/demo.svg").read_text().replace("&#160;", " ")
+    for text in ("$ make demo", "against plain", "estimated", "accepted draft"):
+        assert text in shown
+    assert "url(http" not in shown
+    recipe = re.search(r"decoder\.py (.*)", (ROOT / "Makefile").read_text())
+    assert recipe and "--decoder" not in recipe[1]
