@@ -33,6 +33,7 @@ if not (ROOT / "mkdocs.yml").is_file():
     pytest.skip("mlxspec is installed without its repository", allow_module_level=True)
 
 FILES = {
+    "report.txt": "Alice is a baker from Paris who is 30 years old. Henry is a pilot.\n",
     "question.txt": "Repeat the following phrase 2 times: 'A day.'.\n",
     "questions.jsonl": '{"prompt": "Say hello.", "max_tokens": 9}\n{"prompt": [5, 6, 7]}\n',
     "person.json": json.dumps(
