@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import io
 import os
+import platform
 import pty
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
@@ -54,11 +57,17 @@ def at_terminal(words: list[str]) -> str:
     return shown.decode().replace("\r\n", "\n")
 
 
+def title() -> str:
+    """Where and when the figures of the picture were measured."""
+    machine = f"{platform.system()} {platform.machine()}"
+    return f"{machine}, mlx {version('mlx')}, {date.today().isoformat()}"
+
+
 def drawn(text: str) -> str:
     """A terminal's window with a text in it, as SVG without fonts from elsewhere."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     console.print(Text.from_ansi(text))
-    svg = console.export_svg(title="mlxspec", theme=THEME, unique_id="demo")
+    svg = console.export_svg(title=title(), theme=THEME, unique_id="demo")
     svg = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
     svg = svg.replace("<svg ", f'<svg width="{WIDTH}" ', 1)
     svg = svg.replace("Fira Code, monospace", FONTS).replace("arial", "sans-serif")
