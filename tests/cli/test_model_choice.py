@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from mlxspec.cli.chat_input import LineInput
 from mlxspec.cli.main import main
 from mlxspec.cli.model_choice import is_beyond_demo, model_or_default
 
@@ -183,3 +184,20 @@ def test_convert_tells_checkpoints_apart(tmp_path: Path):
     both = run("convert", other, "--hf-path", other)
     assert both.exit_code == 2
     assert f"{other} and --hf-path are given together" in both.stderr
+
+
+class InputOfUser(LineInput):
+    """Lines as from a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.interactive = True
+
+
+def test_who_talks_with_the_demo_model_is_told_what_it_can_do(monkeypatch: pytest.MonkeyPatch):
+    options = ("chat", "-m", "demo", "--max-tokens", "1", "--no-history")
+    piped = CliRunner().invoke(main, options, input="Hello.\n")
+    assert piped.stderr == ""
+    monkeypatch.setattr("mlxspec.cli.chat.open_input", lambda *_: InputOfUser())
+    typed = CliRunner().invoke(main, options, input="/exit\n")
+    assert "the demo model answers: a toy" in typed.stderr
