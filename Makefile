@@ -11,7 +11,7 @@ DEMO_PROMPT := Repeat the following phrase 10 times: "The quick brown fox jumps 
 .PHONY: demo test check lint format bench packages docs clean
 
 demo: $(VENV)/.run
-	$(BIN)/python decoder.py --model demo --decoder prompt-lookup --color --max-tokens 250 --prompt '$(subst ','\'',$(DEMO_PROMPT))'
+	$(BIN)/python decoder.py --model demo --color --max-tokens 250 --prompt '$(subst ','\'',$(DEMO_PROMPT))'
 
 # All that CI checks, in two processes: style, types and every test.
 test: lint

@@ -30,13 +30,13 @@ def main(source: str, target: str) -> None:
         entries = json.load(file)["comparison"]
     speed = {(entry["chip"], entry["decoder"]): entry["speedup"] for entry in entries}
     plt.rcParams.update({"font.family": "sans-serif", "svg.fonttype": "none"})
-    figure, axes = plt.subplots(figsize=(9, 3.8))
+    figure, axes = plt.subplots(figsize=(8, 4))
     for rank, (decoder, (label, color)) in enumerate(DECODERS.items()):
         places = [place + (rank - 2) * WIDTH for place in range(len(CHIPS))]
         speeds = [speed[chip, decoder] for chip in CHIPS]
         bars = axes.bar(places, speeds, WIDTH, label=label, color=color)
         if decoder == "auto":
-            axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=1)
+            axes.bar_label(bars, fmt="%.2f", fontsize=9, padding=1)
             known = [speed[chip, "hindsight"] for chip in CHIPS]
             axes.scatter(
                 places, known, 60, "black", marker="_", label="out of reach: drafts in hindsight"
@@ -45,7 +45,7 @@ def main(source: str, target: str) -> None:
     axes.set_xticks(range(len(CHIPS)), CHIPS)
     axes.set_ylabel("speed against plain decoding (modelled)")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    axes.legend(frameon=False, fontsize=9, loc="upper left")
     figure.tight_layout()
     figure.savefig(target, metadata={"Date": None})
 

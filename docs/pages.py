@@ -12,13 +12,16 @@ from typing import Any
 import griffe
 
 _ROOT = Path(__file__).parent.parent
-_CHIPS = "<!-- chips -->"
+_CHIPS, _OTHER_CHIPS = "<!-- chips -->", "<!-- other chips -->"
 _SHOWN_ROWS = (2, 4, 8, 16, 32)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the known curves where a page asks for them."""
-    return markdown.replace(_CHIPS, _table_of_chips()) if _CHIPS in markdown else markdown
+    """Put the known curves, and the chips without one, where a page asks for them."""
+    for mark, table in ((_CHIPS, _table_of_chips), (_OTHER_CHIPS, _table_of_other_chips)):
+        if mark in markdown:
+            markdown = markdown.replace(mark, table())
+    return markdown
 
 
 def _table_of_chips() -> str:
@@ -39,6 +42,17 @@ def _table_of_chips() -> str:
     sources = [f"- {chip.name}: {chip.source}" for chip in chips]
     origin = f"{ESTIMATED}: an estimate, or on the line to one. Where they come from:"
     return "\n".join([*lines, "", origin, "", *sources])
+
+
+def _table_of_other_chips() -> str:
+    """The chips that mlxspec knows no curve of, and the nearest ones that it knows."""
+    from mlxspec.plan.chips import chips_without_curve, nearest_chips
+
+    nearest: dict[str, list[str]] = {}
+    for chip in chips_without_curve():
+        nearest.setdefault(" and ".join(nearest_chips(chip)[:2]), []).append(chip)
+    rows = (f"| {', '.join(chips)} | {known} |" for known, chips in nearest.items())
+    return "\n".join(["| no curve is known of | the nearest known |", "|---|---|", *rows])
 
 
 class Roles(griffe.Extension):

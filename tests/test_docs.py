@@ -10,14 +10,23 @@ import pytest
 import mlxspec
 
 ROOT = Path(mlxspec.__file__).parent.parent
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md")
+PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md")
 
 if not (ROOT / "mkdocs.yml").is_file():
     pytest.skip("mlxspec is installed without its repository", allow_module_level=True)
 
 
+PLACES = {
+    "https://raw.githubusercontent.com/mlxspec/mlxspec/main/": "",
+    "https://github.com/mlxspec/mlxspec/blob/main/": "",
+    "https://github.com/mlxspec/mlxspec/tree/main/": "",
+    "https://mlxspec.github.io/mlxspec/": "docs",
+}
+"""Where the files here are found by an absolute address, and in which folder."""
+
+
 def anchors(page: Path) -> set[str]:
-    """The fragments of a page's headings, as GitHub makes them."""
+    """The fragments of a page's headings, as GitHub makes them; MkDocs differs only at dashes."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -36,6 +45,32 @@ def test_links_to_files_lead_somewhere(name: str) -> None:
         assert not fragment or fragment in anchors(target), link
 
 
+def test_the_readme_s_links_are_absolute_and_lead_somewhere() -> None:
+    """PyPI shows it, too, and knows neither the repository's files nor the headings' anchors."""
+    text = (ROOT / "README.md").read_text()
+    assert "<img" not in text
+    assert "<a " not in text
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        assert link.startswith("https://"), link
+        address, _, fragment = link.partition("#")
+        place = next(filter(address.startswith, PLACES), None)
+        if place is None:
+            assert not address.startswith("https://github.com/mlxspec") or "/issues/" in address, (
+                link
+            )
+            continue
+        path = address.removeprefix(place)
+        folder = ROOT / PLACES[place]
+        target = folder / (f"{path.rstrip('/') or 'index'}.md" if PLACES[place] else path)
+        assert target.exists(), link
+        assert not fragment or fragment in anchors(target), link
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    named = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
 def test_the_reference_has_every_public_name() -> None:
     named = re.findall(r"^::: mlxspec\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
     assert sorted(named) == sorted(mlxspec.__all__)
@@ -45,3 +80,14 @@ def test_every_example_is_shown_on_a_page() -> None:
     pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
     shown = re.findall(r'^--8<-- "examples/(\w+)\.py"$', pages, flags=re.MULTILINE)
     assert sorted(shown) == sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+
+
+def test_the_picture_of_the_demo_shows_the_default_decoder() -> None:
+    """Its speed is estimated for that one alone. The picture needs nothing from elsewhere."""
+    shown = (ROOT / "docs/demo.svg").read_text().replace("&#160;", " ")
+    for text in ("$ make demo", "against plain", "estimated", "accepted draft"):
+        assert text in shown
+    assert "url(http" not in shown
+    recipe = re.search(r"decoder\.py (.*)", (ROOT / "Makefile").read_text())
+    assert recipe
+    assert "--decoder" not in recipe[1]

@@ -1,8 +1,8 @@
 """What README and pages show can be pasted: their programs run, their commands and options exist.
 
-Python blocks of a page run one after the other, as one program. Shell blocks of the README run,
-too, as far as their ``mlxspec`` commands go: with the bundled model in the place of any other, and
-with ``FILES`` in the working directory. A block that needs what a test does not have is only
+Python blocks of a page run one after the other, as one program. Shell blocks of the ``TRIED`` pages
+run, too, as far as their ``mlxspec`` commands go: with the bundled model in the place of any other,
+and with ``FILES`` in the working directory. A block that needs what a test does not have is only
 checked, and says what it needs in a comment on the line before it::
 
     <!-- needs: a checkpoint -->
@@ -32,9 +32,14 @@ PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").gl
 if not (ROOT / "mkdocs.yml").is_file():
     pytest.skip("mlxspec is installed without its repository", allow_module_level=True)
 
+TRIED = ("README.md", *(f"docs/{name}.md" for name in ("index", "prompts", "structured-output")))
+"""Pages whose commands are tried, and not only understood."""
+
 FILES = {
+    "report.txt": "Alice is a baker from Paris who is 30 years old. Henry is a pilot.\n",
     "question.txt": "Repeat the following phrase 2 times: 'A day.'.\n",
     "questions.jsonl": '{"prompt": "Say hello.", "max_tokens": 9}\n{"prompt": [5, 6, 7]}\n',
+    "answer.lark": 'start: "yes" | "no"\n',
     "person.json": json.dumps(
         {
             "type": "object",
@@ -238,7 +243,11 @@ def shell(directory: Path) -> Callable[[str], None]:
     command.write_text(f'#!/bin/sh\nexec {interpreter} {programs}/stand_in.py "$@"\n')
     command.chmod(0o755)
     paths = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    environment = {**os.environ, **paths, "MLXSPEC_DATA_DIR": str(directory / "data")}
+    of_the_user = {
+        f"MLXSPEC_{kind}_DIR": str(directory / kind.lower()) for kind in ("DATA", "CONFIG")
+    }
+    environment = {**os.environ, **paths, **of_the_user}
+    subprocess.run(["git", "init", "--quiet"], check=True)
 
     def run(line: str) -> None:
         try:
@@ -261,10 +270,8 @@ def shell(directory: Path) -> Callable[[str], None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "block", [b for b in SHELL if b.page == "README.md" and not b.needs], ids=str
-)
-def test_commands_of_the_readme_run(block: Block, shell: Callable[[str], None]) -> None:
+@pytest.mark.parametrize("block", [b for b in SHELL if b.page in TRIED and not b.needs], ids=str)
+def test_commands_run(block: Block, shell: Callable[[str], None]) -> None:
     for line in lines_of(block.code):
         if [*commands_in(line)]:
             shell(line)

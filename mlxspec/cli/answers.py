@@ -41,7 +41,7 @@ from ..store.learner import Learner
 from .figures import acceptance_row, against_plain, rate, result_report
 from .generating import Generation
 from .memories import Memories
-from .model_choice import model_or_default, tell_of_default
+from .model_choice import model_or_default, tell_of_model
 from .options import check_least
 from .outcome import told
 from .output import ProgressBar, error_console, figures_grid, json_text
@@ -89,7 +89,7 @@ def answer_prompts(
         console = error_console(color)
         decoder = generation.load(Console(quiet=True) if quiet else console, memories)
         _check(generation, prompt, decoder)
-        tell_of_default(generation.model)
+        tell_of_model(generation.model)
         with generation.learner(decoder) as learner:
             answers = Answers(
                 generation,

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from ..engine.params import CacheOptions
 from ..errors import OptionError
 from .generate import prefill_bar
-from .model_choice import model_or_default, tell_of_default
+from .model_choice import model_or_default, tell_of_model
 from .options import ADAPTERS, ADAPTERS_HELP, NAME, command, option, options_of
 from .outcome import note
 from .output import error_console
@@ -79,7 +79,7 @@ def cache_prompt_command(
     ids = prompt.tokens(source, tokenizer, templated, ended=False)
     tokens = prompt_ids(ids, tokenizer, vocabulary_size(loaded), context_length(loaded))
 
-    tell_of_default(model)
+    tell_of_model(model)
     cache = make_prompt_cache(loaded, caches.max_kv_size)
     options = {**asdict(caches), "prompt_cache": cache}
     with prefill_bar(error_console()) as progress:

@@ -26,7 +26,7 @@ from .chat_input import ChatInput, open_input
 from .generate import prefill_bar
 from .generating import Generation
 from .memories import Memories
-from .model_choice import model_argument, tell_of_default
+from .model_choice import model_argument, tell_of_model
 from .options import FILE, color_option, command, option, options_of
 from .outcome import note
 from .output import ProgressBar, counted, error_console, output_console
@@ -108,7 +108,7 @@ def chat_command(
         )
         talking.callback(lambda: conversation.model.close())
         if server is None:
-            tell_of_default(generation.model)
+            tell_of_model(generation.model, turns.interactive)
             memories.tell_once()
         chat = _Chat(conversation, generation.sampling, console, color, turns.interactive, server)
         chat.markdown = markdown

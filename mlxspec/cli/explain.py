@@ -8,7 +8,7 @@ from ..errors import OptionError
 from .generate import prefill_bar
 from .generating import Generation
 from .memories import Memories
-from .model_choice import model_or_default, tell_of_default
+from .model_choice import model_or_default, tell_of_model
 from .options import check_least, color_option, command, option, options_of
 from .output import PageOptions, ProgressBar, error_console, output_console
 from .prompts import PromptOptions, model_option, prompt_argument
@@ -97,7 +97,7 @@ def explain_command(
             stats=last.stats,
             pieces=Pieces(decoder.tokenizer),
         )
-        tell_of_default(generation.model)
+        tell_of_model(generation.model)
         shows.show(
             lambda: print_explained(explained, output_console(color)),
             lambda: explain_page(explained),

@@ -24,7 +24,7 @@ from ..terminal import TokenPrinter, colored
 from .figures import acceptance_row, rate, result_report, speedup_rows
 from .generating import Generation
 from .memories import Memories
-from .model_choice import model_or_default, tell_of_default
+from .model_choice import is_beyond_demo, model_or_default, tell_of_model
 from .options import NAME, Command, check_least, color_option, command, option, options_of
 from .outcome import silence_notes
 from .output import ProgressBar, error_console, figures_grid, write_json
@@ -215,7 +215,10 @@ def answer(
         # In a chat the answer is a text of its own, whose first space the tokenizer has put there.
         begins = templated and prompt.prefill_response is None
         trims = begins and detokenizer_of(decoder.tokenizer).prefix_space
-        tell = partial(tell_of_default, generation.model)
+        # The form of an output can do what the model cannot.
+        asks = source if templated and generation.form.constraint is None else None
+        beyond = isinstance(asks, str) and is_beyond_demo(asks)
+        tell = partial(tell_of_model, generation.model, beyond)
         with generation.learner(decoder) as learner:
             _transcribe(start, transcript, printer, console, trims, tell)
             if learner:

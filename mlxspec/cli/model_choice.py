@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import wraps
@@ -22,6 +23,9 @@ from .user_config import MODEL_VARIABLE, load_config
 
 DIRECTORY = "mlx_model"
 """What ``mlxspec convert`` writes, and what answers where no model is named."""
+
+SMALL_MODEL = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
+"""A model that is named to who has none yet."""
 
 ABOUT = "A model directory, a Hub repository, an alias of 'mlxspec config', or 'demo'."
 
@@ -135,24 +139,45 @@ def model_or_default(model: str | None) -> str:
     return default.name if default else DEMO
 
 
-def tell_of_default(asked: str | None) -> None:
+def tell_of_model(asked: str | None, beyond_demo: bool = False) -> None:
     """Say which model answers, once there is no error left to come before the answer.
 
-    It is said of the demo model, and where the model in ``mlx_model`` might be expected.
+    It is said of the demo model where nobody has named it, and where the model in ``mlx_model``
+    might be expected.
+
+    Args:
+        asked: the model that was named for this command.
+        beyond_demo: more is asked for than the demo model can do, so that it is told of that
+            model, too, if it was named.
     """
-    if asked is not None:
-        return
-    default = default_model()
-    if default is None:
-        note(
-            f"no {DIRECTORY} directory here and no default model, so the bundled demo model "
-            "answers (choose with --model, or with mlxspec config set model MODEL)"
-        )
-    elif default.passes_over and not _is_same(default.name, default.passes_over):
+    default = None if asked else default_model()
+    if default and default.passes_over and not _is_same(default.name, default.passes_over):
         note(
             f"{default.name} answers, named by {default.source}; the model here is --model "
             f"{default.passes_over}"
         )
+    elif model_or_default(asked) == DEMO and (beyond_demo or not (asked or default)):
+        unnamed = "" if asked or default else "no model is named, so "
+        note(
+            f"{unnamed}the demo model answers: a toy that repeats, copies, edits and quotes what "
+            f"it is given; for more try --model {SMALL_MODEL}"
+        )
+
+
+_GIVEN = re.compile(r"\n|(?<!\w)[\"'`“].+[\"'`”](?!\w)")
+_TASK = re.compile(
+    r"^(please )?(repeat|say|copy|quote|rename|edit|set)\b|\b(who|what|where|which|how)\b.*\?", re.I
+)
+
+
+def is_beyond_demo(prompt: str) -> bool:
+    """Whether a prompt asks for more than the demo model can do, as far as its form tells.
+
+    The demo model does a few tasks, with a text that the prompt gives: in quotation marks, or
+    before or after the line that says what to do.
+    """
+    lines = prompt.strip().splitlines() or [""]
+    return not (_GIVEN.search(prompt.strip()) and any(map(_TASK.search, (lines[0], lines[-1]))))
 
 
 def _is_same(first: str, second: str) -> bool:

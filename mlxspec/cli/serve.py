@@ -24,7 +24,7 @@ from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError
 from .generating import API_KEY, Drafting, Ends, Generation
 from .memories import Memories
-from .model_choice import model_argument, model_or_default, tell_of_default
+from .model_choice import model_argument, model_or_default, tell_of_model
 from .options import (
     ADAPTERS,
     ADAPTERS_HELP,
@@ -200,7 +200,7 @@ def serve_command(
         worker.start()
         serving.callback(worker.stop)
         worker.wait_until_ready()
-        tell_of_default(models[0] if models else None)
+        tell_of_model(models[0] if models else None)
         address = _address(host, listening.getsockname()[1])
         if not quiet:
             console.print(_panel(address, worker, bool(keys)))

@@ -80,6 +80,11 @@ def chip_names() -> list[str]:
     return list(_chips())
 
 
+def chips_without_curve() -> list[str]:
+    """Apple's chips that no curve is known of."""
+    return [name for name in _BANDWIDTH if name not in _chips()]
+
+
 def known_chip(name: str) -> Chip:
     """A chip by its name, in whatever case and with or without spaces or "Apple" before it.
 

@@ -165,7 +165,7 @@ def test_without_mlx_model_a_line_says_that_the_demo_model_answers(
     options = ("--prompt", "a", "--max-tokens", 2, "--decoder", "plain", "--json")
     result = generate(*options)
     assert json.loads(result.stdout)["model"] == "demo"
-    assert result.stderr.startswith("Note: no mlx_model")
+    assert result.stderr.startswith("Note: no model is named, so the demo model answers")
     assert result.stderr.count("\n") == 1
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from mlxspec.cli.chat_input import LineInput
 from mlxspec.cli.main import main
-from mlxspec.cli.model_choice import model_or_default
+from mlxspec.cli.model_choice import is_beyond_demo, model_or_default
 
 
 def run(*arguments: object) -> Result:
@@ -51,7 +52,10 @@ def test_aliases_serve_in_the_environment_and_in_the_configuration(
 
 def test_who_answers_is_told_where_another_might_be_expected(work: Path, endless: Path):
     prompt = ("generate", "--prompt", "a", "--max-tokens", 1, "--json")
-    assert "the bundled demo model answers" in run(*prompt).stderr
+    told = " ".join(run(*prompt).stderr.split())
+    assert told.startswith("Note: no model is named, so the demo model answers: a toy that")
+    assert "--model mlx-community/" in told
+    assert run(*prompt, "-q").stderr == ""
     run("config", "set", "model", endless)
     assert run(*prompt).stderr == ""
     (work / "mlx_model").symlink_to(endless)
@@ -61,6 +65,48 @@ def test_who_answers_is_told_where_another_might_be_expected(work: Path, endless
     expected = f"{endless} answers, named by 'mlxspec config'; the model here is --model mlx_model"
     assert expected in " ".join(run(*prompt).stderr.split())
     assert run(*prompt, "-m", endless).stderr == ""
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        'Repeat the following phrase 10 times: "A day.". Don\'t say anything else.',
+        "Repeat 'A day.' 3 times.",
+        "Copy this code:\n```python\na = 1\n```",
+        "Rename `total` to `sum` in this code:\n```python\ntotal = 1\n```",
+        'Set `city` to "Rome" for the item with id 7:\n```json\n[]\n```',
+        "Alice is a baker.\n\nCopy the text.",
+        "Alice is 30 years old.\n\nHow old is Alice? Quote the sentence.",
+    ],
+)
+def test_what_the_demo_model_can_do_is_known_by_its_form(prompt: str):
+    assert not is_beyond_demo(prompt)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "What's the capital of France? It's not Lyon.",
+        "Tell me a story about a fox.",
+        "Write a Python function that sorts a list.",
+        "# Copy a file\n\nA report, in which somebody asks: who was it?\n\nSummarise this.",
+        'Translate to French: "The house is red."',
+        " ",
+    ],
+)
+def test_what_is_beyond_the_demo_model_is_told_where_it_was_named(prompt: str):
+    assert is_beyond_demo(prompt)
+    options = ("generate", "-m", "demo", "--max-tokens", 1, "--json", "--prompt", prompt)
+    told = " ".join(run(*options).stderr.split())
+    assert told.startswith("Note: the demo model answers: a toy that repeats, copies,")
+    assert run(*options, "-q").stderr == ""
+
+
+def test_the_demo_model_is_not_told_of_where_it_can_do_what_is_asked():
+    options = ("generate", "-m", "demo", "--max-tokens", 1, "--json")
+    assert run(*options, "--prompt", "Repeat 'A day.' 3 times.").stderr == ""
+    assert run(*options, "--prompt", "def f(", "--raw").stderr == ""
+    assert run(*options, "--prompt", "Is it?", "--regex", "yes|no").stderr == ""
 
 
 @pytest.mark.parametrize("how", [("{}",), ("-m", "{}"), ("--model", "{}"), ("{}", "-m", "{}")])
@@ -138,3 +184,20 @@ def test_convert_tells_checkpoints_apart(tmp_path: Path):
     both = run("convert", other, "--hf-path", other)
     assert both.exit_code == 2
     assert f"{other} and --hf-path are given together" in both.stderr
+
+
+class InputOfUser(LineInput):
+    """Lines as from a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.interactive = True
+
+
+def test_who_talks_with_the_demo_model_is_told_what_it_can_do(monkeypatch: pytest.MonkeyPatch):
+    options = ("chat", "-m", "demo", "--max-tokens", "1", "--no-history")
+    piped = CliRunner().invoke(main, options, input="Hello.\n")
+    assert piped.stderr == ""
+    monkeypatch.setattr("mlxspec.cli.chat.open_input", lambda *_: InputOfUser())
+    typed = CliRunner().invoke(main, options, input="/exit\n")
+    assert "the demo model answers: a toy" in typed.stderr

@@ -1,11 +1,10 @@
-"""Drafters that users write: the README's, and those that return what is no draft."""
+"""Drafters that users write: the pages' one, and those that return what is no draft."""
 
 from __future__ import annotations
 
-import re
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,26 +18,26 @@ from tests.support.drafters import HostileDrafter
 pytestmark = pytest.mark.slow
 
 PROMPT = '[INST] Repeat the following phrase 4 times: "The red fox sees the river.". [/INST]'
-README = Path(mlxspec.__file__).parents[1] / "README.md"
+EXAMPLE = Path(mlxspec.__file__).parents[1] / "examples" / "own_drafter.py"
 
 
-def readme_class() -> type[Drafter]:
-    """The README's drafter, with all that its block runs."""
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    (block,) = [block for block in blocks if "(Drafter)" in block]
-    assert block.count("\n") <= 30
-    names: dict[str, Any] = {}
-    exec(block.replace('"mlx_model"', '"demo"'), names)
-    assert isinstance(names["decoder"], AutoDecoder)
-    return names["LastBigram"]
+def example_class() -> type[Drafter]:
+    """The drafter that the pages show."""
+    spec = importlib.util.spec_from_file_location("own_drafter", EXAMPLE)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kind: type[Drafter] = module.LastBigram
+    return kind
 
 
 def tokens(decoder: Decoder, **options: object) -> list[int]:
     return [r.token for r in decoder.stream(PROMPT, 40, **options)]
 
 
-def test_the_readme_s_drafter_drafts() -> None:
-    own = readme_class()
+def test_the_pages_drafter_drafts() -> None:
+    own = example_class()
     plain = tokens(demo_decoder(Decoder))
     alone = demo_decoder(Decoder, drafter=own)
     responses = list(alone.stream(PROMPT, 40))

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from mlxspec.errors import OptionError
-from mlxspec.plan.chips import chip_curve, chip_names, known_chip, nearest_chips
+from mlxspec.plan.chips import (
+    chip_curve,
+    chip_names,
+    chips_without_curve,
+    known_chip,
+    nearest_chips,
+)
 
 
 def test_published_curves_have_a_source_and_rise() -> None:
@@ -70,3 +76,12 @@ def test_what_is_no_chip_of_apple_s_has_all_curves_named() -> None:
         known_chip("RTX 4090")
     with pytest.raises(OptionError, match="'': choose one of"):
         known_chip("")
+
+
+def test_a_chip_of_apple_s_has_a_curve_or_is_among_those_without() -> None:
+    without = chips_without_curve()
+    assert {"M1", "M4 Max"} <= {*without}
+    assert not {*without} & {*chip_names()}
+    for name in without:
+        with pytest.raises(OptionError, match=f"nearest known ones are {nearest_chips(name)[0]}"):
+            known_chip(name)
