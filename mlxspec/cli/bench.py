@@ -100,8 +100,8 @@ def bench_command(
     \b
     Examples:
       mlxspec bench mlx-community/Mistral-7B-Instruct-v0.3-4bit
-      mlxspec bench demo --decoder prompt-lookup,mlx-lm --repeats 5 --html bench.html
-      mlxspec bench MODEL --spec-bench question.jsonl --limit 10 --json > bench.json
+      mlxspec bench demo --decoder prompt-lookup,mlx-lm --html bench.html
+      mlxspec bench MODEL --spec-bench question.jsonl --limit 10
 
     A file of prompts is JSONL with "prompt", "messages" or "turns" and optionally "category" and
     "reference" in each line; any other file is one prompt as it stands. Reports hold no prompts,

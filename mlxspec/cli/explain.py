@@ -52,7 +52,7 @@ def explain_command(
     Examples:
       mlxspec explain --decoder lookahead -W 7 -N 4 --raw "def add(a, b):"
       mlxspec explain "Say this three times: ..." --steps 5 --skip 0
-      mlxspec explain --decoder combined --prompt-file question.txt --html steps.html
+      mlxspec explain --decoder combined --prompt-file ask.txt --html steps.html
 
     The options are those of 'mlxspec generate', and the output is the same: only what is shown of
     it differs.

@@ -158,7 +158,7 @@ class Drafting:
         of=LOOKAHEAD,
     )
     pool_from_prompt: bool | None = option_field(
-        "--pool-from-prompt/--no-pool-from-prompt --POOL_FROM_PROMPT/--NO_POOL_FROM_PROMPT",
+        "--pool-from-prompt/--no-pool-from-prompt --POOL_FROM_PROMPT",
         "Lookahead: start with the prompt's n-grams.  [default: yes]",
         of=LOOKAHEAD,
     )

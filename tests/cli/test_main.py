@@ -118,7 +118,13 @@ def test_help_has_a_sentence_on_each_argument_and_a_heading_for_each_option(
     assert all(one.help for one in command.params if isinstance(one, click.Option))
 
 
-def test_help_has_the_options_in_groups_and_fits_40_columns():
+@pytest.mark.parametrize("words", [words for words, _ in EVERY], ids=" ".join)
+def test_help_is_no_wider_than_80_columns(words: list[str]):
+    result = CliRunner().invoke(main, [*words, "--help"], terminal_width=78)
+    assert not [line for line in result.stdout.splitlines() if len(line) > 80]
+
+
+def test_help_has_the_options_in_groups_in_40_columns_too():
     result = CliRunner().invoke(generate_command, ["--help"], terminal_width=40)
     headings = [line for line in result.stdout.splitlines() if re.fullmatch(r"\S.*:", line)]
     assert headings == [
