@@ -178,10 +178,10 @@ class _Measured:
 def _tables(models: list[_Model], memory: int, default: str | None) -> Iterator[RenderableType]:
     usable = [one for one in models if not one.files.trouble]
     others = [one for one in models if one.files.trouble]
-    answers = f"; without --model {shown(default)} answers" if default else ""
+    named = f"; the default model is {shown(default)}" if default else ""
     table = FoldingTable(
         *("model", "weights", "memory", "fits", "costs"),
-        caption=f"MLX may take {_size(memory)} here{answers}",
+        caption=f"MLX may take {_size(memory)} here{named}",
     )
     for one in usable:
         table.add_row(
