@@ -214,7 +214,7 @@ class _Chat:
                 table = Table.grid(padding=(0, 2))
                 for row in help_rows():
                     table.add_row(*row)
-                self.console.print(table, style="dim")
+                self.console.print(table)
             case "/retry":
                 self._retry(argument)
             case "/undo":
