@@ -187,12 +187,7 @@ class _Chat:
     def _take(self, message: str) -> bool:
         """Answer a message or do a command; False where that is to leave."""
         try:
-            found = command_in(message)
-        except OptionError as error:
-            note(error)
-            return True
-        try:
-            if found:
+            if found := command_in(message):
                 command, argument = found
                 if command.name == "/exit":
                     return False

@@ -44,13 +44,18 @@ def test_each_line_of_a_pipe_is_a_turn_and_the_output_its_answers(endless: Path)
 
 
 def test_commands(endless: Path) -> None:
-    said = "a\n/stats\n/reset\n/wave\nb\n/stats\n/help\n/exit\nc\n"
+    said = "a\n/stats\n/reset\nb\n/stats\n/help\n/exit\nc\n"
     result = chat("--model", endless, "--max-tokens", 5, stdin=said)
     assert result.exit_code == 0
     assert result.stdout == LINE * 2
-    assert "there is no command /wave" in result.stderr
     assert re.findall(r"answers +(\d+)", result.stderr) == ["1", "1"]
     assert "begin a new conversation" in result.stderr
+
+
+def test_a_pipe_s_command_that_there_is_not_ends_the_chat(endless: Path) -> None:
+    result = chat("--model", endless, "--max-tokens", 5, stdin="a\n/wave\nb\n")
+    assert (result.exit_code, result.stdout) == (1, LINE)
+    assert "Error: there is no command /wave" in result.stderr
 
 
 def test_a_path_at_the_start_of_a_message_is_no_command(endless: Path) -> None:
