@@ -78,7 +78,7 @@ class BenchOptions:
     drafter: str | None = _measurement(
         DRAFTER, "Measure a drafter class of your own, too, alone and with auto."
     )
-    max_tokens: int = _measurement("--max-tokens N", "Generate at most N.", default=250)
+    max_tokens: int = _measurement("--max-tokens N", "Generate at most N tokens.", default=250)
     repeats: int = _measurement("--repeats N", "Runs of each decoder on each prompt.", default=3)
     temp: float = _measurement("--temp T", "Temperature; 0 is greedy.", default=0.0)
     seed: int = _measurement("--seed N", "Same seed, same outputs.", default=0)

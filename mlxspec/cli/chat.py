@@ -60,7 +60,12 @@ _GLANCE = 60  # characters
     "Talk with a model of 'mlxspec serve' at this address.",
     group="Model and prompt",
 )
-@option("--max-tokens N", "Generate at most N per answer.", default=2048, group="Model and prompt")
+@option(
+    "--max-tokens N",
+    "Generate at most N tokens per answer.",
+    default=2048,
+    group="Model and prompt",
+)
 @options_of(Generation, "generation", leave_out=("json_schema", "regex", "grammar"))
 @color_option("Output")
 @option(

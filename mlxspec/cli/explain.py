@@ -20,7 +20,7 @@ _view = partial(option, group="Steps and output")
 @prompt_argument
 @model_option
 @options_of(PromptOptions, "prompt", "Model and prompt")
-@option("--max-tokens N", "Generate at most N.", default=250, group="Model and prompt")
+@option("--max-tokens N", "Generate at most N tokens.", default=250, group="Model and prompt")
 @options_of(Generation, "generation", leave_out=("learn",))
 @_view("--steps K", "Show K successive steps.", default=3)
 @_view(
