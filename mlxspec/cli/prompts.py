@@ -289,6 +289,8 @@ def _standard_input() -> str:
     """All of standard input, which was asked for."""
     if sys.stdin is None:
         raise PromptError("standard input is closed: give --prompt TEXT or --prompt-file FILE")
+    if sys.stdin.isatty():
+        note("type the prompt; Ctrl-D at the beginning of a line ends it")
     return _read(sys.stdin.buffer, "standard input")
 
 
