@@ -33,6 +33,7 @@ if not (ROOT / "mkdocs.yml").is_file():
     pytest.skip("mlxspec is installed without its repository", allow_module_level=True)
 
 FILES = {
+    "report.txt": "The baker Emma lives in Paris.\n",
     "question.txt": "Repeat the following phrase 2 times: 'A day.'.\n",
     "questions.jsonl": '{"prompt": "Say hello.", "max_tokens": 9}\n{"prompt": [5, 6, 7]}\n',
     "person.json": json.dumps(
@@ -237,6 +238,8 @@ def shell(directory: Path) -> Callable[[str], None]:
     interpreter = shlex.quote(sys.executable)
     command.write_text(f'#!/bin/sh\nexec {interpreter} {programs}/stand_in.py "$@"\n')
     command.chmod(0o755)
+    for what in ("init -q", "add -N report.txt"):  # which is what "git diff" shows
+        subprocess.run(["git", *what.split()], check=True)
     paths = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     environment = {**os.environ, **paths, "MLXSPEC_DATA_DIR": str(directory / "data")}
 
