@@ -26,7 +26,7 @@ from .chat_input import ChatInput, open_input
 from .generate import prefill_bar
 from .generating import Generation
 from .memories import Memories
-from .model_choice import model_argument, tell_of_default
+from .model_choice import model_argument, resolved, tell_of_default
 from .options import FILE, color_option, command, option, options_of
 from .outcome import note
 from .output import ProgressBar, counted, error_console, output_console
@@ -272,8 +272,8 @@ class _Chat:
             self._tell(f"Chatting with {self._model_name}.")
             if self.server:
                 self._tell(f"The server has {one_line(', '.join(model.others()))}.")
-        elif name == model.name:
-            self._tell(f"{one_line(name)} answers already.")
+        elif (name if self.server else resolved(name)) == model.name:
+            self._tell(f"{one_line(model.name)} answers already.")
         else:
             self.conversation.switch(name)
             self.settled = False

@@ -101,6 +101,17 @@ def test_another_model_goes_on_and_takes_the_place_of_the_first(
     assert result.stderr.startswith("Error: this model's tokenizer has no chat template")
 
 
+def test_the_model_that_answers_is_known_by_its_alias(
+    endless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLXSPEC_CONFIG_DIR", str(tmp_path))
+    other = write_scripted_model(tmp_path / "other", ("ah", " oh"), ends=True)
+    (tmp_path / "config.toml").write_text(f'[alias]\none = "{endless}"\ntwo = "{other}"\n')
+    result = chat("one", "--max-tokens", 5, stdin="/model one\n/model two\na\n")
+    assert f"{endless} answers already.\nGoing on with {other}.\n" in result.stderr
+    assert result.stdout == "ah oh\n"
+
+
 def test_a_model_without_a_chat_template_is_refused_in_a_line(finite: Path) -> None:
     result = chat("--model", finite, stdin="a\n")
     assert result.exit_code == 1
