@@ -201,6 +201,8 @@ def _tables(models: list[_Model], memory: int, default: str | None) -> Iterator[
     for one in others:
         yield shown(f"{one.name}, {_size(one.files.nbytes)}: {one.files.trouble}")
     if len(usable) == 1 and usable[0].name == DEMO:
+        if others:
+            yield ""
         yield (
             "A model of the Hugging Face Hub is downloaded when it is first named: "
             f"mlxspec chat {_EXAMPLE}"
