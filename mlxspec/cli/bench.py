@@ -78,7 +78,7 @@ class BenchOptions:
     drafter: str | None = _measurement(
         DRAFTER, "Measure a drafter class of your own, too, alone and with auto."
     )
-    max_tokens: int = _measurement("--max-tokens N", "Generate at most N.", default=250)
+    max_tokens: int = _measurement("--max-tokens N", "Generate at most N tokens.", default=250)
     repeats: int = _measurement("--repeats N", "Runs of each decoder on each prompt.", default=3)
     temp: float = _measurement("--temp T", "Temperature; 0 is greedy.", default=0.0)
     seed: int = _measurement("--seed N", "Same seed, same outputs.", default=0)
@@ -100,8 +100,8 @@ def bench_command(
     \b
     Examples:
       mlxspec bench mlx-community/Mistral-7B-Instruct-v0.3-4bit
-      mlxspec bench demo --decoder prompt-lookup,mlx-lm --repeats 5 --html bench.html
-      mlxspec bench MODEL --spec-bench question.jsonl --limit 10 --json > bench.json
+      mlxspec bench demo --decoder prompt-lookup,mlx-lm --html bench.html
+      mlxspec bench MODEL --spec-bench question.jsonl --limit 10
 
     A file of prompts is JSONL with "prompt", "messages" or "turns" and optionally "category" and
     "reference" in each line; any other file is one prompt as it stands. Reports hold no prompts,

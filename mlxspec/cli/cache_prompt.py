@@ -41,8 +41,8 @@ def cache_prompt_command(
 
     \b
     Examples:
-      mlxspec cache-prompt --prompt-file book.txt --prompt-cache-file book.safetensors
-      mlxspec generate --prompt-cache-file book.safetensors "Who is the narrator?"
+      mlxspec cache-prompt --prompt-file a.txt --prompt-cache-file a.safetensors
+      mlxspec generate --prompt-cache-file a.safetensors "Who is the narrator?"
 
     The prompt may come through a pipe, too. The file names its model and adapters, which then
     answer without --model and --adapter-path. If the model has to be downloaded, you are asked at

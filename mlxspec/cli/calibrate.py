@@ -33,7 +33,7 @@ _output = partial(option, group="Output")
 @_measurement(ADAPTERS, ADAPTERS_HELP, type=NAME)
 @_measurement("--context N", "Measure behind N tokens of context.  [default: 256]", type=int)
 @_measurement("--sequences N", "Measure steps that N sequences share.", default=1, type=int)
-@_measurement("--show", "Show what is known, without MODEL of all, and measure nothing.")
+@_measurement("--show", "Show what is known of MODEL, or else of all, and measure nothing.")
 @_output("--png FILE", "Draw the curve.", type=FILE)
 @_output("--svg FILE", "Draw the curve.", type=FILE)
 @_output("--force", FORCE_HELP)
@@ -73,7 +73,7 @@ def calibrate_command(
         check_picture(f"--{kind}", path, force=force)
     check_least(1, context=context, sequences=sequences)
     if adapter_path is not None and model is None:
-        raise OptionError("--adapter-path is of a model: name that, too")
+        raise OptionError("--adapter-path is given without its MODEL: name that, too")
     cache = CostCache()
     if show:
         curves = _kept(cache, model, adapter_path, context)

@@ -26,7 +26,7 @@ from .chat_input import ChatInput, open_input
 from .generate import prefill_bar
 from .generating import Generation
 from .memories import Memories
-from .model_choice import model_argument, tell_of_model
+from .model_choice import model_argument, resolved, tell_of_model
 from .options import FILE, color_option, command, option, options_of
 from .outcome import note
 from .output import ProgressBar, counted, error_console, output_console
@@ -60,7 +60,12 @@ _GLANCE = 60  # characters
     "Talk with a model of 'mlxspec serve' at this address.",
     group="Model and prompt",
 )
-@option("--max-tokens N", "Generate at most N per answer.", default=2048, group="Model and prompt")
+@option(
+    "--max-tokens N",
+    "Generate at most N tokens per answer.",
+    default=2048,
+    group="Model and prompt",
+)
 @options_of(Generation, "generation", leave_out=("json_schema", "regex", "grammar"))
 @color_option("Output")
 @option(
@@ -187,12 +192,7 @@ class _Chat:
     def _take(self, message: str) -> bool:
         """Answer a message or do a command; False where that is to leave."""
         try:
-            found = command_in(message)
-        except OptionError as error:
-            note(error)
-            return True
-        try:
-            if found:
+            if found := command_in(message):
                 command, argument = found
                 if command.name == "/exit":
                     return False
@@ -214,7 +214,7 @@ class _Chat:
                 table = Table.grid(padding=(0, 2))
                 for row in help_rows():
                     table.add_row(*row)
-                self.console.print(table, style="dim")
+                self.console.print(table)
             case "/retry":
                 self._retry(argument)
             case "/undo":
@@ -272,8 +272,8 @@ class _Chat:
             self._tell(f"Chatting with {self._model_name}.")
             if self.server:
                 self._tell(f"The server has {one_line(', '.join(model.others()))}.")
-        elif name == model.name:
-            self._tell(f"{one_line(name)} answers already.")
+        elif (name if self.server else resolved(name)) == model.name:
+            self._tell(f"{one_line(model.name)} answers already.")
         else:
             self.conversation.switch(name)
             self.settled = False

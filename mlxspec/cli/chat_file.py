@@ -43,7 +43,9 @@ class SavedChat:
             ChatFileError: something else is there, or it cannot be written.
         """
         if os.path.lexists(path) and not _is_ours(path):
-            raise ChatFileError(f"{path}: is there and no saved chat; choose another name")
+            raise ChatFileError(
+                f"{path}: there is a file that is no saved chat; choose another name"
+            )
         told = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         record = {
             "model": self.model,

@@ -21,6 +21,7 @@ from prompt_toolkit.history import FileHistory, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import ColorDepth, create_output
 from prompt_toolkit.output.vt100 import Vt100_Output
+from prompt_toolkit.styles import Style
 
 from ..errors import ChatFileError, MlxspecError
 from ..files import replaced, sole_writer
@@ -31,6 +32,19 @@ _MOST_BYTES = 1_000_000
 """How large the history gets; then its older half goes."""
 
 _ENTRY = b"\n# "  # how a message of prompt_toolkit's FileHistory begins
+
+# In the terminal's own colours: prompt_toolkit's are greys that differ little from each other.
+_STYLE = Style.from_dict(
+    {
+        "completion-menu": "noinherit",
+        "completion-menu.completion": "noinherit",
+        "completion-menu.completion.current": "noinherit reverse",
+        "completion-menu.meta.completion": "noinherit",
+        "completion-menu.meta.completion.current": "noinherit reverse",
+        "scrollbar.background": "noinherit",
+        "scrollbar.button": "noinherit reverse",
+    }
+)
 
 _PASTES_BRACKETED = "\x1b[?2004h"
 _PASTES_BARE = "\x1b[?2004l"
@@ -72,6 +86,7 @@ class TerminalInput:
             enable_open_in_editor=True,
             color_depth=None if color else ColorDepth.DEPTH_1_BIT,
             output=output,
+            style=_STYLE,
         )
         self._quiet = _QuietKeys()
         self._quiet.begin()

@@ -42,12 +42,12 @@ Examples:
   mlxspec config
   mlxspec config set model mlx-community/Mistral-7B-Instruct-v0.3-4bit
   mlxspec config set alias.fast mlx-community/Qwen3-4B-Instruct-2507-4bit
-  mlxspec generate --model fast --prompt "Name a river."
+  mlxspec generate --model fast "Name a river."
   mlxspec config unset max-tokens
 
-The model without --model: what MLXSPEC_MODEL names, or the one that is set here, or the directory
-mlx_model, or else demo. Options on a command line go before all that is set. An alias goes before a
-directory of its name; ./NAME is the directory.
+The default model answers where a command line names none. It is what MLXSPEC_MODEL names, or what
+is set here, or the directory mlx_model, or else demo. Options on a command line go before all that
+is set. An alias goes before a directory of its name; ./NAME is the directory.
 
 The file is config.toml in the user's configuration directory, or in the one that
 {ENVIRONMENT_VARIABLE} names. It may be edited; comments stay.
@@ -155,8 +155,8 @@ def _show(config: UserConfig) -> None:
     if not entries:
         console.print("Nothing is set. 'mlxspec config --help' says what can be.")
     default = default_model()
-    answers = f"{one_line(default.name)}, named by {default.source}," if default else "demo"
-    console.print(f"Without --model {answers} answers.")
+    named = f"{one_line(default.name)}, named by {default.source}" if default else "demo"
+    console.print(f"The default model is {named}.")
 
 
 def _spelled(key: str) -> str:

@@ -41,7 +41,7 @@ _DEFAULT_SERVER = "http://127.0.0.1:8080"
 )
 @option(
     "--context-length N",
-    "Its tokens of context that the client is told of.  [default: all that it has]",
+    "Tell the client that the model has N tokens of context.  [default: all that it has]",
     type=int,
     group="Server",
 )

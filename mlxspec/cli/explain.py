@@ -20,7 +20,7 @@ _view = partial(option, group="Steps and output")
 @prompt_argument
 @model_option
 @options_of(PromptOptions, "prompt", "Model and prompt")
-@option("--max-tokens N", "Generate at most N.", default=250, group="Model and prompt")
+@option("--max-tokens N", "Generate at most N tokens.", default=250, group="Model and prompt")
 @options_of(Generation, "generation", leave_out=("learn",))
 @_view("--steps K", "Show K successive steps.", default=3)
 @_view(
@@ -52,7 +52,7 @@ def explain_command(
     Examples:
       mlxspec explain --decoder lookahead -W 7 -N 4 --raw "def add(a, b):"
       mlxspec explain "Say this three times: ..." --steps 5 --skip 0
-      mlxspec explain --decoder combined --prompt-file question.txt --html steps.html
+      mlxspec explain --decoder combined --prompt-file ask.txt --html steps.html
 
     The options are those of 'mlxspec generate', and the output is the same: only what is shown of
     it differs.

@@ -70,7 +70,7 @@ class _GenerateCommand(Command):
     type=int,
     group="Model and prompt",
 )
-@option("--max-tokens N", "Generate at most N.", default=250, group="Model and prompt")
+@option("--max-tokens N", "Generate at most N tokens.", default=250, group="Model and prompt")
 @options_of(Generation, "generation")
 @option("-q --quiet", "Show the text alone: no figures, progress or notes.", group="Output")
 @color_option("Output")

@@ -119,7 +119,7 @@ class Drafting:
         of=OWN,
     )
     num_draft_tokens: int | None = option_field(
-        "--num-draft-tokens N", "That --draft-model drafts at most.  [default: 2]"
+        "--num-draft-tokens N", "Tokens that --draft-model drafts at most.  [default: 2]"
     )
     learn: bool = option_field("--learn", "Add the output to the --store file.", default=False)
     no_memory: bool = option_field(NO_MEMORY, NO_MEMORY_HELP, default=False)
@@ -158,7 +158,7 @@ class Drafting:
         of=LOOKAHEAD,
     )
     pool_from_prompt: bool | None = option_field(
-        "--pool-from-prompt/--no-pool-from-prompt --POOL_FROM_PROMPT/--NO_POOL_FROM_PROMPT",
+        "--pool-from-prompt/--no-pool-from-prompt --POOL_FROM_PROMPT",
         "Lookahead: start with the prompt's n-grams.  [default: yes]",
         of=LOOKAHEAD,
     )

@@ -44,5 +44,5 @@ def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
         name, found, _ = group.resolve_command(about, [word])
         if found is None:
             raise click.UsageError(f"{word} is an option: name a command", ctx)
-        about = click.Context(found, about, name, **found.context_settings)
+        about = found.context_class(found, about, name, **found.context_settings)
     click.echo(about.get_help())

@@ -10,6 +10,7 @@ from rich.console import Console, ConsoleOptions
 from rich.live import Live
 from rich.markdown import Markdown
 from rich.segment import Segment
+from rich.theme import Theme
 
 from ..terminal import visible
 
@@ -72,6 +73,8 @@ class MarkdownPrinter:
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        # Rich's own style for code in a line has a black ground, also in a light window.
+        console.push_theme(Theme({"markdown.code": "bold cyan"}))
         self._live: Live | None = None
         self._text = ""
         """From the last block on that is written."""

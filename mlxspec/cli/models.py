@@ -178,10 +178,10 @@ class _Measured:
 def _tables(models: list[_Model], memory: int, default: str | None) -> Iterator[RenderableType]:
     usable = [one for one in models if not one.files.trouble]
     others = [one for one in models if one.files.trouble]
-    answers = f"; without --model {shown(default)} answers" if default else ""
+    named = f"; the default model is {shown(default)}" if default else ""
     table = FoldingTable(
         *("model", "weights", "memory", "fits", "costs"),
-        caption=f"MLX may take {_size(memory)} here{answers}",
+        caption=f"MLX may take {_size(memory)} here{named}",
     )
     for one in usable:
         table.add_row(
@@ -201,6 +201,8 @@ def _tables(models: list[_Model], memory: int, default: str | None) -> Iterator[
     for one in others:
         yield shown(f"{one.name}, {_size(one.files.nbytes)}: {one.files.trouble}")
     if len(usable) == 1 and usable[0].name == DEMO:
+        if others:
+            yield ""
         yield (
             "A model of the Hugging Face Hub is downloaded when it is first named: "
             f"mlxspec chat {_EXAMPLE}"

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from functools import partial, wraps
 from inspect import cleandoc
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any
 
 import click
@@ -31,11 +32,37 @@ ARGUMENTS = "Arguments"
 """The heading of arguments, and of options that stand for them."""
 
 
+class _HelpFormatter(click.HelpFormatter):
+    """As click's, which is 50 columns wide at least, but no wider than the terminal."""
+
+    def __init__(
+        self, indent_increment: int = 2, width: int | None = None, max_width: int | None = None
+    ) -> None:
+        columns = get_terminal_size().columns
+        super().__init__(indent_increment, width or min(columns, max_width or 80) - 2)
+
+    def write_dl(
+        self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2
+    ) -> None:
+        """Write names and what they mean; where it is narrow, below the names."""
+        super().write_dl(rows, col_max if self.width >= _NARROW else _SHORT_NAME, col_spacing)
+
+
+_NARROW = 60  # columns
+_SHORT_NAME = 14  # characters; longer ones would leave too little room beside them
+
+
+class _Context(click.Context):
+    formatter_class = _HelpFormatter
+
+
 class SectionedCommand(click.Command):
     """A command with ``--version`` whose help has a section for each group of options.
 
     The arguments have the first section, and ``--version`` and ``--help`` the last one.
     """
+
+    context_class = _Context
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -86,6 +113,7 @@ class Group(click.Group):
     """A command of commands, which guesses what a mistyped one was to be."""
 
     command_class = Command
+    context_class = _Context
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)

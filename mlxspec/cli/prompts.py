@@ -74,7 +74,7 @@ class _TemplateArguments(click.ParamType):
 _EXAMPLE = "'{\"enable_thinking\": false}'"
 _TEMPLATE = "Chat template"
 _ARGUMENTS = "--chat-template-config --chat-template-args JSON"
-_ARGUMENTS_HELP = f"What the chat template is given besides, such as {_EXAMPLE}."
+_ARGUMENTS_HELP = f"Variables of the chat template, such as {_EXAMPLE}."
 
 
 def template_option(group: str) -> Any:
@@ -95,7 +95,7 @@ class PromptOptions:
     """
 
     prompt: str | None = option_field(
-        "-p --prompt TEXT", "The same as PROMPT; - reads all of standard input."
+        "-p --prompt TEXT", "The prompt; - reads all of standard input."
     )
     prompt_file: str | None = option_field(
         "--prompt-file FILE",
@@ -289,6 +289,8 @@ def _standard_input() -> str:
     """All of standard input, which was asked for."""
     if sys.stdin is None:
         raise PromptError("standard input is closed: give --prompt TEXT or --prompt-file FILE")
+    if sys.stdin.isatty():
+        note("type the prompt; Ctrl-D at the beginning of a line ends it")
     return _read(sys.stdin.buffer, "standard input")
 
 

@@ -106,13 +106,13 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     \b
     Examples:
       mlxspec replay traces.jsonl --tokenizer my_model --chip "M3 Max"
-      mlxspec replay chats.jsonl --tokenizer tokenizer.model --decoder auto,vllm,transformers
+      mlxspec replay chats.jsonl --tokenizer tokenizer.model --decoder auto,vllm
       mlxspec calibrate my_model --json > curve.json
       mlxspec replay chats.jsonl --tokenizer my_model --curve curve.json
       mlxspec replay *.jsonl --tokenizer my_model --html replay.html
       mlxspec replay chats.jsonl --tokenizer my_model --decoder auto,hindsight
       mlxspec replay chats.jsonl --tokenizer my_model --chip all --concurrency 4
-      mlxspec replay chats.jsonl --tokenizer my_model --memory 16k,1M,all --html memory.html
+      mlxspec replay chats.jsonl --tokenizer my_model --memory 16k,1M,all
 
     A line of TRACES is an object with "messages", as in OpenAI-style chat logs, and optionally
     "category", "model" and "completions", the indices of the messages to replay.

@@ -20,7 +20,7 @@ from .options import NO_MEMORY, NO_MEMORY_HELP, SETTINGS, SectionedCommand, argu
 
 EPILOG = """\b
 Examples:
-  mlxspec run -m mlx_lm.chat --model mlx-community/Mistral-7B-Instruct-v0.3-4bit
+  mlxspec run -m mlx_lm.chat --model mlx-community/Qwen3-4B-4bit
   mlxspec run -m mlx_lm generate --prompt "How tall is Mt Everest?"
   mlxspec run my_script.py --its-own-option
 

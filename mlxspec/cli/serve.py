@@ -92,7 +92,7 @@ class _Size(click.ParamType):
 )
 @option(
     "--max-tokens N",
-    "Generate at most N where a request does not say.",
+    "Generate at most N tokens where a request does not say.",
     default=8192,
     group="Requests",
 )

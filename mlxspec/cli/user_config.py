@@ -61,16 +61,15 @@ def _is_temperature(value: Any) -> bool:
 
 
 _GENERATING = ("generate", "explain", "chat")
+_OF = "of generate, explain and chat"
 
 KEYS = {
-    MODEL: Setting("the model that answers without --model", "a model", str, _is_text),
+    MODEL: Setting("the default model", "a model", str, _is_text),
     "max-tokens": Setting(
-        "of generate, explain and chat", "a whole number from 1 on", int, _is_count, _GENERATING
+        f"--max-tokens {_OF}", "a whole number from 1 on", int, _is_count, _GENERATING
     ),
-    "temp": Setting(
-        "of generate, explain and chat", "a number from 0 on", float, _is_temperature, _GENERATING
-    ),
-    "system-prompt": Setting("of chat", "a text", str, _is_text, ("chat",)),
+    "temp": Setting(f"--temp {_OF}", "a number from 0 on", float, _is_temperature, _GENERATING),
+    "system-prompt": Setting("--system-prompt of chat", "a text", str, _is_text, ("chat",)),
 }
 """All that can be set, besides aliases."""
 

@@ -230,8 +230,8 @@ def brief_verdict(
     outputs = sum(one.completions for one in sets.values())
     tokens = sum(one.tokens for one in sets.values())
     lines = [
-        f"Modelled speed against plain decoding, {outputs:,} outputs with {tokens:,} tokens in "
-        f"{len(sets)} sets, {len(policies)} decoders; {ESTIMATED}: a curve with estimates"
+        f"Modelled speed against plain decoding; outputs {outputs:,}, tokens {tokens:,}, sets "
+        f"{len(sets)}, decoders {len(policies)}; {ESTIMATED}: a curve with estimates"
     ]
     for chip, reports in comparison.items():
         best = _fastest(reports)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
@@ -272,7 +272,10 @@ def check_options(
         raise TypeError(_no_such_option(name))
     if max_tokens < 1:
         raise OptionError(f"max_tokens is {max_tokens}: generate at least 1 token")
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    several = isinstance(stop, Iterable) and not isinstance(stop, str)
+    stop = tuple(stop) if several else (stop,)
+    if not all(isinstance(text, str) for text in stop):
+        raise OptionError("stop is no text: pass one, or a list of them, or leave it out")
     if not all(stop):
         raise OptionError("stop holds an empty string: it would end every output at once")
     if session is not None and prompt_cache is not None:
@@ -322,7 +325,7 @@ def grammar_of(
 
 def _no_such_option(name: str) -> str:
     """The message for an option that does not exist."""
-    known = sorted(GenerationOptions.__annotations__)
+    known = sorted({"max_tokens", *GenerationOptions.__annotations__})
     (similar, *_) = [*get_close_matches(name, known, 1), None]
     meant = f"did you mean {similar}" if similar else "see mlxspec.Decoder.decode for all"
     return f"there is no option {name!r}: {meant}"

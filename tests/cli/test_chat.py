@@ -44,13 +44,18 @@ def test_each_line_of_a_pipe_is_a_turn_and_the_output_its_answers(endless: Path)
 
 
 def test_commands(endless: Path) -> None:
-    said = "a\n/stats\n/reset\n/wave\nb\n/stats\n/help\n/exit\nc\n"
+    said = "a\n/stats\n/reset\nb\n/stats\n/help\n/exit\nc\n"
     result = chat("--model", endless, "--max-tokens", 5, stdin=said)
     assert result.exit_code == 0
     assert result.stdout == LINE * 2
-    assert "there is no command /wave" in result.stderr
     assert re.findall(r"answers +(\d+)", result.stderr) == ["1", "1"]
     assert "begin a new conversation" in result.stderr
+
+
+def test_a_pipe_s_command_that_there_is_not_ends_the_chat(endless: Path) -> None:
+    result = chat("--model", endless, "--max-tokens", 5, stdin="a\n/wave\nb\n")
+    assert (result.exit_code, result.stdout) == (1, LINE)
+    assert "Error: there is no command /wave" in result.stderr
 
 
 def test_a_path_at_the_start_of_a_message_is_no_command(endless: Path) -> None:
@@ -75,7 +80,7 @@ def test_commands_of_a_pipe_save_load_and_take_back(endless: Path, tmp_path: Pat
     result = chat("--model", endless, "--load", path, stdin=f"/save {tmp_path}\n")
     assert result.exit_code == 1
     assert result.stderr.endswith(
-        f"Error: {tmp_path}: is there and no saved chat; choose another name\n"
+        f"Error: {tmp_path}: there is a file that is no saved chat; choose another name\n"
     )
     result = chat("--model", "missing", "--load", tmp_path / "none", stdin="")
     assert result.exit_code == 1
@@ -94,6 +99,17 @@ def test_another_model_goes_on_and_takes_the_place_of_the_first(
     said = f"a\n/model {finite}\n"
     result = chat("--model", endless, "--max-tokens", 5, stdin=said)
     assert result.stderr.startswith("Error: this model's tokenizer has no chat template")
+
+
+def test_the_model_that_answers_is_known_by_its_alias(
+    endless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLXSPEC_CONFIG_DIR", str(tmp_path))
+    other = write_scripted_model(tmp_path / "other", ("ah", " oh"), ends=True)
+    (tmp_path / "config.toml").write_text(f'[alias]\none = "{endless}"\ntwo = "{other}"\n')
+    result = chat("one", "--max-tokens", 5, stdin="/model one\n/model two\na\n")
+    assert f"{endless} answers already.\nGoing on with {other}.\n" in result.stderr
+    assert result.stdout == "ah oh\n"
 
 
 def test_a_model_without_a_chat_template_is_refused_in_a_line(finite: Path) -> None:

@@ -174,7 +174,7 @@ def test_the_names_of_paper_and_reference_mean_the_same(endless: Path) -> None:
     )
     assert stats("-W", 4, "-N", 4, "-G", 2, "--no-pool-from-prompt") == ours
     reference = ("--WINDOW_SIZE", 4, "--LEVEL", 4, "--GUESS_SET_SIZE", 2)
-    assert stats(*reference, "--NO_POOL_FROM_PROMPT") == ours
+    assert stats(*reference, "--no-pool-from-prompt") == ours
     assert stats(*reference, "--POOL_FROM_PROMPT") == stats(*reference) != ours
 
 

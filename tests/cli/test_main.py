@@ -118,7 +118,17 @@ def test_help_has_a_sentence_on_each_argument_and_a_heading_for_each_option(
     assert all(one.help for one in command.params if isinstance(one, click.Option))
 
 
-def test_help_has_the_options_in_groups_and_fits_40_columns():
+@pytest.mark.parametrize("words", [words for words, _ in EVERY], ids=" ".join)
+@pytest.mark.parametrize("columns", [40, 80])
+def test_help_fits_the_terminal(words: list[str], columns: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = CliRunner().invoke(main, [*words, "--help"]).stdout.splitlines()
+    wide = [line for line in lines if len(line) > columns]
+    # Examples are not folded, and options have their names on one line.
+    assert all(re.match(r"    |  -", line) for line in wide) if columns < 80 else not wide
+
+
+def test_help_has_the_options_in_groups_in_40_columns_too():
     result = CliRunner().invoke(generate_command, ["--help"], terminal_width=40)
     headings = [line for line in result.stdout.splitlines() if re.fullmatch(r"\S.*:", line)]
     assert headings == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from hypothesis import given
@@ -92,6 +93,16 @@ def test_no_word_is_lost_hidden_or_obeyed(text: str, word: str) -> None:
     assert "\x1b[2J" not in printed
     assert "\x1b]8" not in printed  # a link that hides where it leads
     assert "\u202e" not in printed
+
+
+def test_the_ground_is_the_window_s() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="256")
+    printer = MarkdownPrinter(console)
+    printer.write("\n".join(BLOCKS), False)
+    printer.finish()
+    codes = ";".join(re.findall(r"\x1b\[([0-9;]*)m", console.file.getvalue())).split(";")
+    assert "36" in codes  # cyan
+    assert {"40", "48", "100"}.isdisjoint(codes)
 
 
 def test_a_terminal_keeps_every_line_of_a_block_that_is_higher_than_its_window() -> None:

@@ -98,7 +98,7 @@ def test_a_default_that_is_none_is_told_and_the_others_are_listed(monkeypatch):
     result = run("models")
     assert "MLXSPEC_MODEL names the model nothing" in result.stderr
     assert "demo" in result.stdout
-    assert "without --model" not in result.stdout
+    assert "the default model" not in result.stdout
 
 
 @pytest.mark.parametrize("columns", [40, 80, 160])

@@ -2,6 +2,7 @@
 
 import io
 import os
+import pty
 import socket
 import subprocess
 import sys
@@ -19,6 +20,9 @@ from mlxspec.errors import PromptError
 class StandardInput:
     def __init__(self, data: bytes) -> None:
         self.buffer = io.BytesIO(data)
+
+    def isatty(self) -> bool:
+        return False
 
 
 def read_prompt(text: str | None, file: str | None, ids: str | None) -> str | list[int]:
@@ -155,6 +159,17 @@ def test_a_dash_takes_all_of_standard_input_wherever_it_comes_from(standard_inpu
     assert PromptOptions(None, "-", argument="do it").read() == "a text\n\ndo it"
     with pytest.raises(PromptError, match="PROMPT and --prompt-file are given together"):
         PromptOptions(None, "file", argument="-").read()
+
+
+def test_who_types_the_prompt_is_told_how_it_ends(
+    standard_input, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keyboard, terminal = pty.openpty()
+    standard_input(terminal)
+    os.write(keyboard, b"typed\n\x04")  # and Ctrl-D
+    assert PromptOptions(argument="-").read() == "typed"
+    assert "Ctrl-D" in capsys.readouterr().err
+    os.close(keyboard)
 
 
 @pytest.mark.parametrize("data", [b"", b"\n", b" \n\t\n"])

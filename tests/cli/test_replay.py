@@ -132,7 +132,7 @@ def test_beside_a_page_the_verdict_has_at_most_ten_lines(traces: Path, tmp_path:
     result = replay(traces, "--tokenizer", TOKENIZER, "--html", page)
     first, *chips, last = result.stdout.splitlines()
     assert len(result.stdout.splitlines()) <= 10
-    assert "2 outputs with 48 tokens in 2 sets, 11 decoders" in first
+    assert "outputs 2, tokens 48, sets 2, decoders 11;" in first
     labels = [known_chip(name).label for name in chip_names()]
     assert [line.partition(":")[0] for line in chips] == labels
     assert last == f"The tables are in {page}."

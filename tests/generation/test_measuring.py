@@ -65,6 +65,8 @@ def test_for_a_model_that_cannot_verify_drafts_nothing_is_measured(
         ({"logit_bias": {4096: 1.0}}, "logit_bias holds the id 4096"),
         ({"stop": ""}, "stop holds an empty string"),
         ({"stop": ["end", ""]}, "stop holds an empty string"),
+        ({"stop": None}, "stop is no text: pass one"),
+        ({"stop": ["end", 5]}, "stop is no text: pass one"),
         ({"stop_tokens": "two words"}, "the stop token 'two words'"),
         ({"kv_bits": 7}, "kv_bits is 7"),
         ({"kv_bits": 8, "kv_group_size": 128}, "kv_group_size 128 does not suit"),

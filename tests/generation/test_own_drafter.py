@@ -166,6 +166,8 @@ def test_a_drafter_without_the_base_class_may_have_all_that_is_asked() -> None:
 def test_an_unknown_option_is_refused_with_the_one_that_was_meant() -> None:
     with pytest.raises(TypeError, match="no option 'tempp': did you mean temp"):
         stand_in_decoder(Decoder).stream(PROMPT, tempp=0.5)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="no option 'maxtokens': did you mean max_tokens"):
+        stand_in_decoder(Decoder).stream(PROMPT, maxtokens=5)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
