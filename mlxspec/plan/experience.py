@@ -17,6 +17,8 @@ from .policy import Winnings
 # Where these come from: docs/planner-notes.md, "What generations teach".
 _RATE, _LOWEST_RATE = 0.2, 0.01
 _SLOWS_AFTER = 10  # times that a feature was seen
+_STEPS = round(_SLOWS_AFTER * ((_RATE / _LOWEST_RATE) ** 2 - 1))  # until the rate is the lowest
+_RATES = [_RATE / sqrt(1 + times / _SLOWS_AFTER) for times in range(_STEPS + 1)]
 _KIND_TOKENS = (8, 32)
 _MOST_KINDS = 64
 
@@ -51,9 +53,8 @@ class Corrections:
         weights, seen = self._weights, self._seen
         error = right - probability(logit + self.logit(features))
         for feature in features:
-            seen[feature] = times = seen[feature] + 1
-            rate = max(_LOWEST_RATE, _RATE / sqrt(1 + times / _SLOWS_AFTER))
-            weights[feature] += rate * error
+            seen[feature] = times = min(seen[feature] + 1, _STEPS)
+            weights[feature] += _RATES[times] * error
 
     def copy(self) -> Corrections:
         """The same weights, whose rates begin anew."""
