@@ -395,7 +395,8 @@ class LookaheadDecoder(_PlannedDecoder):
 class CombinedDecoder(AutoDecoder):
     """Speculates on text that repeats and, in the rows that are left, by lookahead.
 
-    Its arguments are those of :class:`AutoDecoder`. To combine other drafters, pass a
+    Its arguments are those of :class:`AutoDecoder`; what lookahead earns is known in the next
+    generation even with ``memory_tokens=0``. To combine other drafters, pass a
     :class:`mlxspec.CombinedDrafter` to :meth:`Decoder.decode`.
     """
 
