@@ -114,7 +114,8 @@ def main(repeats: int, model: str) -> None:
         "prompt lookup": lookup.stream,
     }
     names = [*ways, "auto"]
-    times, whole = ({way: [[0.0] * 0 for _ in asked] for way in names} for _ in range(2))
+    times: dict[str, list[list[float]]] = {way: [[] for _ in asked] for way in names}
+    whole: dict[str, list[list[float]]] = {way: [[] for _ in asked] for way in names}
     tokens: dict[str, int] = dict.fromkeys(names, 0)
     steps: dict[str, int] = dict.fromkeys(names, 0)
     order = random.Random(SEED)

@@ -120,7 +120,7 @@ class Decoder:
     """Whether drafts are planned by what steps cost."""
 
     remembers = True
-    """Whether outputs that end are remembered, where there is a memory."""
+    """Whether outputs are remembered, where there is a memory, and teach later generations."""
 
     @cached_property
     def capability(self) -> Capability:

@@ -158,9 +158,12 @@ class AutoDecoder(_PlannedDecoder):
         """A planner that looks up text that repeats, and asks other sources too."""
         if self.memory:
             self.memory.refresh()
-        experience = self._experience if self.memory else Experience()
+        earlier, experience = self._earlier, self._experience
+        if not (self.memory and self.remembers):  # then nothing that this one teaches is kept
+            earlier = [Earlier(one.name, one.texts, one.on_used) for one in earlier]
+            experience = Experience()
         suffixes = SuffixSource(
-            earlier=self._earlier,
+            earlier=earlier,
             on_output=self._remember,
             token_classes=self._token_classes,
             context=session.index if session else None,
@@ -392,7 +395,8 @@ class LookaheadDecoder(_PlannedDecoder):
 class CombinedDecoder(AutoDecoder):
     """Speculates on text that repeats and, in the rows that are left, by lookahead.
 
-    Its arguments are those of :class:`AutoDecoder`. To combine other drafters, pass a
+    Its arguments are those of :class:`AutoDecoder`; what lookahead earns is known in the next
+    generation even with ``memory_tokens=0``. To combine other drafters, pass a
     :class:`mlxspec.CombinedDrafter` to :meth:`Decoder.decode`.
     """
 

@@ -8,7 +8,7 @@ logit (docs/planner-notes.md, "What generations teach").
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from math import exp, sqrt
 
@@ -36,7 +36,7 @@ class Corrections:
 
     def __init__(self, weights: dict[int, float] | None = None) -> None:
         self._weights = _Weights(weights or {})
-        self._seen = _Counts()
+        self._seen: Counter[int] = Counter()
 
     def logit(self, features: Sequence[int]) -> float:
         """What to add to the logit of a continuation with these features."""
@@ -65,8 +65,9 @@ class Experience:
     """What the generations of a decoder have taught: corrections by kind of request, and winnings.
 
     Requests whose prompts begin alike, with one system prompt or one template, are of one kind.
-    A kind has corrections of its own from its second request on; they begin as those of all
-    requests that begin like it. What is of no known kind follows all generations.
+    A kind has corrections of its own from its second request on. They begin as a copy of those
+    that its requests followed until then. A request of no known kind follows those of all
+    generations.
 
     Attributes:
         winnings: what drafts won.
@@ -79,7 +80,7 @@ class Experience:
         self._kinds: OrderedDict[tuple[int, ...], Corrections | None] = OrderedDict()
 
     def of_kind(self, prompt: Sequence[int]) -> list[Corrections]:
-        """The corrections that a request follows, and those that learn from it, too.
+        """The corrections that a request follows, and the others that learn from it.
 
         Args:
             prompt: token ids.
@@ -114,8 +115,3 @@ class _Weights(dict[int, float]):
 
     def __missing__(self, feature: int) -> float:
         return 0.0
-
-
-class _Counts(dict[int, int]):
-    def __missing__(self, feature: int) -> int:
-        return 0

@@ -73,8 +73,8 @@ _AVERAGE_RATE = 0.03
 _FIRST_AVERAGE = 0.3
 _USUAL_AGE = 8192  # tokens; how far back an occurrence in earlier texts counts as
 
-# The features that experience corrects are numbered: the values of each begin behind those of the
-# one before.
+# The features that experience corrects are numbered. No two share a number: the values of each
+# begin after those of the one before, and those of tokens, which have no end, come last.
 _FORMS = 3  # of a continuation: without a competitor, the best of several, one of the others
 _LONGEST_RUN = 10  # as a power of two
 _N_LENGTHS, _N_DEPTHS = 11, 8

@@ -51,9 +51,9 @@ class Lane:
         """Find out what the model verifies and what steps cost, before the first request."""
         self._served.most_characters  # noqa: B018  # looks through the vocabulary once
         decoder, make_drafter = self._served.decoder, self._served.make_drafter(())
+        decoder.remembers = False  # nobody has asked for these
         for prompt in ([1, 1], [1, 1, 1]):
             self.scheduler.submit(prompt, lambda response: None, 8, make_drafter)
-        decoder.remembers = False  # nobody has asked for these
         while self.scheduler.turn():
             pass
         decoder.remembers = True

@@ -18,6 +18,7 @@ from mlxspec import AutoDecoder
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.costs import KeptCosts
 from mlxspec.eval.equality import NEAR_TIE_FLOAT32, first_difference
+from mlxspec.plan.experience import Corrections
 from mlxspec.store.learner import Learner
 from tests.support.demo import FLAT, LINEAR, demo_decoder, given_costs, stand_in_decoder
 from tests.support.examples import examples
@@ -80,6 +81,35 @@ def test_earlier_outputs_are_drafted_from() -> None:
     *_, second = with_memory.stream(prompt, 50)
     *_, forgetful = without.stream(prompt, 50)
     assert second.stats.steps < forgetful.stats.steps
+
+
+def test_only_what_is_remembered_teaches_the_next_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of the context nor of a store is anything kept otherwise."""
+    learning: list[Corrections] = []
+    learn = Corrections.learn
+
+    def recorded(self: Corrections, *outcome: Any) -> None:
+        learning.append(self)
+        learn(self, *outcome)
+
+    def taught(decoder: AutoDecoder) -> set[Corrections]:
+        learning.clear()
+        assert tokens(decoder)
+        assert learning
+        return set(learning)
+
+    store = tmp_path / "outputs.store"
+    remembering = decoder_with(FLAT)
+    with Learner(store, remembering.tokenizer) as learner:
+        learner.add(tokens(remembering))
+    monkeypatch.setattr(Corrections, "learn", recorded)
+    assert taught(remembering) & taught(remembering)
+    forgetful = decoder_with(FLAT, memory_tokens=0, store=store)
+    assert taught(forgetful).isdisjoint(taught(forgetful))
+    remembering.remembers = False
+    assert taught(remembering).isdisjoint(taught(remembering))
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
