@@ -20,7 +20,7 @@ _SLOWS_AFTER = 10  # times that a feature was seen
 _STEPS = round(_SLOWS_AFTER * ((_RATE / _LOWEST_RATE) ** 2 - 1))  # until the rate is the lowest
 _RATES = [_RATE / sqrt(1 + times / _SLOWS_AFTER) for times in range(_STEPS + 1)]
 _KIND_TOKENS = (8, 32)
-_MOST_KINDS = 64
+_MOST_KINDS = 16
 
 
 class Corrections:
