@@ -368,7 +368,8 @@ def test_a_cache_can_be_looked_at_and_closed_while_other_threads_generate_on_it(
     def look() -> None:
         while not ended.is_set():
             assert lent[0].offset >= 0
-            assert isinstance(lent[0], KVCache)
+            # CPython's isinstance may say no if the class changes while it looks twice.
+            assert issubclass(lent[0].__class__, KVCache)
 
     def close() -> None:
         while not ended.is_set() or made:
