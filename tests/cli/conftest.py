@@ -13,6 +13,20 @@ HOSTILE = (
 )
 
 
+@pytest.fixture
+def nothing_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user who has set nothing and measured nothing, in an empty working directory.
+
+    Returns:
+        where that is, beside the directories "config" and "cache", which are not there yet.
+    """
+    for kind in ("config", "cache"):
+        monkeypatch.setenv(f"MLXSPEC_{kind.upper()}_DIR", str(tmp_path / kind))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"
+
+
 @pytest.fixture(scope="session")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that says "one two three four" over and over, a line each."""

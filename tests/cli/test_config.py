@@ -6,24 +6,16 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-from mlxspec.cli.main import main
+from tests.support.command_line import run
 
 REPOSITORY = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [*map(str, arguments)], prog_name="mlxspec")
-
-
 @pytest.fixture(autouse=True)
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def file(nothing_set: Path) -> Path:
     """The user's file, which is not there yet; the working directory is empty."""
-    monkeypatch.setenv("MLXSPEC_CONFIG_DIR", str(tmp_path / "config"))
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    return tmp_path / "config" / "config.toml"
+    return nothing_set.parent / "config" / "config.toml"
 
 
 def test_what_is_set_is_shown_and_can_be_taken_out_again(file: Path):

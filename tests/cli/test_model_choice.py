@@ -4,24 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from mlxspec.cli.chat_input import LineInput
 from mlxspec.cli.main import main
 from mlxspec.cli.model_choice import is_beyond_demo, model_or_default
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [*map(str, arguments)], prog_name="mlxspec")
+from tests.support.command_line import run
 
 
 @pytest.fixture(autouse=True)
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work(nothing_set: Path) -> Path:
     """The working directory; nothing is set."""
-    monkeypatch.setenv("MLXSPEC_CONFIG_DIR", str(tmp_path / "config"))
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-    return tmp_path / "work"
+    return nothing_set
 
 
 def test_the_first_that_names_a_model_decides(work: Path, monkeypatch: pytest.MonkeyPatch):

@@ -4,29 +4,25 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from mlxspec.cli.main import main
 from mlxspec.engine import device_memory
 from mlxspec.loading import on_machine
 from mlxspec.loading.model_files import DEMO_DIRECTORY
+from tests.support import command_line
 
 
 def run(*arguments: object) -> Result:
-    result = CliRunner().invoke(main, [*map(str, arguments)], prog_name="mlxspec")
+    result = command_line.run(*arguments)
     assert result.exit_code == 0, result.stderr
     return result
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+def cache(nothing_set: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """The Hub's cache, which is empty; nothing is set or known."""
     repositories: dict[str, Path] = {}
     monkeypatch.setattr(on_machine, "cached_repositories", lambda: iter(repositories.items()))
-    for kind in ("CONFIG", "CACHE"):
-        monkeypatch.setenv(f"MLXSPEC_{kind}_DIR", str(tmp_path / kind))
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
     return repositories
 
 
