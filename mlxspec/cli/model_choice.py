@@ -156,7 +156,9 @@ def tell_of_model(asked: str | None, beyond_demo: bool = False) -> None:
             f"{default.name} answers, named by {default.source}; the model here is --model "
             f"{default.passes_over}"
         )
-    elif model_or_default(asked) == DEMO and (beyond_demo or not (asked or default)):
+        return
+    answers = asked or (default.name if default else DEMO)
+    if answers == DEMO and (beyond_demo or not (asked or default)):
         unnamed = "" if asked or default else "no model is named, so "
         note(
             f"{unnamed}the demo model answers: a toy that repeats, copies, edits and quotes what "
