@@ -102,13 +102,14 @@ class ApiClient:
             opened: HTTPResponse = self._opener.open(request, timeout=_SILENCE)
             return opened
         except urllib.error.HTTPError as error:
-            if error.code == 401:
-                state = "is another one" if key else "is not set"
-                raise PromptError(
-                    f"--server {self.address} asks for a key, and {API_KEY} {state}: "
-                    "put the server's key there"
-                ) from error
-            raise PromptError(f"the server: {_told(error)}") from error
+            with error:
+                if error.code == 401:
+                    state = "is another one" if key else "is not set"
+                    raise PromptError(
+                        f"--server {self.address} asks for a key, and {API_KEY} {state}: "
+                        "put the server's key there"
+                    ) from error
+                raise PromptError(f"the server: {_told(error)}") from error
         except (OSError, ValueError, HTTPException) as error:
             reason = getattr(error, "reason", error)
             reason = getattr(reason, "strerror", None) or reason

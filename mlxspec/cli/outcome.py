@@ -145,7 +145,8 @@ def _warnings_as_notes() -> Iterator[None]:
     with _LoggedNotes().shown(), warnings.catch_warnings():
         if not sys.warnoptions:
             warnings.simplefilter("ignore")
-            warnings.filterwarnings("always", module=r"mlxspec(\.|$)")
+            # No other category: what is collected while a line of ours runs may warn as well.
+            warnings.filterwarnings("always", category=UserWarning, module=r"mlxspec(\.|$)")
         warnings.showwarning = lambda message, *_: note(message)
         yield
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import sys
+import warnings
 
 import pytest
 
 from mlxspec.cli.generate import generate_command
-from mlxspec.cli.outcome import in_option_names, write_plainly
+from mlxspec.cli.outcome import in_option_names, reported, write_plainly
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,18 @@ def test_a_dash_becomes_a_hyphen_where_there_is_none(
         stream.write("1 – 2× 一")
         stream.flush()
     assert tuple(buffer.getvalue() for buffer in buffers) == (output, error)
+
+
+def test_of_warnings_only_those_for_users_become_notes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The garbage collector runs where it likes: a socket that another library has left open is
+    then said to be warned of by a line of ours."""
+    monkeypatch.setattr(sys, "warnoptions", [])
+    with reported():
+        for module in ("mlxspec", "mlxspec.process", "mlx_lm"):
+            for category in (UserWarning, ResourceWarning, DeprecationWarning):
+                message = f"{category.__name__} in {module}"
+                warnings.warn_explicit(message, category, "a.py", 1, module)
+    told = capsys.readouterr().err.splitlines()
+    assert told == ["Note: UserWarning in mlxspec", "Note: UserWarning in mlxspec.process"]
