@@ -23,7 +23,8 @@ class ContextIndex:
 
     def __init__(self) -> None:
         self._building: Future[SuffixIndex] | None = None
-        self._prompt: array[int] = array("i")
+        self.prompt: array[int] = array("i")
+        """The tokens that the context began with."""
         self.output_start = 0
         """Where in the index's text the prompt ends and the output begins."""
         self.conversation_end = 0
@@ -45,7 +46,7 @@ class ContextIndex:
         """Start the index of a context that begins with ``prompt``."""
         tokens = array("i", prompt)
         kept = self._continued(tokens) if self._building else None
-        self._prompt = tokens
+        self.prompt = tokens
         if kept is not None:
             index, added = kept
             if added and added[0] == SEPARATOR:
@@ -62,7 +63,7 @@ class ContextIndex:
 
         That is where most of the prompt is new, or where too much text has been abandoned.
         """
-        context = self._prompt + array("i", self.output)
+        context = self.prompt + array("i", self.output)
         common = common_length(context, prompt)
         added = prompt[common:]
         if common < len(context):

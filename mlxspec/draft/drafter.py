@@ -184,6 +184,8 @@ class VerifiedStep:
         sequences: how many sequences shared the forward.
         seconds: wall time of the step, from the proposal to the commit, and of the drafter's
             ``observe`` after the step before. 0 where nobody measures.
+        drafting: seconds of them that the drafter took from the processor that ran the forward:
+            none where that is a GPU.
         pipelined: whether its forward had been dispatched during the step before.
         context: positions of the context, ``tokens`` included.
     """
@@ -197,6 +199,7 @@ class VerifiedStep:
     rows: int = 1
     sequences: int = 1
     seconds: float = 0.0
+    drafting: float = 0.0
     pipelined: bool = False
     context: int = 0
 

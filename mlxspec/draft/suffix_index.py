@@ -269,6 +269,11 @@ def continuations(
         itself, so that a loop is drafted to any length.
     """
     depth, end = len(path), len(text)
+    if len(occurrences) == 1:  # as in most of a long copy
+        ((length, position),) = occurrences
+        at = position + depth
+        token = text[at] if at < end else path[at - end]
+        return [] if token == SEPARATOR else [Continuation(token, length, position, occurrences)]
     groups: dict[int, list[Occurrence]] = {}
     for occurrence in occurrences:
         at = occurrence.position + depth

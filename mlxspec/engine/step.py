@@ -150,6 +150,8 @@ class Sequence:
         self._started = time.perf_counter() - self._uncounted
         max_depth = self.max_depth
         tree = self._fitting(self.drafter.propose(max_depth), max_depth)
+        on_gpu = mx.default_device().type == mx.gpu
+        self._drafting = 0.0 if on_gpu else time.perf_counter() - self._started
         self.proposed = len(tree) - 1
         return DraftTree.chain(self.last) if self.proposed and self.ahead else tree
 
@@ -213,6 +215,7 @@ class Sequence:
             rows=forward.rows,
             sequences=forward.sequences,
             seconds=ended - self._started,
+            drafting=self._drafting,
             pipelined=forward.pipelined,
             context=self.length,
         )

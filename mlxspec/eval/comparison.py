@@ -134,8 +134,8 @@ def _drafters(policy: Policy, curve: CostCurve, classes: bytes) -> Callable[[Com
     memory = Memory(sys.maxsize if most is None else most)
     earlier = Earlier("memory", memory, memory.used)
 
-    def remember(output: Sequence[int], earned: Mapping[str, int]) -> None:
-        memory.add(output, earned)
+    def remember(output: Sequence[int], earned: Mapping[str, int], prompt: Sequence[int]) -> None:
+        memory.add(output, earned, prompt)
         memory.settle(tidy=True)  # the next completion finds the same, however fast this goes
 
     return lambda one: policy.make_drafter(

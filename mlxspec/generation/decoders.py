@@ -172,9 +172,11 @@ class AutoDecoder(_PlannedDecoder):
             [suffixes, *others], experience.winnings, branching=branching, costs=costs
         )
 
-    def _remember(self, output: Sequence[int], earned: Mapping[str, int]) -> None:
+    def _remember(
+        self, output: Sequence[int], earned: Mapping[str, int], prompt: Sequence[int]
+    ) -> None:
         if self.memory and self.remembers:
-            self.memory.add(output, earned)
+            self.memory.add(output, earned, prompt)
 
     def look_ups_beside(
         self, session: Session | None, drafter: DraftModelDrafter, others: Sequence[Source] = ()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from ..draft.suffix_index import SEPARATOR, SuffixIndex
 from .excerpts import Searched
 from .part import Learned, put
+
+LEADING_TOKENS = 8
+"""Of a prompt, by which the opening of its answer is found: docs/planner-notes.md, "Openings"."""
 
 _PIECE = 256  # tokens that are indexed at a time
 
@@ -28,7 +31,7 @@ class Live:
             self.add(answer)
 
     def __len__(self) -> int:
-        """How many tokens there are, with a SEPARATOR for each text."""
+        """How many tokens are indexed, those of prompts and a SEPARATOR for each text included."""
         return len(self._index)
 
     @property
@@ -42,11 +45,17 @@ class Live:
         """Each answer once, the one given last at the end."""
         return [*self._answers.values()]
 
-    def add(self, answer: Learned) -> None:
-        """Add an answer, which is found from now on."""
+    def add(self, answer: Learned, leading: Sequence[int] = ()) -> None:
+        """Add an answer, which is found from now on.
+
+        Args:
+            answer: if its tokens equal those of one before, it is not indexed again, and neither
+                is its prompt.
+            leading: the last tokens of its prompt, by which its opening is found.
+        """
         if not put(answer, self._answers):
             return
-        tokens = np.frombuffer(answer.text, np.int32).tolist()
+        tokens = [*leading, *np.frombuffer(answer.text, np.int32).tolist()]
         for start in range(0, len(tokens), _PIECE):
             self._index.extend(tokens[start : start + _PIECE])
             time.sleep(0)  # lets those that draft have the interpreter

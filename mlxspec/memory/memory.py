@@ -21,7 +21,7 @@ from ..errors import OptionError, StoreError
 from .excerpts import DamagedTexts, Searched, Source, excerpts
 from .journal import Journal, JournalMovedError
 from .kept import KEPT_TOKENS, KeptTexts, OnTrouble, reason
-from .live import Live
+from .live import LEADING_TOKENS, Live
 from .part import NOTHING, SUPERSEDED, Learned, Merged, Part, distinct
 from .part_file import FilePart
 from .settings import open_kept
@@ -150,15 +150,24 @@ class Memory:
             except DamagedTexts as damaged:
                 shelf.drop(damaged.texts)
 
-    def add(self, output: Sequence[int], earned: Mapping[str, int] | None = None) -> None:
+    def add(
+        self,
+        output: Sequence[int],
+        earned: Mapping[str, int] | None = None,
+        prompt: Sequence[int] = (),
+    ) -> None:
         """Remember an answer, soon. This waits for nothing, wherever it is called.
 
         Args:
             output: its tokens. Of one that is too long the end is remembered.
             earned: what its generation earned, by the names of :data:`EARNED`.
+            prompt: the tokens that it answers, of which the last eight count. While the answer is
+                among the newest, its opening is found where a prompt ends alike. They end with
+                the process, or when the answer is sorted. Of equal answers, the first one's count.
         """
         if self._thread.is_alive():  # nobody would take it otherwise
-            self._shelf.requests.put((list(output), dict(earned or {})))
+            leading = list(prompt[-LEADING_TOKENS:])
+            self._shelf.requests.put((list(output), dict(earned or {}), leading))
 
     def used(self, source: Source) -> None:
         """Take note that a drafted token of an excerpt was accepted.
@@ -307,7 +316,7 @@ class _Shelf:
             elif isinstance(request, threading.Event):
                 request.set()
             else:
-                self._take(*cast(tuple[list[int], dict[str, int]], request))
+                self._take(*cast(tuple[list[int], dict[str, int], list[int]], request))
 
     def _has_to_merge(self) -> bool:
         """Whether parts are being merged, which begins here if there is something to merge."""
@@ -328,13 +337,17 @@ class _Shelf:
 
     # Answers, until they are sorted.
 
-    def _take(self, output: list[int], earned: dict[str, int]) -> None:
+    def _take(self, output: list[int], earned: dict[str, int], leading: list[int]) -> None:
         most = self._max_tokens * 3 // 4  # what is left when the memory has become too full
+        # What is left out would let another text begin behind the prompt.
+        first = (*leading, *output[:2])
+        if len(output) > most or not all(0 <= token < self.vocab_size for token in first):
+            leading = []
         for text in encode_texts(output[max(0, len(output) - most) :], self.vocab_size):
             answer = Learned.now(text, earned)
             self._write_down(answer)
-            self.searched.live.add(answer)
-            earned = {}
+            self.searched.live.add(answer, leading)
+            earned, leading = {}, []
         if len(self.searched.live) >= self._live_tokens:
             self._sort()
 

@@ -53,7 +53,9 @@ class Corrections:
         weights, seen = self._weights, self._seen
         error = right - probability(logit + self.logit(features))
         for feature in features:
-            seen[feature] = times = min(seen[feature] + 1, _STEPS)
+            times = seen[feature]
+            if times < _STEPS:
+                seen[feature] = times = times + 1
             weights[feature] += _RATES[times] * error
 
     def copy(self) -> Corrections:

@@ -21,7 +21,7 @@ _MACHINE_VARIANCE = 0.3**2  # a machine's speed may change while nobody measures
 _DRAFTED_VARIANCE = 0.08**2  # real drafts have to be proposed, and have other tokens than measured
 _UNSEEN_VARIANCE = 0.1**2  # of a number of rows between two that were measured
 # Of a part's change from step to step:
-_MACHINE_CHANGE = 0.025**2
+_MACHINE_CHANGE = 0.008**2
 _DRAFTED_CHANGE = 0.002**2
 _ROWS_CHANGE = 0.002**2
 # Of the noise of one step:

@@ -68,6 +68,9 @@ _BIAS_RATE, _BIAS_LIMIT = 0.1, 2.0
 # The fitted weights trust matches of 12–19 and 20–31 tokens too much where a copy may be about
 # to begin, so their biases start below 0 (docs/planner-notes.md, "First biases").
 _FIRST_LENGTH_BIASES = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -0.4, -0.4, 0.0)
+# Errors of a p_accept below this teach nothing, which saves most of the learning in long copies.
+# So a p_accept hardly rises above 0.99.
+_SURE = 0.01
 _RECENT_RATE = 0.1
 _AVERAGE_RATE = 0.03
 _FIRST_AVERAGE = 0.3
@@ -75,7 +78,9 @@ _USUAL_AGE = 8192  # tokens; how far back an occurrence in earlier texts counts 
 
 # The features that experience corrects are numbered. No two share a number: the values of each
 # begin after those of the one before, and those of tokens, which have no end, come last.
-_FORMS = 3  # of a continuation: without a competitor, the best of several, one of the others
+_N_CLASSES, _UNKNOWN = len(TokenClass), int(TokenClass.UNKNOWN)
+# Forms of a continuation: without a competitor, the best of several, one of the others.
+_FORMS, _LOWER_RANKED = 3, 2
 _LONGEST_RUN = 10  # as a power of two
 _N_LENGTHS, _N_DEPTHS = 11, 8
 _MOST_AGREEING = 4
@@ -83,7 +88,7 @@ _NO_GAP = 5
 _RUN = 0
 _LAST_HITS = _RUN + 2 * (_LONGEST_RUN + 1)
 _CLASSES = _LAST_HITS + 2**3
-_LENGTH_AT_DEPTH = _CLASSES + len(TokenClass) ** 2
+_LENGTH_AT_DEPTH = _CLASSES + _N_CLASSES**2
 _LENGTH = _LENGTH_AT_DEPTH + _N_LENGTHS * _N_DEPTHS
 _AGREEING = _LENGTH + _FORMS * _N_LENGTHS
 _GAP = _AGREEING + _FORMS * (_MOST_AGREEING + 1)
@@ -174,40 +179,56 @@ class AcceptanceModel:
             before: the node's own token.
             limit: how many to estimate.
         """
-        class_before = self._class_of(before)
-        occurrences = sum(len(continuation.occurrences) for continuation in found)
+        classes = self._classes
+        class_before = classes[before] if before < len(classes) else _UNKNOWN
+        disputed = len(found) > 1
+        occurrences = sum([len(continuation.occurrences) for continuation in found])
         correct = self._corrections[0].logit
+        run = min((self._run + depth).bit_length(), _LONGEST_RUN)
+        of_node = _RUN + 2 * run + (depth > 0), _LAST_HITS + self._last_hits
+        depth_class = _DEPTH_CLASSES[min(depth, _MAX_LENGTH)]
         estimates = []
-        for rank, continuation in enumerate(found[:limit]):
-            length = min(continuation.length + depth, _MAX_LENGTH)
-            agreeing = len(continuation.occurrences)
+        for rank, (token, matched, newest, agreed) in enumerate(found[:limit]):
+            length, agreeing = min(matched + depth, _MAX_LENGTH), len(agreed)
+            form, gap = int(disputed), _NO_GAP
             if rank > 0:
-                weights = self._lower_ranked
+                weights, form = self._lower_ranked, _LOWER_RANKED
                 z = weights.by_rank[min(rank, 4)]
-            elif len(found) > 1:
-                weights = self._divided
-                z = weights.by_gap[min(continuation.length - found[1].length, 4)]
+            elif disputed:
+                weights, gap = self._divided, min(matched - found[1].length, _NO_GAP - 1)
+                z = weights.by_gap[gap]  # which ends with the gap below _NO_GAP
             else:
-                weights = self._unanimous
-                z = 0.0
+                weights, z = self._unanimous, 0.0
+            token_class = classes[token] if token < len(classes) else _UNKNOWN
             z += self._standing[weights] + weights.by_length[length]
             z += weights.share * agreeing / occurrences
             z += weights.log_agreeing * _LOG[agreeing]
             z += weights.log_occurrences * _LOG[occurrences]
-            z += weights.by_class[self._class_of(continuation.token)]
+            z += weights.by_class[token_class]
             z += weights.by_class_before[class_before]
             if depth == 0:
                 z += weights.first
-            kind = 2 if rank else 0
+            kind, in_prompt = 2 if rank else 0, False
             if self._earlier:
                 z += weights.earlier
             else:
-                z += weights.log_age * math.log(end - continuation.newest + 1)
-                kind += continuation.newest < self._conversation_end
-            length_class = _LENGTH_CLASSES[length]
+                z += weights.log_age * math.log(end - newest + 1)
+                kind += newest < self._conversation_end
+                in_prompt = newest + depth < self._output_start
+            length_class, match_class = _LENGTH_CLASSES[length], _LENGTH_CLASSES[matched]
             z += self._kind_biases[kind] + self._length_biases[length_class]
-            features = self._features(found, rank, depth, class_before)
-            p_accept = min(_HIGHEST, max(_LOWEST, probability(z + correct(features))))
+            features = (
+                *of_node,
+                _CLASSES + _N_CLASSES * class_before + token_class,
+                _LENGTH_AT_DEPTH + _N_DEPTHS * match_class + depth_class,
+                _LENGTH + _FORMS * match_class + form,
+                _AGREEING + _FORMS * min(agreeing, _MOST_AGREEING) + form,
+                _GAP + gap,
+                _IN_PROMPT + _FORMS * in_prompt + form,
+                _TOKEN + token,
+            )
+            p_accept = probability(z + correct(features))
+            p_accept = min(_HIGHEST, max(_LOWEST, p_accept))
             estimates.append(Estimate(p_accept, kind, length_class, z, features))
         return estimates
 
@@ -221,9 +242,12 @@ class AcceptanceModel:
         """
         tried = estimates if right is None else estimates[: right + 1]
         for rank, (p_accept, kind, length_class, logit, features) in enumerate(tried):
-            change = _BIAS_RATE * ((rank == right) - p_accept)
+            error = (rank == right) - p_accept
+            if abs(error) < _SURE:
+                continue
             for corrections in self._corrections:
                 corrections.learn(features, logit, rank == right)
+            change = _BIAS_RATE * error
             for biases, index in ((self._kind_biases, kind), (self._length_biases, length_class)):
                 biases[index] = min(_BIAS_LIMIT, max(-_BIAS_LIMIT, biases[index] + change))
         hit = right == 0
@@ -232,31 +256,6 @@ class AcceptanceModel:
         self._recent += _RECENT_RATE * (hit - self._recent)
         if at_root:
             self._average += _AVERAGE_RATE * (hit - self._average)
-
-    def _features(
-        self, found: Sequence[Continuation], rank: int, depth: int, class_before: int
-    ) -> tuple[int, ...]:
-        """The features of a continuation that experience corrects, by their numbers."""
-        token, length, newest, occurrences = found[rank]
-        form = 2 if rank else int(len(found) > 1)
-        gap = min(length - found[1].length, _NO_GAP - 1) if form == 1 else _NO_GAP
-        run = min((self._run + depth).bit_length(), _LONGEST_RUN)
-        length_class = _LENGTH_CLASSES[min(length, _MAX_LENGTH)]
-        in_prompt = not self._earlier and newest + depth < self._output_start
-        return (
-            _RUN + 2 * run + (depth > 0),
-            _LAST_HITS + self._last_hits,
-            _CLASSES + len(TokenClass) * class_before + self._class_of(token),
-            _LENGTH_AT_DEPTH + _N_DEPTHS * length_class + _DEPTH_CLASSES[min(depth, _MAX_LENGTH)],
-            _LENGTH + _FORMS * length_class + form,
-            _AGREEING + _FORMS * min(len(occurrences), _MOST_AGREEING) + form,
-            _GAP + gap,
-            _IN_PROMPT + _FORMS * in_prompt + form,
-            _TOKEN + token,
-        )
-
-    def _class_of(self, token: int) -> int:
-        return self._classes[token] if token < len(self._classes) else TokenClass.UNKNOWN
 
 
 class _Weights:

@@ -12,6 +12,7 @@ from .cost_curve import USUAL_SYNC_OVERHEAD, CostCurve, Costs
 from .policy import (
     Policy,
     Winnings,
+    allowed_shortfall,
     expected_shortfall,
     expected_tokens,
     price_of_time,
@@ -304,14 +305,16 @@ class Planner(Drafter):
         )
         self._pending = step.pending
         self._last = step.tokens[-1]
-        seconds = step.seconds - sum(source.spent for source in self._sources)
+        spent = sum(source.spent for source in self._sources)
+        if step.pipelined:  # it tells what plain decoding takes, which has no planner
+            spent = max(spent, min(step.drafting, step.seconds / 2))
         for source in self._sources:
             source.observe(step, searched=plan.candidates is not None)
         # First: a lent cache may have made it longer than the prompt.
         self.costs.move_to(step.context)
         # Nor those that were dispatched while another sequence shared them.
         if not plan.joint and step.sequences == 1:
-            self.costs.record(step.rows, seconds, step.pipelined)
+            self.costs.record(step.rows, step.seconds - spent, step.pipelined)
 
     def end(self) -> None:
         if self.policy.emitted:
@@ -364,11 +367,11 @@ class Planner(Drafter):
         if gain(best) <= 0:
             return f"{told} (a plain step's time is worth {price:.2f})"
         shortfall = expected_shortfall(table[best + 1], candidates.p_by_depth(best))
-        if policy.allows(shortfall):
+        if policy.allows(shortfall, gain(best)):
             return "the guard forbids the rows of the lookahead window"
         return (
             f"the guard forbids it: {told}; the expected loss is {shortfall:.3f}, and its bank of "
-            f"{policy.bank:.2f} allows {max(0.0, policy.allowed_shortfall):.3f}"
+            f"{policy.bank:.2f} allows {allowed_shortfall([policy.bank], gain(best)):.3f}"
         )
 
     def _choose(self, max_depth: int) -> Plan:
@@ -403,12 +406,14 @@ class Planner(Drafter):
         expected = [tokens + earned for tokens in expected[: len(costs) - 1]]
         price = price_of_time(expected, costs, self.policy.rate)
         restart_cost = self.policy.restart_cost(self.costs.sync_overhead)
+        gained = earned - price * (costs[1] - table[1])
         gain, n_draft = self.policy.best(
-            expected, costs, candidates.p_by_depth, restart_cost, earned=earned
+            expected, costs, candidates.p_by_depth, restart_cost, earned=earned, gained=gained
         )
-        if not n_draft and not self.policy.allows(expected_shortfall(costs[1], ()) - earned):
+        gain += gained
+        shortfall = expected_shortfall(costs[1], ()) - earned
+        if not n_draft and not self.policy.allows(shortfall, gain):
             return Plan(candidates, 0, 0.0)
-        gain += earned - price * (costs[1] - table[1])
         return Plan(candidates, n_draft, max(gain, 0.0), rows)
 
     def _gain_of_chain(

@@ -19,8 +19,9 @@ _CHANGE = 0.1  # weight of the newest step in the running averages
 
 _FIRST_BANK = 0.35
 _INCOME = 1.02  # per emitted token, so that the bank keeps its level at 98 % of plain speed
-_RISKED_SHARE = 0.15
-_RISKED_WINNINGS = 0.02  # of what earlier generations won, and at most of their length
+_STAKE = 0.04  # the square of an allowed shortfall, as a part of bank times gain
+_RISKED_SHARE, _RESERVE = 0.12, 0.5  # the bank's part that may be risked, or what it has beyond
+_RISKED_WINNINGS = 0.05  # of what earlier generations won, and at most of their length
 _WINNINGS_RATE = 0.2
 _LAST_LENGTHS = 5
 
@@ -43,9 +44,10 @@ _FLAT = 2.0  # plain steps that so many rows cost
 class Winnings:
     """What the generations of a decoder win by drafting: more than a little, the next may risk.
 
-    A new generation's bank begins with 2 % of what earlier ones won on average, and no more than
-    the last one won; and at most with 2 % of the length of the shortest of the last. So an output
-    of that length still runs at 98 % of plain speed if all its drafts fail.
+    A new generation's bank begins with 5 % of what earlier ones won on average, and no more than
+    the last one won; and at most with 5 % of the length of the shortest of the last. So an output
+    of that length still runs at 93 % of plain speed if all its drafts fail, and what it may lose
+    so is a part of what earlier ones have won.
 
     Attributes:
         won: what drafts added to the bank, in plain steps, the running average of generations.
@@ -76,9 +78,9 @@ class Policy:
     tokens. Four things temper it:
 
     - The *guard* is a bank of time that pays for drafts that fail. Each step adds a little more
-      than it emits and takes out its cost. A draft is allowed while its expected shortfall, the
-      time by which the step costs more than it emits, is at most 15 % of the bank. So safe drafts
-      pass at once, and bold ones only after something was gained.
+      than it emits and takes out its cost. How much a draft may risk grows with the bank and with
+      what the draft gains; see :func:`allowed_shortfall`. So safe drafts pass at once, bold ones
+      only after something was gained, and those that hardly gain anything seldom.
     - A draft after a plain step interrupts the pipeline, which costs the *restart*.
     - The *back-off*: where rows are expensive, drafts seldom pay, and searching for one in each
       step takes noticeable time. There, after eight steps without a draft, only every fourth
@@ -92,6 +94,7 @@ class Policy:
         first_bank: what the bank begins with.
 
     Attributes:
+        guarded: as given.
         rate: running average of tokens per plain step's time.
         gain: running average of the chosen drafts' gains; a step without a draft counts 0.
         bank: what the guard has left, in plain steps.
@@ -106,7 +109,7 @@ class Policy:
         self.bank = self._first_bank = first_bank
         self.emitted = 0
         self.patience = _FIRST_PATIENCE
-        self._guarded = guarded
+        self.guarded = guarded
         self._drafted_last = False
         self._steps_without_draft = 0
         self._probe_step = 0
@@ -141,6 +144,7 @@ class Policy:
         restart_cost: float = 0.0,
         *,
         earned: float = 0.0,
+        gained: float = 0.0,
         guarded: bool = True,
     ) -> tuple[float, int]:
         """The greatest gain that the guard allows, and the number of nodes that has it.
@@ -154,6 +158,7 @@ class Policy:
                 of them are accepted.
             restart_cost: what any draft costs besides its rows.
             earned: tokens in ``expected`` that do not depend on the nodes.
+            gained: the gain of these tokens, the time of their rows included.
             guarded: whether to ask the guard.
 
         Returns:
@@ -162,18 +167,13 @@ class Policy:
         gains = gains_of(expected, costs, self.rate, restart_cost)
         for gain, n_draft in sorted(gains, reverse=True):
             shortfall = expected_shortfall(costs[n_draft + 1], p_by_depth(n_draft)) - earned
-            if not guarded or self.allows(shortfall):
+            if not guarded or self.allows(shortfall, gain + gained):
                 return gain, n_draft
         return 0.0, 0
 
-    def allows(self, shortfall: float) -> bool:
-        """Whether the guard lets a draft of this expected shortfall be verified."""
-        return shortfall <= self.allowed_shortfall
-
-    @property
-    def allowed_shortfall(self) -> float:
-        """The expected shortfall up to which the guard lets a draft be verified."""
-        return _RISKED_SHARE * self.bank if self._guarded else math.inf
+    def allows(self, shortfall: float, gain: float) -> bool:
+        """Whether the guard lets a draft of this expected shortfall and gain be verified."""
+        return not self.guarded or shortfall <= allowed_shortfall([self.bank], gain)
 
     def settle(
         self,
@@ -271,6 +271,22 @@ def expected_shortfall(cost: float, p_by_depth: Sequence[float]) -> float:
             break
         shortfall -= probability * min(1.0, cost - depth)
     return shortfall
+
+
+def allowed_shortfall(banks: Sequence[float], gain: float) -> float:
+    """The expected shortfall up to which the guard lets a draft be verified.
+
+    A draft is a bet, and as with Kelly's criterion (Kelly 1956) the stake grows with the edge: the
+    square of the shortfall is at most 4 % of the bank times the gain. It is also at most 12 % of
+    the bank, or what the bank holds beyond half a plain step for each sequence, whichever is more.
+
+    Args:
+        banks: of the sequences that share the step, in plain steps.
+        gain: the draft's, in tokens.
+    """
+    bank = max(0.0, sum(banks))
+    most = max(_RISKED_SHARE * bank, bank - _RESERVE * len(banks))
+    return min(math.sqrt(_STAKE * bank * max(0.0, gain)), most)
 
 
 def replayed_costs(expected: Sequence[float], table: Sequence[float], pending: int) -> list[float]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from .cost_curve import Costs
 from .planner import Candidates, JointStep, Plan, Planner
-from .policy import expected_tokens, gains_of
+from .policy import allowed_shortfall, expected_tokens, gains_of
 
 
 def share_rows(
@@ -135,7 +135,8 @@ def _best(
     rate = sum(rates) + sequences - len(policies)
     restart = min((policy.restart_cost(sync_overhead) for policy in policies), default=0.0)
     gains = gains_of(expected, table, rate, restart)
-    allowed = sum(policy.allowed_shortfall for policy in policies)
+    guarded = any(policy.guarded for policy in policies)
+    banks = [policy.bank for policy in policies]
     while gains:
         gain, n = max(gains)
         shares = Counter(index for index, _ in order[:n])
@@ -151,7 +152,8 @@ def _best(
         endured = patient or all(
             wait <= policy.patience for wait, policy in zip(waits, policies, strict=True)
         )
-        if shortfall <= allowed and endured:
+        allowed = not guarded or shortfall <= allowed_shortfall(banks, gain)
+        if allowed and endured:
             return gain, shares
         # Few tries, since each takes a while: a little less would hardly be safer.
         gains = [(fewer_gain, fewer) for fewer_gain, fewer in gains if fewer <= n // 2]

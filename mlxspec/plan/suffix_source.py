@@ -33,8 +33,8 @@ _CHILDREN = 6  # per node of a tree; more are never likely enough
 _EARLIER_OCCURRENCES = 8  # that earlier texts are asked for
 _LEAST_P_REACHED = 0.01  # nodes that are reached more rarely gain nothing on any machine
 
-OnOutput = Callable[[Sequence[int], Mapping[str, int]], None]
-"""Called with an output, and with its figures as :attr:`SuffixSource.earned` has them."""
+OnOutput = Callable[[Sequence[int], Mapping[str, int], Sequence[int]], None]
+"""Called with an output, its figures as :attr:`SuffixSource.earned` has them, and its prompt."""
 
 
 class Earlier:
@@ -143,7 +143,7 @@ class SuffixSource(Source):
 
     def end(self) -> None:
         if self._on_output:
-            self._on_output(self._context.output, self.earned)
+            self._on_output(self._context.output, self.earned, self._context.prompt)
         self._index = None
 
     def _text(self) -> SuffixIndex:
@@ -284,8 +284,11 @@ class SuffixCandidates(Candidates):
         most = self._most_children
         sayings: list[_Saying] = []
         ranked: list[_Child] = []
-        for number, (text, own) in enumerate(zip(self._evidence, occurrences, strict=True)):
-            found = continuations(text.tokens, own, path) if own else []
+        for number, own in enumerate(occurrences):
+            if not own:
+                continue
+            text = self._evidence[number]
+            found = continuations(text.tokens, own, path)
             if not found:
                 continue
             estimates = text.acceptance.estimate(

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.draft.suffix_index import MAX_LENGTH, SEPARATOR, SuffixIndex, continuations
+from mlxspec.draft.suffix_index import (
+    MAX_LENGTH,
+    SEPARATOR,
+    Continuation,
+    Occurrence,
+    SuffixIndex,
+    continuations,
+)
 from tests.support.examples import examples
 from tests.support.interrupts import interrupted_anywhere
 
@@ -114,3 +121,16 @@ def test_a_loop_is_drafted_beyond_the_end_of_the_text() -> None:
 
 def test_nothing_is_drafted_across_a_separator() -> None:
     assert tokens_after([1, 2, SEPARATOR, 3, 1, 2], []) == []
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3, 4])
+def test_one_occurrence_goes_on_as_it_does_among_others(at: int) -> None:
+    text, path = [1, 2, SEPARATOR, 1, 3], [8, 9, 8, 9]
+    one, other = Occurrence(5, at), Occurrence(1, 3)
+    for depth in range(4):
+        alone = continuations(text, [one], path[:depth])
+        together = continuations(text, [one, other], path[:depth])
+        assert [found.token for found in alone] == [
+            found.token for found in together if one in found.occurrences
+        ]
+        assert all(found == Continuation(found.token, 5, at, [one]) for found in alone)

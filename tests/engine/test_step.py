@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -54,6 +55,30 @@ def test_after_every_step_the_cache_holds_the_context_without_its_last_token(
         moved += accepted != tuple(range(1, len(accepted) + 1))
         assert_holds_exactly(target, context)
     assert moved > 0  # some accepted rows had to be moved together
+
+
+def test_the_time_of_a_drafter_is_told_apart_where_it_takes_it_from_the_forward(
+    model: nn.Module,
+) -> None:
+    class Slow(PromptLookupDrafter):
+        def propose(self, max_depth: int) -> DraftTree:
+            time.sleep(0.01)
+            return super().propose(max_depth)
+
+        def observe(self, step: VerifiedStep) -> None:
+            time.sleep(0.01)
+            super().observe(step)
+
+    steps = decode(
+        *(new_target(model), PROMPT, Slow(), Chooser(SamplingParams())),
+        max_tokens=4,
+        ends=lambda _: False,
+    )
+    first, *others = [step.verified for step in steps]
+    on_gpu = mx.default_device().type == mx.gpu
+    assert first.drafting >= (0 if on_gpu else 0.01)
+    for step in others:
+        assert (0 if on_gpu else 0.02) <= step.drafting < step.seconds
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 7, 31])

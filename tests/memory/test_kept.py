@@ -87,6 +87,23 @@ def test_answers_are_found_in_the_next_run(tmp_path: Path):
     held.close()
 
 
+def test_nothing_of_a_prompt_is_kept(tmp_path: Path):
+    prompt = [91, 92, 93]
+    answers = [[*range(first, first + 5)] for first in range(0, 85, 5)]
+    held = opened(tmp_path)
+    for answer in answers:
+        held.add(answer, prompt=prompt)
+        held.settle()
+        found = held.look_up(prompt, limit=1).tokens[:-1]
+        assert found in (answer, [])  # sorted answers are not found by their prompts
+    assert files(tmp_path, "part")
+    assert all_texts(tmp_path) == sorted(answers)
+    held.close()
+    assert all_texts(tmp_path) == sorted(answers)
+    encoded = np.array(prompt, np.int32).tobytes()
+    assert not any(encoded in file.read_bytes() for file in tmp_path.iterdir())
+
+
 def test_files_and_directory_are_their_owners_alone(tmp_path: Path):
     umask = os.umask(0)
     try:

@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import time
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,45 @@ def test_what_followed_is_copied_as_far_as_asked_and_not_into_the_next_answer():
     assert held.look_up([5]) == ([], [], [])
     assert held.look_up([]) == ([], [], [])
     assert held.look_up([1, 2], limit=0) == ([], [], [])
+
+
+def test_the_opening_of_an_answer_is_found_by_the_end_of_its_prompt():
+    held = Memory()
+    held.add([21, 22, 23], prompt=[*range(1, 13)])
+    held.add([31, 32, 33], prompt=[9, 10])
+    held.add([41, 42, 43])
+    held.settle()
+    found = held.look_up([98, 99, 7, 8, 9, 10, 11, 12], limit=1)
+    assert found.tokens == [21, 22, 23, -1]
+    assert found.occurrences[0].length == 6
+    assert held.look_up([4, 9, 10], limit=1).tokens[:4] == [31, 32, 33, -1]
+    assert not held.look_up([1, 2, 3, 4]).occurrences  # eight tokens of a prompt, and no more
+    assert texts_of(held) == [[21, 22, 23], [31, 32, 33], [41, 42, 43]]
+
+
+@pytest.mark.usefixtures("small")
+def test_sorted_answers_have_lost_their_prompts():
+    held = Memory()
+    for first in range(0, 300, 10):
+        held.add([*range(first, first + 10)], prompt=[1000, 1001, 1002])
+    held.settle(tidy=True)
+    assert held._shelf.searched.parts
+    assert texts_of(held) == [[*range(first, first + 10)] for first in range(0, 300, 10)]
+    sorted_tokens = [part.array.tokens for part in held._shelf.searched.parts]
+    assert not np.isin([1000, 1001, 1002], np.concatenate(sorted_tokens)).any()
+    assert held.look_up([7, 100, 101], limit=1).tokens[:2] == [102, 103]
+
+
+def test_a_prompt_is_left_out_where_a_token_is_unknown():
+    with closing(Memory()) as held:
+        held.add([5, 6, 7], prompt=[1, 2, -1, 3])
+        held.add([1 << 30, 15, 16, 17], prompt=[1, 2, 3])
+        held.add([14, 1 << 30, 25, 26, 27], prompt=[1, 2, 3])
+        held.add([5, 6, 8], prompt=[1, 2, 1 << 40, 3])
+        held.settle()
+        assert not held.look_up([1, 2]).occurrences
+        assert not held.look_up([3]).occurrences
+        assert held.look_up([5, 6], limit=1).tokens[0] == 8
 
 
 @pytest.mark.usefixtures("small")

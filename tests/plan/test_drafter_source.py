@@ -38,7 +38,8 @@ def test_no_draft_becomes_certain_or_impossible(token: int, first: float) -> Non
     assert found.p_reached[0] == pytest.approx(first)
 
 
-def test_the_time_that_a_drafter_takes_is_no_cost_of_rows() -> None:
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_the_time_that_a_drafter_takes_is_no_cost_of_rows(pipelined: bool) -> None:
     class Slow(PromptLookupDrafter):
         def propose(self, max_depth: int) -> DraftTree:
             time.sleep(0.01)
@@ -53,9 +54,9 @@ def test_the_time_that_a_drafter_takes_is_no_cost_of_rows() -> None:
     planner.begin([1, 2, 3])
     for token in (4, 5, 6):
         planner.propose(5)
-        step = VerifiedStep(
-            DraftTree.chain(token - 1), (token,), (token,), (), (token,), seconds=0.05
-        )
-        planner.observe(step)
+        tree, tokens = DraftTree.chain(token - 1), (token,)
+        times = {"seconds": 0.05, "pipelined": pipelined}  # no "drafting": a GPU ran the forward
+        planner.observe(VerifiedStep(tree, tokens, tokens, (), tokens, **times))
     planner.end()
+    assert len(recorded) == 3
     assert all(0.02 < seconds < 0.0401 for seconds in recorded)

@@ -14,6 +14,7 @@ from mlxspec.plan.cost_curve import CostCurve
 from mlxspec.plan.policy import (
     Policy,
     Winnings,
+    allowed_shortfall,
     expected_shortfall,
     expected_tokens,
     price_of_time,
@@ -92,18 +93,36 @@ def test_the_expected_shortfall_is_the_mean_over_all_outcomes() -> None:
 
 def test_the_guard_lets_sure_drafts_pass_and_stops_bold_ones() -> None:
     policy = Policy()
-    assert policy.allows(expected_shortfall(1.75, [0.99]))
-    assert not policy.allows(expected_shortfall(1.75, [0.7]))
-    assert Policy(guarded=False).allows(99.0)
+    assert policy.allows(expected_shortfall(1.75, [0.99]), gain=0.1)
+    assert not policy.allows(expected_shortfall(1.75, [0.7]), gain=0.1)
+    assert Policy(guarded=False).allows(99.0, gain=0.0)
+
+
+def test_a_draft_may_risk_more_the_more_it_gains_and_the_more_there_is_to_lose() -> None:
+    by_gain = [allowed_shortfall([0.35], gain) for gain in (0.0, 0.01, 0.1, 1.0, 10.0)]
+    by_bank = [allowed_shortfall([bank], 2.0) for bank in (-1.0, 0.0, 0.35, 1.0, 5.0)]
+    for allowed in by_gain, by_bank:
+        assert allowed == sorted(allowed)
+        assert allowed[0] == 0
+    # No stake ruins: it is a part of the bank, however much the draft seems to gain.
+    assert all(
+        allowed_shortfall([bank], gain) < bank
+        for bank in (0.1, 0.35, 0.5, 1.0, 100.0)
+        for gain in (0.1, 10.0, 1e6)
+    )
+    for banks in ([-5.0, 5.1], [-10.0, 12.0], [-1.0, 1.2]):
+        assert allowed_shortfall(banks, 30.0) < sum(banks)
+    # Sequences that share a step share their banks.
+    assert allowed_shortfall([0.35] * 4, 0.1) == pytest.approx(2 * allowed_shortfall([0.35], 0.1))
 
 
 def test_the_guard_allows_nothing_after_a_loss_until_it_is_earned_back() -> None:
     policy = Policy()
     settle(policy, PLAIN, cost=3.0)
-    assert not policy.allows(0.001)
+    assert not policy.allows(0.001, gain=1.0)
     for _ in range(100):
         settle(policy, PLAIN, cost=1.0)
-    assert policy.allows(0.001)
+    assert policy.allows(0.001, gain=1.0)
 
 
 def test_what_generations_win_the_next_may_risk() -> None:
@@ -125,10 +144,10 @@ def test_what_generations_win_the_next_may_risk() -> None:
     assert winnings.first_bank == least
     for _ in range(30):
         generation(tokens_per_step=4, steps=50, cost=1.5)  # 204 for 75 plain steps
-    assert winnings.first_bank == pytest.approx(0.02 * (204 - 75), rel=0.01)
+    assert winnings.first_bank == pytest.approx(0.05 * (204 - 75), rel=0.01)
     for _ in range(30):
         generation(tokens_per_step=8, steps=4, cost=0.01)  # more than their 32 tokens
-    assert winnings.first_bank == pytest.approx(0.02 * 32, rel=0.05)
+    assert winnings.first_bank == pytest.approx(0.05 * 32, rel=0.05)
     generation(tokens_per_step=1, steps=3, cost=1.0)  # the last one's winnings bound it
     assert winnings.first_bank == least
 

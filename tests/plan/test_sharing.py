@@ -45,6 +45,18 @@ def test_one_sequence_drafts_whatever_its_rate(rate: float) -> None:
     assert drafts(copying(rate)) == [4]
 
 
+def test_sequences_without_a_guard_have_none_together() -> None:
+    guarded = copying(1.2)
+    free = [suffix_planner(FOUR_FREE, guarded=False) for _ in range(2)]
+    for planner in free:
+        planner.begin(TEXT)
+    for planner in (guarded, *free):
+        planner.policy.bank = 0.0
+    assert drafts(guarded) == [0]
+    assert drafts(free[0]) == [4]
+    assert drafts(*free) == [2, 2]
+
+
 @pytest.mark.parametrize("patient", [False, True])
 def test_nobody_waits_long_for_the_drafts_of_others(patient: bool) -> None:
     copies, waits = copying(1.2), suffix_planner(DEAR)
