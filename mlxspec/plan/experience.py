@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from itertools import repeat
 from math import exp, sqrt
 
 from .policy import Winnings
@@ -35,12 +36,12 @@ class Corrections:
     """
 
     def __init__(self, weights: dict[int, float] | None = None) -> None:
-        self._weights = _Weights(weights or {})
+        self._weights = dict(weights or {})
         self._seen: Counter[int] = Counter()
 
     def logit(self, features: Sequence[int]) -> float:
         """What to add to the logit of a continuation with these features."""
-        return sum(map(self._weights.__getitem__, features))
+        return sum(map(self._weights.get, features, _NOTHING))
 
     def learn(self, features: Sequence[int], logit: float, right: bool) -> None:
         """Learn whether a continuation was right.
@@ -56,7 +57,7 @@ class Corrections:
             times = seen[feature]
             if times < _STEPS:
                 seen[feature] = times = times + 1
-            weights[feature] += _RATES[times] * error
+            weights[feature] = weights.get(feature, 0.0) + _RATES[times] * error
 
     def copy(self) -> Corrections:
         """The same weights, whose rates begin anew."""
@@ -112,8 +113,4 @@ def probability(logit: float) -> float:
     return 1 / (1 + exp(-logit))
 
 
-class _Weights(dict[int, float]):
-    """Features that were never seen weigh nothing."""
-
-    def __missing__(self, feature: int) -> float:
-        return 0.0
+_NOTHING = repeat(0.0)  # what features weigh that were never seen

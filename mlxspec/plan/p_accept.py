@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from enum import IntEnum
 from functools import cache
 from importlib.resources import files
@@ -179,58 +179,84 @@ class AcceptanceModel:
             before: the node's own token.
             limit: how many to estimate.
         """
-        classes = self._classes
-        class_before = classes[before] if before < len(classes) else _UNKNOWN
-        disputed = len(found) > 1
+        return [
+            self.along(found, rank, end)(continuation.token, depth, before)
+            for rank, continuation in enumerate(found[:limit])
+        ]
+
+    def along(
+        self, found: Sequence[Continuation], rank: int, end: int
+    ) -> Callable[[int, int, int], Estimate]:
+        """What estimates a continuation; and of one that is alone, all that follow it.
+
+        Args:
+            found: all continuations of a node, best first.
+            rank: of this one among them.
+            end: length of the indexed text.
+
+        Returns:
+            a function of a token, the depth of the node that it follows, and that node's token.
+        """
+        _, matched, newest, agreed = found[rank]
+        agreeing = len(agreed)
         occurrences = sum([len(continuation.occurrences) for continuation in found])
-        correct = self._corrections[0].logit
-        run = min((self._run + depth).bit_length(), _LONGEST_RUN)
-        of_node = _RUN + 2 * run + (depth > 0), _LAST_HITS + self._last_hits
-        depth_class = _DEPTH_CLASSES[min(depth, _MAX_LENGTH)]
-        estimates = []
-        for rank, (token, matched, newest, agreed) in enumerate(found[:limit]):
-            length, agreeing = min(matched + depth, _MAX_LENGTH), len(agreed)
-            form, gap = int(disputed), _NO_GAP
-            if rank > 0:
-                weights, form = self._lower_ranked, _LOWER_RANKED
-                z = weights.by_rank[min(rank, 4)]
-            elif disputed:
-                weights, gap = self._divided, min(matched - found[1].length, _NO_GAP - 1)
-                z = weights.by_gap[gap]  # which ends with the gap below _NO_GAP
-            else:
-                weights, z = self._unanimous, 0.0
-            token_class = classes[token] if token < len(classes) else _UNKNOWN
-            z += self._standing[weights] + weights.by_length[length]
-            z += weights.share * agreeing / occurrences
-            z += weights.log_agreeing * _LOG[agreeing]
-            z += weights.log_occurrences * _LOG[occurrences]
-            z += weights.by_class[token_class]
-            z += weights.by_class_before[class_before]
+        form, gap = int(len(found) > 1), _NO_GAP
+        if rank > 0:
+            weights, form = self._lower_ranked, _LOWER_RANKED
+            z = weights.by_rank[min(rank, 4)]
+        elif form:
+            weights, gap = self._divided, min(matched - found[1].length, _NO_GAP - 1)
+            z = weights.by_gap[gap]  # which ends with the gap below _NO_GAP
+        else:
+            weights, z = self._unanimous, 0.0
+        z += self._standing[weights]
+        z += weights.share * agreeing / occurrences
+        z += weights.log_agreeing * _LOG[agreeing]
+        z += weights.log_occurrences * _LOG[occurrences]
+        kind, prompt_depth = 2 if rank else 0, 0
+        if self._earlier:
+            z += weights.earlier
+        else:
+            z += weights.log_age * math.log(end - newest + 1)
+            kind += newest < self._conversation_end
+            prompt_depth = self._output_start - newest
+        z += self._kind_biases[kind]
+        # What follows runs for each node of a long copy, so nothing is looked up there twice.
+        by_length, by_class = weights.by_length, weights.by_class
+        by_class_before, of_first = weights.by_class_before, weights.first
+        length_biases, classes, n_classes = self._length_biases, self._classes, len(self._classes)
+        correct, run_before = self._corrections[0].logit, self._run
+        match_class = _LENGTH_CLASSES[matched]
+        of_hits, of_gap, of_prompt = _LAST_HITS + self._last_hits, _GAP + gap, _IN_PROMPT + form
+        of_length_at_depth = _LENGTH_AT_DEPTH + _N_DEPTHS * match_class
+        of_length = _LENGTH + _FORMS * match_class + form
+        of_agreeing = _AGREEING + _FORMS * min(agreeing, _MOST_AGREEING) + form
+
+        def estimate(token: int, depth: int, before: int) -> Estimate:
+            length = min(matched + depth, _MAX_LENGTH)
+            length_class = _LENGTH_CLASSES[length]
+            token_class = classes[token] if token < n_classes else _UNKNOWN
+            class_before = classes[before] if before < n_classes else _UNKNOWN
+            logit = z + by_length[length] + length_biases[length_class]
+            logit += by_class[token_class] + by_class_before[class_before]
             if depth == 0:
-                z += weights.first
-            kind, in_prompt = 2 if rank else 0, False
-            if self._earlier:
-                z += weights.earlier
-            else:
-                z += weights.log_age * math.log(end - newest + 1)
-                kind += newest < self._conversation_end
-                in_prompt = newest + depth < self._output_start
-            length_class, match_class = _LENGTH_CLASSES[length], _LENGTH_CLASSES[matched]
-            z += self._kind_biases[kind] + self._length_biases[length_class]
+                logit += of_first
             features = (
-                *of_node,
+                _RUN + 2 * min((run_before + depth).bit_length(), _LONGEST_RUN) + (depth > 0),
+                of_hits,
                 _CLASSES + _N_CLASSES * class_before + token_class,
-                _LENGTH_AT_DEPTH + _N_DEPTHS * match_class + depth_class,
-                _LENGTH + _FORMS * match_class + form,
-                _AGREEING + _FORMS * min(agreeing, _MOST_AGREEING) + form,
-                _GAP + gap,
-                _IN_PROMPT + _FORMS * in_prompt + form,
+                of_length_at_depth + _DEPTH_CLASSES[min(depth, _MAX_LENGTH)],
+                of_length,
+                of_agreeing,
+                of_gap,
+                of_prompt + _FORMS * (depth < prompt_depth),
                 _TOKEN + token,
             )
-            p_accept = probability(z + correct(features))
+            p_accept = probability(logit + correct(features))
             p_accept = min(_HIGHEST, max(_LOWEST, p_accept))
-            estimates.append(Estimate(p_accept, kind, length_class, z, features))
-        return estimates
+            return Estimate(p_accept, kind, length_class, logit, features)
+
+        return estimate
 
     def learn(self, estimates: Sequence[Estimate], right: int | None, *, at_root: bool) -> None:
         """Learn which of a node's continuations was right.

@@ -13,6 +13,8 @@ from ..draft.drafter import VerifiedStep
 from ..draft.suffix_index import (
     EXCERPT_TOKENS,
     MAX_LENGTH,
+    SEPARATOR,
+    Continuation,
     EarlierTexts,
     Excerpts,
     Occurrence,
@@ -221,6 +223,7 @@ class SuffixCandidates(Candidates):
         super().__init__(root)
         self.names: list[str] = []
         self._evidence = evidence
+        self._max_nodes, self._max_depth, self._least_p = max_nodes, max_depth, least_p
         self._most_children = _CHILDREN if branching else 1
         # Per node, what each text said of its children; and its children's nodes by token.
         self._sayings: list[list[_Saying]] = []
@@ -228,7 +231,7 @@ class SuffixCandidates(Candidates):
         self._firsts: list[Occurrence] = []  # per node but the root, the best occurrence
         self._nowhere: list[list[Occurrence]] = [[] for _ in evidence]
         self._serial = 0  # decides between equals: the older entry comes first
-        self._grow(max_nodes, max_depth, least_p)
+        self._grow()
 
     def origins(self, n_draft: int) -> list[str]:
         return self.names[:n_draft]
@@ -252,25 +255,81 @@ class SuffixCandidates(Candidates):
                 acceptance.learn(estimates, right, at_root=node == 0)
             node = self._children[node].get(token)
 
-    def _grow(self, max_nodes: int, max_depth: int, least_p: Sequence[float]) -> None:
+    def _grow(self) -> None:
         """Best-first search from the root."""
         frontier: list[_Frontier] = []
         self._expand(0, 1.0, [text.occurrences for text in self._evidence], [], frontier)
-        while frontier and len(self.p_reached) < max_nodes and max_depth > 0:
-            negative_p, _, parent, name, occurrences, path = heappop(frontier)
-            p_reached = -negative_p
-            # Nodes that would pay if the first token were known to be right are grown as well.
-            first = self.p_reached[0] if self.p_reached else 1.0
-            if p_reached < max(_LEAST_P_REACHED, first * least_p[len(self.p_reached)]):
+        while frontier and self._max_depth > 0:
+            negative_p, _, parent, number, occurrences, path = heappop(frontier)
+            if not self._is_wanted(-negative_p):
                 break
-            node = self._children[parent][path[-1]] = self.add(path[-1], parent, p_reached)
-            self.names.append(self._evidence[name].name)
-            self._firsts.append(occurrences[name][0])
-            if len(path) < max_depth:
-                self._expand(node, p_reached, occurrences, path, frontier)
+            node = self._append(path[-1], parent, -negative_p, number, occurrences[number][0])
+            if len(occurrences[number]) == sum(map(len, occurrences)) == 1:
+                self._follow(node, -negative_p, number, occurrences, path, frontier)
+            elif len(path) < self._max_depth:
+                self._expand(node, -negative_p, occurrences, path, frontier)
             else:
-                self._sayings.append([])
-                self._children.append({})
+                self._end()
+
+    def _is_wanted(self, p_reached: float) -> bool:
+        """Whether to grow a node that is reached with this probability, the best one left."""
+        grown = len(self.p_reached)
+        # Nodes that would pay if the first token were known to be right are grown as well.
+        first = self.p_reached[0] if grown else 1.0
+        return grown < self._max_nodes and p_reached >= max(
+            _LEAST_P_REACHED, first * self._least_p[grown]
+        )
+
+    def _append(
+        self, token: int, parent: int, p_reached: float, number: int, occurrence: Occurrence
+    ) -> int:
+        """Add a node that a text proposes."""
+        node = self._children[parent][token] = self.add(token, parent, p_reached)
+        self.names.append(self._evidence[number].name)
+        self._firsts.append(occurrence)
+        return node
+
+    def _follow(
+        self,
+        node: int,
+        p_reached: float,
+        number: int,
+        occurrences: list[list[Occurrence]],
+        path: list[int],
+        frontier: list[_Frontier],
+    ) -> None:
+        """Grow what follows a node of a single occurrence, as long as it is the likeliest.
+
+        Most of a long copy is such a path. What becomes of it is what the frontier and
+        :meth:`_expand` would make of it.
+        """
+        ((length, position),) = occurrences[number]
+        _, tokens, _, acceptance = self._evidence[number]
+        end = len(tokens)
+        alone = Continuation(path[-1], length, position, occurrences[number])
+        estimate = acceptance.along([alone], 0, end)
+        likeliest_other = -frontier[0][0] if frontier else 0.0
+        while len(path) < self._max_depth:
+            at = position + len(path)
+            token = tokens[at] if at < end else path[at - end]
+            if token == SEPARATOR:
+                break
+            estimated = estimate(token, len(path), path[-1])
+            self._sayings.append([(acceptance, [token], [estimated])])
+            self._children.append({})
+            p_reached *= estimated.p_accept
+            path.append(token)
+            if p_reached <= likeliest_other or not self._is_wanted(p_reached):
+                heappush(frontier, (-p_reached, self._serial, node, number, occurrences, path))
+                self._serial += 1
+                return
+            node = self._append(token, node, p_reached, number, occurrences[number][0])
+        self._end()
+
+    def _end(self) -> None:
+        """Nothing follows the last node."""
+        self._sayings.append([])
+        self._children.append({})
 
     def _expand(
         self,

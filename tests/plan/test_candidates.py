@@ -7,7 +7,10 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxspec.draft.suffix_index import SuffixIndex
+from mlxspec.plan.p_accept import AcceptanceModel
 from mlxspec.plan.planner import Candidates, best_first, merged
+from mlxspec.plan.suffix_source import Evidence, SuffixCandidates
 
 Path = tuple[int, ...]
 
@@ -65,3 +68,54 @@ def test_merged_candidates_are_all_paths_with_probabilities_that_add_up(
         for depth, p_depth in enumerate(by_depth, start=1):
             of_depth = [p_of[path] for path in paths(cut)[1 : n_draft + 1] if len(path) == depth]
             assert abs(p_depth - sum(of_depth)) < 1e-9
+
+
+class OneByOne(SuffixCandidates):
+    """The same tree, each node of which comes from the frontier."""
+
+    def _follow(self, node, p_reached, number, occurrences, path, frontier):
+        if len(path) < self._max_depth:
+            self._expand(node, p_reached, occurrences, path, frontier)
+        else:
+            self._end()
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=2, max_size=60),
+    st.lists(st.integers(-1, 3), max_size=60),
+    st.integers(1, 30),
+    st.integers(1, 12),
+    st.booleans(),
+    st.sampled_from((0.0, 0.05, 0.3)),
+)
+def test_a_path_that_goes_on_alone_is_grown_as_if_node_by_node(
+    context: list[int],
+    earlier: list[int],
+    max_nodes: int,
+    max_depth: int,
+    branching: bool,
+    least_p: float,
+) -> None:
+    index = SuffixIndex(context)
+    texts = [Evidence("context", index.tokens, index.occurrences(), AcceptanceModel())]
+    if earlier:
+        other = SuffixIndex(earlier)
+        found = other.occurrences_of(context)
+        texts.append(Evidence("earlier", other.tokens, found, AcceptanceModel(earlier=True)))
+    for text in texts:
+        text.acceptance.refresh()
+    tree, by_node = (
+        kind(
+            context[-1],
+            texts,
+            max_nodes=max_nodes,
+            max_depth=max_depth,
+            branching=branching,
+            least_p=[least_p] * (max_nodes + 1),
+        )
+        for kind in (SuffixCandidates, OneByOne)
+    )
+    unlike = {"_serial"}  # which only tells equals apart
+    assert {k: v for k, v in vars(tree).items() if k not in unlike} == {
+        k: v for k, v in vars(by_node).items() if k not in unlike
+    }
