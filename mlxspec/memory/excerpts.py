@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
-from ..draft.suffix_array import TOKEN_BITS, TOKEN_BYTES
+from ..draft.suffix_array import TOKEN_BITS
 from ..draft.suffix_index import MAX_LENGTH, SEPARATOR, Excerpts, Occurrence
 
 Source = tuple[object, int]
@@ -20,7 +18,7 @@ class Tokens(Protocol):
 
     def __getitem__(self, places: slice, /) -> Tokens: ...
 
-    def tobytes(self) -> bytes: ...
+    def tolist(self) -> list[int]: ...
 
 
 class Searched(NamedTuple):
@@ -78,31 +76,19 @@ def excerpts(
             raise DamagedTexts(searched.texts) from error
         found += [(length, position, searched) for length, position in matches[:limit]]
     found.sort(key=_LENGTH, reverse=True)  # stable: of equal ones the newer come first
-    pieces, occurrences, sources = [], [], []
-    end = 0
+    tokens: list[int] = []
+    occurrences, sources = [], []
     for length, position, searched in found[:limit]:
-        piece = searched.tokens[position : position + depth].tobytes()
-        # Bytes are cut and joined faster than lists. A token's highest byte is 0, so that only
-        # damaged ones seem to have a SEPARATOR between them.
-        piece = piece.partition(_SEPARATOR)[0]
-        if len(piece) % TOKEN_BYTES:
+        piece = searched.tokens[position : position + depth].tolist()
+        if SEPARATOR in piece:
+            del piece[piece.index(SEPARATOR) :]
+        if piece and not 0 <= min(piece) <= max(piece) < vocab_size:
             raise DamagedTexts(searched.texts)
-        pieces.append(piece + _SEPARATOR)
-        occurrences.append(Occurrence(length, end))
+        occurrences.append(Occurrence(length, len(tokens)))
         sources.append((searched.texts, position))
-        end += len(piece) // TOKEN_BYTES + 1
-    tokens = np.frombuffer(b"".join(pieces), np.int32)
-    if _largest(tokens) > vocab_size:
-        for piece, (texts, _) in zip(pieces, sources, strict=True):
-            if _largest(np.frombuffer(piece, np.int32)) > vocab_size:
-                raise DamagedTexts(texts)
-    return Excerpts(tokens.tolist(), occurrences, sources)
+        tokens += piece
+        tokens.append(SEPARATOR)
+    return Excerpts(tokens, occurrences, sources)
 
 
-def _largest(tokens: np.ndarray) -> int:
-    """One more than the largest id. Without its sign, what is less than a SEPARATOR is huge."""
-    return int((tokens.view(np.uint32) + np.uint32(1)).max(initial=0))
-
-
-_SEPARATOR = np.int32(SEPARATOR).tobytes()
 _LENGTH = itemgetter(0)
