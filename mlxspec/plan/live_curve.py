@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ WIDEST = 64
 # Variances, all of natural logarithms of seconds. Of a part at first:
 _MACHINE_VARIANCE = 0.3**2  # a machine's speed may change while nobody measures
 _DRAFTED_VARIANCE = 0.08**2  # real drafts have to be proposed, and have other tokens than measured
-_UNSEEN_VARIANCE = 0.1**2  # of a number of rows between two that were measured
+_UNSEEN_STDDEV = 0.3  # of rows that were never measured, per doubling from the nearest that were
 # Of a part's change from step to step:
 _MACHINE_CHANGE = 0.008**2
 _DRAFTED_CHANGE = 0.002**2
@@ -185,9 +186,37 @@ class LiveCurve:
         self._in_curve = self._parts.copy()
         self._stale = False
 
-    def _add_part(self, rows: int, value: float, variance: float) -> None:
+    def _add_unseen(self, rows: int) -> None:
+        """Add the part of a number of rows that no step had: what lies between its neighbours'."""
+        value = math.log(self.curve(rows)) - self._parts[_DRAFTED]
+        known = sorted(self._part_of_rows)
+        after = bisect(known, rows)
+        neighbours = known[max(0, after - 1) : after + 1]
+        if not neighbours:
+            self._add_part(rows, value, (_UNSEEN_STDDEV * math.log2(rows)) ** 2)
+            return
+        distances = [abs(math.log2(rows / other)) for other in neighbours]
+        weights = np.array(
+            [1.0 if len(neighbours) == 1 else 1 - d / sum(distances) for d in distances]
+        )
+        places = [self._part_of_rows[other] for other in neighbours]
+        shared = weights @ self._covariance[places]
+        variance = float(shared[places] @ weights) + (_UNSEEN_STDDEV * min(distances)) ** 2
+        self._add_part(rows, value, variance, shared)
+
+    def _add_part(
+        self, rows: int, value: float, variance: float, shared: np.ndarray | None = None
+    ) -> None:
+        """Add the part of a number of rows.
+
+        Args:
+            value, variance: its own.
+            shared: its covariances with the parts so far; by default none.
+        """
         parts, in_curve = np.append(self._parts, value), np.append(self._in_curve, value)
         covariance = np.pad(self._covariance, (0, 1))
+        if shared is not None:
+            covariance[-1, :-1] = covariance[:-1, -1] = shared
         covariance[-1, -1] = variance
         correction = np.empty_like(covariance)
         # All at once, since an interrupt in between would leave arrays of unequal sizes.
@@ -205,9 +234,7 @@ class LiveCurve:
         if rows == 1:
             return [_MACHINE]
         if rows not in self._part_of_rows:
-            value = math.log(self.curve(rows)) - self._parts[_DRAFTED]
-            variance = max(self._covariance.diagonal()[_DRAFTED + 1 :], default=0.0)
-            self._add_part(rows, value, variance + _UNSEEN_VARIANCE)
+            self._add_unseen(rows)
         return [_MACHINE, _DRAFTED, self._part_of_rows[rows]]
 
     def _learn_noise(self, difference: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from statistics import fmean
 
 import pytest
 from hypothesis import given
@@ -142,6 +143,22 @@ def test_a_number_of_rows_between_measured_ones_is_learned_from_its_first_steps(
     run(live, stairs, 30, rows=(1, 10))
     assert live.curve(10) == pytest.approx(4, rel=0.1)
     assert live.curve(12) == pytest.approx(4, rel=0.1)
+
+
+def test_a_slow_step_among_rows_that_never_ran_is_corrected_by_those_beside_them():
+    truth = CostCurve([(1, 1), (32, 4)])
+    after, later = [], []
+    for seed in range(20):
+        live, generator = measured(truth, rows=(1, 16, 32)), random.Random(seed)
+        for rows in [1, 16, 32] * 30 + [20] + [1, 19, 21] * 20:
+            slow = 1.25 if rows == 20 else 1.0
+            seconds = PLAIN_SECONDS * truth(rows) * slow * generator.lognormvariate(0, 0.08)
+            live.record(rows, seconds)
+            if rows == 20:
+                after.append(live.curve(20) / truth(20))
+        later.append(live.curve(20) / truth(20))  # 20 rows never ran again
+    assert fmean(after) > 1.1
+    assert fmean(later) < 1.05
 
 
 def test_costs_never_fall_with_the_rows():
