@@ -52,11 +52,13 @@ class Winnings:
     Attributes:
         won: what drafts added to the bank, in plain steps, the running average of generations.
         last_won: what those of the last one added.
+        probe_step: where in the round of probes the next generation goes on.
         lengths: of the last outputs, in tokens.
     """
 
     def __init__(self) -> None:
         self.won = self.last_won = 0.0
+        self.probe_step = 0
         self.lengths: deque[int] = deque([0], maxlen=_LAST_LENGTHS)
 
     @property
@@ -69,6 +71,7 @@ class Winnings:
         self.last_won = policy.won
         self.won += _WINNINGS_RATE * (policy.won - self.won)
         self.lengths.append(policy.emitted)
+        self.probe_step = policy.probe_step
 
 
 class Policy:
@@ -81,20 +84,23 @@ class Policy:
       than it emits and takes out its cost. How much a draft may risk grows with the bank and with
       what the draft gains; see :func:`allowed_shortfall`. So safe drafts pass at once, bold ones
       only after something was gained, and those that hardly gain anything seldom.
-    - A draft after a plain step interrupts the pipeline, which costs the *restart*.
+    - Where the next step's forward is dispatched already, a draft interrupts the pipeline, which
+      costs the *restart*.
     - The *back-off*: where rows are expensive, drafts seldom pay, and searching for one in each
       step takes noticeable time. There, after eight steps without a draft, only every fourth
       step searches.
     - The *probe*: all costs are relative to the time of a plain step. Where every step has a
       draft, a change of the costs looks like a change of the machine's speed. So while plain
-      steps are wanted, six in a row of every 30 steps go without a draft.
+      steps are wanted, six in a row of every 30 steps go without a draft; short outputs count
+      as one long one.
 
     Args:
         guarded: whether there is a guard.
         first_bank: what the bank begins with.
+        probe_step: where the round of probes begins, in steps.
 
     Attributes:
-        guarded: as given.
+        guarded, probe_step: as given; steps while plain ones are wanted add to the latter.
         rate: running average of tokens per plain step's time.
         gain: running average of the chosen drafts' gains; a step without a draft counts 0.
         bank: what the guard has left, in plain steps.
@@ -103,16 +109,18 @@ class Policy:
             steps.
     """
 
-    def __init__(self, guarded: bool = True, first_bank: float = _FIRST_BANK) -> None:
+    def __init__(
+        self, guarded: bool = True, first_bank: float = _FIRST_BANK, probe_step: int = 0
+    ) -> None:
         self.rate = _FIRST_RATE
         self.gain = 0.0
         self.bank = self._first_bank = first_bank
         self.emitted = 0
         self.patience = _FIRST_PATIENCE
         self.guarded = guarded
-        self._drafted_last = False
+        self.probe_step = probe_step
+        self._ahead = False
         self._steps_without_draft = 0
-        self._probe_step = 0
 
     def skips_search(self, curve: CostCurve) -> bool:
         """Whether the next step shall not search for a draft."""
@@ -130,11 +138,11 @@ class Policy:
     @property
     def probes(self) -> bool:
         """Whether the next step shall be a plain one, which is measured."""
-        return self._probe_step % _PROBE_ROUND in _PROBE
+        return self.probe_step % _PROBE_ROUND in _PROBE
 
     def restart_cost(self, sync_overhead: float) -> float:
-        """What any draft costs besides its rows: after a plain step, the sync overhead."""
-        return 0.0 if self._drafted_last else sync_overhead
+        """What any draft costs besides its rows: in a pipeline, the sync overhead."""
+        return sync_overhead if self._ahead else 0.0
 
     def best(
         self,
@@ -182,6 +190,7 @@ class Policy:
         *,
         chosen: bool,
         gain: float,
+        ahead: bool = False,
         probing: bool,
         charge: float | None = None,
     ) -> None:
@@ -192,15 +201,16 @@ class Policy:
             cost: T(rows) / T(1) of the step.
             chosen: whether a draft was chosen, verified or not.
             gain: its gain, 0 for none.
+            ahead: whether the next step's forward is dispatched already.
             probing: whether plain steps are wanted.
             charge: what the guard takes for the step, where that is not its cost: several
                 sequences share it.
         """
         emitted = len(step.tokens)
         self.emitted += emitted
-        self._drafted_last = step.drafted > 0
+        self._ahead = ahead
         self._steps_without_draft = 0 if chosen else self._steps_without_draft + 1
-        self._probe_step = self._probe_step + 1 if probing else 0
+        self.probe_step = self.probe_step + 1 if probing else 0
         self.gain += _CHANGE * (gain - self.gain)
         self.rate += _CHANGE * (emitted / cost - self.rate)
         self.bank += _INCOME * emitted - (cost if charge is None else charge)

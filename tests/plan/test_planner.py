@@ -95,12 +95,11 @@ def test_why_nothing_is_drafted_is_told_with_its_figures() -> None:
     told = r"(\d+) rows cost (\S+) plain steps, expected (\S+) tokens \(a plain step.*\)"
     found = re.fullmatch(told, why_none(copied, stairs))
     assert found is not None
-    # After a plain step the sync overhead is added.
-    assert float(found[2]) == pytest.approx(stairs(int(found[1])) + 0.02, abs=0.01)
+    assert float(found[2]) == pytest.approx(stairs(int(found[1])), abs=0.01)
     assert 1 < float(found[3]) < 3
     # More tokens are expected than the time of the step is worth, if only the guard took the risk.
     found = re.fullmatch(
-        r"the guard forbids it: 2 rows cost 1\.32 plain steps, expected 1\.(\d\d) tokens; the "
+        r"the guard forbids it: 2 rows cost 1\.30 plain steps, expected 1\.(\d\d) tokens; the "
         r"expected loss is (\S+), and its bank of 0\.35 allows (\S+)",
         why_none(copied, CostCurve([(1, 1), (2, 1.3)])),
     )
@@ -108,7 +107,7 @@ def test_why_nothing_is_drafted_is_told_with_its_figures() -> None:
     assert float(found[3]) < float(found[2])
     expected = 1 + float(found[1]) / 100
     price = (expected / 1.3) ** 0.8 * 1.2**0.2
-    allowed = allowed_shortfall([0.35], expected - 1 - price * 0.32)
+    allowed = allowed_shortfall([0.35], expected - 1 - price * 0.3)
     assert float(found[3]) == pytest.approx(allowed, abs=0.003)
     # The step loses 0.3 where the draft fails, and nothing where it is right.
     assert float(found[2]) == pytest.approx(0.3 * (1 - float(found[1]) / 100), abs=0.003)
@@ -302,7 +301,7 @@ def test_while_plain_steps_are_wanted_some_in_a_row_go_without_a_draft() -> None
     drafted = []
     for token in [5, 6, 7, 8] * 30:
         drafted.append(len(drafter.propose(100)) > 1)
-        assert drafter.pipelined
+        assert drafted[-1] or drafter.pipelined
         drafter.observe(VerifiedStep(DraftTree.chain(8), (), (), (), (token,)))
     drafter.end()
     plain_runs = [len(list(run)) for some, run in itertools.groupby(drafted) if not some]

@@ -161,13 +161,28 @@ def test_rate_and_gain_approach_those_of_the_steps() -> None:
     assert policy.gain == pytest.approx(0.8 - 0.8 * 0.9**20)
 
 
-def test_a_draft_costs_a_restart_unless_one_was_verified_just_before() -> None:
+def test_a_draft_costs_a_restart_where_the_next_forward_is_dispatched() -> None:
     policy = Policy()
-    assert policy.restart_cost(0.3) == 0.3
-    settle(policy, DRAFTED, cost=1.5)
     assert policy.restart_cost(0.3) == 0.0
-    settle(policy, PLAIN, cost=1.0)  # a draft was chosen, and a plain step under way
+    policy.settle(PLAIN, 1.0, chosen=False, gain=0.0, ahead=True, probing=False)
     assert policy.restart_cost(0.3) == 0.3
+    settle(policy, PLAIN, cost=1.0)  # that step ran, and nothing was dispatched after it
+    assert policy.restart_cost(0.3) == 0.0
+
+
+def test_short_outputs_count_as_one_long_one_for_probes() -> None:
+    long, winnings = Policy(), Winnings()
+    expected, probes = [], []
+    for _ in range(18):
+        short = Policy(True, winnings.first_bank, winnings.probe_step)
+        for _ in range(5):
+            expected.append(long.probes)
+            probes.append(short.probes)
+            for policy in (short, long):
+                policy.settle(PLAIN, 1.0, chosen=False, gain=0.0, probing=True)
+        winnings.take(short)
+    assert probes == expected
+    assert any(probes)
 
 
 def test_while_plain_steps_are_wanted_some_in_a_row_go_without_a_draft() -> None:
