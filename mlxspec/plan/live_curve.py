@@ -20,7 +20,9 @@ WIDEST = 64
 # Variances, all of natural logarithms of seconds. Of a part at first:
 _MACHINE_VARIANCE = 0.3**2  # a machine's speed may change while nobody measures
 _DRAFTED_VARIANCE = 0.08**2  # real drafts have to be proposed, and have other tokens than measured
-_UNSEEN_STDDEV = 0.3  # of rows that were never measured, per doubling from the nearest that were
+# Standard deviation of rows that were never measured from the line between their neighbours: it
+# grows with the square of the distance, as the error of linear interpolation does.
+_UNSEEN_STDDEV, _MOST_UNSEEN_STDDEV = 0.8, 0.3  # a doubling of the rows away; and at most
 # Of a part's change from step to step:
 _MACHINE_CHANGE = 0.008**2
 _DRAFTED_CHANGE = 0.002**2
@@ -193,15 +195,14 @@ class LiveCurve:
         after = bisect(known, rows)
         neighbours = known[max(0, after - 1) : after + 1]
         if not neighbours:
-            self._add_part(rows, value, (_UNSEEN_STDDEV * math.log2(rows)) ** 2)
+            self._add_part(rows, value, _MOST_UNSEEN_STDDEV**2)
             return
         distances = [abs(math.log2(rows / other)) for other in neighbours]
-        weights = np.array(
-            [1.0 if len(neighbours) == 1 else 1 - d / sum(distances) for d in distances]
-        )
+        weights = np.array(distances[::-1]) / sum(distances)
         places = [self._part_of_rows[other] for other in neighbours]
         shared = weights @ self._covariance[places]
-        variance = float(shared[places] @ weights) + (_UNSEEN_STDDEV * min(distances)) ** 2
+        own = min(_UNSEEN_STDDEV * min(distances) ** 2, _MOST_UNSEEN_STDDEV)
+        variance = float(shared[places] @ weights) + own**2
         self._add_part(rows, value, variance, shared)
 
     def _add_part(

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..draft.drafter import VerifiedStep
-from .cost_curve import CostCurve
+from .cost_curve import USUAL_SYNC_OVERHEAD, CostCurve
 
 _SHARE_OF_NOW = 0.8  # of this step's best rate in the price of time; the rest is the average's
 _FIRST_RATE = 1.2
@@ -119,7 +119,7 @@ class Policy:
         self.patience = _FIRST_PATIENCE
         self.guarded = guarded
         self.probe_step = probe_step
-        self._ahead = False
+        self._ahead = self._drafted_last = False
         self._steps_without_draft = 0
 
     def skips_search(self, curve: CostCurve) -> bool:
@@ -141,8 +141,15 @@ class Policy:
         return self.probe_step % _PROBE_ROUND in _PROBE
 
     def restart_cost(self, sync_overhead: float) -> float:
-        """What any draft costs besides its rows: in a pipeline, the sync overhead."""
-        return sync_overhead if self._ahead else 0.0
+        """What any draft costs besides its rows.
+
+        In a pipeline that is the sync overhead. Where nothing is dispatched, a plain step waits
+        for its token as well; but after one, what it usually costs to begin a pipeline remains,
+        which keeps drafts that hardly gain anything from being tried again and again.
+        """
+        if self._ahead:
+            return sync_overhead
+        return 0.0 if self._drafted_last else min(sync_overhead, USUAL_SYNC_OVERHEAD)
 
     def best(
         self,
@@ -208,7 +215,7 @@ class Policy:
         """
         emitted = len(step.tokens)
         self.emitted += emitted
-        self._ahead = ahead
+        self._ahead, self._drafted_last = ahead, step.drafted > 0
         self._steps_without_draft = 0 if chosen else self._steps_without_draft + 1
         self.probe_step = self.probe_step + 1 if probing else 0
         self.gain += _CHANGE * (gain - self.gain)

@@ -95,11 +95,12 @@ def test_why_nothing_is_drafted_is_told_with_its_figures() -> None:
     told = r"(\d+) rows cost (\S+) plain steps, expected (\S+) tokens \(a plain step.*\)"
     found = re.fullmatch(told, why_none(copied, stairs))
     assert found is not None
-    assert float(found[2]) == pytest.approx(stairs(int(found[1])), abs=0.01)
+    # After a plain step the sync overhead is added.
+    assert float(found[2]) == pytest.approx(stairs(int(found[1])) + 0.02, abs=0.01)
     assert 1 < float(found[3]) < 3
     # More tokens are expected than the time of the step is worth, if only the guard took the risk.
     found = re.fullmatch(
-        r"the guard forbids it: 2 rows cost 1\.30 plain steps, expected 1\.(\d\d) tokens; the "
+        r"the guard forbids it: 2 rows cost 1\.32 plain steps, expected 1\.(\d\d) tokens; the "
         r"expected loss is (\S+), and its bank of 0\.35 allows (\S+)",
         why_none(copied, CostCurve([(1, 1), (2, 1.3)])),
     )
@@ -107,7 +108,7 @@ def test_why_nothing_is_drafted_is_told_with_its_figures() -> None:
     assert float(found[3]) < float(found[2])
     expected = 1 + float(found[1]) / 100
     price = (expected / 1.3) ** 0.8 * 1.2**0.2
-    allowed = allowed_shortfall([0.35], expected - 1 - price * 0.3)
+    allowed = allowed_shortfall([0.35], expected - 1 - price * 0.32)
     assert float(found[3]) == pytest.approx(allowed, abs=0.003)
     # The step loses 0.3 where the draft fails, and nothing where it is right.
     assert float(found[2]) == pytest.approx(0.3 * (1 - float(found[1]) / 100), abs=0.003)
