@@ -133,5 +133,5 @@ def _card(id: object, context_length: object = None, **unused: object) -> ModelC
 def _told(error: urllib.error.HTTPError) -> str:
     try:
         return str(json.loads(error.read())["error"]["message"])
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, HTTPException):
         return f"{error.code} {error.reason}"

@@ -187,6 +187,7 @@ class VerifiedStep:
         drafting: seconds of them that the drafter took from the processor that ran the forward:
             none where that is a GPU.
         pipelined: whether its forward had been dispatched during the step before.
+        ahead: whether the next step's forward was dispatched during this one.
         context: positions of the context, ``tokens`` included.
     """
 
@@ -201,6 +202,7 @@ class VerifiedStep:
     seconds: float = 0.0
     drafting: float = 0.0
     pipelined: bool = False
+    ahead: bool = False
     context: int = 0
 
     @property

@@ -217,6 +217,7 @@ class Sequence:
             seconds=ended - self._started,
             drafting=self._drafting,
             pipelined=forward.pipelined,
+            ahead=self.ahead is not None,
             context=self.length,
         )
         self.drafter.observe(verified)

@@ -112,9 +112,13 @@ class _Output:
         """The row of a step without a draft."""
         return DraftTree.chain(self._last)
 
-    def take(self, tree: DraftTree, rows: int, sequences: int) -> None:
-        """Verify a tree in a step of so many rows and sequences."""
-        step = verify(tree, self._output[self._done : self._done + len(tree)])
+    def take(self, tree: DraftTree, rows: int, sequences: int, ahead: bool) -> None:
+        """Verify a tree in a step of so many rows and sequences.
+
+        Args:
+            ahead: whether the next step is dispatched during this one.
+        """
+        step = verify(tree, self._output[self._done : self._done + len(tree)], ahead)
         self._done += len(step.tokens)
         self._last = step.tokens[-1]
         self.steps += 1
@@ -193,7 +197,7 @@ class _Batch:
         )
         rows = sum(map(len, trees))
         for one, tree in zip(self.active, trees, strict=True):
-            one.take(tree, rows, count)
+            one.take(tree, rows, count, self._ahead)
         return rows
 
     def remove_finished(self) -> list[_Output]:

@@ -50,8 +50,8 @@ def replay(prompt: Sequence[int], output: Sequence[int], drafter: Drafter) -> Re
             proposal = drafter.propose(MAX_DEPTH)
             # A plain step that was dispatched ahead runs first, whatever is proposed meanwhile.
             tree = DraftTree.chain(last) if ahead else proposal
-            step = verify(tree, output[done : done + len(tree)])
             ahead = len(proposal) == 1 and drafter.pipelined
+            step = verify(tree, output[done : done + len(tree)], ahead)
             rows.append(len(tree))
             done += len(step.tokens)
             last = step.tokens[-1]
@@ -61,13 +61,13 @@ def replay(prompt: Sequence[int], output: Sequence[int], drafter: Drafter) -> Re
     return ReplayedCompletion(len(output), tuple(rows))
 
 
-def verify(tree: DraftTree, following: Sequence[int]) -> VerifiedStep:
+def verify(tree: DraftTree, following: Sequence[int], ahead: bool = False) -> VerifiedStep:
     """Verify a tree against the tokens that follow its root; the last one may end the output."""
     right = [following[d] if d < len(following) else _UNKNOWN for d in tree.depths]
     accepted, tokens = accept(tree, right)
     path = {0, *accepted}
     choices = tuple(token if node in path else _UNKNOWN for node, token in enumerate(right))
-    return VerifiedStep(tree, choices, choices, accepted, tokens[: len(following)])
+    return VerifiedStep(tree, choices, choices, accepted, tokens[: len(following)], ahead=ahead)
 
 
 @dataclass(frozen=True)

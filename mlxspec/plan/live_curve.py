@@ -20,15 +20,16 @@ WIDEST = 64
 # Variances, all of natural logarithms of seconds. Of a part at first:
 _MACHINE_VARIANCE = 0.3**2  # a machine's speed may change while nobody measures
 _DRAFTED_VARIANCE = 0.08**2  # real drafts have to be proposed, and have other tokens than measured
-# Standard deviation of rows that were never measured from the line between their neighbours: it
-# grows with the square of the distance, as the error of linear interpolation does.
-_UNSEEN_STDDEV, _MOST_UNSEEN_STDDEV = 0.8, 0.3  # a doubling of the rows away; and at most
+_UNSEEN_VARIANCE = 0.1**2  # of a number of rows between two that were measured
+_BETWEEN_VARIANCE = 0.02**2  # of one between two that are near, from the line between these
 # Of a part's change from step to step:
-_MACHINE_CHANGE = 0.008**2
+_MACHINE_CHANGE = 0.025**2
 _DRAFTED_CHANGE = 0.002**2
 _ROWS_CHANGE = 0.002**2
 # Of the noise of one step:
 _LEAST_NOISE, _FIRST_NOISE, _MOST_NOISE = 0.02**2, 0.07**2, 0.4**2
+
+_NEAR = 1.4  # times as many rows: hardly a stair in between, which would tell on both
 
 _NOISE_RATE = 0.05
 _NOISE_CLIP = 4.0  # variances
@@ -67,7 +68,8 @@ class LiveCurve:
     It keeps their covariances: where a drafted step takes longer than predicted, the next plain
     steps tell whether the machine or the costs have changed. So a hot or busy machine changes the
     first part and not the costs, which are ratios, and the first step with a number of rows that
-    was never measured settles most of its cost.
+    was never measured settles most of its cost. Where it is between two that are near, the three
+    are tied: otherwise a single slow step would bar the rows behind it for good.
 
     A step that is far off is ignored, until most of the recent steps with as many rows are.
 
@@ -189,21 +191,20 @@ class LiveCurve:
         self._stale = False
 
     def _add_unseen(self, rows: int) -> None:
-        """Add the part of a number of rows that no step had: what lies between its neighbours'."""
+        """Add the part of a number of rows that no step had."""
         value = math.log(self.curve(rows)) - self._parts[_DRAFTED]
         known = sorted(self._part_of_rows)
         after = bisect(known, rows)
-        neighbours = known[max(0, after - 1) : after + 1]
-        if not neighbours:
-            self._add_part(rows, value, _MOST_UNSEEN_STDDEV**2)
+        left, right = known[after - 1 : after + 1] if 0 < after < len(known) else (1, WIDEST)
+        if right > _NEAR * left:
+            variance = max(self._covariance.diagonal()[_DRAFTED + 1 :], default=0.0)
+            self._add_part(rows, value, variance + _UNSEEN_VARIANCE)
             return
-        distances = [abs(math.log2(rows / other)) for other in neighbours]
-        weights = np.array(distances[::-1]) / sum(distances)
-        places = [self._part_of_rows[other] for other in neighbours]
-        shared = weights @ self._covariance[places]
-        own = min(_UNSEEN_STDDEV * min(distances) ** 2, _MOST_UNSEEN_STDDEV)
-        variance = float(shared[places] @ weights) + own**2
-        self._add_part(rows, value, variance, shared)
+        weights = np.array([right - rows, rows - left]) / (right - left)
+        neighbours = [self._part_of_rows[left], self._part_of_rows[right]]
+        shared = weights @ self._covariance[neighbours]
+        variance = float(shared[neighbours] @ weights)
+        self._add_part(rows, value, variance + _BETWEEN_VARIANCE, shared)
 
     def _add_part(
         self, rows: int, value: float, variance: float, shared: np.ndarray | None = None

@@ -197,7 +197,9 @@ class Planner(Drafter):
         self._given: Plan | None = None
         self._fault: Exception | None = None
         self.costs.move_to(len(prompt))
-        self.policy = Policy(self._guarded, self._winnings.first_bank, self._winnings.probe_step)
+        winnings = self._winnings
+        probe_step = winnings.probe_step if self.costs.wants_plain_steps else 0
+        self.policy = Policy(self._guarded, winnings.first_bank, probe_step)
         self._plan = _NO_PLAN
         first = _FIRST_DRAFT[: self.costs.curve.widest - 1]
         self.policy.gain = self._gain_of_chain(first, guarded=False)
@@ -295,13 +297,11 @@ class Planner(Drafter):
             charge = plan.joint.charge if drafted else 1.0
         else:
             cost = self.costs.curve(self._pending + len(step.tree))
-        chosen = plan.n_draft > 0 or plan.rows_beside > 0
         self.policy.settle(
             step,
             cost,
-            chosen=chosen,
+            chosen=plan.n_draft > 0 or plan.rows_beside > 0,
             gain=plan.gain,
-            ahead=not chosen and self.pipelined,
             probing=(plan.joint.costs if plan.joint else self.costs).wants_plain_steps,
             charge=charge,
         )

@@ -20,7 +20,7 @@ _CHANGE = 0.1  # weight of the newest step in the running averages
 _FIRST_BANK = 0.35
 _INCOME = 1.02  # per emitted token, so that the bank keeps its level at 98 % of plain speed
 _STAKE = 0.04  # the square of an allowed shortfall, as a part of bank times gain
-_RISKED_SHARE, _RESERVE = 0.12, 0.5  # the bank's part that may be risked, or what it has beyond
+_RISKED_SHARE, _RESERVE = 0.12, 0.5  # of the bank, what may be risked; or all beyond so much
 _RISKED_WINNINGS = 0.05  # of what earlier generations won, and at most of their length
 _WINNINGS_RATE = 0.2
 _LAST_LENGTHS = 5
@@ -85,14 +85,14 @@ class Policy:
       what the draft gains; see :func:`allowed_shortfall`. So safe drafts pass at once, bold ones
       only after something was gained, and those that hardly gain anything seldom.
     - Where the next step's forward is dispatched already, a draft interrupts the pipeline, which
-      costs the *restart*.
+      costs the *restart*; see :meth:`restart_cost`.
     - The *back-off*: where rows are expensive, drafts seldom pay, and searching for one in each
       step takes noticeable time. There, after eight steps without a draft, only every fourth
       step searches.
     - The *probe*: all costs are relative to the time of a plain step. Where every step has a
       draft, a change of the costs looks like a change of the machine's speed. So while plain
-      steps are wanted, six in a row of every 30 steps go without a draft; short outputs count
-      as one long one.
+      steps are wanted, six in a row of every 30 steps go without a draft. They are counted over
+      generations, since a short one never has so many.
 
     Args:
         guarded: whether there is a guard.
@@ -105,6 +105,7 @@ class Policy:
         gain: running average of the chosen drafts' gains; a step without a draft counts 0.
         bank: what the guard has left, in plain steps.
         emitted: tokens so far.
+        ahead: whether the next step's forward is dispatched already.
         patience: for how long the sequence may yet wait for the drafts of others, in plain joint
             steps.
     """
@@ -119,7 +120,7 @@ class Policy:
         self.patience = _FIRST_PATIENCE
         self.guarded = guarded
         self.probe_step = probe_step
-        self._ahead = self._drafted_last = False
+        self.ahead = self._drafted_last = False
         self._steps_without_draft = 0
 
     def skips_search(self, curve: CostCurve) -> bool:
@@ -147,7 +148,7 @@ class Policy:
         for its token as well; but after one, what it usually costs to begin a pipeline remains,
         which keeps drafts that hardly gain anything from being tried again and again.
         """
-        if self._ahead:
+        if self.ahead:
             return sync_overhead
         return 0.0 if self._drafted_last else min(sync_overhead, USUAL_SYNC_OVERHEAD)
 
@@ -197,7 +198,6 @@ class Policy:
         *,
         chosen: bool,
         gain: float,
-        ahead: bool = False,
         probing: bool,
         charge: float | None = None,
     ) -> None:
@@ -208,14 +208,13 @@ class Policy:
             cost: T(rows) / T(1) of the step.
             chosen: whether a draft was chosen, verified or not.
             gain: its gain, 0 for none.
-            ahead: whether the next step's forward is dispatched already.
             probing: whether plain steps are wanted.
             charge: what the guard takes for the step, where that is not its cost: several
                 sequences share it.
         """
         emitted = len(step.tokens)
         self.emitted += emitted
-        self._ahead, self._drafted_last = ahead, step.drafted > 0
+        self.ahead, self._drafted_last = step.ahead, step.drafted > 0
         self._steps_without_draft = 0 if chosen else self._steps_without_draft + 1
         self.probe_step = self.probe_step + 1 if probing else 0
         self.gain += _CHANGE * (gain - self.gain)

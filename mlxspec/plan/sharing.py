@@ -134,6 +134,8 @@ def _best(
     rates = (policy.rate * weight for policy, weight in zip(policies, weights, strict=True))
     rate = sum(rates) + sequences - len(policies)
     restart = min((policy.restart_cost(sync_overhead) for policy in policies), default=0.0)
+    if any(policy.ahead for policy in policies):  # who has just joined does not know it
+        restart = sync_overhead
     gains = gains_of(expected, table, rate, restart)
     guarded = any(policy.guarded for policy in policies)
     banks = [policy.bank for policy in policies]

@@ -145,6 +145,14 @@ def test_a_number_of_rows_between_measured_ones_is_learned_from_its_first_steps(
     assert live.curve(12) == pytest.approx(4, rel=0.1)
 
 
+def test_a_stair_that_was_not_measured_hardly_changes_what_was():
+    truth = chip_curve("M3 Max")
+    live = measured(truth, rows=(1, 2, 3, 4, 6, 8, 12, 16, 32))
+    run(live, truth, 60, rows=(1, 9))
+    for rows in (9, 12, 16):
+        assert live.curve(rows) == pytest.approx(truth(rows), rel=0.1)
+
+
 def test_a_slow_step_among_rows_that_never_ran_is_corrected_by_those_beside_them():
     truth = CostCurve([(1, 1), (32, 4)])
     after, later = [], []

@@ -95,7 +95,7 @@ def test_why_nothing_is_drafted_is_told_with_its_figures() -> None:
     told = r"(\d+) rows cost (\S+) plain steps, expected (\S+) tokens \(a plain step.*\)"
     found = re.fullmatch(told, why_none(copied, stairs))
     assert found is not None
-    # After a plain step the sync overhead is added.
+    # The usual sync overhead is added.
     assert float(found[2]) == pytest.approx(stairs(int(found[1])) + 0.02, abs=0.01)
     assert 1 < float(found[3]) < 3
     # More tokens are expected than the time of the step is worth, if only the guard took the risk.
@@ -293,6 +293,16 @@ def test_where_a_row_costs_a_step_three_of_four_steps_look_for_no_draft(
     searches.clear()
     replay(text[:100], text[100:], suffix_planner(chip_curve("M2 Pro")))
     assert len(searches) == 300
+
+
+def test_a_step_during_which_the_next_was_dispatched_makes_drafts_dearer() -> None:
+    drafter = suffix_planner(FLAT, 0.3)
+    drafter.begin([5, 6, 7])
+    for ahead, restart in ((True, 0.3), (False, 0.02), (True, 0.3)):
+        drafter.propose(100)
+        drafter.observe(VerifiedStep(DraftTree.chain(7), (), (), (), (7,), ahead=ahead))
+        assert drafter.policy.restart_cost(0.3) == restart
+    drafter.end()
 
 
 def test_while_plain_steps_are_wanted_some_in_a_row_go_without_a_draft() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -164,7 +165,7 @@ def test_rate_and_gain_approach_those_of_the_steps() -> None:
 def test_a_draft_costs_a_restart_where_the_next_forward_is_dispatched() -> None:
     policy = Policy()
     assert policy.restart_cost(0.3) == 0.02  # the first step waits in any case
-    policy.settle(PLAIN, 1.0, chosen=False, gain=0.0, ahead=True, probing=False)
+    settle(policy, replace(PLAIN, ahead=True), cost=1.0)
     assert policy.restart_cost(0.3) == 0.3
     settle(policy, PLAIN, cost=1.0)  # that step ran, and nothing was dispatched after it
     assert policy.restart_cost(0.3) == 0.02
