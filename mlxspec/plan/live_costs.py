@@ -188,7 +188,8 @@ class LiveCosts:
 
         Args:
             rows: its rows.
-            seconds: its wall time; of a pipelined one, what it would be without drafter.
+            seconds: its wall time; of a pipelined one of a single sequence, what it would be
+                without drafter.
             pipelined: whether its forward had been dispatched during the step before.
         """
         with self._lock:

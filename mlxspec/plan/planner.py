@@ -258,12 +258,14 @@ class Planner(Drafter):
         Asked when nothing is drafted now. The next token may open a passage worth drafting. It
         pays to wait for that token where drafts have lately gained more than the sync overhead,
         or where one would if the likeliest token came. Where the sync overhead is high, the
-        guard must allow that draft, too.
+        guard must allow that draft, too. A decoder's first generation does not wait while plain
+        steps are wanted: later ones have its measurements, and are probed.
         """
         plan, costs = self._plan, self.costs
         if plan.joint:
             return plan.joint.pipelined
-        if self.policy.probes or plan.candidates is None:
+        measures = self._winnings.is_new and costs.wants_plain_steps
+        if measures or self.policy.probes or plan.candidates is None:
             return True
         overhead = costs.sync_overhead
         return (

@@ -62,6 +62,11 @@ class Winnings:
         self.lengths: deque[int] = deque([0], maxlen=_LAST_LENGTHS)
 
     @property
+    def is_new(self) -> bool:
+        """Whether no generation has ended yet."""
+        return not any(self.lengths)
+
+    @property
     def first_bank(self) -> float:
         """What the bank of the next generation begins with."""
         return max(_FIRST_BANK, _RISKED_WINNINGS * min(self.won, self.last_won, *self.lengths))

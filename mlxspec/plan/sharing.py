@@ -74,6 +74,7 @@ def share_rows(
     )
     n_draft = sum(shares.values())
     further = sequences * (table[n_draft + 1] / table[1] - 1)
+    # A probe of one sequence is not waited for by the others, so all plain steps are pipelined.
     pipelined = not n_draft and (
         costs.wants_plain_steps
         or _gain_of_waiting(planners, found, table, sequences, costs.sync_overhead)

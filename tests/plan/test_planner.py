@@ -305,6 +305,19 @@ def test_a_step_during_which_the_next_was_dispatched_makes_drafts_dearer() -> No
     drafter.end()
 
 
+def test_while_plain_steps_are_wanted_a_first_generation_does_not_wait() -> None:
+    drafter = suffix_planner(FLAT)
+    drafter.costs.wants_plain_steps = True
+    waits = []
+    for _ in range(2):
+        drafter.begin([5, 6, 7])
+        drafter.propose(100)
+        waits.append(not drafter.pipelined)
+        drafter.observe(VerifiedStep(DraftTree.chain(7), (), (), (), (9,)))
+        drafter.end()
+    assert waits == [False, True]
+
+
 def test_while_plain_steps_are_wanted_some_in_a_row_go_without_a_draft() -> None:
     drafter = suffix_planner(FLAT)
     drafter.costs.wants_plain_steps = True
