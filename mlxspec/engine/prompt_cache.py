@@ -285,14 +285,12 @@ class _LentCache:
     """
 
     def __getattribute__(self, name: str) -> Any:
-        held = _held(self)
-        loan, place = held.get("_loan"), held.get("_place")
-        if loan is None or place is None:  # another thread has just turned it back
-            return getattr(self, name)
+        if name == "offset":
+            with _lock:  # it is neither returned nor lent again between two looks
+                offset = _offset(self)
+                return getattr(_reclaimed(self), name) if offset is None else offset
         if name == "__class__":
-            return loan.kind(place)
-        if name == "offset" and (offset := loan.offset(place)) is not None:
-            return offset
+            return _kind(self)
         return getattr(_reclaimed(self), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -311,6 +309,20 @@ class _LentCache:
 def _held(stand_in: _LentCache) -> dict[str, Any]:
     held: dict[str, Any] = object.__getattribute__(stand_in, "__dict__")
     return held
+
+
+def _offset(stand_in: _LentCache) -> int | None:
+    held = _held(stand_in)
+    loan = held.get("_loan")
+    return None if loan is None else loan.offset(held["_place"])
+
+
+def _kind(stand_in: _LentCache) -> type:
+    held = _held(stand_in)
+    loan, place = held.get("_loan"), held.get("_place")
+    if loan is None or place is None:  # another thread has just turned it back
+        return stand_in.__class__
+    return loan.kind(place)
 
 
 def _reclaimed(stand_in: _LentCache) -> Any:
