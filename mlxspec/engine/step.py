@@ -552,7 +552,7 @@ def dispatch(
     )
     for sequence in forwards:
         if len(members[sequence][0]) == 1:
-            sequence.target.commit((0,))
+            sequence.target.commit_moved((0,))
     return forwards
 
 

@@ -193,8 +193,10 @@ class LiveCosts:
             pipelined: whether its forward had been dispatched during the step before.
         """
         with self._lock:
-            waits = rows == 1 and not pipelined
-            self.predicted += self.curve(rows) + (self.sync_overhead if waits else 0.0)
+            if rows > 1:
+                self.predicted += self.curve(rows)
+            else:
+                self.predicted += 1.0 if pipelined else 1.0 + self.sync_overhead
             self._record(rows, seconds, pipelined)
 
     def _record(self, rows: int, seconds: float, pipelined: bool) -> None:

@@ -101,6 +101,7 @@ class SuffixSource(Source):
         self._context = self._kept_context or ContextIndex()
         self._context.begin(prompt)
         self._index: SuffixIndex | None = None
+        self._unfiled: list[int] = []
         self._acceptance.begin(
             self._experience.of_kind(prompt),
             self._context.output_start,
@@ -141,21 +142,31 @@ class SuffixSource(Source):
         self._count(step, searched)
         if searched:
             self._tree.learn(step.tokens)
-        self._text().extend(step.tokens)
+        self._unfiled.extend(step.tokens)
 
     def end(self) -> None:
+        if self._unfiled:
+            self._text()  # which the conversation's next turn goes on with
         if self._on_output:
             self._on_output(self._context.output, self.earned, self._context.prompt)
         self._index = None
 
     def _text(self) -> SuffixIndex:
+        """The index, with all tokens so far.
+
+        They are filed when they are looked for: several at once take hardly longer than one.
+        """
         if self._index is None:
             self._index = self._context.index
+        if self._unfiled:
+            tokens, self._unfiled = self._unfiled, []
+            self._index.extend(tokens)
         return self._index
 
     def _count(self, step: VerifiedStep, searched: bool) -> None:
         """Count the step, and its accepted drafts by where they came from."""
-        self.earned.update(steps=1, tokens=len(step.tokens))
+        self.earned["steps"] += 1
+        self.earned["tokens"] += len(step.tokens)
         node: int | None = 0 if searched else None
         for accepted in step.accepted:
             if node is not None:
