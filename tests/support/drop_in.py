@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import mlx.nn as nn
 import mlx_lm
 from mlx_lm.utils import save_model
 
-from mlxspec import AutoDecoder
+from mlxspec import AutoDecoder, Decoder
 from mlxspec.compat.generation import decoder_of
 from mlxspec.loading.model_files import DEMO_DIRECTORY
 from tests.support.demo import CHAINS, demo, given_costs, stand_in
@@ -31,17 +32,19 @@ def give_costs(model: nn.Module, tokenizer: Any, curve: dict[int, float] = CHAIN
 
 
 def demo_with_costs(curve: dict[int, float] = CHAINS) -> tuple[nn.Module, Any]:
-    """The bundled model and its tokenizer, the same for all tests."""
-    model, tokenizer = demo().model, demo().tokenizer
-    give_costs(model, tokenizer, curve)
-    return model, tokenizer
+    """The bundled model and its tokenizer, with a decoder that remembers nothing of other tests."""
+    return _with_costs(demo(), curve)
 
 
 def stand_in_with_costs(curve: dict[int, float] = CHAINS) -> tuple[nn.Module, Any]:
-    """The small model that repeats itself and the bundled tokenizer, the same for all tests."""
-    model, tokenizer = stand_in().model, stand_in().tokenizer
-    give_costs(model, tokenizer, curve)
-    return model, tokenizer
+    """The same of the small model that repeats itself."""
+    return _with_costs(stand_in(), curve)
+
+
+def _with_costs(decoder: Decoder, curve: dict[int, float]) -> tuple[nn.Module, Any]:
+    model = copy.copy(decoder.model)  # since a model's decoder is kept, with what it remembers
+    give_costs(model, decoder.tokenizer, curve)
+    return model, decoder.tokenizer
 
 
 def write_float32_demo(directory: Path) -> str:
