@@ -98,6 +98,9 @@ def held_arrays(caches: Iterable[Any]) -> list[mx.array]:
     found: list[mx.array] = []
     slots: set[Slots] = set()  # each is many sequences'
     for cache in caches:
+        if type(cache) is TreeKVCache and cache.keys is not None:  # most are: asked first
+            found += (cache.keys, cache.values)
+            continue
         if isinstance(cache, SlotKVCache):
             slots.add(cache.slots)
             continue

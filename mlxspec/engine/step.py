@@ -8,7 +8,6 @@ from collections import abc
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import mlx.core as mx
@@ -372,6 +371,10 @@ class DecodedStep:
     logprobs: abc.Sequence[mx.array]
 
 
+Faults = dict[Sequence, Exception]
+"""What sequences have raised in a step; the others go on without them."""
+
+
 def begin_together(sequences: abc.Sequence[Sequence], joint: Joint) -> Faults:
     """Begin several sequences: run their prompts, all but the last tokens, in one forward.
 
@@ -382,10 +385,12 @@ def begin_together(sequences: abc.Sequence[Sequence], joint: Joint) -> Faults:
     Returns:
         what drafters have raised.
     """
-    faults = Faults()
+    faults: Faults = {}
     for sequence in sequences:
-        with faults.of(sequence):
+        try:
             sequence.open_drafter()
+        except Exception as error:
+            faults[sequence] = error
     begun = [sequence for sequence in sequences if sequence not in faults]
     if begun:
         with mx.stream(generation_stream):
@@ -418,16 +423,20 @@ def joint_step(
         per sequence its step, or what its drafter, a processor or the like has raised. That
         sequence has to be closed; the others go on.
     """
-    faults = Faults()
+    faults: Faults = {}
     trees: dict[Sequence, DraftTree] = {}
     for sequence in sequences:
-        with faults.of(sequence):
+        try:
             trees[sequence] = sequence.propose()
+        except Exception as error:
+            faults[sequence] = error
     forwards: dict[Sequence, PendingForward] = {}
     for sequence in trees:
         if sequence.ahead:
-            with faults.of(sequence):
+            try:
                 forwards[sequence] = sequence.chosen(sequence.ahead)
+            except Exception as error:
+                faults[sequence] = error
     others = {s: (tree, None) for s, tree in trees.items() if not s.ahead}
     for sequence, forward in dispatch(others, joint, faults).items():
         assert isinstance(forward, PendingForward)  # over rows that are known
@@ -438,8 +447,10 @@ def joint_step(
     going_on = [sequence for sequence in forwards if sequence.may_go_on]
     pipelined = True
     for sequence in going_on:
-        with faults.of(sequence):
+        try:
             pipelined &= sequence.pipelined
+        except Exception as error:
+            faults[sequence] = error
     if pipelined:
         next_rows = {s: (_NEXT, forwards[s].choices) for s in going_on if s not in faults}
         for sequence, ahead in dispatch(next_rows, joint, faults).items():
@@ -447,44 +458,21 @@ def joint_step(
     accepted: dict[Sequence, Accepted] = {}
     for sequence, forward in forwards.items():
         if sequence not in faults:
-            with faults.of(sequence):
+            try:
                 accepted[sequence] = sequence.accept(trees[sequence], forward)
-    with mx.stream(generation_stream):
-        move_rows(s.target.kept(own.rows) for s, own in accepted.items() if len(own.tree) > 1)
+            except Exception as error:
+                faults[sequence] = error
+    moved = [s.target.kept(own.rows) for s, own in accepted.items() if len(own.tree) > 1]
+    if moved:
+        with mx.stream(generation_stream):
+            move_rows(moved)
     steps: dict[Sequence, DecodedStep] = {}
     for sequence, own in accepted.items():
-        with faults.of(sequence):
+        try:
             steps[sequence] = sequence.settle(own)
+        except Exception as error:
+            faults[sequence] = error
     return [faults.get(sequence) or steps[sequence] for sequence in sequences]
-
-
-class Faults(dict[Sequence, Exception]):
-    """What sequences have raised in a step; the others go on without them."""
-
-    def of(self, sequence: Sequence) -> _Noting:
-        """A context; what is raised in it is noted as the sequence's fault."""
-        return _Noting(self, sequence)
-
-
-class _Noting:
-    """A context of :class:`Faults`; entered some times per sequence and step, so it is small."""
-
-    def __init__(self, faults: Faults, sequence: Sequence) -> None:
-        self._faults, self._sequence = faults, sequence
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        if not isinstance(error, Exception):  # none, or an interrupt
-            return False
-        self._faults[self._sequence] = error
-        return True
 
 
 def dispatch(
@@ -529,20 +517,23 @@ def dispatch(
         )
         together = next(iter(members)).chooser.choose(logits, ()) if alike else None
         for span, (sequence, (tree, unknown)) in zip(spans, members.items(), strict=True):
-            with faults.of(sequence):
-                own_logits = logits[span] if len(rows) > 1 else logits
-                if sequence.grammar and unknown is not None:
-                    forwards[sequence] = UnchosenForward(own_logits, n_rows, len(rows))
-                    continue
-                if together:
-                    choices, logprobs = together
-                    own = choices[span], logprobs[span.start if len(tree) == 1 else span]
-                    chosen = own[0], *own
-                else:
+            own_logits = logits[span] if len(rows) > 1 else logits
+            if sequence.grammar and unknown is not None:
+                forwards[sequence] = UnchosenForward(own_logits, n_rows, len(rows))
+                continue
+            if together:
+                choices, logprobs = together
+                own = choices[span], logprobs[span.start if len(tree) == 1 else span]
+                chosen = own[0], *own
+            else:
+                try:
                     chosen = sequence.choose(own_logits, tree, unknown)
-                forwards[sequence] = PendingForward(
-                    *chosen, n_rows, len(rows), pipelined=unknown is not None
-                )
+                except Exception as error:
+                    faults[sequence] = error
+                    continue
+            forwards[sequence] = PendingForward(
+                *chosen, n_rows, len(rows), pipelined=unknown is not None
+            )
     # Everything that outlives the step, since lazy arrays can be read in this thread only.
     # (The choices need not depend on all of the caches: a recurrent layer's last state, or the
     # keys of a sparse layer's index.)
