@@ -145,8 +145,8 @@ def _warnings_as_notes() -> Iterator[None]:
     with _LoggedNotes().shown(), warnings.catch_warnings():
         if not sys.warnoptions:
             warnings.simplefilter("ignore")
-            # Only these: of a socket that the garbage collector finds open, Python warns as if the
-            # line had opened it that happens to run.
+            # Only these: for a socket that the garbage collector finds open, Python blames
+            # whichever line happens to run.
             warnings.filterwarnings("always", category=UserWarning, module=r"mlxspec(\.|$)")
         warnings.showwarning = lambda message, *_: note(message)
         yield

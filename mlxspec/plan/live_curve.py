@@ -23,7 +23,7 @@ _DRAFTED_VARIANCE = 0.08**2  # real drafts have to be proposed, and have other t
 _UNSEEN_VARIANCE = 0.1**2  # of a number of rows between two that were measured
 _BETWEEN_VARIANCE = 0.02**2  # of one between two that are near, from the line between these
 # Of a part's change from step to step:
-_MACHINE_CHANGE = 0.025**2
+_MACHINE_CHANGE = 0.008**2
 _DRAFTED_CHANGE = 0.002**2
 _ROWS_CHANGE = 0.002**2
 # Of the noise of one step:

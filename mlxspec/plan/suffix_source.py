@@ -152,15 +152,14 @@ class SuffixSource(Source):
         self._index = None
 
     def _text(self) -> SuffixIndex:
-        """The index, with all tokens so far.
-
-        They are filed when they are looked for: several at once take hardly longer than one.
-        """
+        """The index, with all tokens so far; they are filed here, and not after each step."""
         if self._index is None:
             self._index = self._context.index
-        if self._unfiled:
-            tokens, self._unfiled = self._unfiled, []
-            self._index.extend(tokens)
+        # Counted, since an interrupt may have come right after they were filed.
+        missing = self._context.output_start + self.earned["tokens"] - len(self._index)
+        if missing > 0:
+            self._index.extend(self._unfiled[-missing:])
+        self._unfiled.clear()
         return self._index
 
     def _count(self, step: VerifiedStep, searched: bool) -> None:

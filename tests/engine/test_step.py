@@ -287,7 +287,7 @@ def test_a_drafter_may_enter_and_leave_the_pipeline(model: nn.Module) -> None:
     """No step's work is lost: each forward's rows are verified, and the cache stays exact."""
     truth = plain(model, PROMPT, max_tokens=60)
     drafter, target, kinds = Moody(truth), new_target(model), []
-    context = PROMPT.copy()
+    context, dispatched = PROMPT.copy(), False
     for step in decode(
         target,
         PROMPT,
@@ -297,6 +297,8 @@ def test_a_drafter_may_enter_and_leave_the_pipeline(model: nn.Module) -> None:
         ends=lambda _: False,
     ):
         kinds.append((step.verified.rows, step.verified.pipelined))
+        assert step.verified.pipelined == dispatched
+        dispatched = step.verified.ahead
         context += step.verified.tokens
         ahead = target.length - (len(context) - 1)
         assert ahead in (0, 1)

@@ -87,6 +87,14 @@ def test_a_machine_that_slows_down_by_and_by_leaves_the_costs_alone():
     assert live.slowdown == pytest.approx(2.0, rel=0.1)
 
 
+def test_drafted_steps_that_take_longer_than_measured_hardly_change_what_a_plain_step_takes():
+    truth = CostCurve([(r, 1.0 if r == 1 else 1.3 * FLAT(r)) for r in (1, 2, 4, 8, 16, 32)])
+    live = measured(FLAT, uncertainty=0.02)
+    run(live, truth, 10, rows=[1])
+    run(live, truth, 100, rows=[2, 4, 8, 16])
+    assert live.slowdown == pytest.approx(1, abs=0.06)
+
+
 def test_a_busy_machine_that_comes_and_goes_leaves_the_costs_alone():
     errors = run(measured(M4), M4, 1000, speed=lambda step: 1.5 if step // 50 % 2 else 1.0)
     assert max(errors) < 0.1

@@ -57,6 +57,19 @@ def test_sequences_without_a_guard_have_none_together() -> None:
     assert drafts(*free) == [2, 2]
 
 
+def test_a_forward_that_is_dispatched_is_interrupted_for_all_or_for_none() -> None:
+    costs = FixedCosts(FOUR_FREE, sync_overhead=4.0)  # more than these drafts gain
+
+    def drafted(ahead: bool) -> int:
+        planners = [copying(1.2), copying(1.2)]
+        planners[0].policy.ahead = ahead  # the other one has just joined
+        share_rows(planners, [64, 64], costs, sequences=2)
+        return sum(len(planner.propose(64)) - 1 for planner in planners)
+
+    assert drafted(ahead=False) == 4
+    assert drafted(ahead=True) == 0
+
+
 @pytest.mark.parametrize("patient", [False, True])
 def test_nobody_waits_long_for_the_drafts_of_others(patient: bool) -> None:
     copies, waits = copying(1.2), suffix_planner(DEAR)

@@ -32,7 +32,7 @@ def give_costs(model: nn.Module, tokenizer: Any, curve: dict[int, float] = CHAIN
 
 
 def demo_with_costs(curve: dict[int, float] = CHAINS) -> tuple[nn.Module, Any]:
-    """The bundled model and its tokenizer, with a decoder that remembers nothing of other tests."""
+    """The bundled model and its tokenizer, with a decoder that has generated nothing so far."""
     return _with_costs(demo(), curve)
 
 
@@ -43,7 +43,8 @@ def stand_in_with_costs(curve: dict[int, float] = CHAINS) -> tuple[nn.Module, An
 
 def _with_costs(decoder: Decoder, curve: dict[int, float]) -> tuple[nn.Module, Any]:
     model = copy.copy(decoder.model)  # since a model's decoder is kept, with what it remembers
-    give_costs(model, decoder.tokenizer, curve)
+    own = give_costs(model, decoder.tokenizer, curve)
+    own.capability, own.chain_capability = decoder.capability, decoder.chain_capability
     return model, decoder.tokenizer
 
 
