@@ -226,6 +226,7 @@ class Loan:
         MLX writes into an array in place only if nobody else holds it. A thread that looks
         meanwhile finds either all that a cache needs or all that a stand-in does.
         """
+        self._state = _State.RUNNING  # first: what an interrupt leaves is to be given back
         for place, cache in enumerate(self._caches):
             held = vars(cache)
             before = list(held)
@@ -233,7 +234,6 @@ class Loan:
             cache.__class__ = _LentCache
             for name in before:
                 del held[name]
-        self._state = _State.RUNNING
 
     def _is_as_given(self) -> bool:
         """Whether nobody has changed the caches since they were returned."""
@@ -259,8 +259,11 @@ class Loan:
                 returned = [as_mlx_lms(cache) for cache in target.cache]
                 mx.eval([part.state for part in parts(returned)])
             for stand_in, cache in zip(self._caches, returned, strict=True):
-                if type(stand_in) is _LentCache:  # all, unless an interrupt came between
+                if type(stand_in) is _LentCache:
                     _turn_into(stand_in, cache)
+                else:  # an interrupt came before it was one
+                    for name in ("_loan", "_place"):
+                        vars(stand_in).pop(name, None)
         except BaseException:
             self._state = before  # the next use of a stand-in tries again
             raise
