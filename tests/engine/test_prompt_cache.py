@@ -26,6 +26,7 @@ from mlx_lm.models.cache import (
 from mlxspec import Decoder
 from mlxspec.draft.drafter import NoDraft
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
+from mlxspec.engine import prompt_cache
 from mlxspec.engine.prompt_cache import Loan
 from mlxspec.engine.target import Target, target_for
 from mlxspec.errors import OptionError, PromptCacheError
@@ -352,6 +353,27 @@ def test_mlx_lm_goes_on_from_a_cache_whose_generation_waits(name: str) -> None:
     assert by_mlx_lm(decoder.model, TURNS[1], lent) == alone
     with pytest.raises(PromptCacheError, match="continued or changed"):
         next(waiting)
+
+
+def test_nobody_takes_a_cache_while_its_offset_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of("llama3")
+    lent = make_prompt_cache(decoder.model)
+    stream = decoder.decode(TURNS[0], NoDraft(), max_tokens=3, prompt_cache=lent)
+    next(stream)
+    other = threading.Thread(target=lambda: lent[1].state)  # which takes them all back
+
+    def slow(stand_in: Any) -> int | None:
+        other.start()
+        other.join(0.1)
+        assert other.is_alive()
+        return told(stand_in)
+
+    told = prompt_cache._offset
+    monkeypatch.setattr(prompt_cache, "_offset", slow)
+    assert lent[0].offset == len(TURNS[0]) + 1
+    other.join()
+    assert type(lent[0]) is KVCache
+    stream.close()
 
 
 def test_a_cache_can_be_looked_at_and_closed_while_other_threads_generate_on_it() -> None:
