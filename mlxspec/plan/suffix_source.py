@@ -101,7 +101,6 @@ class SuffixSource(Source):
         self._context = self._kept_context or ContextIndex()
         self._context.begin(prompt)
         self._index: SuffixIndex | None = None
-        self._unfiled: list[int] = []
         self._acceptance.begin(
             self._experience.of_kind(prompt),
             self._context.output_start,
@@ -142,24 +141,16 @@ class SuffixSource(Source):
         self._count(step, searched)
         if searched:
             self._tree.learn(step.tokens)
-        self._unfiled.extend(step.tokens)
+        self._text().extend(step.tokens)
 
     def end(self) -> None:
-        if self._unfiled:
-            self._text()  # which the conversation's next turn goes on with
         if self._on_output:
             self._on_output(self._context.output, self.earned, self._context.prompt)
         self._index = None
 
     def _text(self) -> SuffixIndex:
-        """The index, with all tokens so far; they are filed here, and not after each step."""
         if self._index is None:
             self._index = self._context.index
-        # Counted, since an interrupt may have come right after they were filed.
-        missing = self._context.output_start + self.earned["tokens"] - len(self._index)
-        if missing > 0:
-            self._index.extend(self._unfiled[-missing:])
-        self._unfiled.clear()
         return self._index
 
     def _count(self, step: VerifiedStep, searched: bool) -> None:
