@@ -259,11 +259,8 @@ class Loan:
                 returned = [as_mlx_lms(cache) for cache in target.cache]
                 mx.eval([part.state for part in parts(returned)])
             for stand_in, cache in zip(self._caches, returned, strict=True):
-                if type(stand_in) is _LentCache:
+                if "_loan" in _held(stand_in):  # all, unless an interrupt came between
                     _turn_into(stand_in, cache)
-                else:  # an interrupt came before it was one
-                    for name in ("_loan", "_place"):
-                        vars(stand_in).pop(name, None)
         except BaseException:
             self._state = before  # the next use of a stand-in tries again
             raise

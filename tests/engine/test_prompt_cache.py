@@ -27,7 +27,6 @@ from mlxspec import Decoder
 from mlxspec.draft.drafter import NoDraft
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine import prompt_cache
-from mlxspec.engine.prompt_cache import Loan
 from mlxspec.engine.target import Target, target_for
 from mlxspec.errors import OptionError, PromptCacheError
 from mlxspec.generation import decoder as base
@@ -173,7 +172,7 @@ def test_an_interrupt_while_caches_are_taken_gives_them_back() -> None:
         return lent, decoder.decode(TURNS[0], NoDraft(), max_tokens=3, prompt_cache=lent)
 
     for lent, stream in interrupted_anywhere(
-        [LentCaches.take, Loan._lend], prepared, lambda made: list(made[1])
+        [LentCaches.take, prompt_cache.Loan._lend], prepared, lambda made: list(made[1])
     ):
         stream.close()
         assert {frozenset(vars(cache)) for cache in lent} == {frozenset(vars(KVCache()))}
