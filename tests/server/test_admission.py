@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -103,11 +104,12 @@ def test_the_limit_leaves_room_for_a_forward(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_a_forward_takes_is_found_out_with_few_rows() -> None:
     model = ARCHITECTURES["llama3"].model()
-    memory = Memory(model, CacheOptions(prefill_step_size=64))
-    endless_tokenizer()  # which loads the bundled model
-    mx.synchronize()
-    mx.reset_peak_memory()
-    before, real = mx.get_active_memory(), taken(model, 130, prefill_step_size=64)
-    most = mx.get_peak_memory() - before - real
+    estimates, found = [], []
     # What is held at once depends on how far MLX's thread is behind the one that frees.
-    assert 0.1 * memory.forward_bytes < most < 2 * memory.forward_bytes
+    for _ in range(9):
+        mx.synchronize()
+        mx.reset_peak_memory()
+        before, real = mx.get_active_memory(), taken(model, 130, prefill_step_size=64)
+        found.append(mx.get_peak_memory() - before - real)
+        estimates.append(Memory(model, CacheOptions(prefill_step_size=64)).forward_bytes)
+    assert 0.1 * median(estimates) < median(found) < median(estimates)
