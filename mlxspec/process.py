@@ -6,7 +6,9 @@ import ctypes
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 
 def occupy_standard_descriptors() -> None:
@@ -24,7 +26,8 @@ def occupy_standard_descriptors() -> None:
 
 
 ENVIRONMENT_VARIABLE = "MLXSPEC_OPENBLAS"
-_LIBRARIES = ("libopenblas.so.0", "libopenblasp.so.0")
+_PACKAGE, _IN_PACKAGE = "scipy_openblas32", "lib/libopenblas_python.so"
+_SYSTEM = ("libopenblas.so.0", "libopenblasp.so.0")
 
 # Cycles, as a power of two, that OpenBLAS's threads spin for more work before they sleep: about
 # what waking one takes. By default it is 2^26, many steps long, and through all of them they
@@ -34,10 +37,11 @@ _SPINNING_CYCLES = "16"
 
 
 def prefer_openblas() -> None:
-    """Load OpenBLAS for MLX's CPU back end on Linux, where it is installed.
+    """Load OpenBLAS for MLX's CPU back end on Linux, whose wheel carries the reference BLAS.
 
-    Works only before ``mlx.core`` is first imported; warns when that has happened already.
-    ``MLXSPEC_OPENBLAS=0`` turns it off. Does nothing on other systems or back ends.
+    The library is that of the package ``scipy-openblas32``, which mlxspec installs, or else the
+    system's. Works only before ``mlx.core`` is first imported; warns when that has happened
+    already. ``MLXSPEC_OPENBLAS=0`` turns it off. Does nothing on other systems or back ends.
     """
     if sys.platform != "linux" or os.environ.get(ENVIRONMENT_VARIABLE) == "0":
         return
@@ -45,23 +49,31 @@ def prefer_openblas() -> None:
         version("mlx-cpu")
     except PackageNotFoundError:
         return
-    if _load(os.RTLD_NOLOAD):
+    libraries = _libraries()
+    if _load(libraries, os.RTLD_NOLOAD):
         return  # preloaded by the user, or by an earlier call
     if "mlx.core" not in sys.modules:
         os.environ.setdefault(_SPINNING, _SPINNING_CYCLES)  # read once, while it is loaded
-        _load(ctypes.RTLD_GLOBAL)
-    elif _load(ctypes.RTLD_LOCAL):
+        _load(libraries, ctypes.RTLD_GLOBAL)
+    elif _load(libraries, ctypes.RTLD_LOCAL):
         warnings.warn(
             "mlx.core was imported before mlxspec, so its CPU back end runs without OpenBLAS, "
-            "about 16 times slower in float32: import mlxspec first "
+            "up to 8 times slower in float32: import mlxspec first "
             f"(or set {ENVIRONMENT_VARIABLE}=0 to do without it)",
             stacklevel=3,
         )
 
 
-def _load(mode: int) -> bool:
-    """Open the first OpenBLAS that is there."""
-    for name in _LIBRARIES:
+def _libraries() -> list[str]:
+    """OpenBLAS's libraries, the one of the package first: its version is the one we test with."""
+    package = find_spec(_PACKAGE)
+    places = package.submodule_search_locations if package else None
+    return [*(os.path.join(place, _IN_PACKAGE) for place in places or ()), *_SYSTEM]
+
+
+def _load(libraries: Sequence[str], mode: int) -> bool:
+    """Open the first of these libraries that is there."""
+    for name in libraries:
         try:
             ctypes.CDLL(name, mode=mode)
         except OSError:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -72,7 +74,8 @@ def test_importing_mlx_first_warns_what_to_do() -> None:
     assert "import mlxspec first" in run.stderr
     silent = run_python("import mlx.core\nimport mlxspec", MLXSPEC_OPENBLAS="0")
     assert not silent.stderr
-    preloaded = run_python("import mlx.core\nimport mlxspec", LD_PRELOAD="libopenblas.so.0")
+    library = Path(find_spec("scipy_openblas32").origin).parent / "lib/libopenblas_python.so"
+    preloaded = run_python("import mlx.core\nimport mlxspec", LD_PRELOAD=str(library))
     assert not preloaded.stderr
 
 

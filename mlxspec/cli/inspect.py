@@ -62,7 +62,7 @@ def _report(model: nn.Module) -> dict[str, Any]:
     """
     from ..engine.cache_memory import cache_kinds
     from ..engine.capability import examine, examine_joint
-    from ..engine.costs import model_identity
+    from ..engine.costs import machine_identity, model_identity
     from ..engine.positions import context_length
     from ..engine.target import vocabulary_size
 
@@ -81,6 +81,7 @@ def _report(model: nn.Module) -> dict[str, Any]:
         "reason": finding.reason,
         "joint": joint.mode.value,
         "joint_reason": joint.reason,
+        "blas": machine_identity().get("blas"),
     }
 
 
@@ -115,6 +116,9 @@ def _table(report: dict[str, Any]) -> Table:
         ("why", report["reason"]),
         ("sequences", f"{report['joint']}: {report['joint_reason']}"),
     ]
+    if report["blas"]:  # on the CPU of Linux it decides what rows cost
+        own = "that of MLX's wheel, in which each row costs a plain step"
+        rows.append(("BLAS", own if report["blas"] == "own" else report["blas"]))
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
