@@ -11,7 +11,7 @@ from ..draft.drafter import Drafter, DraftTree, NoDraft
 from ..plan.cost_curve import CostCurve, FixedCosts
 from ..plan.planner import Planner
 from ..plan.sharing import share_rows
-from .replay import MAX_DEPTH, SLOW, ReplayedCompletion, verify
+from .replay import MAX_DEPTH, ReplayedCompletion, is_slow, verify
 from .traces import Completion
 
 _WORTH_IT = 1.02
@@ -38,8 +38,8 @@ class JointReplay:
         """The time of all steps under a cost curve, in plain steps of one sequence."""
         return sum(map(curve, self.rows))
 
-    def speeds(self, curve: Callable[[int], float]) -> list[float]:
-        """Per output, its speed against plain joint steps of as many sequences.
+    def times(self, curve: Callable[[int], float]) -> list[tuple[int, float]]:
+        """Per output its tokens, and the time of its steps in plain joint steps.
 
         A sequence waits for the drafts of the others, so it may be slower where all together
         are faster.
@@ -48,7 +48,7 @@ class JointReplay:
             curve(rows) / curve(count)
             for rows, count in zip(self.rows, self.sequences, strict=True)
         ]
-        return [tokens / sum(times[steps.start : steps.stop]) for tokens, steps in self.spans]
+        return [(tokens, sum(times[steps.start : steps.stop])) for tokens, steps in self.spans]
 
 
 def extended(curve: CostCurve) -> CostCurve:
@@ -245,7 +245,8 @@ class JointReport:
         plain_batching: the same without drafts.
         one_at_a_time: the same with drafts, one sequence after the other.
         over_plain_batching: ``speedup / plain_batching``.
-        share_below_098: the share of outputs that run below 0.98 of plain joint steps' speed.
+        share_slow: the share of outputs that lose more than 2 % and more than two steps against
+            plain joint steps.
         tokens: how many the outputs have.
         completions: how many were replayed.
         tokens_per_step: tokens of all sequences / joint steps.
@@ -257,7 +258,7 @@ class JointReport:
     plain_batching: float
     one_at_a_time: float
     over_plain_batching: float
-    share_below_098: float
+    share_slow: float
     tokens: int
     completions: int
     tokens_per_step: float
@@ -292,7 +293,7 @@ def joint_report(
         plain_batching=batching,
         one_at_a_time=joint.tokens / sum(one.cost(whole) for one in alone),
         over_plain_batching=speedup / batching,
-        share_below_098=fmean(speed < SLOW for speed in joint.speeds(whole)),
+        share_slow=fmean(is_slow(tokens, time) for tokens, time in joint.times(whole)),
         tokens=joint.tokens,
         completions=len(alone),
         tokens_per_step=joint.tokens / steps,

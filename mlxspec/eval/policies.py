@@ -364,7 +364,7 @@ def _planned(task: Task, *others: Source) -> Planner:
         FixedCosts(task.curve),
         [suffixes, *others],
         branching=trees_pay(task.curve),
-        winnings=experience.winnings,
+        experience=experience,
     )
 
 

@@ -29,7 +29,7 @@ from ..plan.drafter_source import DrafterSource
 from ..plan.experience import Experience
 from ..plan.lookahead_source import LookaheadKnowledge, LookaheadSource
 from ..plan.planner import Planner, Source
-from ..plan.policy import Winnings, trees_pay
+from ..plan.policy import trees_pay
 from ..plan.suffix_source import Earlier, SuffixSource
 from ..store.store import open_store
 from .decoder import Decoder, MakeDrafter, drafter_maker
@@ -61,7 +61,7 @@ class _PlannedDecoder(Decoder):
     def _plan(
         self,
         sources: Sequence[Source],
-        winnings: Winnings,
+        experience: Experience,
         *,
         branching: bool,
         costs: Costs | None = None,
@@ -70,7 +70,7 @@ class _PlannedDecoder(Decoder):
         if costs is None:
             costs = self.costs = self.costs.for_generation()
         replays = self.chain_capability is Capability.REPLAY
-        return Planner(costs, sources, branching=branching, replays=replays, winnings=winnings)
+        return Planner(costs, sources, branching=branching, replays=replays, experience=experience)
 
     def _fixed_costs(self) -> Costs:
         """The costs as they are now, to be taught nothing."""
@@ -168,9 +168,7 @@ class AutoDecoder(_PlannedDecoder):
             experience=experience,
         )
         branching = trees_pay(self.costs.curve) and self.capability is Capability.TREE
-        return self._plan(
-            [suffixes, *others], experience.winnings, branching=branching, costs=costs
-        )
+        return self._plan([suffixes, *others], experience, branching=branching, costs=costs)
 
     def _remember(
         self, output: Sequence[int], earned: Mapping[str, int], prompt: Sequence[int]
@@ -361,7 +359,7 @@ class LookaheadDecoder(_PlannedDecoder):
             if isinstance(looks_ahead, Drafter):
                 return looks_ahead
             branching = self.capability is Capability.TREE
-            return self._plan([looks_ahead], self._experience.winnings, branching=branching)
+            return self._plan([looks_ahead], self._experience, branching=branching)
 
         return new_drafter
 
@@ -470,7 +468,7 @@ class CombinedDecoder(AutoDecoder):
             # A draft model's forwards are in the steps' times.
             costs = self._fixed_costs() if isinstance(drafter, DraftModelDrafter) else None
             branching = self.capability is Capability.TREE
-            return self._plan(sources, self._experience.winnings, branching=branching, costs=costs)
+            return self._plan(sources, self._experience, branching=branching, costs=costs)
 
         return new_drafter
 

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from itertools import repeat
 from math import exp, sqrt
 
-from .policy import Winnings
-
 # Where these come from: docs/planner-notes.md, "What generations teach".
 _RATE, _LOWEST_RATE = 0.2, 0.01
 _SLOWS_AFTER = 10  # times that a feature was seen
@@ -65,7 +63,7 @@ class Corrections:
 
 
 class Experience:
-    """What the generations of a decoder have taught: corrections by kind of request, and winnings.
+    """What the generations of a decoder have taught: corrections by kind of request.
 
     Requests whose prompts begin alike, with one system prompt or one template, are of one kind.
     A kind has corrections of its own from its second request on. They begin as a copy of those
@@ -73,11 +71,12 @@ class Experience:
     generations.
 
     Attributes:
-        winnings: what drafts won.
+        probe_step: where in its round of probes the next generation goes on; see
+            :class:`mlxspec.plan.policy.Policy`.
     """
 
     def __init__(self) -> None:
-        self.winnings = Winnings()
+        self.probe_step = 0
         self._all = Corrections()
         # By the first tokens of a prompt, the last used last; None after the first request.
         self._kinds: OrderedDict[tuple[int, ...], Corrections | None] = OrderedDict()

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from ..draft.drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
 from ..draft.forced import GRAMMAR, Guide
 from .cost_curve import USUAL_SYNC_OVERHEAD, CostCurve, Costs
+from .experience import Experience
 from .policy import (
     Policy,
-    Winnings,
     allowed_shortfall,
     expected_shortfall,
     expected_tokens,
@@ -165,7 +165,7 @@ class Planner(Drafter):
         branching: whether drafts may be trees; otherwise they are chains.
         replays: whether accepted tokens of a partly rejected draft run again (REPLAY).
         guarded: whether a guard bounds what failed drafts may cost.
-        winnings: of earlier generations, which this one adds to; None where there are none.
+        experience: of earlier generations; None where there are none.
 
     Attributes:
         policy: of the current generation.
@@ -182,14 +182,14 @@ class Planner(Drafter):
         branching: bool = True,
         replays: bool = False,
         guarded: bool = True,
-        winnings: Winnings | None = None,
+        experience: Experience | None = None,
     ) -> None:
         self.costs = costs
         self.branching = branching
         self._sources = sources
         self._replays = replays
         self._guarded = guarded
-        self._winnings = winnings or Winnings()
+        self._experience = experience or Experience()
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
@@ -197,9 +197,8 @@ class Planner(Drafter):
         self._given: Plan | None = None
         self._fault: Exception | None = None
         self.costs.move_to(len(prompt))
-        winnings = self._winnings
-        probe_step = winnings.probe_step if self.costs.wants_plain_steps else 0
-        self.policy = Policy(self._guarded, winnings.first_bank, probe_step)
+        probe_step = self._experience.probe_step if self.costs.wants_plain_steps else 0
+        self.policy = Policy(self._guarded, probe_step)
         self._plan = _NO_PLAN
         first = _FIRST_DRAFT[: self.costs.curve.widest - 1]
         self.policy.gain = self._gain_of_chain(first, guarded=False)
@@ -258,14 +257,12 @@ class Planner(Drafter):
         Asked when nothing is drafted now. The next token may open a passage worth drafting. It
         pays to wait for that token where drafts have lately gained more than the sync overhead,
         or where one would if the likeliest token came. Where the sync overhead is high, the
-        guard must allow that draft, too. A decoder's first generation does not wait while plain
-        steps are wanted: later ones have its measurements, and are probed.
+        guard must allow that draft, too.
         """
         plan, costs = self._plan, self.costs
         if plan.joint:
             return plan.joint.pipelined
-        measures = self._winnings.is_new and costs.wants_plain_steps
-        if measures or self.policy.probes or plan.candidates is None:
+        if self.policy.probes or plan.candidates is None:
             return True
         overhead = costs.sync_overhead
         return (
@@ -321,8 +318,7 @@ class Planner(Drafter):
             self.costs.record(step.rows, step.seconds - spent, step.pipelined)
 
     def end(self) -> None:
-        if self.policy.emitted:
-            self._winnings.take(self.policy)
+        self._experience.probe_step = self.policy.probe_step
         with ExitStack() as ending:
             ending.callback(self.costs.end)
             for source in reversed(self._sources):

@@ -7,7 +7,6 @@ from: docs/planner-notes.md, "Constants".
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..draft.drafter import VerifiedStep
@@ -17,13 +16,10 @@ _SHARE_OF_NOW = 0.8  # of this step's best rate in the price of time; the rest i
 _FIRST_RATE = 1.2
 _CHANGE = 0.1  # weight of the newest step in the running averages
 
-_FIRST_BANK = 0.35
+_FIRST_BANK = 2.0
 _INCOME = 1.02  # per emitted token, so that the bank keeps its level at 98 % of plain speed
 _STAKE = 0.04  # the square of an allowed shortfall, as a part of bank times gain
 _RISKED_SHARE, _RESERVE = 0.12, 0.5  # of the bank, what may be risked; or all beyond so much
-_RISKED_WINNINGS = 0.05  # of what earlier generations won, and at most of their length
-_WINNINGS_RATE = 0.2
-_LAST_LENGTHS = 5
 
 # In plain joint steps: an output comes so much later at most, and takes a tenth longer. A first
 # patience of less lets the newest of many short outputs keep all others from drafting.
@@ -34,49 +30,12 @@ _STEEP = 0.6  # plain steps that each further row costs; published curves of Mac
 _STEPS_BEFORE_BACK_OFF = 8  # steps without a draft
 _STEPS_PER_SEARCH = 4
 
+_MUCH_GAIN = 1.0
 _PROBE_ROUND = 30  # steps
 _PROBE = range(12, 18)  # in a row, since the first and the last pipelined step tell nothing
 
 _ROWS_OF_A_TREE = 16
 _FLAT = 2.0  # plain steps that so many rows cost
-
-
-class Winnings:
-    """What the generations of a decoder win by drafting: more than a little, the next may risk.
-
-    A new generation's bank begins with 5 % of what earlier ones won on average, and no more than
-    the last one won; and at most with 5 % of the length of the shortest of the last. So an output
-    of that length still runs at 93 % of plain speed if all its drafts fail, and what it may lose
-    so is a part of what earlier ones have won.
-
-    Attributes:
-        won: what drafts added to the bank, in plain steps, the running average of generations.
-        last_won: what those of the last one added.
-        probe_step: where in the round of probes the next generation goes on.
-        lengths: of the last outputs, in tokens.
-    """
-
-    def __init__(self) -> None:
-        self.won = self.last_won = 0.0
-        self.probe_step = 0
-        self.lengths: deque[int] = deque([0], maxlen=_LAST_LENGTHS)
-
-    @property
-    def is_new(self) -> bool:
-        """Whether no generation has ended yet."""
-        return not any(self.lengths)
-
-    @property
-    def first_bank(self) -> float:
-        """What the bank of the next generation begins with."""
-        return max(_FIRST_BANK, _RISKED_WINNINGS * min(self.won, self.last_won, *self.lengths))
-
-    def take(self, policy: Policy) -> None:
-        """Learn from a generation that has ended."""
-        self.last_won = policy.won
-        self.won += _WINNINGS_RATE * (policy.won - self.won)
-        self.lengths.append(policy.emitted)
-        self.probe_step = policy.probe_step
 
 
 class Policy:
@@ -101,7 +60,6 @@ class Policy:
 
     Args:
         guarded: whether there is a guard.
-        first_bank: what the bank begins with.
         probe_step: where the round of probes begins, in steps.
 
     Attributes:
@@ -109,19 +67,15 @@ class Policy:
         rate: running average of tokens per plain step's time.
         gain: running average of the chosen drafts' gains; a step without a draft counts 0.
         bank: what the guard has left, in plain steps.
-        emitted: tokens so far.
         ahead: whether the next step's forward is dispatched already.
         patience: for how long the sequence may yet wait for the drafts of others, in plain joint
             steps.
     """
 
-    def __init__(
-        self, guarded: bool = True, first_bank: float = _FIRST_BANK, probe_step: int = 0
-    ) -> None:
+    def __init__(self, guarded: bool = True, probe_step: int = 0) -> None:
         self.rate = _FIRST_RATE
         self.gain = 0.0
-        self.bank = self._first_bank = first_bank
-        self.emitted = 0
+        self.bank = _FIRST_BANK
         self.patience = _FIRST_PATIENCE
         self.guarded = guarded
         self.probe_step = probe_step
@@ -137,14 +91,9 @@ class Policy:
         )
 
     @property
-    def won(self) -> float:
-        """What the bank has won so far; below 0 where drafts cost more than they gained."""
-        return self.bank - self._first_bank
-
-    @property
     def probes(self) -> bool:
         """Whether the next step shall be a plain one, which is measured."""
-        return self.probe_step % _PROBE_ROUND in _PROBE
+        return self.gain < _MUCH_GAIN and self.probe_step % _PROBE_ROUND in _PROBE
 
     def restart_cost(self, sync_overhead: float) -> float:
         """What any draft costs besides its rows.
@@ -218,7 +167,6 @@ class Policy:
                 sequences share it.
         """
         emitted = len(step.tokens)
-        self.emitted += emitted
         self.ahead, self._drafted_last = step.ahead, step.drafted > 0
         self._steps_without_draft = 0 if chosen else self._steps_without_draft + 1
         self.probe_step = self.probe_step + 1 if probing else 0

@@ -79,19 +79,21 @@ def test_prompt_lookup_copies_ten_tokens_a_step() -> None:
 
 def test_sets_count_alike_and_completions_by_their_time() -> None:
     replayed = [
-        ("a", ReplayedCompletion(4, (2, 2))),  # 4 tokens in a cost of 3
+        ("a", ReplayedCompletion(8, (2, 2, 2, 2))),  # 8 tokens in a cost of 6
         ("b", ReplayedCompletion(2, (1, 1))),
-        ("a", ReplayedCompletion(2, (2, 2))),  # 2 tokens in a cost of 3
+        ("a", ReplayedCompletion(3, (2, 2, 2, 2))),  # 3 tokens in a cost of 6
+        ("c", ReplayedCompletion(1, (2, 2))),  # below 0.98, but by two plain steps only
     ]
     figures = replay_report(replayed, lambda rows: {1: 1.0, 2: 1.5}[rows])
-    assert figures.sets["a"].speedup == pytest.approx(1.0)
-    assert figures.sets["a"].share_below_098 == 0.5
-    assert figures.sets["a"].tokens_per_step == 6 / 4
+    assert figures.sets["a"].speedup == pytest.approx(11 / 12)
+    assert figures.sets["a"].share_slow == 0.5
+    assert figures.sets["a"].tokens_per_step == 11 / 8
     assert figures.sets["a"].rows_per_step == 2
-    assert figures.speedup == pytest.approx(1.0)
-    assert figures.share_below_098 == 0.25
-    assert figures.tokens_per_step == 8 / 6
-    assert figures.rows_per_step == 10 / 6
+    assert figures.sets["c"].share_slow == 0
+    assert figures.speedup == pytest.approx((11 / 12 * 1 * 1 / 3) ** (1 / 3))
+    assert figures.share_slow == pytest.approx(0.5 / 3)
+    assert figures.tokens_per_step == 14 / 12
+    assert figures.rows_per_step == 22 / 12
     json = asdict(figures)
-    assert json["worst"] == pytest.approx(1.0)
-    assert list(json["sets"]) == ["a", "b"]
+    assert json["worst"] == pytest.approx(1 / 3)
+    assert list(json["sets"]) == ["a", "b", "c"]

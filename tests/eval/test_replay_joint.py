@@ -179,8 +179,8 @@ def test_speeds_are_against_one_plain_sequence() -> None:
     assert report.plain_batching == pytest.approx(8 / 5)
     assert report.over_plain_batching == pytest.approx(5 / 4)
     assert report.one_at_a_time == pytest.approx(8 / 6)
-    assert joint.speeds(curve) == pytest.approx([5 / (4 / 1.25), 3 / (4 / 1.25)])
-    assert report.share_below_098 == 0.5
+    assert joint.times(curve) == [(5, pytest.approx(4 / 1.25)), (3, pytest.approx(4 / 1.25))]
+    assert report.share_slow == 0  # one is below 0.98, by less than two plain steps
     assert (report.tokens, report.completions) == (8, 2)
     assert (report.tokens_per_step, report.rows_per_step) == (4, 4)
     assert report.sequences_per_step == 2

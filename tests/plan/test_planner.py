@@ -101,14 +101,14 @@ def test_why_nothing_is_drafted_is_told_with_its_figures() -> None:
     # More tokens are expected than the time of the step is worth, if only the guard took the risk.
     found = re.fullmatch(
         r"the guard forbids it: 2 rows cost 1\.32 plain steps, expected 1\.(\d\d) tokens; the "
-        r"expected loss is (\S+), and its bank of 0\.35 allows (\S+)",
+        r"expected loss is (\S+), and its bank of 2\.00 allows (\S+)",
         why_none(copied, CostCurve([(1, 1), (2, 1.3)])),
     )
     assert found is not None
     assert float(found[3]) < float(found[2])
     expected = 1 + float(found[1]) / 100
     price = (expected / 1.3) ** 0.8 * 1.2**0.2
-    allowed = allowed_shortfall([0.35], expected - 1 - price * 0.32)
+    allowed = allowed_shortfall([2.0], expected - 1 - price * 0.32)
     assert float(found[3]) == pytest.approx(allowed, abs=0.003)
     # The step loses 0.3 where the draft fails, and nothing where it is right.
     assert float(found[2]) == pytest.approx(0.3 * (1 - float(found[1]) / 100), abs=0.003)
@@ -305,25 +305,13 @@ def test_a_step_during_which_the_next_was_dispatched_makes_drafts_dearer() -> No
     drafter.end()
 
 
-def test_while_plain_steps_are_wanted_a_first_generation_does_not_wait() -> None:
-    drafter = suffix_planner(FLAT)
-    drafter.costs.wants_plain_steps = True
-    waits = []
-    for _ in range(2):
-        drafter.begin([5, 6, 7])
-        drafter.propose(100)
-        waits.append(not drafter.pipelined)
-        drafter.observe(VerifiedStep(DraftTree.chain(7), (), (), (), (9,)))
-        drafter.end()
-    assert waits == [False, True]
-
-
 def test_while_plain_steps_are_wanted_some_in_a_row_go_without_a_draft() -> None:
     drafter = suffix_planner(FLAT)
     drafter.costs.wants_plain_steps = True
     drafter.begin([5, 6, 7, 8] * 20)
     drafted = []
     for token in [5, 6, 7, 8] * 30:
+        drafter.policy.gain = 0.9  # where drafts gain more, none is given up for a measurement
         drafted.append(len(drafter.propose(100)) > 1)
         assert drafted[-1] or drafter.pipelined
         drafter.observe(VerifiedStep(DraftTree.chain(8), (), (), (), (token,)))
