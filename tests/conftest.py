@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import gc
+import logging
 import os
 
 # Equality tests run on the BLAS of MLX's wheel, where a forward over several rows equals
@@ -14,7 +15,7 @@ os.environ.pop("LINES", None)
 import shutil
 import signal
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,25 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("needs the third-party data in ../shared/data")
     return SHARED
+
+
+@pytest.fixture(autouse=True)
+def planning_faults() -> Iterator[list[str]]:
+    """What the log says of faults in planning, which change no output and would pass unseen.
+
+    A test that makes some checks them, and empties the list.
+    """
+    lines: list[str] = []
+
+    class Taking(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    log, taking = logging.getLogger("mlxspec.plan.planner"), Taking()
+    log.addHandler(taking)
+    yield lines
+    log.removeHandler(taking)
+    assert not lines
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -178,12 +178,12 @@ def serve_command(
             )
             for name in models or (None,)
         ]
-        keeps, shared = not drafting.no_memory, len(asked) > 1
+        keeps, shared = _keeps_answers(drafting, keys), len(asked) > 1
         memories = serving.enter_context(Memories(keeps, shared))
         # All are loaded before anybody asks how much memory is left.
         decoders = [one.load(console, memories) for one in asked]
         served = [
-            _served(one, decoder, cache_bytes, len(asked), chat_template_config or {})
+            _served(one, decoder, cache_bytes, len(asked), chat_template_config or {}, keys)
             for one, decoder in zip(asked, decoders, strict=True)
         ]
         names = [one.name for one in served]
@@ -213,18 +213,33 @@ def serve_command(
 
 
 def _keys(file: Path | None) -> list[str]:
-    """The keys that requests may have.
+    """The keys that requests may have, each once.
 
     Raises:
         OptionError: the file has none, or one that no header can carry.
     """
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file else []
-    keys = [key for line in [*lines, os.environ.get(API_KEY, "")] if (key := line.strip())]
+    given = [key for line in [*lines, os.environ.get(API_KEY, "")] if (key := line.strip())]
+    keys = [*dict.fromkeys(given)]
     if file and not keys:
         raise OptionError(f"--api-key-file {shown(str(file))} has no key: write one a line")
     if any(not key.isascii() or not key.isprintable() or " " in key for key in keys):
         raise OptionError("a key has spaces or other characters than ASCII: choose another one")
     return keys
+
+
+def _keeps_answers(drafting: Drafting, keys: list[str]) -> bool:
+    """Whether answers may be kept over runs: with several keys they would be read by others."""
+    if drafting.no_memory or len(keys) < 2:
+        return not drafting.no_memory
+    from ..memory import settings_in_force
+
+    if settings_in_force(note).keeps_some:
+        note(
+            "kept answers are left alone, since there are several keys: each key drafts from its "
+            "own answers, which end with the server"
+        )
+    return False
 
 
 def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | None:
@@ -280,6 +295,7 @@ def _served(
     cache_bytes: int | None,
     models: int,
     template_arguments: Mapping[str, Any],
+    keys: list[str],
 ) -> ServedModel:
     """A model and what serves it, with its share of the memory."""
     from ..server.admission import Memory
@@ -297,6 +313,7 @@ def _served(
         generation.drafter_arguments(),
         cast("GenerationOptions", vars(generation.caches)),
         template_arguments,
+        owner=keys[0] if len(keys) == 1 else "",
     )
 
 

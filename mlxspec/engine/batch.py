@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Several
+from functools import partial
+from typing import TypeVar
 
 import mlx.nn as nn
 
 from ..plan.live_costs import LiveCosts
-from ..plan.planner import Planner
+from ..plan.planner import NO_PLAN, Planner, log_fault
 from ..plan.sharing import share_rows
 from .joint import Joint, JointMode
 from .step import DecodedStep, Faults, Sequence, begin_together, joint_step, step
+
+_Made = TypeVar("_Made")
 
 _SHORT = 128  # tokens; more of them make a forward of their own as good as one for several prompts
 
 
 class Batch:
     """Runs the steps of several sequences of one model, which may join and leave between steps.
+
+    A fault in planning drafts makes a plain step. Only the first of a batch is logged, since the
+    next steps may well have it, too.
 
     Args:
         model: an mlx-lm model.
@@ -38,6 +46,17 @@ class Batch:
         self._joint = None if mode is JointMode.ALONE else Joint(model, mode)
         self._costs = costs
         self._costs_of: dict[int, LiveCosts] = {}
+        self._has_failed = False
+
+    def _planned(self, plan: Callable[[], _Made]) -> _Made | None:
+        """What a part of planning makes; None where it fails."""
+        try:
+            return plan()
+        except Exception as error:
+            if not self._has_failed:
+                self._has_failed = True
+                log_fault(error)
+            return None
 
     def begins_together(self, sequence: Sequence) -> bool:
         """Whether a sequence that has not begun may do so in :meth:`begin`."""
@@ -64,7 +83,7 @@ class Batch:
         if self._joint:
             self._joint.leave(sequence.target, keep)
         for costs in self._costs_of.values():
-            costs.end()
+            self._planned(costs.end)
 
     def step(self, sequences: Several[Sequence]) -> list[DecodedStep | Exception]:
         """Run one step of each sequence, as :func:`mlxspec.engine.step.joint_step`."""
@@ -78,22 +97,27 @@ class Batch:
         if not sequences:
             return []
         started = time.perf_counter()
-        costs = self._share(sequences) if self._costs else None
+        costs = self._planned(lambda: self._share(sequences)) if self._costs else None
+        if self._costs and costs is None:
+            for planner in _planners(sequences).values():
+                planner.plan_is(NO_PLAN)
         outcomes = joint_step(sequences, self._joint)
         steps = [outcome.verified for outcome in outcomes if isinstance(outcome, DecodedStep)]
         together = [step for step in steps if step.sequences == len(sequences)]
         if costs and len(together) == len(sequences):
             rows = 1 + together[0].rows - len(sequences)
-            costs.record(rows, time.perf_counter() - started, together[0].pipelined)
+            seconds, pipelined = time.perf_counter() - started, together[0].pipelined
+            self._planned(partial(costs.record, rows, seconds, pipelined))
         return outcomes
 
     def plain_seconds(self, count: int) -> float | None:
         """How long a step of so many sequences takes without drafts; None if costs are unknown."""
-        if self._costs is None:
+        costs = self._costs
+        if costs is None:
             return None
         if self._joint is None:
-            return count * self._costs.seconds(1)
-        return (self._costs if count == 1 else self._costs_for(count)).seconds(1)
+            return self._planned(lambda: count * costs.seconds(1))
+        return self._planned(lambda: (costs if count == 1 else self._costs_for(count)).seconds(1))
 
     def _costs_for(self, count: int) -> LiveCosts:
         """What joint steps of so many sequences cost."""
@@ -107,11 +131,7 @@ class Batch:
         count = len(sequences)
         costs = self._costs_for(count)
         costs.move_to(max(sequence.length for sequence in sequences))
-        planned = {
-            sequence: sequence.drafter
-            for sequence in sequences
-            if isinstance(sequence.drafter, Planner)
-        }
+        planned = _planners(sequences)
         if planned:
             # Others are asked in the step itself: what they propose now is about what they did.
             others = [sequence for sequence in sequences if sequence not in planned]
@@ -125,6 +145,15 @@ class Batch:
                 patient=self._patient,
             )
         return costs
+
+
+def _planners(sequences: Several[Sequence]) -> dict[Sequence, Planner]:
+    """The planners of those sequences that have one."""
+    return {
+        sequence: sequence.drafter
+        for sequence in sequences
+        if isinstance(sequence.drafter, Planner) and not sequence.drafter.failed
+    }
 
 
 def _step_alone(sequence: Sequence) -> DecodedStep | Exception:

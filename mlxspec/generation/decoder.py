@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
@@ -65,6 +66,8 @@ from .responses import (
 from .session import Session, SessionTurn
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from typing_extensions import Unpack
 
 
@@ -347,6 +350,18 @@ class Decoder:
         Its arguments are those of :meth:`stream` that say how to draft, if there are any.
         """
         return self.new_drafter
+
+    def apart(self, memory_tokens: int) -> Self:
+        """A decoder of the same model for somebody who must not notice what this one has learned.
+
+        Neither drafts from what the other has written, nor knows what the other's generations
+        have taught. What steps cost they learn together.
+
+        Args:
+            memory_tokens: how many tokens of its outputs it remembers, in the process alone, if
+                this one remembers any.
+        """
+        return copy.copy(self)
 
     def new_generation(
         self,

@@ -39,6 +39,8 @@ from .responses import responses
 from .session import Session
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from typing_extensions import Unpack
 
 _AUTO_GUESSES = 16  # kept for one first token; how many are verified depends on the costs
@@ -53,6 +55,12 @@ class _PlannedDecoder(Decoder):
     def _experience(self) -> Experience:
         """What its generations teach."""
         return Experience()
+
+    def apart(self, memory_tokens: int) -> Self:
+        other = super().apart(memory_tokens)
+        for taught in ("_experience", "_knowledge"):
+            vars(other).pop(taught, None)
+        return other
 
     @property
     def predicted_cost(self) -> float:
@@ -122,12 +130,25 @@ class AutoDecoder(_PlannedDecoder):
         elif memory.kept:
             _check_same(memory.kept.identity, identify(self.tokenizer))
         self.memory = memory
-        self._earlier: list[Earlier] = []
-        if self.memory:
-            self._earlier.append(Earlier("memory", self.memory, self.memory.used))
-        if store is not None:
-            self._earlier.append(Earlier("store", open_store(store, self.tokenizer)))
+        self._store = None if store is None else open_store(store, self.tokenizer)
+        self._earlier = self._new_earlier()
         self._extra = drafter_maker(extra_drafter) if extra_drafter is not None else None
+
+    def _new_earlier(self) -> list[Earlier]:
+        """The earlier texts, of which nothing has been learned yet."""
+        earlier: list[Earlier] = []
+        if self.memory:
+            earlier.append(Earlier("memory", self.memory, self.memory.used))
+        if self._store:
+            earlier.append(Earlier("store", self._store))
+        return earlier
+
+    def apart(self, memory_tokens: int) -> Self:
+        other = super().apart(memory_tokens)
+        if self.memory:
+            other.memory = Memory(memory_tokens)
+        other._earlier = other._new_earlier()
+        return other
 
     @cached_property
     def _token_classes(self) -> bytes:
@@ -158,8 +179,7 @@ class AutoDecoder(_PlannedDecoder):
             self.memory.refresh()
         earlier, experience = self._earlier, self._experience
         if not (self.memory and self.remembers):  # then nothing that this one teaches is kept
-            earlier = [Earlier(one.name, one.texts, one.on_used) for one in earlier]
-            experience = Experience()
+            earlier, experience = self._new_earlier(), Experience()
         suffixes = SuffixSource(
             earlier=earlier,
             on_output=self._remember,

@@ -5,13 +5,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 from ..errors import OptionError
 
 
 class CostCurve:
-    """T(rows) / T(1), linear between the points where it is known.
+    """T(rows) / T(1), linear between the points where it is known, and never falling.
+
+    A step could be padded with rows that nobody needs, so a point that costs less than one of
+    fewer rows is noise, and counts as that one. What lies beyond the points never costs less,
+    either, however noisy they are.
 
     Args:
         points: pairs of rows and cost, rows ascending; the first is (1, 1).
@@ -28,16 +33,18 @@ class CostCurve:
     """
 
     def __init__(self, points: Iterable[tuple[int, float]]) -> None:
-        self._points = tuple(points)
-        rows = [row for row, _ in self._points]
-        first_is_plain = rows[:1] == [1] and self._points[0][1] == 1
+        points = list(points)
+        rows = [row for row, _ in points]
+        costs = [cost for _, cost in points]
+        first_is_plain = rows[:1] == [1] and costs[0] == 1
         if not first_is_plain or rows != sorted(set(rows)):
             raise OptionError(
-                f"cost curve with the points {list(self._points)[:3]}…: give (rows, cost) pairs "
+                f"cost curve with the points {points[:3]}…: give (rows, cost) pairs "
                 "with ascending rows, the first (1, 1)"
             )
-        if not all(0 < cost < float("inf") for _, cost in self._points):
+        if not all(0 < cost < float("inf") for cost in costs):
             raise OptionError("a cost curve's costs are positive numbers")
+        self._points = tuple(zip(rows, accumulate(costs, max), strict=True))
         self.rows = rows
         self.widest = rows[-1]
         self.table = [0.0, *(self(row) for row in range(1, self.widest + 1))]

@@ -18,7 +18,7 @@ import platformdirs
 from ..errors import MlxspecError, OptionError
 from ..files import replaced
 from .live_costs import context_range
-from .live_curve import WIDEST, KnownTime
+from .live_curve import MOST_UNCERTAINTY, STEP_SECONDS, WIDEST, KnownTime
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +28,6 @@ _FORMAT = "mlxspec step times"
 _VERSION = 1
 _MAX_BYTES = 1 << 20
 _UNUSABLE = (OSError, ValueError, RecursionError)
-_SECONDS = (1e-6, 1e4)  # of a step: no measurement is outside
-_MAX_UNCERTAINTY = 10.0
 _MOST = 1e18  # of whatever is counted in a machine or model
 _SOURCES = ("steps", "quick", "careful")  # the best one last
 _COST_PER_ROW = (0.2, 20.0)  # T(M) lies between 0.2·T(1) and 20·M·T(1)
@@ -274,8 +272,8 @@ def _check(times: tuple[KnownTime, ...]) -> None:
     low, high = _COST_PER_ROW
     for time in times:
         if not (
-            _SECONDS[0] <= time.seconds <= _SECONDS[1]
+            STEP_SECONDS[0] <= time.seconds <= STEP_SECONDS[1]
             and low <= time.seconds / times[0].seconds <= high * time.rows
-            and 0 <= time.uncertainty <= _MAX_UNCERTAINTY
+            and 0 <= time.uncertainty <= MOST_UNCERTAINTY
         ):
             raise ValueError(f"an implausible time of {time.rows} rows")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from ..draft.combined import view
 from ..draft.custom import checked_drafter, not_a_draft
@@ -37,16 +38,18 @@ class DrafterSource(Source):
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
-        self._drafter.begin(list(prompt))
+        with self._asking():
+            self._drafter.begin(list(prompt))
 
     def candidates(
         self, max_nodes: int, max_depth: int, branching: bool, least_p: Sequence[float]
     ) -> Candidates:
-        started = time.perf_counter()
-        tree: object = self._drafter.propose(max_depth)
-        self.spent += time.perf_counter() - started
-        if not isinstance(tree, DraftTree) or tree.tokens[0] != self._last:
-            raise not_a_draft(tree, self._drafter, self._last)
+        with self._asking():
+            started = time.perf_counter()
+            tree: object = self._drafter.propose(max_depth)
+            self.spent += time.perf_counter() - started
+            if not isinstance(tree, DraftTree) or tree.tokens[0] != self._last:
+                raise not_a_draft(tree, self._drafter, self._last)
         tree = tree.pruned(max_depth, sys.maxsize)
         self._tree = tree if branching else tree.first_chain()
         proposed = Candidates(self._last)
@@ -70,12 +73,23 @@ class DrafterSource(Source):
             self._learn(step.tokens)
             step = view(step, self._tree)
         self._last = step.tokens[-1]
-        started = time.perf_counter()
-        self._drafter.observe(step)
-        self.spent = time.perf_counter() - started  # which counts for the next step
+        with self._asking():
+            started = time.perf_counter()
+            self._drafter.observe(step)
+            self.spent = time.perf_counter() - started  # which counts for the next step
 
     def end(self) -> None:
-        self._drafter.end()
+        with self._asking():
+            self._drafter.end()
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Tell a fault of the drafter's from one of planning."""
+        try:
+            yield
+        except Exception as error:
+            self.fault = error
+            raise
 
     def _learn(self, tokens: Sequence[int]) -> None:
         node = 0

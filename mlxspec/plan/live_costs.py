@@ -49,7 +49,7 @@ class SyncOverhead:
         variance = self._variance + _CHANGE
         of_surplus = variance + _STEPS_NOISE * noise * noise
         limit = _CLIP * math.sqrt(of_surplus)
-        error = min(max(surplus - self._mean, -limit), limit)
+        error = min(max(-limit, surplus - self._mean), limit)
         self._mean += variance / of_surplus * error
         self._variance = variance - variance / of_surplus * variance
 

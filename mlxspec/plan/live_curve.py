@@ -39,6 +39,11 @@ _OUTLIER = 4.0  # standard deviations
 _RECENT = 15
 _NOTICEABLE = 0.02  # relative change of a cost that is worth a new curve
 
+STEP_SECONDS = 1e-6, 1e4
+"""No step takes less or more; a clock that says so has measured something else."""
+MOST_UNCERTAINTY = 10.0
+"""Relative; whoever knows a time no better than that knows nothing of it."""
+
 
 @dataclass(frozen=True)
 class KnownTime:
@@ -53,6 +58,13 @@ class KnownTime:
     rows: int
     seconds: float
     uncertainty: float
+
+    @property
+    def bounded(self) -> KnownTime:
+        """The nearest that a step can take, so that nothing computed of it overflows."""
+        low, high = STEP_SECONDS
+        seconds = min(max(low, self.seconds), high)
+        return KnownTime(self.rows, seconds, min(max(0.0, self.uncertainty), MOST_UNCERTAINTY))
 
 
 # The first parts of the logarithm of a step's time; what each number of rows adds comes after.
@@ -74,11 +86,12 @@ class LiveCurve:
     A step that is far off is ignored, until most of the recent steps with as many rows are.
 
     Args:
-        known: measured times, one of them of a plain step.
+        known: measured times in any order, one of them of a plain step. However noisy they are,
+            all that the curve says is finite.
     """
 
     def __init__(self, known: Iterable[KnownTime]) -> None:
-        times = {time.rows: time for time in known if time.rows <= WIDEST}
+        times = {time.rows: time.bounded for time in known if time.rows <= WIDEST}
         self._usual = plain = times.pop(1)
         shared_variance = _DRAFTED_VARIANCE + plain.uncertainty**2
         # Few numbers of rows ever run, and a small matrix stays in the processor's cache.
@@ -131,14 +144,15 @@ class LiveCurve:
 
     def record(self, rows: int, seconds: float) -> None:
         """Learn from a step over ``rows`` rows, 1 being a pipelined plain step."""
-        if not 1 <= rows <= WIDEST or not 0 < seconds < math.inf:
+        if not 1 <= rows <= WIDEST or not STEP_SECONDS[0] <= seconds <= STEP_SECONDS[1]:
             return
         parts = self._parts_of(rows)
         for part in parts:
             self._covariance[part, part] += _change(part)
         error = math.log(seconds) - sum(self._parts[part] for part in parts)
         shared = sum((self._covariance[part] for part in parts), np.zeros(len(self._parts)))
-        variance = sum(shared[part] for part in parts) + self._noise
+        # Rounding may leave a little less than nothing of what is known well.
+        variance = max(sum(shared[part] for part in parts), 0.0) + self._noise
         recent = self._recent[rows]
         if recent:
             self._learn_noise(error - recent[-1])
@@ -178,14 +192,12 @@ class LiveCurve:
         """Make the curve of the parts as they are now."""
         points = [(1, 1.0)]
         for rows, part in sorted(self._part_of_rows.items()):
-            # A narrow step that costs more could be padded to a wide one, so costs never fall.
-            cost = math.exp(self._parts[_DRAFTED] + self._parts[part])
-            points.append((rows, max(points[-1][1], cost)))
-        rows, cost = points[-1]
+            points.append((rows, math.exp(self._parts[_DRAFTED] + self._parts[part])))
+        rows = points[-1][0]
         if rows < WIDEST:
             # In proportion to the rows, as if each further block cost what the first one does:
             # too much where the curve is flat, and right on average where it has stairs.
-            points.append((WIDEST, cost * WIDEST / rows))
+            points.append((WIDEST, max(cost for _, cost in points) * WIDEST / rows))
         self._curve = CostCurve(points)
         self._in_curve = self._parts.copy()
         self._stale = False

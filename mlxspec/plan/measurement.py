@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Protocol
 
-from .live_curve import KnownTime
+from .live_curve import STEP_SECONDS, KnownTime
 
 ShareDone = Callable[[float], None]
 """Called with the share of a measurement that is done, from 0 to 1."""
@@ -232,7 +232,7 @@ def _steady(samples: dict[int, list[float]]) -> bool:
             return False
         low, _, high = quantiles(times, n=4, method="inclusive")
         # Of a normal distribution: half that distance is 0.67 σ, a quartile's error 1.36 σ / √n.
-        if 1.36 * (high - low) / 2 / low / 0.67 / math.sqrt(len(times)) > _STEADY:
+        if 1.36 * (high - low) / 2 / 0.67 / math.sqrt(len(times)) > _STEADY * low:
             return False
     return True
 
@@ -244,6 +244,7 @@ def _predicted(samples: dict[int, list[float]], rows: int) -> float:
 
 
 def _summary(rows: int, times: list[float]) -> RowsTime:
+    times = [max(STEP_SECONDS[0], seconds) for seconds in times]  # a coarse clock may tell 0
     if len(times) < _FEW:
         return RowsTime(rows, min(times), _ERROR_OF_ONE / math.sqrt(len(times)), len(times))
     low, _, _ = quantiles(times, n=4, method="inclusive")

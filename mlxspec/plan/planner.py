@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import NamedTuple
 
 from ..draft.drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
@@ -18,6 +21,8 @@ from .policy import (
     price_of_time,
     replayed_costs,
 )
+
+_log = logging.getLogger(__name__)
 
 # The running gain starts with that of a chain whose tokens each have a p_accept of 60 %
 # (docs/planner-notes.md, "Constants").
@@ -100,6 +105,9 @@ class Source:
     spent = 0.0
     """Seconds of the current step that say nothing about what rows cost."""
 
+    fault: Exception | None = None
+    """What a drafter of the user's own has raised, which is no fault of planning."""
+
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation whose context is ``prompt``."""
 
@@ -159,6 +167,10 @@ class Planner(Drafter):
     is chosen at which expected tokens less the price of their time are greatest, within what the
     policy allows. Every step corrects the costs and the probabilities.
 
+    A fault in any of that costs the generation its drafts and nothing else: a line in the log says
+    what it was, and the remaining steps are plain. What a drafter of the user's own raises is
+    raised.
+
     Args:
         costs: what steps cost; every step is recorded there.
         sources: of candidates; where several propose siblings, the first source's count first.
@@ -169,6 +181,7 @@ class Planner(Drafter):
 
     Attributes:
         policy: of the current generation.
+        failed: whether planning has failed in the current generation.
         guide: knows what may come in a constrained output; None where all may.
     """
 
@@ -196,14 +209,21 @@ class Planner(Drafter):
         self._pending = 0
         self._given: Plan | None = None
         self._fault: Exception | None = None
-        self.costs.move_to(len(prompt))
-        probe_step = self._experience.probe_step if self.costs.wants_plain_steps else 0
-        self.policy = Policy(self._guarded, probe_step)
-        self._plan = _NO_PLAN
-        first = _FIRST_DRAFT[: self.costs.curve.widest - 1]
-        self.policy.gain = self._gain_of_chain(first, guarded=False)
-        for source in self._sources:
-            source.begin(prompt)
+        self.failed = False
+        self._begun: list[Source] = []
+        self._plan = NO_PLAN
+        self.policy = Policy(self._guarded)
+        try:
+            self.costs.move_to(len(prompt))
+            if self.costs.wants_plain_steps:
+                self.policy.probe_step = self._experience.probe_step
+            first = _FIRST_DRAFT[: self.costs.curve.widest - 1]
+            self.policy.gain = self._gain_of_chain(first, guarded=False)
+            for source in self._sources:
+                source.begin(prompt)
+                self._begun.append(source)
+        except Exception as error:
+            self._fails(error)
 
     def search(
         self, max_nodes: int, max_depth: int, curve: CostCurve, least_p: Sequence[float]
@@ -231,24 +251,46 @@ class Planner(Drafter):
         self._given = plan
 
     def fails_with(self, error: Exception) -> None:
-        """Raise this with the next proposal: a source's fault, found while others were planned."""
-        self._fault = error
+        """Take note of what :meth:`search` has raised while several sequences were planned.
+
+        If it is the fault of a drafter of the user's own, the next proposal raises it.
+        """
+        try:
+            self._fails(error)
+        except Exception as fault:
+            self._fault = fault
+
+    def _fails(self, error: Exception) -> None:
+        """Draft no more after a fault of planning; raise one of the user's own drafter."""
+        if any(source.fault is error for source in self._sources):
+            raise error
+        if not self.failed:
+            self.failed = True
+            log_fault(error)
 
     def propose(self, max_depth: int) -> DraftTree:
         if self._fault:
             raise self._fault
-        self._plan = plan = self._given or self._choose(max_depth)
-        self._given = None
+        given, self._given = self._given, None
+        try:
+            plan = NO_PLAN if self.failed else given or self._choose(max_depth)
+            draft = self._draft_of(plan)
+        except Exception as error:
+            self._fails(error)
+            plan, draft = NO_PLAN, DraftTree.chain(self._last)
+        self._plan, self._draft = plan, draft
+        return draft
+
+    def _draft_of(self, plan: Plan) -> DraftTree:
         if plan.candidates is None:
-            self._draft = DraftTree.chain(self._last)
-        elif not plan.rows_beside:
-            self._draft = plan.candidates.draft(plan.n_draft)
-        else:
-            builder = TreeBuilder.of(plan.candidates.draft(plan.n_draft))
-            for source in self._sources:
-                source.add_rows(builder)
-            self._draft = builder.tree()
-        return self._draft
+            return DraftTree.chain(self._last)
+        draft = plan.candidates.draft(plan.n_draft)
+        if not plan.rows_beside:
+            return draft
+        builder = TreeBuilder.of(draft)
+        for source in self._sources:
+            source.add_rows(builder)
+        return builder.tree()
 
     @property
     def pipelined(self) -> bool:  # type: ignore[override]
@@ -259,6 +301,13 @@ class Planner(Drafter):
         or where one would if the likeliest token came. Where the sync overhead is high, the
         guard must allow that draft, too.
         """
+        try:
+            return self.failed or self._is_pipelined()
+        except Exception as error:
+            self._fails(error)
+            return True
+
+    def _is_pipelined(self) -> bool:
         plan, costs = self._plan, self.costs
         if plan.joint:
             return plan.joint.pipelined
@@ -289,13 +338,23 @@ class Planner(Drafter):
         return max(self.policy.gain, branch[0] * self._gain_of_chain(then, guarded, costs))
 
     def observe(self, step: VerifiedStep) -> None:
+        pending, self._pending = self._pending, step.pending
+        self._last = step.tokens[-1]
+        if not self.failed:
+            try:
+                self._learn(step, pending)
+            except Exception as error:
+                self._fails(error)
+
+    def _learn(self, step: VerifiedStep, pending: int) -> None:
+        """Learn from a step before which so many accepted tokens were pending."""
         plan, charge = self._plan, None
         if plan.joint:
             drafted = step.rows - step.sequences
             cost = plan.joint.costs.curve(1 + drafted)
             charge = plan.joint.charge if drafted else 1.0
         else:
-            cost = self.costs.curve(self._pending + len(step.tree))
+            cost = self.costs.curve(pending + len(step.tree))
         self.policy.settle(
             step,
             cost,
@@ -304,8 +363,6 @@ class Planner(Drafter):
             probing=(plan.joint.costs if plan.joint else self.costs).wants_plain_steps,
             charge=charge,
         )
-        self._pending = step.pending
-        self._last = step.tokens[-1]
         spent = sum(source.spent for source in self._sources)
         if step.pipelined:  # it tells what plain decoding takes, which has no planner
             spent = max(spent, min(step.drafting, step.seconds / 2))
@@ -320,9 +377,15 @@ class Planner(Drafter):
     def end(self) -> None:
         self._experience.probe_step = self.policy.probe_step
         with ExitStack() as ending:
-            ending.callback(self.costs.end)
-            for source in reversed(self._sources):
-                ending.callback(source.end)
+            ending.callback(self._end, self.costs.end)
+            for source in reversed(self._begun):
+                ending.callback(self._end, source.end)
+
+    def _end(self, end: Callable[[], None]) -> None:
+        try:
+            end()
+        except Exception as error:
+            self._fails(error)
 
     def origins(self) -> tuple[str, ...]:
         """Per node of the tree proposed last: the source that proposed it, or "window"."""
@@ -331,11 +394,15 @@ class Planner(Drafter):
         return "root", *names, *["window"] * (len(self._draft) - 1 - len(names))
 
     def window_rows(self) -> dict[tuple[int, int], int]:
+        if self.failed:
+            return {}
         return {row: node for source in self._sources for row, node in source.window_rows().items()}
 
     def no_draft(self) -> str:
         """Why the last proposal has no draft; computed again, since only ``explain`` asks."""
         candidates, policy, costs = self._plan.candidates, self.policy, self.costs
+        if self.failed:
+            return "planning has failed, as the log says"
         if candidates is None:
             return (
                 "not searched for, since rows are expensive here and the last steps had none "
@@ -380,7 +447,7 @@ class Planner(Drafter):
         max_nodes = max(0, curve.widest - 1 - self._pending)
         candidates = self.search(max_nodes, max_depth, curve, curve.cheapest_rows)
         if candidates is None:
-            return _NO_PLAN
+            return NO_PLAN
         if policy.probes:
             return Plan(candidates, 0, 0.0)
         expected = expected_tokens(candidates.p_reached)
@@ -464,7 +531,22 @@ class Plan(NamedTuple):
     joint: JointStep | None = None
 
 
-_NO_PLAN = Plan(None, 0, 0.0)
+NO_PLAN = Plan(None, 0, 0.0)
+"""A plain step."""
+
+
+def log_fault(error: Exception) -> None:
+    """Say in a line of the log what has failed in planning, which costs speed alone."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    reason = str(error).partition("\n")[0]
+    _log.warning(
+        "planning drafts has failed (%s: %s, in %s:%s): steps run without drafts",
+        type(error).__name__,
+        reason,
+        Path(place.filename).name,
+        place.lineno,
+        exc_info=_log.isEnabledFor(logging.DEBUG),
+    )
 
 
 class _Union(Candidates):

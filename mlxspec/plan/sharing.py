@@ -52,7 +52,7 @@ def share_rows(
         least_p = [sequences / weight * cost for cost in costs.curve.cheapest_rows]
         try:
             found.append(planner.search(max_nodes, max_depth, costs.curve, least_p))
-        except Exception as error:  # of a drafter of the user's own: the others go on
+        except Exception as error:  # the others go on
             planner.fails_with(error)
             found.append(None)
     table = [0.0, *costs.curve.table[1 + min(rows_taken, costs.curve.widest - 1) :]]

@@ -154,7 +154,7 @@ class Generating:
     async def _submitted(
         self, served: ServedModel, body: Request, prompts: Sequence[Prompt], partition: str
     ) -> EventStream:
-        """Queue ``n`` generations of each prompt, which may use the prefixes of a partition."""
+        """Queue ``n`` generations of each prompt, which may use what a partition has left."""
         decoder = served.decoder
         prediction: tuple[int, ...] = ()
         if body.prediction:

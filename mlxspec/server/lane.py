@@ -50,7 +50,8 @@ class Lane:
     def warm_up(self) -> None:
         """Find out what the model verifies and what steps cost, before the first request."""
         self._served.most_characters  # noqa: B018  # looks through the vocabulary once
-        decoder, make_drafter = self._served.decoder, self._served.make_drafter(())
+        decoder = self._served.decoder
+        make_drafter = self._served.make_drafter((), self._served.owner)
         decoder.remembers = False  # nobody has asked for these
         for prompt in ([1, 1], [1, 1, 1]):
             self.scheduler.submit(prompt, lambda response: None, 8, make_drafter)
@@ -143,7 +144,7 @@ class Lane:
             list(request.prompt),
             lambda response: self._respond(ticket, response),
             request.max_tokens,
-            self._served.make_drafter(request.prediction),
+            self._served.make_drafter(request.prediction, request.partition),
             **options,
         )
         ticket.state = "prefill"

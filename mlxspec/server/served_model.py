@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,13 +13,23 @@ from ..engine.positions import context_length
 from ..generation.decoder import Decoder, MakeDrafter
 from ..generation.decoders import AutoDecoder
 from ..generation.options import GenerationOptions
+from ..memory import MAX_TOKENS
 from .admission import Memory
 from .prefix_cache import PrefixCache
+
+# Of partitions, and of the tokens that each remembers: some 100 MB in all.
+_MOST_APART = 32
+_TOKENS_APART = MAX_TOKENS // 4
 
 
 @dataclass
 class ServedModel:
     """A model that is served.
+
+    Each partition, such as a client's key, drafts from its own answers alone, and learns from its
+    own alone where drafts are right: otherwise the drafts that are accepted, and how fast an
+    answer comes, would tell one what another was answered. Where there are many partitions, those
+    that were not used for longest are forgotten.
 
     Attributes:
         name: what requests call it.
@@ -28,6 +39,8 @@ class ServedModel:
         arguments: of the decoder's ``drafting_with``.
         options: defaults of all its generations, which a request's go before.
         template_arguments: what its chat template is given, which a request's go before.
+        owner: the partition that the decoder's own memory belongs to. The others have one each,
+            in the process alone.
         created: when it was loaded, in seconds since 1970.
     """
 
@@ -38,7 +51,12 @@ class ServedModel:
     arguments: dict[str, Any] = field(default_factory=dict)
     options: GenerationOptions = field(default_factory=GenerationOptions)
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    owner: str = field(default="", repr=False)
     created: int = field(default_factory=lambda: int(time.time()))
+    _apart: OrderedDict[str, Decoder] = field(
+        default_factory=OrderedDict, init=False, repr=False, compare=False
+    )
+    """By partition, the last used last."""
 
     @property
     def context_length(self) -> int | None:
@@ -63,7 +81,21 @@ class ServedModel:
         """Whether its drafts can come from a text that a client expects."""
         return isinstance(self.decoder, AutoDecoder)
 
-    def make_drafter(self, prediction: Sequence[int]) -> MakeDrafter:
-        """What makes the drafter of one generation."""
+    def make_drafter(self, prediction: Sequence[int], partition: str) -> MakeDrafter:
+        """What makes the drafter of one generation; called in the worker's thread alone.
+
+        Args:
+            prediction: token ids that the output is expected to follow.
+            partition: whose answers it drafts from, and is to be drafted from by.
+        """
         expected = {"prediction": prediction} if prediction else {}
-        return self.decoder.drafting_with(**self.arguments, **expected)
+        return self._decoder_of(partition).drafting_with(**self.arguments, **expected)
+
+    def _decoder_of(self, partition: str) -> Decoder:
+        if partition == self.owner:
+            return self.decoder
+        own = self._apart.pop(partition, None) or self.decoder.apart(_TOKENS_APART)
+        self._apart[partition] = own
+        while len(self._apart) > _MOST_APART:
+            self._apart.popitem(last=False)
+        return own

@@ -31,7 +31,7 @@ class GenerationRequest:
         index: of the choice, which its events carry.
         prediction: token ids that the output is expected to follow.
         top_logprobs: how many of the likeliest tokens to tell; None tells no log-probability.
-        partition: whose prefixes may be used.
+        partition: whose prefixes and answers may be used.
         param: where the body has the prompt.
     """
 

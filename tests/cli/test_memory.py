@@ -708,6 +708,21 @@ def test_a_server_keeps_answers_and_drafts_from_them_after_a_restart():
     assert len(answers()) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", ["one", "one\none", "one\ntwo"], ids=repr)
+def test_a_server_with_several_keys_keeps_no_answers(keys: str, tmp_path: Path):
+    memory("on")
+    file = tmp_path / "keys"
+    file.write_text(keys)
+    with serving("--model", "demo", "--api-key-file", file) as server:
+        server.key = "one"
+        server.ask("/v1/completions", model="demo", prompt="The history of the", max_tokens=40)
+        server.end()
+    several = "two" in keys
+    assert ("kept answers are left alone, since there are several keys" in server.panel) is several
+    assert len(answers()) == (0 if several else 1)
+
+
 def _wait_until(done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not done():

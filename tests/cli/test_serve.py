@@ -36,6 +36,7 @@ class Server:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
+        self.key = ""
         assert process.stderr
         self.panel = ""
         while "Ctrl-C ends it" not in self.panel:
@@ -47,7 +48,8 @@ class Server:
         self.address = found[0]
 
     def ask(self, path: str, **body: Any) -> Any:
-        data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        data = json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", "x-api-key": self.key}
         request = urllib.request.Request(self.address + path, data, headers)
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)

@@ -121,6 +121,34 @@ def test_only_what_is_remembered_teaches_the_next_generation(
     assert taught(remembering).isdisjoint(taught(remembering))
 
 
+@pytest.mark.parametrize("kind", [AutoDecoder, mlxspec.CombinedDecoder, mlxspec.LookaheadDecoder])
+def test_a_decoder_apart_notices_nothing_of_what_the_other_has_learned(kind: Any) -> None:
+    """Neither way: each drafts as if there were no other."""
+
+    def new() -> Any:
+        decoder = stand_in_decoder(kind)
+        decoder.costs = given_costs(FLAT)
+        return decoder
+
+    def learns(decoder: Any) -> list[mlxspec.SpeculationStats]:
+        drafted = []
+        for _ in range(3):
+            *_, last = decoder.stream(PROMPT, 40)
+            drafted.append(last.stats)
+            if kind is not mlxspec.LookaheadDecoder:
+                decoder.memory.settle()
+        return drafted
+
+    expected, one = learns(new()), new()
+    assert learns(one) == expected
+    other = one.apart(1 << 16)
+    assert learns(other) == expected
+    assert learns(other)[0] != expected[0]
+    third = new()
+    learns(third.apart(1 << 16))
+    assert learns(third) == expected
+
+
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_no_memory_changes_an_output(temp: float) -> None:
     """Not one of lies, of loops, or of numbers that are no tokens of this model."""

@@ -18,6 +18,12 @@ def test_the_cheapest_further_row_looks_over_stairs() -> None:
     assert curve.cheapest_rows == pytest.approx([2 / 3, 0, 0, 3, float("inf")])
 
 
+def test_never_falls_however_noisy_its_points_are() -> None:
+    curve = CostCurve([(1, 1), (8, 1.2), (16, 0.8)])
+    assert [curve(rows) for rows in (1, 8, 12, 16, 1000)] == [1, 1.2, 1.2, 1.2, 1.2]
+    assert CostCurve([(1, 1), (2, 0.5)]).table == [0, 1, 1]
+
+
 def test_of_one_point_costs_are_the_rows() -> None:
     curve = CostCurve([(1, 1)])
     assert curve.widest == 1

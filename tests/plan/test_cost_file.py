@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 from mlxspec.errors import OptionError
 from mlxspec.plan.cost_file import CostCache, CostKey, KnownRange
+from mlxspec.plan.live_costs import LiveCosts
 from mlxspec.plan.live_curve import KnownTime
 from tests.support.examples import examples
 from tests.support.hostile import harmless, json_values, mutated
@@ -196,6 +199,25 @@ def usable_or_ignored(cache: CostCache) -> None:
     for times in (found.times for found in known):
         assert times[0].rows == 1
         assert all(1e-6 <= time.seconds <= 1e4 for time in times)
+        table = LiveCosts({1024: times}).for_sequences(3).curve.table
+        assert all(0 <= left <= right < math.inf for left, right in pairwise(table))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150))
+@given(
+    times=st.dictionaries(st.integers(2, 64), st.floats(2e-3, 9e-2) | st.floats()),
+    uncertainty=st.floats(0, 1) | st.floats(),
+)
+def test_times_that_make_no_sense_are_found_or_harmless(
+    cache: CostCache, times: dict[int, float], uncertainty: float
+):
+    kept = [
+        {"rows": rows, "seconds": seconds, "uncertainty": uncertainty}
+        for rows, seconds in sorted({**times, 1: 5e-3}.items())
+    ]
+    cache.directory.mkdir(exist_ok=True)
+    (cache.directory / KEY.file_name).write_text(spoiled(times=kept))
+    usable_or_ignored(cache)
 
 
 def kept_in(cache: CostCache) -> list[KnownRange]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlxspec.plan.live_costs import USUAL_SYNC_OVERHEAD, LiveCosts, SyncOverhead, context_range
 from mlxspec.plan.live_curve import KnownTime
@@ -256,3 +260,64 @@ def test_it_is_neither_negative_nor_above_half_a_step() -> None:
         for _ in range(100):
             cost.learn(surplus, 0.02)
         assert cost.value == value
+
+
+FALLING = [KnownTime(1, 0.010, 0.05), KnownTime(8, 0.012, 0.05), KnownTime(16, 0.008, 0.05)]
+ANY_TIME = st.builds(
+    KnownTime,
+    rows=st.integers(1, 200),
+    seconds=st.floats(allow_nan=False, allow_infinity=False),
+    uncertainty=st.floats(allow_nan=False, allow_infinity=False),
+)
+ANY_STEP = st.tuples(st.integers(1, 200), st.floats(), st.booleans())
+
+
+def check_makes_sense(costs: LiveCosts) -> None:
+    """All that a planner and a scheduler read is finite, and more rows never cost less."""
+    table = costs.curve.table
+    assert table[:2] == [0, 1]
+    assert table == sorted(table)
+    assert all(map(math.isfinite, table))
+    assert all(cost >= 0 for cost in costs.curve.cheapest_rows)
+    assert 0 < costs.seconds(1) <= costs.seconds(64) < math.inf
+    assert 0 < costs.slowdown < math.inf
+    assert 0 <= costs.sync_overhead <= 0.5
+    assert 0 <= costs.predicted < math.inf
+    assert costs.wants_plain_steps in (True, False)
+
+
+def test_times_that_fall_with_the_rows_make_costs_of_several_sequences():
+    for count in range(2, 65):
+        check_makes_sense(LiveCosts({1024: FALLING}).for_sequences(count))
+
+
+@given(
+    plain=ANY_TIME,
+    others=st.lists(ANY_TIME),
+    steps=st.lists(ANY_STEP, max_size=30),
+    counts=st.lists(st.integers(2, 80), max_size=3),
+    context=st.integers(0, 1 << 40),
+    random=st.randoms(use_true_random=False),
+)
+def test_no_times_make_an_estimate_that_fails(
+    plain: KnownTime,
+    others: list[KnownTime],
+    steps: list[tuple[int, float, bool]],
+    counts: list[int],
+    context: int,
+    random: random.Random,
+):
+    times = [*others, replace(plain, rows=1)]
+    random.shuffle(times)
+    alone = LiveCosts({1024: times})
+    for costs in (alone, *map(alone.for_sequences, counts)):
+        check_makes_sense(costs)
+        for rows, seconds, pipelined in steps:
+            costs.record(rows, seconds, pipelined)
+            check_makes_sense(costs)
+        costs.move_to(context)
+        check_makes_sense(costs)
+        again = LiveCosts(costs.changes() or {1024: FALLING})
+        check_makes_sense(again.for_sequences(2))
+    for count in counts:  # with what the steps of one have taught
+        check_makes_sense(alone.for_sequences(count))

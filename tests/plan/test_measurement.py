@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -198,6 +199,15 @@ def test_few_steps_on_a_slow_machine_are_no_noise():
     times = run(slow, CAREFUL)
     assert min(time.steps for time in times) < 3
     assert noise(times) is None
+
+
+@pytest.mark.parametrize("ticks", [0.0, 0.01])
+def test_a_clock_that_is_too_coarse_for_a_step_tells_a_time(ticks: float):
+    """Most steps take no time by it, and some take a tick."""
+    machine = Machine(chip_curve("linear"), 0.001)
+    machine.speed = iter([0.0, ticks, 0.0, 0.0] * 1000).__next__
+    times = run(machine)
+    assert all(time.seconds > 0 and math.isfinite(time.error) for time in times)
 
 
 def test_a_plan_that_does_not_fit_takes_fewer_rounds_then_narrower_steps():

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxspec.draft.drafter import VerifiedStep, accept
 from mlxspec.plan.cost_curve import CostCurve, FixedCosts
+from mlxspec.plan.live_costs import LiveCosts
+from mlxspec.plan.live_curve import KnownTime
 from mlxspec.plan.planner import Planner
 from mlxspec.plan.sharing import share_rows
+from mlxspec.plan.suffix_source import SuffixSource
+from tests.plan.test_live_costs import ANY_TIME
 from tests.support.planners import suffix_planner
 
 # Few rows are nearly free, the others cost more than they could earn.
@@ -84,3 +93,46 @@ def test_nobody_waits_long_for_the_drafts_of_others(patient: bool) -> None:
     waits.policy.patience = 4.0
     share_rows([copies, waits], [64, 64], costs, sequences=2, patient=patient)
     assert len(copies.propose(64)) > 1
+
+
+@given(
+    plain=ANY_TIME,
+    others=st.lists(ANY_TIME),
+    seconds=st.lists(st.floats(), min_size=4, max_size=4),
+    replays=st.booleans(),
+    rows_taken=st.integers(0, 70),
+)
+def test_no_step_times_make_planning_fail(
+    plain: KnownTime,
+    others: list[KnownTime],
+    seconds: list[float],
+    replays: bool,
+    rows_taken: int,
+) -> None:
+    costs = LiveCosts({1024: [*others, replace(plain, rows=1)]})
+    together = costs.for_sequences(3)
+    planners = [Planner(costs, [SuffixSource()], replays=replays) for _ in range(2)]
+    for planner in planners:
+        planner.begin(TEXT)
+    for number, taken in enumerate(seconds):
+        alone = number % 2
+        if not alone:
+            share_rows(planners, [64, 64], together, sequences=3, rows_taken=rows_taken)
+        for planner in planners:
+            tree = planner.propose(64)
+            nodes, tokens = accept(tree, [TEXT[30 + number]] * len(tree))
+            rows, sequences = (len(tree), 1) if alone else (len(tree) + 2, 3)
+            step = VerifiedStep(
+                *(tree, (), (), nodes, tokens),
+                rows=rows,
+                sequences=sequences,
+                seconds=taken,
+                context=80,
+                pending=number if replays else 0,
+                pipelined=planner.pipelined,
+            )
+            planner.observe(step)
+            together.record(rows, taken, planner.pipelined)
+    for planner in planners:
+        planner.end()
+        assert not planner.failed

@@ -5,7 +5,9 @@ What is generated is compared with plain decoding of the same prompt, without dr
 
 from __future__ import annotations
 
+import gc
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,10 +23,11 @@ import mlxspec
 from mlxspec.server.admission import Memory
 from mlxspec.server.prefix_cache import PrefixCache
 from mlxspec.server.served_model import ServedModel
+from tests.support.brake import until
 from tests.support.chat_tokenizer import with_tools
 from tests.support.demo import FLAT, given_costs, stand_in_decoder
 from tests.support.scripted_model import write_scripted_model
-from tests.support.serving import Running, running_server
+from tests.support.serving import Running, running_server, served
 
 pytestmark = pytest.mark.slow
 
@@ -391,6 +394,65 @@ def test_what_one_key_has_sent_is_not_found_by_another() -> None:
         assert cached(server.client(api_key="a")) == 0
         assert cached(server.client(api_key="b")) == 0
         assert cached(server.client(api_key="a")) == len(prompt) - 1
+
+
+SECRET = [f"word{number}" for number in range(24)]
+"""An answer in which nothing repeats: whoever drafts it has seen it."""
+
+
+@contextmanager
+def secretive(directory: Path, **options: Any) -> Iterator[Running]:
+    """A server with memory whose model answers everything with SECRET, at no cost for drafts."""
+    model, tokenizer = mlxspec.load(str(write_scripted_model(directory, SECRET, ends=True)))
+    decoder = mlxspec.AutoDecoder(model, tokenizer)
+    decoder.costs = given_costs({1: 1.0, 64: 1.0})
+    secret = ServedModel("small", decoder, PrefixCache(model, 1 << 24), Memory(model))
+    with running_server(secret, **options) as running:
+        yield running
+
+
+def accepted(server: Running, key: str) -> int:
+    """How many tokens of an answer had been drafted, by what the client is told."""
+    client = server.client(api_key=key)
+    answer = client.completions.create(model="small", prompt="a question", max_tokens=40)
+    assert answer.choices[0].text.split("word")[1:] == [str(n) for n in range(24)]
+    assert answer.usage
+    assert answer.usage.completion_tokens_details
+    return answer.usage.completion_tokens_details.accepted_prediction_tokens or 0
+
+
+def test_what_one_key_was_answered_is_not_drafted_for_another(tmp_path: Path) -> None:
+    """Drafts that are accepted would tell that the answer has been given before."""
+    with secretive(tmp_path / "m", keys=["a", "b"]) as server:
+        for key in ("a", "b"):
+            assert accepted(server, key) == 0
+            until(lambda key=key: accepted(server, key) > 12)  # it remembers soon
+
+
+def test_without_keys_all_draft_from_one_memory(tmp_path: Path) -> None:
+    with secretive(tmp_path / "m") as server:
+        assert accepted(server, "whoever") == 0
+        until(lambda: accepted(server, "another") > 12)
+
+
+def test_of_many_keys_those_are_forgotten_that_ask_no_more() -> None:
+    model = served()
+    model.decoder = stand_in_decoder(mlxspec.AutoDecoder)
+
+    def memories() -> int:
+        gc.collect()
+        return sum(thread.name == "mlxspec memory" for thread in threading.enumerate())
+
+    before = memories()
+    for number in range(100):
+        for key in ("often", f"key {number}"):
+            decoder = model._decoder_of(key)
+            assert decoder.memory is not model.decoder.memory
+    assert model._decoder_of("key 99") is decoder
+    assert model._decoder_of("often") is not decoder
+    assert model._decoder_of("key 0") not in (decoder, model.decoder)
+    assert model._decoder_of(model.owner) is model.decoder
+    until(lambda: memories() <= before + 32)
 
 
 # --- tools ---

@@ -19,6 +19,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 import mlxspec
+from mlxspec.plan.live_costs import LiveCosts
 from mlxspec.server import generating, lane, worker
 from mlxspec.server.admission import Memory
 from mlxspec.server.answering import Silence
@@ -27,7 +28,7 @@ from mlxspec.server.openai.answer import CompletionAnswer
 from mlxspec.server.tickets import Ticket
 from mlxspec.server.worker import Limits
 from tests.support.brake import Brake, braked, until
-from tests.support.demo import stand_in_decoder
+from tests.support.demo import given_costs, stand_in_decoder
 from tests.support.serving import Running, running_server, served
 
 pytestmark = pytest.mark.slow
@@ -606,6 +607,41 @@ def test_a_log_that_cannot_be_written_stops_nothing(
         answer = post(narrow, TEXT, {"prompt": prompt, "max_tokens": 4}).json()
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
     assert not narrow.worker.records.tickets
+
+
+def check_answers_together(server: Running, brake: Brake) -> None:
+    """Three requests that share their steps are answered rightly."""
+    prompts = ["Once upon", "So", "Then"]
+    with ThreadPoolExecutor() as pool:
+        with brake.holding():
+            bodies = [{"prompt": prompt, "max_tokens": 30} for prompt in prompts]
+            answers = [pool.submit(post, server, TEXT, body) for body in bodies]
+            until(lambda: len(server.worker.records.tickets) == 3)
+        told = [answer.result() for answer in answers]
+    assert [answer.status_code for answer in told] == [200] * 3
+    texts = [answer.json()["choices"][0]["text"] for answer in told]
+    assert texts == [alone(prompt, 30) for prompt in prompts]
+
+
+def test_step_times_that_make_no_sense_fail_no_request() -> None:
+    model = served()
+    model.decoder.costs = given_costs({1: 1.0, 8: 1.2, 16: 0.8})  # which fall
+    with running_server(model) as server, braked(server.decoder.model) as brake:
+        check_answers_together(server, brake)
+
+
+def test_a_fault_in_planning_fails_no_request(
+    monkeypatch: pytest.MonkeyPatch, planning_faults: list[str]
+) -> None:
+    def broken(*args: object) -> None:
+        raise ValueError("math domain error")
+
+    monkeypatch.setattr(LiveCosts, "for_sequences", broken)
+    with running_server() as server, braked(server.decoder.model) as brake:
+        check_answers_together(server, brake)
+    (line,) = planning_faults
+    assert "planning drafts has failed (ValueError: math domain error, in " in line
+    planning_faults.clear()
 
 
 def test_a_fault_in_admission_ends_who_waits(
