@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import click
 
@@ -33,7 +33,15 @@ def note(message: object) -> None:
     context = click.get_current_context(silent=True)
     if context and context.meta.get(_QUIET):
         return
-    click.echo(f"Note: {told(message)}", err=True)
+    _tell(f"Note: {told(message)}")
+
+
+def _tell(line: str) -> None:
+    """Write a line to standard error; where that cannot be written, nobody is told any more."""
+    try:
+        click.echo(line, err=True)
+    except OSError:  # a full disk, say: no reason to lose the answer
+        _discard(sys.stderr)
 
 
 def say(message: object) -> None:
@@ -84,7 +92,7 @@ def run_command(command: click.Command, name: str) -> None:
         except click.ClickException as error:
             _fail(error.format_message(), error.exit_code)
         except click.Abort:  # click has ended the line in which Ctrl-C was pressed
-            click.echo("Interrupted.", err=True)
+            _tell("Interrupted.")
             sys.exit(INTERRUPTED)
 
 
@@ -106,7 +114,7 @@ def _failures_told() -> Iterator[None]:
     except MlxspecError as error:
         _fail(error)
     except KeyboardInterrupt:
-        click.echo("\nInterrupted.", err=True)
+        _tell("\nInterrupted.")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         _discard_output()
@@ -160,7 +168,7 @@ class _LoggedNotes(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info:
-            click.echo(self.format(record), err=True)
+            _tell(self.format(record))
         else:
             note(record.getMessage())
 
@@ -176,7 +184,7 @@ class _LoggedNotes(logging.Handler):
 
 
 def _fail(message: object, status: int = 1) -> NoReturn:
-    click.echo(f"Error: {told(message)}", err=True)
+    _tell(f"Error: {told(message)}")
     sys.exit(status)
 
 
@@ -191,7 +199,11 @@ def _discard_output() -> None:
         try:
             stream.flush()
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            _discard(stream)
+
+
+def _discard(stream: TextIO) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def in_option_names(message: str) -> str:

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColum
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import OptionError
 from ..terminal import visible, wants_color
 from .options import option_field
 
@@ -237,6 +238,10 @@ def json_text(report: dict[str, Any], indent: int | None = None) -> str:
     return json.dumps(report, indent=indent).replace("\x7f", "\\u007f")
 
 
+def _same_file(path: Path, other: object) -> bool:
+    return isinstance(other, Path) and path.exists() and other.exists() and path.samefile(other)
+
+
 FORCE_HELP = "Let the report replace whatever file is there, not only an older report."
 
 
@@ -255,8 +260,14 @@ class PageOptions:
         """
         from ..eval.page import check_report
 
-        if self.html:
-            check_report(self.html, "--html", force=self.force)
+        if not self.html:
+            return
+        check_report(self.html, "--html", force=self.force)
+        given = click.get_current_context().params
+        for name, value in given.items():
+            read = value if isinstance(value, tuple) else (value,)
+            if name != "html" and any(_same_file(self.html, path) for path in read):
+                raise OptionError(f"--html {self.html}: is read by this command; name another file")
 
     def show(
         self,

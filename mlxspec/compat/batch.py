@@ -24,6 +24,7 @@ from ..engine.target import Progress
 from ..errors import OptionError
 from ..generation.decoders import AutoDecoder
 from ..generation.options import GenerationOptions, Prompt, check_options, prompt_ids
+from ..generation.process_end import hold_at_exit
 from ..generation.response import GenerationResponse
 from ..generation.scheduler import Scheduler
 from .generation import decoder_of
@@ -241,6 +242,7 @@ class _Progress:
         """Run something that does not tell how far it is."""
 
         def told() -> BatchResponse:
+            hold_at_exit()
             self._tell()
             response = run()
             self._done = list(self._lengths)

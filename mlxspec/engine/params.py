@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, SupportsFloat, SupportsIndex, TypeVar
 
 from ..errors import OptionError
 
@@ -150,6 +150,7 @@ class SamplingParams:
     sampler: Sampler | None = None
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         if self.temp != 0 and not _COLDEST <= self.temp < math.inf:
             raise OptionError(
                 f"temp is {self.temp}: the temperature is 0 (greedy), or {_COLDEST} and above"
@@ -164,7 +165,7 @@ class SamplingParams:
             raise OptionError(f"seed is {self.seed}: choose it between 0 and 2**64 - 1")
         self._check_penalties()
         for token, bias in (self.logit_bias or {}).items():
-            if not bias < math.inf:
+            if not isinstance(bias, SupportsFloat) or not float(bias) < math.inf:
                 raise OptionError(f"logit_bias of token {token} is {bias}: choose a number")
         self._check_sampler()
 
@@ -253,6 +254,7 @@ class CacheOptions:
     prefill_step_size: int = 2048
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         if self.kv_bits is not None and self.kv_bits not in _BITS:
             raise OptionError(f"kv_bits is {self.kv_bits}: choose one of {_listed(_BITS)}")
         if self.kv_group_size not in _GROUP_SIZES:
@@ -271,6 +273,16 @@ class CacheOptions:
             raise OptionError(
                 f"prefill_step_size is {self.prefill_step_size}: process 1 token or more at a time"
             )
+
+
+def _check_numbers(params: SamplingParams | CacheOptions) -> None:
+    """Refuse what is no number, and fractions where tokens or bits are counted."""
+    for own in fields(params):
+        value, (kind, _, optional) = getattr(params, own.name), str(own.type).partition(" | ")
+        needed = {"int": SupportsIndex, "float": SupportsFloat}.get(kind)
+        if needed and not isinstance(value, needed) and not (optional and value is None):
+            wanted = "a number" if kind == "float" else "a whole number"
+            raise OptionError(f"{own.name} is {value!r}: choose {wanted}")
 
 
 def _listed(values: tuple[int, ...]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import threading
-import time
 import weakref
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
@@ -15,13 +14,11 @@ from queue import SimpleQueue
 from ..engine.target import Progress
 from ..errors import OptionError
 from .options import GenerationOptions, MakeDrafter, Prompt
+from .process_end import PATIENCE
 from .response import GenerationResponse
-from .responses import THREADS_END
 from .scheduler import Decoder, Job, Scheduler
 
 _AHEAD = 64  # responses that wait for their consumer; each may hold a row of logits
-
-_PATIENCE = 10.0  # seconds; a step, or a chunk of a prompt, takes less
 
 Command = Callable[[Scheduler], object]
 
@@ -104,6 +101,8 @@ class AsyncGenerations:
                         busy = True
                     busy = scheduler.turn()
                     self._end_finished()
+        except SystemExit:  # the process ends, and with it the threads of tasks that still wait
+            return
         except BaseException as error:  # of the model itself: whoever waits is to hear of it
             with self._changing:
                 streams, self._streams = self._streams, set()
@@ -115,7 +114,7 @@ class AsyncGenerations:
         self._commands.put(_stop)
         self._work.put(None)
         if self._thread:
-            self._thread.join(_PATIENCE)
+            self._thread.join(PATIENCE)
 
     def _end_finished(self) -> None:
         with self._changing:
@@ -133,8 +132,6 @@ def _stop_all() -> None:
     """MLX must not run in a thread that the interpreter stops as it ends."""
     for generations in list(_serving):
         generations.stop()
-    if _serving:
-        time.sleep(THREADS_END)
 
 
 def _stop(scheduler: Scheduler) -> None:

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypedDict, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -119,13 +119,13 @@ def stop_token_ids(
     """
     ids = set(tokenizer.eos_token_ids)
     for token in [extra] if isinstance(extra, (int, str)) else extra:
-        token_id = _id_of(tokenizer, token) if isinstance(token, str) else int(token)
-        if token_id is None or not 0 <= token_id < vocab_size:
+        token_id = _id_of(tokenizer, token) if isinstance(token, str) else token
+        if not isinstance(token_id, SupportsIndex) or not 0 <= token_id < vocab_size:
             raise OptionError(
                 f"the stop token {token!r} is no token of the model: give an id from 0 to "
                 f"{vocab_size - 1}, the text of one token, or use a stop string"
             )
-        ids.add(token_id)
+        ids.add(int(token_id))
     return ids
 
 
@@ -241,9 +241,9 @@ def sampling_from(
     params = replace(params or SamplingParams(), **fields)
     for name in ("logit_bias", "xtc_special_tokens"):
         for token in getattr(params, name) or ():
-            if not 0 <= token < vocab_size:
+            if not isinstance(token, SupportsIndex) or not 0 <= operator.index(token) < vocab_size:
                 raise OptionError(
-                    f"{name} holds the id {token}: the model's are 0 to {vocab_size - 1}"
+                    f"{name} holds the id {token!r}: the model's are 0 to {vocab_size - 1}"
                 )
     return params
 
@@ -270,6 +270,8 @@ def check_options(
     left.pop("chat_template_kwargs", None)  # the prompt's
     for name in left.keys() - _SAMPLING:
         raise TypeError(_no_such_option(name))
+    if not isinstance(max_tokens, SupportsIndex):
+        raise OptionError(f"max_tokens is {max_tokens!r}: choose a whole number")
     if max_tokens < 1:
         raise OptionError(f"max_tokens is {max_tokens}: generate at least 1 token")
     several = isinstance(stop, Iterable) and not isinstance(stop, str)

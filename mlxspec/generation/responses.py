@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
 import time
@@ -17,6 +16,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 from ..draft.drafter import VerifiedStep
 from ..engine import step as engine
 from ..engine.target import Progress, Target
+from .process_end import hold_at_exit
 from .response import GenerationResponse, SpeculationStats, StepTime
 
 _log = logging.getLogger(__name__)
@@ -110,6 +110,7 @@ class Generation:
 
     def on_progress(self, done: int, total: int) -> None:
         """The prefill has come so far."""
+        hold_at_exit()
         self._clock.on_progress(done, total)
 
     def responses_of(self, step: engine.DecodedStep) -> Iterator[GenerationResponse]:
@@ -174,8 +175,8 @@ def responses(generation: Generation) -> Generator[GenerationResponse, None, Non
         with wired_limit(sequence.target.model, [generation_stream]):
             sequence.begin(generation.on_progress)
             while not last:
+                hold_at_exit()
                 step = engine.step(sequence)
-                await_at_exit()  # the thread may be another one by now
                 for response in generation.responses_of(step):
                     if response.finish_reason:
                         last = response
@@ -361,21 +362,3 @@ class StepTimes:
             StepTime(*kind, steps[kind], time, time / one_row if one_row else None)
             for kind, time in sorted(seconds.items())
         ]
-
-
-THREADS_END = 0.05  # seconds; a millisecond does it on an idle machine
-
-_awaited = False
-
-
-def await_at_exit() -> None:
-    """Let the process, when it ends, wait until this thread has ended altogether.
-
-    MLX frees what a thread has compiled when Python takes the thread for ended already, and
-    needs the interpreter's lock for it. Up to Python 3.12 an interpreter that is ending refuses
-    the lock, and the process is aborted ("terminate called without an active exception").
-    """
-    global _awaited
-    if not _awaited and threading.current_thread() is not threading.main_thread():
-        _awaited = True
-        atexit.register(time.sleep, THREADS_END)  # without the lock

@@ -19,8 +19,9 @@ from ..engine.step import DecodedStep, Sequence
 from ..errors import OptionError
 from ..plan.live_costs import LiveCosts
 from .options import GenerationOptions, MakeDrafter, Prompt
+from .process_end import hold_at_exit
 from .response import GenerationResponse
-from .responses import Generation, await_at_exit
+from .responses import Generation
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -177,12 +178,12 @@ class Scheduler:
         Returns:
             whether there is anything left to do for generations that are not paused.
         """
+        hold_at_exit()
         self._admit()
         self._prefill(hurried)
         going_on = self._going_on
         if going_on:
             self._step(going_on)
-        await_at_exit()
         return bool(self._waiting or self._prefilling or self._going_on)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
+from operator import index
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, cast
@@ -164,10 +165,16 @@ class Memory:
             prompt: the tokens that it answers, of which the last eight count. While the answer is
                 among the newest, its opening is found where a prompt ends alike. They end with
                 the process, or when the answer is sorted. Of equal answers, the first one's count.
+
+        Raises:
+            OptionError: they are no token ids.
         """
+        try:
+            tokens, leading = map(list, (map(index, output), map(index, prompt[-LEADING_TOKENS:])))
+        except TypeError as error:
+            raise OptionError(f"an answer is token ids, and this is none: {error}") from error
         if self._thread.is_alive():  # nobody would take it otherwise
-            leading = list(prompt[-LEADING_TOKENS:])
-            self._shelf.requests.put((list(output), dict(earned or {}), leading))
+            self._shelf.requests.put((tokens, dict(earned or {}), leading))
 
     def used(self, source: Source) -> None:
         """Take note that a drafted token of an excerpt was accepted.

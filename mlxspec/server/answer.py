@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -118,6 +118,8 @@ class ChatChoice:
         calls: of tools, in OpenAI's form.
         logprobs: of the tokens, where they were asked for.
         reasoning_tokens: how many tokens reasoned.
+        tokens: how many there are, up to the end of the one call that the answer may have.
+        accepted: how many of them were accepted drafts.
     """
 
     parser: OutputParser
@@ -126,6 +128,8 @@ class ChatChoice:
     calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     reasoning_tokens: int = 0
+    tokens: int = 0
+    accepted: int = 0
 
     def add(self, delta: Delta) -> None:
         """Take a part of the answer."""
@@ -139,16 +143,27 @@ class ChatChoice:
         else:
             self.calls[delta.index]["function"]["arguments"] += delta.text
 
-    def read(self, pieces: Sequence[Piece], end: bool) -> list[tuple[Delta, bool]]:
+    def read(self, pieces: Sequence[Piece], end: Ended | None) -> list[tuple[Delta, bool]]:
         """What the tokens say, and whether they were accepted drafts."""
         said: list[tuple[Delta, bool]] = []
         for piece in pieces:
+            if self.parser.finished:  # how many follow depends on what else runs
+                break
+            self.tokens += 1
+            self.accepted += piece.accepted
             was_reasoning = self.parser.reasoning
             said += ((delta, piece.accepted) for delta in self.parser.feed(piece.text))
             self.reasoning_tokens += was_reasoning or self.parser.reasoning
         if end:
-            said += ((delta, False) for delta in self.parser.finish())
+            cut = end.finish_reason == "length" or end.stop is not None
+            said += ((delta, False) for delta in self.parser.finish(cut))
         return said
+
+    def counted(self, end: Ended | None) -> Ended | None:
+        """The end, without the tokens that are no part of the answer."""
+        if end is None or not self.parser.finished:
+            return end
+        return replace(end, completion_tokens=self.tokens, accepted=self.accepted)
 
     def finish_reason(self, end: Ended | None) -> str:
         """Why it has ended: "stop", "length" or "tool_calls"."""

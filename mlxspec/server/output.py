@@ -237,12 +237,17 @@ class OutputParser:
             deltas += self._add(segment)
         return joined(deltas)
 
-    def finish(self) -> list[Delta]:
-        """The output has ended: what was held back."""
+    def finish(self, cut: bool = False) -> list[Delta]:
+        """The output has ended: what was held back.
+
+        Args:
+            cut: it was not the model that ended it. A call that has only begun is dropped then:
+                it is no text, and what the client is told of the end says why it is missing.
+        """
         self._machine_state, held, _ = TextStateMachine.flush(self._machine_state)
         deltas = self._ready + self._add(held)
         if self._state == "tool":
-            deltas += self._end_call("")
+            deltas += self._end_call("", cut)
         elif self._gap:
             deltas += [self._said(self._gap)]
         self._ready, self._gap = [], ""
@@ -304,7 +309,7 @@ class OutputParser:
             self.n_calls - 1, call_id if isinstance(call_id, str) else new_call_id(), name
         )
 
-    def _end_call(self, marker: str) -> list[Delta]:
+    def _end_call(self, marker: str, cut: bool = False) -> list[Delta]:
         """The calls that are not known yet, or as text what is none."""
         call, calls = self._call, self._format.calls
         if self.finished or not calls or call.in_arguments:
@@ -312,7 +317,7 @@ class OutputParser:
         try:
             parsed = [_read_call(one) for one in _as_list(calls.parse(call.text, calls.tools))]
         except Exception:  # the parsers raise whatever a text makes them raise
-            return self._as_text(marker)
+            return [] if cut else self._as_text(marker)
         if call.taken:
             return []
         deltas: list[Delta] = []

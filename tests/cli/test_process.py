@@ -176,6 +176,16 @@ def test_a_full_disk_is_one_line(endless: Path):
     assert re.fullmatch(r"Error: no space is left .*\n", errors)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_note_that_cannot_be_written_costs_no_answer():
+    arguments = ["--prompt", "a", "--max-tokens", "3"]
+    with open("/dev/full", "w") as full:  # the demo model has a note
+        process = start(Path("demo"), *arguments, stdout=subprocess.PIPE, stderr=full.fileno())
+        answer = process.communicate()[0]
+    assert process.returncode == 0
+    assert answer
+
+
 def test_closed_standard_streams_are_no_traceback(finite: Path):
     command = f"{sys.executable} decoder.py --model {finite} --prompt a --decoder plain >&-"
     run = subprocess.run(command, shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True)

@@ -45,6 +45,14 @@ def write_curve(path: Path, content: object) -> Path:
 
 
 @pytest.mark.slow
+def test_a_page_does_not_take_the_place_of_what_is_read(traces: Path) -> None:
+    before = traces.read_bytes()
+    result = replay(traces, "--tokenizer", TOKENIZER, "--html", traces, "--force")
+    assert result.exit_code == 1
+    assert "is read by this command" in str(result.exception) + result.output
+    assert traces.read_bytes() == before
+
+
 def test_classic_prompt_lookup_has_the_published_tokens_per_step(shared: Path) -> None:
     # Spec-Bench has 1.73 and 1.75 for PLD with Vicuna-7B; the traces are half of its prompts.
     result = replay(

@@ -1,4 +1,4 @@
-"""Processes that end right after a thread has generated."""
+"""Processes that end while a thread generates, or right after."""
 
 from __future__ import annotations
 
@@ -27,3 +27,85 @@ def test_a_process_ends_well_right_after_a_thread_has_generated(joined: str) -> 
     for _ in range(2):
         ended = subprocess.run([sys.executable, "-c", PROGRAM, joined], capture_output=True)
         assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+ENDLESS = """
+import asyncio, sys, threading
+import mlxspec
+from mlxspec.generation.scheduler import Scheduler
+
+way, end = sys.argv[1:]
+decoder = mlxspec.PromptLookupDecoder("demo")
+prompt, begun = "Tell me a long story of a cat.", threading.Event()
+
+def stream(**options):
+    for _ in decoder.stream(prompt, 10**3, **options):
+        begun.set()
+
+def session():
+    stream(session=mlxspec.Session())
+
+def batch(**options):
+    begun.set()
+    mlxspec.batch_generate(
+        decoder.model, decoder.tokenizer, [prompt] * 3, max_tokens=100, **options
+    )
+
+def processed():
+    batch(logits_processors=[lambda tokens, logits: logits])
+
+def joint():
+    scheduler = Scheduler(decoder)
+    for _ in range(3):
+        scheduler.submit(prompt, lambda response: begun.set(), 200)
+    scheduler.run()
+
+async def two():
+    async def one():
+        async for _ in decoder.astream(prompt, 200):
+            begun.set()
+    await asyncio.gather(one(), one())
+
+def astream():
+    asyncio.run(two())
+
+def trying():
+    begun.set()
+    new = mlxspec.PromptLookupDecoder(decoder.model, decoder.tokenizer)
+    new.capability, new.joint_mode
+    list(new.stream(prompt, 2))
+
+def endless():
+    while True:
+        globals()[way]()
+
+threading.Thread(target=endless, daemon=True).start()
+begun.wait()
+if end == "exits":
+    sys.exit(3)
+if end == "fails":
+    raise SystemError("on purpose")
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "end", "status"),
+    [
+        ("stream", "returns", 0),
+        ("stream", "exits", 3),
+        ("session", "fails", 1),
+        ("batch", "returns", 0),
+        ("processed", "returns", 0),
+        ("joint", "exits", 3),
+        ("astream", "returns", 0),
+        ("trying", "returns", 0),
+    ],
+)
+def test_a_process_ends_well_while_a_daemon_thread_generates(
+    way: str, end: str, status: int
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDLESS, way, end], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == status
+    assert ended.stderr == "" or (end == "fails" and "on purpose" in ended.stderr)

@@ -104,6 +104,16 @@ def test_what_followed_is_copied_as_far_as_asked_and_not_into_the_next_answer():
     assert held.look_up([1, 2], limit=0) == ([], [], [])
 
 
+def test_what_is_no_token_ids_is_refused_and_the_memory_goes_on():
+    with closing(Memory()) as held:
+        for answer, prompt in (["a"], []), ([1.5], []), ([1], ["b"]), (5, []):
+            with pytest.raises(OptionError, match="token ids"):
+                held.add(answer, prompt=prompt)
+        held.add([1, 2, 3])
+        held.settle()
+        assert held.look_up([1, 2]).occurrences
+
+
 def test_the_opening_of_an_answer_is_found_by_the_end_of_its_prompt():
     held = Memory()
     held.add([21, 22, 23], prompt=[*range(1, 13)])

@@ -519,6 +519,29 @@ def test_tools_are_called(caller: Running, choice: Any) -> None:
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
+@pytest.mark.parametrize(
+    "choice", ["auto", "required", {"type": "function", "function": {"name": "weather"}}]
+)
+@pytest.mark.parametrize("max_tokens", range(1, 7))
+def test_a_call_that_is_cut_off_leaves_no_text(
+    caller: Running, choice: Any, max_tokens: int
+) -> None:
+    fields = {"model": "caller", "tools": [WEATHER], "tool_choice": choice}
+    fields["max_tokens"] = max_tokens
+    (answer,) = chat(caller.client(), **fields).choices
+    assert not answer.message.content
+    calls = answer.message.tool_calls or []
+    assert [call.function.name for call in calls if call.type == "function"] in ([], ["weather"])
+    chunks = streamed(caller.client(), **fields)
+    assert joined(chunks) == ""
+    assert chunks[-1].choices[0].finish_reason == answer.finish_reason
+
+
+def test_a_stop_string_in_a_call_leaves_no_text(caller: Running) -> None:
+    fields = {"model": "caller", "tools": [WEATHER], "tool_choice": "required", "stop": "arg"}
+    assert not said(caller.client(), **fields)
+
+
 def test_no_tool_is_called_where_none_may_be(caller: Running) -> None:
     answer = chat(caller.client(), model="caller", tools=[WEATHER], tool_choice="none")
     assert answer.choices[0].message.content == "It is sunny."

@@ -235,6 +235,15 @@ def test_a_tool_has_to_be_called(caller: Running, choice: Any) -> None:
     assert text_of(none) == "It is sunny."
 
 
+@pytest.mark.parametrize("kind", ["any", "auto"])
+@pytest.mark.parametrize("max_tokens", range(1, 7))
+def test_a_call_that_is_cut_off_leaves_no_text(caller: Running, kind: str, max_tokens: int) -> None:
+    fields = {"tools": [WEATHER], "tool_choice": {"type": kind}, "max_tokens": max_tokens}
+    for make in (message, streamed):
+        made = make(client_of(caller), **fields)
+        assert "text" not in [block.type for block in made.content]
+
+
 def test_the_clients_runner_of_tools_comes_to_its_end(caller: Running) -> None:
     cities = []
 

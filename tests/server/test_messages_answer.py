@@ -153,6 +153,17 @@ def test_one_call_is_enough_where_only_one_may_be() -> None:
     assert message.stop_reason == "tool_use"
 
 
+@pytest.mark.parametrize("at_once", [1, 5, 100])
+def test_what_the_model_writes_after_the_one_call_does_not_count(at_once: int) -> None:
+    made = answer(tools=TOOLS, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    written = pieces(CALLS)
+    made.feed([Begun(0, 5, 0)])
+    for start in range(0, len(written), at_once):
+        made.feed(written[start : start + at_once])
+    message = whole(made, [ended(completion_tokens=len(written))])
+    assert message.usage.output_tokens == CALLS.index("}") // 3 + 1 < len(written)
+
+
 def test_a_stream_says_that_it_lives_and_how_it_has_failed() -> None:
     made = answer()
     assert made.feed([]) == []

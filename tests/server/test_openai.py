@@ -174,6 +174,20 @@ def test_one_call_is_enough_where_only_one_may_be() -> None:
     assert choice.finish_reason == "tool_calls"
 
 
+@pytest.mark.parametrize("at_once", [1, 5, 100])
+def test_what_the_model_writes_after_the_one_call_does_not_count(at_once: int) -> None:
+    answer = chat(tools=TOOLS, parallel_tool_calls=False, logprobs=True)
+    written = pieces(CALLS, logprob=-0.5)
+    for start in range(0, len(written), at_once):
+        answer.feed(written[start : start + at_once])
+    answer.feed([ended(completion_tokens=len(written), drafted=99, accepted=99)])
+    whole = valid(ChatCompletion, answer.whole())
+    n_tokens = CALLS.index("}") // 3 + 1
+    assert whole.usage.completion_tokens == n_tokens < len(written)
+    assert whole.usage.completion_tokens_details.accepted_prediction_tokens == n_tokens // 2
+    assert len(whole.choices[0].logprobs.content) == n_tokens
+
+
 @settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])  # as simple as they get
 @given(
     st.lists(st.sampled_from([CALLS, "Hello", "", "<think>x"]), min_size=1, max_size=3),

@@ -223,6 +223,12 @@ def test_what_cannot_be_read_comes_back_as_text() -> None:
     assert text_of(read(format_of(), broken)) == "} and more"
 
 
+@pytest.mark.parametrize("cut", ["<tool_call>", f'{WEATHER}<tool_call>{{"name": "wri', WRITE[:-4]])
+def test_a_call_that_is_cut_off_is_no_text(cut: str) -> None:
+    parser = OutputParser(format_of())
+    assert text_of(parser.feed(cut) + parser.finish(cut=True)) == ""
+
+
 def test_without_tools_calls_are_text() -> None:
     format = output_format(chat_tokenizer())
     assert read(format, f"<think>a</think>{WEATHER}") == [Reasoning("a"), Text(WEATHER)]

@@ -258,6 +258,17 @@ def test_a_functions_result_is_answered(caller: Running, choice: Any) -> None:
     assert json.loads(events[-1].response.output[0].arguments) == {"city": "Paris"}
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("max_tokens", range(1, 7))
+def test_a_call_that_is_cut_off_leaves_no_text(
+    caller: Running, choice: str, max_tokens: int
+) -> None:
+    fields = {"model": "caller", "tools": [TOOL], "tool_choice": choice}
+    fields["max_output_tokens"] = max_tokens
+    assert made(caller.client(), **fields).output_text == ""
+    assert events_of(caller, **fields)[-1].response.output_text == ""
+
+
 def test_a_tool_of_a_namespace_is_called_by_its_own_name(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from openai import omit
@@ -225,6 +226,16 @@ def test_one_call_is_enough_where_only_one_may_be() -> None:
     whole = Response.model_validate(answer.whole())
     assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
     assert whole.status == "completed"
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 100])
+def test_what_the_model_writes_after_the_one_call_does_not_count(at_once: int) -> None:
+    answer = answered(tools=TOOLS, parallel_tool_calls=False)
+    written = pieces(CALLS)
+    for start in range(0, len(written), at_once):
+        answer.feed(written[start : start + at_once])
+    answer.feed([ended(completion_tokens=len(written))])
+    assert answer.whole()["usage"]["output_tokens"] == CALLS.index("}") // 3 + 1 < len(written)
 
 
 def test_life_signs_are_events() -> None:

@@ -111,7 +111,7 @@ class MessagesAnswer(Answer):
         self, index: int, pieces: Sequence[Piece], end: Ended | None
     ) -> list[dict[str, Any]]:
         chunks: list[dict[str, Any]] = []
-        for delta, _ in self._choice.read(pieces, end is not None):
+        for delta, _ in self._choice.read(pieces, end):
             if not self._blocks or not self._blocks[-1].takes(delta):
                 chunks += self._stop_block()
                 block = _new_block(delta)
@@ -121,7 +121,8 @@ class MessagesAnswer(Answer):
                 block = self._blocks[-1]
                 block.texts.append(delta.text)
                 chunks.append(self._delta({"type": block.kind, block.name: delta.text}))
-        if end:
+        if end := self._choice.counted(end):
+            self.ends[index] = end
             chunks += self._stop_block()
             usage = self._usage(end)
             chunks.append({"type": "message_delta", "delta": self._stop(end), "usage": usage})

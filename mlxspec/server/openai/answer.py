@@ -191,7 +191,9 @@ class ChatAnswer(_OpenAIAnswer):
     ) -> list[dict[str, Any]]:
         choice = self._choices[index]
         chunks: list[dict[str, Any]] = []
-        said = choice.read(pieces, end is not None)
+        before = choice.tokens
+        said = choice.read(pieces, end)
+        pieces = pieces[: choice.tokens - before]
         for _, group in groupby(said, key=lambda one: _place(one[0])):
             deltas = list(group)
             for delta, _ in deltas:
@@ -204,7 +206,8 @@ class ChatAnswer(_OpenAIAnswer):
             if not chunks:
                 chunks.append(_chat_chunk(index, {}))
             chunks[-1]["logprobs"] = {"content": logprobs, "refusal": None}
-        if end:
+        if end := choice.counted(end):
+            self.ends[index] = end
             chunks.append(_chat_chunk(index, {}, choice.finish_reason(end)))
         return chunks
 

@@ -77,7 +77,7 @@ class ResponsesAnswer(Answer):
         self, index: int, pieces: Sequence[Piece], end: Ended | None
     ) -> list[ResponseEvent]:
         events: list[ResponseEvent] = []
-        said = self._read(pieces, end is not None)
+        said = self._read(pieces, end)
         for kind, group in groupby(said, key=lambda one: type(one[0])):
             if kind is ToolCallBegun:
                 for delta, _ in group:
@@ -88,7 +88,8 @@ class ResponsesAnswer(Answer):
             if kind is not ToolCallArguments:
                 events += self._ensure(_Message if kind is Text else _Reasoning)
             events += self._events(self._items[-1].add(text, [p for _, some in told for p in some]))
-        if end:
+        if end := self._choice.counted(end):
+            self.ends[index] = end
             events += self._finish(self._choice.finish_reason(end) == "length")
         return events
 
@@ -132,13 +133,15 @@ class ResponsesAnswer(Answer):
 
     # --- what is said ---
 
-    def _read(self, pieces: Sequence[Piece], end: bool) -> list[tuple[Delta, list[dict[str, Any]]]]:
+    def _read(
+        self, pieces: Sequence[Piece], end: Ended | None
+    ) -> list[tuple[Delta, list[dict[str, Any]]]]:
         """What the tokens say, and the log-probabilities of those that are text."""
         said: list[tuple[Delta, list[dict[str, Any]]]] = []
         for some in (*([piece] for piece in pieces), []):
             if self._request.logprobs is not None and not self._choice.parser.reasoning:
                 self._untold += self._names.of_chat(some)
-            for delta, _ in self._choice.read(some, end and not some):
+            for delta, _ in self._choice.read(some, None if some else end):
                 self._choice.add(delta)
                 said.append((delta, self._untold if isinstance(delta, Text) else []))
                 self._untold = []
