@@ -8,9 +8,17 @@ import os
 # single-row forwards bit for bit. tests/engine/test_openblas.py repeats some with OpenBLAS.
 os.environ.setdefault("MLXSPEC_OPENBLAS", "0")
 
-# Tables are as wide as what they hold, whatever width the shell or pytest-xdist has set.
+# Output looks the same whatever the user's terminal can do. Tables are as wide as what they hold,
+# whatever width the shell or pytest-xdist has set.
+os.environ["TERM"] = "xterm-256color"
+os.environ.pop("NO_COLOR", None)
+os.environ.pop("FORCE_COLOR", None)
+os.environ.pop("TTY_COMPATIBLE", None)
 os.environ.pop("COLUMNS", None)
 os.environ.pop("LINES", None)
+
+# The tests' servers are on this machine, where no proxy finds them.
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"
 
 import shutil
 import signal
@@ -27,6 +35,7 @@ os.environ.pop("MLXSPEC_MEMORY", None)
 # Nor what the user has set for all commands.
 os.environ["MLXSPEC_CONFIG_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
 os.environ.pop("MLXSPEC_MODEL", None)
+os.environ.pop("MLXSPEC_API_KEY", None)
 
 import mlxspec  # noqa: F401  # isort: skip  (before mlx.core)
 import mlx.core as mx

@@ -94,10 +94,9 @@ def _folder(variable: str, default: str, *below: str) -> Path:
 
 def _in_shell(path: Path) -> str:
     """A path as one writes it in a shell."""
-    quoted = shlex.quote(str(path))
-    if quoted == str(path) and path.is_relative_to(Path.home()):
-        return f"~/{path.relative_to(Path.home())}"
-    return quoted
+    if path.is_relative_to(Path.home()):
+        return f"~/{shlex.quote(str(path.relative_to(Path.home())))}"
+    return shlex.quote(str(path))
 
 
 def _key_in_shell(server: Server) -> str:

@@ -50,10 +50,10 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     return contexts
 
 
-def calibrate(*arguments: object, columns: int = 80) -> Result:
-    return CliRunner(env={"COLUMNS": str(columns)}).invoke(
-        calibrate_command, list(map(str, arguments))
-    )
+def calibrate(*arguments: object, columns: int | None = None) -> Result:
+    """What the command shows at a width, or into a pipe, where no line is broken."""
+    width = str(columns) if columns else None
+    return CliRunner(env={"COLUMNS": width}).invoke(calibrate_command, list(map(str, arguments)))
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])

@@ -38,7 +38,7 @@ def test_what_is_set_is_shown_and_can_be_taken_out_again(file: Path):
         "alias": {"fast": "demo", "qwen2.5": "mlx-community/Qwen2.5"},
     }
     shown = run("config").stdout.splitlines()
-    assert shown[0].split() == ["file", str(file)]
+    assert shown[0].split(maxsplit=1) == ["file", str(file)]
     assert [line.split()[0] for line in shown[1:-1]] == [
         *("model", "max-tokens", "temp", "system-prompt", "alias.fast", "alias.qwen2.5")
     ]

@@ -136,6 +136,16 @@ def test_claude_code(home: Path, serve: Callable[..., str]) -> None:
     assert all(isinstance(value, str) for value in settings["env"].values())
 
 
+def test_a_home_with_a_space_in_its_name_is_still_the_home(
+    tmp_path: Path, serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "Jane Doe"))
+    monkeypatch.setenv("CLAUDE_CONFIG_DIR", str(tmp_path / "Jane Doe" / "my settings"))
+    address = serve()
+    assert "claude --settings ~/'my settings/mlxspec.json'\n" in written(address, "claude-code")
+    assert "aider --config ~/.aider.mlxspec.yml\n" in written(address, "aider")
+
+
 def test_codex(home: Path, serve: Callable[..., str]) -> None:
     address = serve()
     assert "codex --profile mlxspec\n" in written(address, "codex")
@@ -323,7 +333,8 @@ def test_variables_name_other_places(
     for client in ("opencode", "claude-code", "codex", "continue"):
         lines = written(address, client)
         if client == "claude-code":
-            assert f"claude --settings '{tmp_path}/CLAUDE_CONFIG_DIR/a b/mlxspec.json'" in lines
+            path = shlex.quote(f"{tmp_path}/CLAUDE_CONFIG_DIR/a b/mlxspec.json")
+            assert f"claude --settings {path}" in lines
     found = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
     assert sorted(found) == [
         "CLAUDE_CONFIG_DIR/a b/mlxspec.json",

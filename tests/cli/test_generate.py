@@ -271,7 +271,8 @@ def test_ctrl_c_in_the_prefill_shows_the_panel(endless: Path, monkeypatch: pytes
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Target, "prefill", prefill)
-    result = generate("--model", endless, "--prompt", "a b")
+    # The default decoder would first measure step times, with a prefill of its own.
+    result = generate("--model", endless, "--prompt", "a b", "--decoder", "prompt-lookup")
     assert result.exit_code == 130
     assert result.stdout == ""
     assert "interrupted" in result.stderr

@@ -3,6 +3,7 @@
 import os
 import pty
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,8 @@ def test_as_a_subcommand_it_names_the_next_subcommand(tmp_path: Path, checkpoint
     arguments = ["--torch-path", str(checkpoint), "--mlx-path", str(tmp_path / "out")]
     result = CliRunner().invoke(main, ["convert", *arguments])
     assert result.exit_code == 0, result.stderr
-    assert f"Next: mlxspec generate --model {tmp_path / 'out'} " in result.stdout
+    out = shlex.quote(str(tmp_path / "out"))
+    assert f"Next: mlxspec generate --model {out} " in result.stdout
 
 
 def test_an_error_is_one_line_and_status_1(tmp_path: Path):
