@@ -39,10 +39,29 @@ class Server:
     _log: IO[bytes]
 
     @property
+    def place(self) -> tuple[str, int]:
+        """Host and port."""
+        host, _, port = self.address.removeprefix("http://").rpartition(":")
+        return host, int(port)
+
+    @property
     def log(self) -> str:
         """What it has written."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
+
+    @property
+    def resident(self) -> float:
+        """The memory of its process and of those that it has started, in MiB."""
+        command = ["ps", "-A", "-o", "pid=,ppid=,rss="]
+        told = subprocess.run(command, capture_output=True, check=True).stdout.splitlines()
+        rows = [(int(pid), int(parent), int(rss)) for pid, parent, rss in map(bytes.split, told)]
+        family: set[int] = set()
+        found = {self.process.pid}
+        while found:
+            family |= found
+            found = {pid for pid, parent, _ in rows if parent in found}
+        return sum(rss for pid, _, rss in rows if pid in family) / 1024
 
 
 @contextmanager
@@ -99,6 +118,21 @@ def event_in(line: bytes) -> Any:
     if not line.startswith(b"data:") or content == b"[DONE]":
         return None
     return json.loads(content)
+
+
+def copy_with_tools(model: Path, directory: Path) -> Path:
+    """Copy a model and give it a chat template that knows tools, and roles for all of a chat."""
+    import shutil
+
+    sys.path.append(str(Path(__file__).parents[1]))  # where the tests are
+    from tests.support.chat_tokenizer import CHATML
+
+    shutil.copytree(model, directory)
+    path = directory / "tokenizer_config.json"
+    # The name in the comment is how mlx-lm knows the form of its calls.
+    template = "{#- tool_call.name -#}\n" + CHATML
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    return directory
 
 
 def float32_copy(model: Path, directory: Path) -> Path:

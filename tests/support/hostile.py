@@ -55,19 +55,23 @@ def mutated(whole: bytes) -> st.SearchStrategy[bytes]:
     """A file's bytes with some changed, left out, put in or repeated, or cut off."""
     place = st.integers(0, len(whole))
     edit = st.tuples(
-        st.sampled_from(["write", "insert", "delete", "repeat", "cut"]),
+        st.sampled_from(EDITS),
         place,
-        st.one_of(st.binary(min_size=1, max_size=8), st.sampled_from(_SPICE)),
+        st.one_of(st.binary(min_size=1, max_size=8), st.sampled_from(SPICE)),
         st.integers(1, 64),
     )
-    return st.lists(edit, min_size=1, max_size=4).map(lambda edits: _edited(whole, edits))
+    return st.lists(edit, min_size=1, max_size=4).map(lambda edits: edited(whole, edits))
 
+
+LEAVES = [
+    *(None, True, False, "", "\ud800", "\x1b[31m", "../x", "[red]x"),
+    *(0, -1, 1, 2**31, 2**63, 2**64, 10**25, -(10**25)),
+    *(0.5, 1e308, float("inf"), float("-inf"), float("nan")),
+]
 
 json_values: st.SearchStrategy[object] = st.recursive(
     st.one_of(
-        st.sampled_from([None, True, False, "", "\ud800", "\x1b[31m", "../x", "[red]x"]),
-        st.sampled_from([0, -1, 1, 2**31, 2**63, 2**64, 10**25, -(10**25)]),
-        st.sampled_from([0.5, 1e308, float("inf"), float("-inf"), float("nan")]),
+        st.sampled_from(LEAVES),
         st.integers(-300, 300),
         st.text(max_size=5),
     ),
@@ -76,13 +80,15 @@ json_values: st.SearchStrategy[object] = st.recursive(
 )
 """What stands in JSON where something else should; ``json.dumps`` writes all of it."""
 
-_SPICE = [
+EDITS = ("write", "insert", "delete", "repeat", "cut")
+SPICE = [
     *(b"\0", b"\xff", b"\xff\xfe", b"\xed\xa0\x80", b"null", b"NaN", b"Infinity", b"-1", b"1e999"),
     *(b"[]", b"{}", b"[" * 64, b'{"":' * 64, b"9" * 30, b'"', b"true", b"\n", b"\x1b[31m"),
 ]
 
 
-def _edited(whole: bytes, edits: list[tuple[str, int, bytes, int]]) -> bytes:
+def edited(whole: bytes, edits: list[tuple[str, int, bytes, int]]) -> bytes:
+    """Bytes after edits: a kind, the place, the bytes that are put there, and a length."""
     data = bytearray(whole)
     for kind, place, new, length in edits:
         if kind == "write":
