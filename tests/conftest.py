@@ -37,7 +37,7 @@ os.environ["MLXSPEC_CONFIG_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
 os.environ.pop("MLXSPEC_MODEL", None)
 os.environ.pop("MLXSPEC_API_KEY", None)
 
-import mlxspec  # noqa: F401  # isort: skip  (before mlx.core)
+import mlxspec  # isort: skip  (before mlx.core)
 import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, settings
@@ -73,6 +73,12 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("needs the third-party data in ../shared/data")
     return SHARED
+
+
+@pytest.fixture(autouse=True)
+def no_experience_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What drafts teach stays in a decoder, but in the tests of how it is kept."""
+    monkeypatch.setattr(mlxspec.AutoDecoder, "keeps_experience", False)
 
 
 @pytest.fixture(autouse=True)

@@ -443,6 +443,8 @@ class Generation:
             if self.plans and (memory := memories.of(tokenizer, name)):
                 options["memory"] = memory
             decoder = getattr(mlxspec, choice.decoder)(model, tokenizer, **options)
+            if not memories.keeps:
+                decoder.keeps_experience = False
             if draft_model is not None:
                 check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
             if self.plans or (choice.measures and drafting.sizes["window_size"] == "auto"):

@@ -28,6 +28,9 @@ class Memories:
         keeps: False leaves what is kept alone, whatever the user's settings say.
         shared: whether several models are loaded, which may have one tokenizer.
 
+    Attributes:
+        keeps: as given.
+
     Raises:
         OptionError: the variable MLXSPEC_MEMORY has an impossible value.
     """
@@ -35,6 +38,7 @@ class Memories:
     def __init__(self, keeps: bool = True, shared: bool = False) -> None:
         from ..memory import SWITCH, Settings, settings_in_force
 
+        self.keeps = keeps
         self._settings = settings_in_force(note) if keeps else Settings()
         self._undecided = keeps and not os.environ.get(SWITCH)
         self._asked = False

@@ -49,8 +49,11 @@ Examples:
 Once it is on, generate, chat, serve and run keep what models answer, and draft from it, too.
 Prompts are not kept. It never leaves this machine; the answers are readable for you alone.
 
---no-memory leaves it out for a run. So does MLXSPEC_MEMORY=off; MLXSPEC_MEMORY=on has it on, and
-MLXSPEC_MEMORY=DIR as well, with the answers in DIR. All of these go before on and off.
+On or off, mlxspec learns from each output which drafts are right. It keeps a few kilobytes of
+weights for each model, and no text.
+
+--no-memory leaves both out for a run, and so does MLXSPEC_MEMORY=off. MLXSPEC_MEMORY=on turns the
+memory on, and MLXSPEC_MEMORY=DIR does so with the answers in DIR. All of these override on and off.
 """
 
 _model_option = option(
@@ -149,7 +152,9 @@ def show_command(model: str | None, as_json: bool) -> None:
     where they came from: the context, these answers, a store, and so on.
     """
     from ..memory import earned_by_day, memory_directory, settings_in_force
+    from ..plan.experience_file import experience_directory, kept_experience
 
+    taught = len(kept_experience())
     settings = settings_in_force(note)
     holdings = [*_holdings(_tokenizer_of(model), note)]
     earned = [earned_by_day(one.kept, _unheard) for one in holdings]
@@ -158,6 +163,7 @@ def show_command(model: str | None, as_json: bool) -> None:
             "on": settings.everything,
             "max_tokens": settings.max_tokens,
             "directory": str(memory_directory()),
+            "experience": {"models": taught, "directory": str(experience_directory())},
             "tokenizers": [_report(*one, settings) for one in zip(holdings, earned, strict=True)],
         }
         write_json(report, indent=2)
@@ -166,8 +172,15 @@ def show_command(model: str | None, as_json: bool) -> None:
         state = "on, but for some tokenizers" if settings.tokenizers else "on"
     else:
         state = "on for some tokenizers" if settings.tokenizers else "off"
-    rows = [("memory", state), ("keeps", f"{counted(settings.max_tokens, 'token')} at most")]
-    _print_rows([*rows, ("in", memory_directory())])
+    rows: list[tuple[str, object]] = [
+        ("memory", state),
+        ("keeps", f"{counted(settings.max_tokens, 'token')} at most"),
+    ]
+    rows += [("in", memory_directory())]
+    if taught:
+        learned = f"which drafts are right, of {counted(taught, 'model')}, without any text"
+        rows += [("learned", learned), ("in", experience_directory())]
+    _print_rows(rows)
     for one, figures in zip(holdings, earned, strict=True):
         click.echo()
         _show(one, figures, settings)
@@ -177,7 +190,7 @@ def show_command(model: str | None, as_json: bool) -> None:
 @option("--since WHEN", "Answers that ended then or later: 2h, 3d, 2026-11-23, 2026-11-23T14:30.")
 @option("--before WHEN", "Answers that ended before.")
 @option("--matching TEXT", "Answers with this text in them, in capitals or not.")
-@option("--all", "All answers, and what of them is damaged.", "everything")
+@option("--all", "All answers, damaged files, and which drafts were right.", "everything")
 @_model_option
 @option("-y --yes", "Forget without asking.")
 def forget_command(
@@ -205,6 +218,7 @@ def forget_command(
     if chosen.since is not None and chosen.before is not None and chosen.since >= chosen.before:
         raise OptionError(f"--since {since} is not before --before {before}: nothing lies between")
     from ..memory import forget
+    from ..plan.experience_file import kept_experience
 
     tokenizer = _tokenizer_of(model)
     found: list[tuple[KeptTexts, Callable[[Text], bool]]] = []
@@ -223,6 +237,11 @@ def forget_command(
         say("Nothing was forgotten.")
         sys.exit(1)
     number = sum(forget(kept, goes, note) for kept, goes in found)
+    taught = kept_experience() if everything and model is None else []
+    for path in taught:
+        path.unlink(missing_ok=True)
+    if taught:
+        say(f"Forgot which drafts were right, of {counted(len(taught), 'model')}.")
     say(f"Forgot {counted(number, 'answer')}." if number else "There is nothing to forget.")
 
 

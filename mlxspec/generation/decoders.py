@@ -18,15 +18,18 @@ from ..draft.drafter import Drafter
 from ..draft.lookahead import LookaheadDrafter, check_sizes
 from ..draft.prediction import PredictionDrafter
 from ..draft.prompt_lookup import lookup_drafter
+from ..engine.costs import model_identity
 from ..engine.draft_model import DraftModelDrafter
 from ..engine.target import Capability
 from ..errors import OptionError, StoreError
 from ..loading.tokenizer import vocabulary_classes
 from ..memory.memory import MAX_TOKENS, Memory
+from ..memory.settings import SWITCH
 from ..memory.tokenizer_identity import TokenizerIdentity, identify
 from ..plan.cost_curve import Costs, FixedCosts
 from ..plan.drafter_source import DrafterSource
 from ..plan.experience import Experience
+from ..plan.experience_file import KeptExperience, experience_path
 from ..plan.lookahead_source import LookaheadKnowledge, LookaheadSource
 from ..plan.planner import Planner, Source
 from ..plan.policy import trees_pay
@@ -89,8 +92,9 @@ class AutoDecoder(_PlannedDecoder):
     """Chooses each draft by what it costs and what it will probably gain; nothing to tune.
 
     What a step costs is measured at first use, kept in the user's cache directory and
-    corrected by every step. Outputs are remembered, and later outputs are drafted from them too:
-    in the process alone, unless a ``memory`` is passed that is kept on disk.
+    corrected by every step. Which drafts are right is learned from every output and kept there
+    too, without any text, unless ``MLXSPEC_MEMORY=off``. Outputs are remembered, and later outputs
+    are drafted from them: in the process alone, unless a ``memory`` is passed that is kept on disk.
 
     Args:
         model, tokenizer, on_measuring: as for :class:`Decoder`.
@@ -109,6 +113,10 @@ class AutoDecoder(_PlannedDecoder):
         StoreError: the store cannot be read, or it or what ``memory`` keeps is another
             tokenizer's.
     """
+
+    keeps_experience = True
+    """Whether what its generations teach is kept on disk; see
+    :mod:`mlxspec.plan.experience_file`."""
 
     def __init__(
         self,
@@ -143,8 +151,15 @@ class AutoDecoder(_PlannedDecoder):
             earlier.append(Earlier("store", self._store))
         return earlier
 
+    @cached_property
+    def _experience(self) -> Experience:
+        if not self.keeps_experience or os.environ.get(SWITCH) == "off":
+            return Experience()
+        return KeptExperience(experience_path(model_identity(self.model)))
+
     def apart(self, memory_tokens: int) -> Self:
         other = super().apart(memory_tokens)
+        other.keeps_experience = False
         if self.memory:
             other.memory = Memory(memory_tokens)
         other._earlier = other._new_earlier()

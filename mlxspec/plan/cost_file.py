@@ -103,7 +103,7 @@ class CostCache:
     """
 
     def __init__(self, directory: Path | None = None) -> None:
-        self.directory = directory or _cache_directory() / "step_times"
+        self.directory = directory or cache_directory() / "step_times"
 
     def read(self, key: CostKey) -> Ranges:
         """What is kept for a key; empty where there is nothing, or nothing of use."""
@@ -166,7 +166,12 @@ def _rank(known: KnownRange) -> tuple[bool, int, int]:
     return len(known.times) > 1, _SOURCES.index(known.source), len(known.times)
 
 
-def _cache_directory() -> Path:
+def cache_directory() -> Path:
+    """Where mlxspec keeps what it can find out again, by default the user's cache directory.
+
+    Raises:
+        OptionError: ``MLXSPEC_CACHE_DIR`` begins with ``~`` and a user name that is not known.
+    """
     chosen = os.environ.get(ENVIRONMENT_VARIABLE)
     if not chosen:
         return platformdirs.user_cache_path("mlxspec")

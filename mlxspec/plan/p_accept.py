@@ -93,7 +93,8 @@ _LENGTH = _LENGTH_AT_DEPTH + _N_LENGTHS * _N_DEPTHS
 _AGREEING = _LENGTH + _FORMS * _N_LENGTHS
 _GAP = _AGREEING + _FORMS * (_MOST_AGREEING + 1)
 _IN_PROMPT = _GAP + _NO_GAP + 1
-_TOKEN = _IN_PROMPT + _FORMS * 2
+TOKEN_FEATURES = _IN_PROMPT + _FORMS * 2
+"""Features from this number on are tokens, whose weights tell of texts."""
 
 
 class Estimate(NamedTuple):
@@ -250,7 +251,7 @@ class AcceptanceModel:
                 of_agreeing,
                 of_gap,
                 of_prompt + _FORMS * (depth < prompt_depth),
-                _TOKEN + token,
+                TOKEN_FEATURES + token,
             )
             p_accept = probability(logit + correct(features))
             p_accept = min(_HIGHEST, max(_LOWEST, p_accept))

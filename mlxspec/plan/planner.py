@@ -378,6 +378,7 @@ class Planner(Drafter):
         self._experience.probe_step = self.policy.probe_step
         with ExitStack() as ending:
             ending.callback(self._end, self.costs.end)
+            ending.callback(self._end, self._experience.end)
             for source in reversed(self._begun):
                 ending.callback(self._end, source.end)
 

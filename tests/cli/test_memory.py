@@ -750,3 +750,26 @@ def test_damaged_answers_are_noted_and_neither_exported_nor_left_by_forget(
     assert forgotten.stdout == "There is nothing to forget.\n"
     assert forgotten.stderr.count("is removed, with all that was in it") == len(parts)
     assert not [*one.directory.glob("*.part*")]
+
+
+def test_what_drafts_taught_is_shown_and_forgotten(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(mlxspec.AutoDecoder, "keeps_experience", True)
+    asks = ["generate", "-m", "demo", "--max-tokens", "16", "Copy the text. one two one two"]
+    kept = tmp_path / "experience"
+    monkeypatch.setenv("MLXSPEC_MEMORY", "off")
+    assert CliRunner().invoke(main, asks).exit_code == 0
+    monkeypatch.delenv("MLXSPEC_MEMORY")
+    assert CliRunner().invoke(main, [*asks, "--no-memory"]).exit_code == 0
+    assert not kept.exists()
+    assert CliRunner().invoke(main, asks).exit_code == 0
+    assert len([*kept.iterdir()]) == 1
+    shown = CliRunner().invoke(main, ["memory", "show"]).stdout
+    assert "which drafts are right, of 1 model, without any text" in shown
+    report = json.loads(CliRunner().invoke(main, ["memory", "show", "--json"]).stdout)
+    assert report["experience"] == {"models": 1, "directory": str(kept)}
+    forgotten = CliRunner().invoke(main, ["memory", "forget", "--all", "--yes"])
+    assert "Forgot which drafts were right, of 1 model." in forgotten.output
+    assert not [*kept.iterdir()]

@@ -143,7 +143,8 @@ def test_a_decoder_apart_notices_nothing_of_what_the_other_has_learned(kind: Any
     assert learns(one) == expected
     other = one.apart(1 << 16)
     assert learns(other) == expected
-    assert learns(other)[0] != expected[0]
+    if kind is not mlxspec.LookaheadDecoder:  # which drafts alike here, whatever it has learned
+        assert learns(other)[0] != expected[0]
     third = new()
     learns(third.apart(1 << 16))
     assert learns(third) == expected

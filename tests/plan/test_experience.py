@@ -77,7 +77,7 @@ def test_many_kinds_take_bounded_room() -> None:
     for kind in range(500):
         experience.of_kind(prompt(kind, 0))
         experience.of_kind(prompt(kind, 1))
-    assert len(experience._kinds) == 16
+    assert len(experience.kinds) == 16
     assert len(experience.of_kind(prompt(499, 2))) == 3  # the newest are known
     assert len(experience.of_kind(prompt(0, 2))) == 1
 
