@@ -218,7 +218,13 @@ class Grammar:
     def __init__(self, constraint: Constraint | Phases, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self.phases = [
-            _Compiled(phase, vocabulary.matcher(phase.constraint) if phase.constraint else None)
+            _Compiled(
+                # A tokenizer may have markers that the model lacks.
+                phase._replace(
+                    exits={t: p for t, p in phase.exits.items() if t < vocabulary.vocab_size}
+                ),
+                vocabulary.matcher(phase.constraint) if phase.constraint else None,
+            )
             for phase in constraint.phases
         ]
 
@@ -368,7 +374,8 @@ class GrammarState:
         """Go on by a token; False, and no change, where it may not come."""
         place = self._place
         phase, matcher, fresh, ended = place
-        if ended:
+        # A draft may hold any integer; an id that the model lacks would break the matcher.
+        if ended or not 0 <= token < self._vocab_size:
             return False
         consumed = False
         if token in phase.exits and (matcher is None or fresh):
