@@ -156,6 +156,19 @@ def test_phases_lead_from_free_text_to_a_constraint() -> None:
     assert allowed(unconstrained) is None
 
 
+def test_of_a_long_text_that_is_forced_a_step_is_told_the_beginning() -> None:
+    tokenizer, _ = vocabulary_of("bytes")
+    text = "abcdefgh" * 2000
+    state = begun(Constraint.choice([text]), "bytes")
+    for _ in range(2):
+        forced = state.forced()
+        assert 100 <= len(forced) <= 2000
+        written = tokenizer.decode(list(forced))
+        assert text.startswith(written)
+        text = text[len(written) :]
+        state.accept(forced)
+
+
 def test_ids_that_the_model_lacks_may_not_come_and_break_nothing() -> None:
     tokenizer, vocabulary = vocabulary_of("bytes")
     size, yes = vocabulary.vocab_size, tokenizer.encode("yes")

@@ -23,7 +23,7 @@ import mlxspec
 from mlxspec import Constraint, GenerationResponse, SamplingParams
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.chooser import Chooser
-from mlxspec.engine.constraint import definition_of
+from mlxspec.engine.compiling import definition_of
 from mlxspec.engine.grammar import Vocabulary
 from mlxspec.eval.equality import NEAR_TIE_FLOAT32
 from mlxspec.generation.constrained import leaves_reasoning_open
