@@ -49,7 +49,7 @@ def main(path: str, limits: dict[str, Any], seconds: float, memory: int, stack: 
 
     threading.Thread(target=answer).start()
     least = _peak()
-    while True:
+    while True:  # for systems without that limit; the other thread ends the process
         busy.wait()
         if _peak() - least > memory:
             os.kill(os.getpid(), signal.SIGKILL)
