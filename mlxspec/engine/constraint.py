@@ -6,22 +6,15 @@ Knows no MLX and no grammar engine; :mod:`mlxspec.engine.grammar` turns it into 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal, DecimalException
 from typing import Any, Literal, NamedTuple
 
 from ..errors import OptionError
 
 _LONGEST = 1_000_000  # characters of a schema, regex or grammar
 _MOST_CHOICES = 10_000
-
-# Of these, compiling takes a time that no limit of llguidance's bounds: about a second for so many.
-_MOST_PATTERN_PROPERTIES = 200
-_LARGEST_MULTIPLE = 20_000
-_MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*([-+.0-9eE]+)')
 
 
 @dataclass(frozen=True)
@@ -146,105 +139,4 @@ class Phases(NamedTuple):
     phases: tuple[Phase, ...]
 
 
-def definition_of(constraint: Constraint) -> str:
-    """The constraint as llguidance takes it; whether it is a sound one is found out later.
-
-    Raises:
-        OptionError: it is not even in the language that it is said to be, or takes too long.
-    """
-    from llguidance import LLMatcher, grammar_from
-
-    if constraint.kind != "regex":
-        _check_multiples(constraint)
-    try:
-        if constraint.kind == "json_schema":
-            schema = json.loads(constraint.text)
-            _check_patterns(schema)
-            definition = LLMatcher.grammar_from_json_schema(
-                schema, defaults=ONE_LINE, overrides={"lenient": False}
-            )
-        elif constraint.kind == "regex":
-            definition = LLMatcher.grammar_from_regex(constraint.text)
-        else:
-            kind = "lark" if constraint.kind == "lark" else "grammar"
-            definition = grammar_from(kind, constraint.text)  # type: ignore[arg-type]
-    except (ValueError, RecursionError) as error:
-        raise OptionError(f"the {constraint.noun} cannot be used: {in_one_line(error)}") from error
-    if not constraint.lead:
-        return definition
-    own = {"lark_grammar": definition}
-    if constraint.kind in ("json_schema", "regex"):
-        (own,) = json.loads(definition)["grammars"]
-    lark = f"start: LEAD? @output\nLEAD: /{constraint.lead}/"
-    return json.dumps({"grammars": [{"lark_grammar": lark}, {**own, "name": "output"}]})
-
-
-def _check_multiples(constraint: Constraint) -> None:
-    """Refuse what is to be a multiple of too much, which takes a state for each remainder.
-
-    All of a schema's ``multipleOf`` count together, since one value may be under several. Factors
-    of 2 and 5 are seen from the last digits.
-
-    Raises:
-        OptionError: it is.
-    """
-    text = constraint.text
-    if constraint.kind != "json_schema":  # whose schemas may be written with escapes
-        text = re.sub(r"\\u00([2-7][0-9a-fA-F])", lambda code: chr(int(code[1], 16)), text)
-    common = 1
-    for number in _MULTIPLE_OF.findall(text):
-        try:
-            digits = Decimal(number).as_tuple().digits
-        except DecimalException:  # which llguidance will name
-            continue
-        step = int("".join(map(str, digits[:20])))
-        for factor in (2, 5):
-            while step and step % factor == 0:
-                step //= factor
-        common = math.lcm(common, step or 1)
-        if common > _LARGEST_MULTIPLE:
-            raise OptionError(
-                f"the {constraint.noun} cannot be used: multipleOf {number} takes too long; use "
-                f"such whose least common multiple is {_LARGEST_MULTIPLE:,} at most, without "
-                "factors of 2 and 5"
-            )
-
-
-def _check_patterns(schema: Any) -> None:
-    """Refuse a schema with too many ``patternProperties``, each of which is compared with each.
-
-    Raises:
-        OptionError: it has.
-    """
-    patterns = sum(
-        len(own)
-        for one in _objects_in(schema)
-        if isinstance(own := one.get("patternProperties"), Mapping)
-    )
-    if patterns > _MOST_PATTERN_PROPERTIES:
-        raise OptionError(
-            f"the JSON schema has {patterns} patternProperties: {_MOST_PATTERN_PROPERTIES} are "
-            "the most"
-        )
-
-
-def _objects_in(value: Any) -> Iterator[Mapping[str, Any]]:
-    """All objects of a JSON value, at any depth."""
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, Mapping):
-            yield one
-            left += one.values()
-        elif isinstance(one, list):
-            left += one
-
-
 ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-
-def in_one_line(message: object) -> str:
-    """What llguidance says, without its pictures of the place."""
-    lines = [" ".join(line.split()) for line in str(message).splitlines()] or [""]
-    reasons = [line for line in lines[1:] if line.startswith("error:")]
-    return " ".join([lines[0], *reasons[:1]])

@@ -67,7 +67,7 @@ class DraftModelDrafter(Drafter):
         self._start = self._target.length
         self._context = list(prompt)
         with mx.stream(generation_stream):
-            self._target.prefill(self._context[:-1])
+            self._target.prefill(self._readable(self._context[:-1]))
 
     def propose(self, max_depth: int) -> DraftTree:
         count = min(max_depth, self.num_draft_tokens)
@@ -112,7 +112,11 @@ class DraftModelDrafter(Drafter):
 
     def _unseen(self) -> list[int]:
         """The context's tokens that the draft model has not seen, at least the last one."""
-        return self._context[self._target.length - self._start :]
+        return self._readable(self._context[self._target.length - self._start :])
+
+    def _readable(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens, with 0 for those that the target's padding has beyond the draft model's."""
+        return [token if token < self._vocab_size else 0 for token in tokens]
 
     def _cut(self, length: int) -> None:
         """Forget all but the context's first ``length`` tokens."""

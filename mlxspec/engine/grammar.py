@@ -7,9 +7,10 @@ branches of a draft and back, so that every row of a step has the mask of its ow
 from __future__ import annotations
 
 import copy
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import llguidance
 import mlx.core as mx
@@ -19,23 +20,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..draft.drafter import DraftTree
 from ..errors import OptionError
 from ..loading.detokenizer import token_bytes
-from .constraint import Constraint, Phase, Phases, definition_of, in_one_line
+from .compiling import compiled, in_one_line, outline_of
+from .constraint import Constraint, Phase, Phases
 
-# What a constraint may cost at most. llguidance's own limits, but for the grammar's size, with the
-# cube of which the time of properties that may be left out grows (a second for 2000 of them); for
-# the automaton's states, of which each takes a kilobyte or two; and for errors, which would repeat
-# the output.
-_LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 1_000_000,  # some 20 ms
-    "step_lexer_fuel": 200_000,  # some 15 ms
-    "step_max_items": 50_000,
-    "max_items_in_row": 2000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 20_000,
-    "verbose_errors": False,
-}
 _KEPT, _KEPT_CHARACTERS = 64, 1_000_000  # compiled constraints of a tokenizer, and their texts
 _WORD = 32  # tokens in a word of a mask
+_MOST_FORCED = 1024  # tokens, since each step asks anew what may be a text of any length
 
 _ANCHOR = "☺"  # which is part of no other token
 _UNKNOWN = "\ufffd".encode()
@@ -79,7 +69,11 @@ class Vocabulary:
             n_vocab=vocab_size,
             eos_token=self.ends,
         )
+        self._outline = outline_of(
+            vocab_size, self.ends, {token: bytes_of[token] for token in sorted(special)}
+        )
         self._compiled: OrderedDict[Constraint, llguidance.LLMatcher] = OrderedDict()
+        self._changing = threading.Lock()
 
     @classmethod
     def of(cls, tokenizer: TokenizerWrapper, vocab_size: int) -> Vocabulary:
@@ -119,28 +113,18 @@ class Vocabulary:
         Raises:
             OptionError: the constraint is not sound, or cannot be kept, or is too large.
         """
-        compiled = self._compiled.get(constraint)
-        if compiled is None:
-            limits = llguidance.LLParserLimits(**_LIMITS)
-            compiled = llguidance.LLMatcher(
-                self.tokens, definition_of(constraint), log_level=0, limits=limits
-            )
-            if not compiled.is_error():  # the first mask shows what the definition does not
-                compiled.compute_bitmask()
-            if compiled.is_error() or (compiled.is_stopped() and not compiled.is_accepting()):
-                told = compiled.get_error() or "nothing satisfies it"
-                raise OptionError(
-                    f"the {constraint.noun} cannot be used: {in_one_line(told)}; leave that out, "
-                    "or say it in another way"
-                )
-            self._compiled[constraint] = compiled
+        with self._changing:
+            found = self._compiled.get(constraint)
+        if found is None:
+            found = compiled(constraint, self.tokens, self._outline)
+        with self._changing:
+            self._compiled[constraint] = found
+            self._compiled.move_to_end(constraint)
             self._forget_oldest()
-        self._compiled.move_to_end(constraint)
-        return compiled.deep_copy()
+        return found.deep_copy()
 
     def _forget_oldest(self) -> None:
-        # (A copy, since another thread may compile meanwhile.)
-        characters = sum(len(constraint.text) for constraint in list(self._compiled))
+        characters = sum(len(constraint.text) for constraint in self._compiled)
         while len(self._compiled) > _KEPT or (
             characters > _KEPT_CHARACTERS and len(self._compiled) > 1
         ):
@@ -218,7 +202,13 @@ class Grammar:
     def __init__(self, constraint: Constraint | Phases, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self.phases = [
-            _Compiled(phase, vocabulary.matcher(phase.constraint) if phase.constraint else None)
+            _Compiled(
+                # A tokenizer may have markers that the model lacks.
+                phase._replace(
+                    exits={t: p for t, p in phase.exits.items() if t < vocabulary.vocab_size}
+                ),
+                vocabulary.matcher(phase.constraint) if phase.constraint else None,
+            )
             for phase in constraint.phases
         ]
 
@@ -274,11 +264,11 @@ class GrammarState:
         self._path.clear()
 
     def forced(self) -> tuple[int, ...]:
-        """The tokens that come next whatever the model says; empty where it has a choice."""
+        """The first tokens that come next whatever the model says; empty where it has a choice."""
         phase, matcher, fresh, ended = self._place
         if matcher is None or ended or (fresh and phase.exits):
             return ()
-        tokens = matcher.compute_ff_tokens()
+        tokens = matcher.compute_ff_tokens()[:_MOST_FORCED]
         taken = matcher.try_consume_tokens(tokens) if tokens else 0
         complete = matcher.is_stopped() and matcher.is_accepting()
         if taken:
@@ -368,7 +358,8 @@ class GrammarState:
         """Go on by a token; False, and no change, where it may not come."""
         place = self._place
         phase, matcher, fresh, ended = place
-        if ended:
+        # A draft may hold any integer; an id that the model lacks would break the matcher.
+        if ended or not 0 <= token < self._vocab_size:
             return False
         consumed = False
         if token in phase.exits and (matcher is None or fresh):

@@ -237,12 +237,12 @@ class Sequence:
             raise not_a_draft(tree, self.drafter, self.last)
         if len(tree) == 1:
             return tree
+        # First, since nothing that follows has to know ids that the model lacks.
+        tree = tree.pruned(max_depth, self.target.vocab_size)
         # The rows of lookahead's window are no drafts: nobody minds what they are.
         if self.grammar and not window_rows_of(self.drafter):
             tree = self.grammar.allowed(tree)
-        if self.target.capability is not Capability.TREE:
-            tree = tree.first_chain()
-        return tree.pruned(max_depth, self.target.vocab_size)
+        return tree if self.target.capability is Capability.TREE else tree.first_chain()
 
     def choose(
         self, logits: mx.array, tree: DraftTree, unknown: mx.array | None = None

@@ -301,7 +301,7 @@ def check_options(
 def grammar_of(
     constraint: Constraint | Phases | Grammar | None, tokenizer: TokenizerWrapper, vocab_size: int
 ) -> Grammar | None:
-    """A constraint, compiled for a model's tokens, which takes a second at most.
+    """A constraint, compiled for a model's tokens, which takes some seconds at most.
 
     Args:
         constraint: what the output has to be, compiled or not; None for anything.

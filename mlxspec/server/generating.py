@@ -31,6 +31,8 @@ from .served_model import ServedModel
 from .tickets import EventStream, GenerationRequest
 from .worker import Worker
 
+_COMPILING = 4  # requests whose constraints are compiled at a time
+
 
 class Generating:
     """Makes generations of requests.
@@ -52,8 +54,8 @@ class Generating:
         self._default = next(iter(worker.models.values()))
         # A tokenizer serves one thread at a time.
         self._tokenizing = {name: asyncio.Lock() for name in worker.models}
-        # However many schemas come, one at a time takes its second.
-        self._compiling = asyncio.Lock()
+        # So that a few slow ones hold up no others, and many do not take all threads.
+        self._compiling = asyncio.Semaphore(_COMPILING)
 
     def served(self, name: str | None) -> ServedModel:
         """The model of this name, or the default for None.

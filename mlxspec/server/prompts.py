@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -163,11 +164,13 @@ def _plain_chat(request: ChatRequest, tokenizer: TokenizerWrapper) -> ChatPrompt
 
 # --- what the answer has to be ---
 
+_LONGEST_COMPILING = 20  # seconds for all tools of a request; each has a limit of its own
+
 
 def compiled_constraint(
     request: Request, prompt: Prompt, tokenizer: TokenizerWrapper, vocabulary: Vocabulary
 ) -> Grammar | None:
-    """What a request wants of the answers to a prompt, compiled, which takes a second at most.
+    """What a request wants of the answers to a prompt, compiled.
 
     Args:
         request: of a chat or a completion.
@@ -176,8 +179,9 @@ def compiled_constraint(
         vocabulary: the model's.
 
     Raises:
-        ApiError: a schema, regex or grammar cannot be kept.
+        ApiError: a schema, regex or grammar cannot be kept, or they take too long together.
     """
+    started = time.monotonic()
     # Alone first, in a chat too, so that an error names its field.
     grammar = _compiled(request.constraint, vocabulary, request.constrained_by)
     if not isinstance(request, ChatRequest):
@@ -190,6 +194,12 @@ def compiled_constraint(
         if calls and is_strict(tool):
             schema = Constraint.json_schema(parameters_of(tool))
             place = request.place_of(f"tools[{number}].function.parameters")
+            if time.monotonic() - started > _LONGEST_COMPILING:
+                raise ApiError(
+                    f"{place}: the schemas before it took {_LONGEST_COMPILING} seconds to compile: "
+                    "send fewer strict tools, or simpler ones.",
+                    param=place,
+                )
             _compiled(schema, vocabulary, place)
     assert isinstance(prompt, ChatPrompt)
     phases = _answer_phases(request, prompt, tokenizer, calls)

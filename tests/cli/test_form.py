@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlxspec.cli.generate import generate_command
+from tests.support.chains import CHAINS
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -104,6 +105,13 @@ def test_a_schema_that_cannot_be_kept_is_named(tmp_path: Path, content: str, nam
     (tmp_path / "prompts").write_text('"Who is it?"\n')
     files = ("--prompts", tmp_path / "prompts", "--json-schema", tmp_path / "form")
     assert_one_line(generate("--model", "demo", *files), named)
+
+
+@pytest.mark.parametrize("kind", ["objects", "rules", "GBNF"])
+def test_a_chain_of_references_that_is_too_long_is_one_line(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "form").write_text(CHAINS[kind](4000).text)
+    option = "--json-schema" if kind == "objects" else "--grammar"
+    assert_one_line(generate(*WHO, option, tmp_path / "form"), "levels deep")
 
 
 def assert_one_line(result: Result, named: str) -> None:

@@ -60,6 +60,25 @@ def test_it_drafts_what_the_model_says_however_much_was_rejected(name: str) -> N
     drafter.end()
 
 
+def test_a_draft_model_is_not_asked_for_tokens_of_the_target_that_it_lacks() -> None:
+    model = ARCHITECTURES["llama3"].model()
+    rows = model.model.embed_tokens.weight.shape[0]
+
+    class Checked(nn.Embedding):
+        def __call__(self, tokens: mx.array) -> mx.array:
+            assert mx.max(tokens).item() < rows  # MLX would read what is behind its weights
+            return super().__call__(tokens)
+
+    checked = Checked(*model.model.embed_tokens.weight.shape)
+    checked.weight = model.model.embed_tokens.weight
+    model.model.embed_tokens = checked
+    drafter = DraftModelDrafter(model, 2)
+    drafter.begin([3, rows + 1, 4])
+    drafter.observe(VerifiedStep(drafter.propose(9), (), (), (), (rows + 5,)))
+    assert len(drafter.propose(9)) == 3
+    drafter.end()
+
+
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_the_output_is_that_of_plain_decoding(
     loaded: tuple, smaller: nn.Module, temp: float

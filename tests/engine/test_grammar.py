@@ -156,6 +156,40 @@ def test_phases_lead_from_free_text_to_a_constraint() -> None:
     assert allowed(unconstrained) is None
 
 
+def test_of_a_long_text_that_is_forced_a_step_is_told_the_beginning() -> None:
+    tokenizer, _ = vocabulary_of("bytes")
+    text = "abcdefgh" * 2000
+    state = begun(Constraint.choice([text]), "bytes")
+    for _ in range(2):
+        forced = state.forced()
+        assert 100 <= len(forced) <= 2000
+        written = tokenizer.decode(list(forced))
+        assert text.startswith(written)
+        text = text[len(written) :]
+        state.accept(forced)
+
+
+def test_ids_that_the_model_lacks_may_not_come_and_break_nothing() -> None:
+    tokenizer, vocabulary = vocabulary_of("bytes")
+    size, yes = vocabulary.vocab_size, tokenizer.encode("yes")
+    lacking = (-1, size, size + 7, 2**31, 2**70)
+    answer = Constraint.choice(["yes"])
+    phases = Phases((Phase(answer, {size + 1: 1}), Phase(None, {size + 2: 0}, False)))
+    for constraint in (answer, phases):
+        state = begun(constraint, "bytes")
+        before = allowed(state)
+        branches = [[token, *yes] for token in lacking] + [[yes[0], token] for token in lacking]
+        tree = DraftTree.from_branches(0, [*branches, yes])
+        flags, _ = state.guide(tree.tokens, tree.parents)
+        assert [t for t, may_come in zip(tree.tokens, flags, strict=True) if may_come] == [0, *yes]
+        assert state.allowed(tree).tokens == (0, *yes)
+        masks = state.masks(tree)
+        assert masks is not None
+        assert masks.shape == (len(tree), size)
+        assert allowed(state) == before
+        state.accept(yes)
+
+
 def test_tokenizers_that_cannot_follow_a_constraint_are_refused() -> None:
     with pytest.raises(OptionError, match="no token that ends"):
         Vocabulary.of(endless_tokenizer(), demo().vocab_size)

@@ -7,7 +7,7 @@ import math
 import random
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +23,13 @@ import mlxspec
 from mlxspec import Constraint, GenerationResponse, SamplingParams
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.chooser import Chooser
-from mlxspec.engine.constraint import definition_of
+from mlxspec.engine.compiling import definition_of
 from mlxspec.engine.grammar import Vocabulary
 from mlxspec.eval.equality import NEAR_TIE_FLOAT32
 from mlxspec.generation.constrained import leaves_reasoning_open
 from mlxspec.generation.scheduler import Scheduler
 from tests.support.demo import FLAT, AnyDecoder, demo, demo_decoder, given_costs
+from tests.support.drafters import HostileDrafter
 from tests.support.examples import LONG, examples
 from tests.support.llamas import repetitive_llama
 from tests.support.random_models import random_model
@@ -169,6 +170,48 @@ def test_drafts_change_nothing_and_what_has_stopped_is_valid(model: Any) -> None
             drafted += found[-1].stats.accepted
     assert stopped
     assert drafted
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_drafts_of_ids_that_the_model_lacks_change_nothing(temp: float) -> None:
+    constraint = Constraint.json_schema(PERSON)
+    options: dict[str, Any] = {"constraint": constraint, "temp": temp, "seed": 6}
+    expected = plainly(demo_decoder(mlxspec.Decoder), PROMPTS[0], max_tokens=60, **options)
+    truth, size = [response.token for response in expected], demo().vocab_size
+
+    def hostile(seed: int) -> HostileDrafter:
+        return HostileDrafter(truth, size, 2, seed)
+
+    for seed in range(examples(3)):
+        alone = demo_decoder(mlxspec.Decoder, drafter=partial(hostile, seed))
+        found = plainly(alone, PROMPTS[0], max_tokens=60, **options)
+        assert_same(expected, [response.token for response in found], temp, 6)
+        assert found[-1].finish_reason == expected[-1].finish_reason
+        beside = demo_decoder(mlxspec.AutoDecoder, extra_drafter=hostile(seed), memory_tokens=0)
+        beside.costs = given_costs(FLAT)
+        found = plainly(beside, PROMPTS[0], max_tokens=60, **options)
+        assert_same(expected, [response.token for response in found], temp, 6)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_prediction_with_a_token_that_the_model_lacks_changes_nothing(together: bool) -> None:
+    auto = decoders(demo_decoder)["auto"][0]
+    constraint = Constraint.regex("[a-z ]{60,90}")
+    expected = plainly(demo_decoder(mlxspec.Decoder), PROMPTS[2], constraint=constraint)
+    prediction = [t for one in expected for t in (one.token, demo().vocab_size + 3, one.token)]
+    scheduler = Scheduler(auto)
+    outputs: list[list[GenerationResponse]] = [[] for _ in range(1 + together)]
+    for responses in outputs:
+        scheduler.submit(
+            PROMPTS[2],
+            responses.append,
+            TOKENS,
+            auto.drafting_with(prediction=prediction),
+            constraint=constraint,
+        )
+    scheduler.run()
+    for responses in outputs:
+        assert_same(expected, [response.token for response in responses])
 
 
 @pytest.mark.slow

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import httpx
@@ -15,10 +18,12 @@ from openai import OpenAI
 from pydantic import BaseModel, Field
 
 import mlxspec
+from mlxspec.engine import compiling
 from mlxspec.generation.constrained import in_answer
 from mlxspec.server.admission import Memory
 from mlxspec.server.prefix_cache import PrefixCache
 from mlxspec.server.served_model import ServedModel
+from tests.support.chains import CHAINS
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.demo import FLAT, given_costs, stand_in_decoder
 from tests.support.random_models import random_model
@@ -153,6 +158,35 @@ def test_what_cannot_be_kept_is_a_400_and_others_are_answered(
     )
 
 
+@pytest.mark.parametrize("kind", CHAINS)
+def test_chains_of_references_cost_their_own_request_alone(server: Running, kind: str) -> None:
+    text = CHAINS[kind](2500).text
+    field = {"json_schema": json.loads(text)} if text.startswith("{") else {"grammar": text}
+    body = {"messages": HELLO, "max_tokens": 4, **field}
+    answer = httpx.post(f"{server.address}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert "levels deep" in answer.json()["error"]["message"]
+
+
+def test_a_constraint_that_takes_long_holds_up_no_other(client: OpenAI) -> None:
+    def answered(word: str) -> str:
+        content = chat(client, extra_body={"guided_regex": word}).choices[0].message.content
+        assert isinstance(content, str)
+        return content
+
+    assert answered("first") == "first"
+    (process,) = compiling._idle
+    process.send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor() as pool:
+        slow = pool.submit(answered, "slow")
+        while compiling._idle:  # the request takes the process
+            time.sleep(0.001)
+        assert [answered(word) for word in ("one", "two", "three")] == ["one", "two", "three"]
+        assert not slow.done()
+        process.send_signal(signal.SIGCONT)
+        assert slow.result() == "slow"
+
+
 # --- reasoning and tools ---
 
 MARKERS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -281,6 +315,17 @@ def test_a_schema_of_a_strict_tool_that_cannot_be_kept_is_named(thinker: Running
     assert refused.status_code == 400
     assert refused.json()["error"]["message"].startswith("tools[1].input_schema: ")
     assert chat(thinker.client(), tools=[OTHER, wrong], max_tokens=4).choices
+
+
+def test_the_schemas_of_strict_tools_have_a_time_together(
+    thinker: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = [{**FIND, "function": {**FIND["function"], "name": name}} for name in "ab"]
+    assert chat(thinker.client(), tools=tools, max_tokens=4).choices
+    monkeypatch.setattr("mlxspec.server.prompts._LONGEST_COMPILING", -1)
+    with pytest.raises(openai.BadRequestError, match="send fewer strict tools") as caught:
+        chat(thinker.client(), tools=tools, max_tokens=4)
+    assert caught.value.param == "tools[0].function.parameters"
 
 
 def test_each_api_calls_the_schema_of_a_strict_tool_by_its_own_name(thinker: Running) -> None:

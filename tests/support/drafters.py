@@ -61,7 +61,7 @@ class HostileDrafter(TruthDrafter):
     ) -> None:
         self.branching = not chains
         super().__init__(truth)
-        self._odd_tokens = [stop_token, -1, vocab_size, vocab_size + 7, 0]
+        self._odd_tokens = [stop_token, -1, vocab_size, vocab_size + 7, 2**70, 0]
         self._vocab_size = vocab_size
         self._random = random.Random(seed)
         self._chains = chains

@@ -1,0 +1,293 @@
+"""Constraints that would end the process, or keep it busy: refused in a line, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+
+import llguidance
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxspec import Constraint
+from mlxspec.engine import compiling, constraint_bounds
+from mlxspec.engine.grammar import Vocabulary
+from mlxspec.errors import OptionError
+from tests.support.chains import CHAINS
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.hostile import harmless
+
+SMALL = Constraint.json_schema({"type": "object", "properties": {"a": {"type": "string"}}})
+PATTERNS = [f"^{name}{number}[a-z]+$" for name in "abcdefgh" for number in range(100)]
+SLOW = Constraint.json_schema(
+    {"allOf": [{"patternProperties": dict.fromkeys(PATTERNS[i::8], True)} for i in range(8)]}
+)
+"""Takes a minute: each of 800 patterns is compared with each."""
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    tokenizer = chat_tokenizer()
+    return Vocabulary.of(tokenizer, len(tokenizer))
+
+
+def compiled(constraint: Constraint) -> llguidance.LLMatcher:
+    """As for the first time."""
+    vocabulary()._compiled.clear()
+    return vocabulary().matcher(constraint)
+
+
+def outcome(constraint: Constraint) -> str:
+    """The message of the refusal; empty where the constraint can be used."""
+    try:
+        compiled(constraint)
+    except OptionError as error:
+        message = str(error)
+    else:
+        return ""
+    assert message
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture
+def anew() -> Iterator[None]:
+    """A process that tries is started with the limits of the test, and ends with it."""
+    compiling._end_idle()
+    yield
+    compiling._end_idle()
+
+
+@pytest.mark.parametrize("kind", CHAINS)
+def test_chains_of_references_are_followed_to_some_depth(kind: str) -> None:
+    assert outcome(CHAINS[kind](200)) == ""
+    for length in (1500, 5000):
+        assert "levels deep where its references are followed" in outcome(CHAINS[kind](length))
+    assert outcome(SMALL) == ""
+
+
+@pytest.mark.parametrize("kind", ["objects", "bare", "terminals"])
+def test_what_crashes_ends_another_process(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraint_bounds, "_MOST_LEVELS", 10**6)
+    assert outcome(SMALL) == ""
+    (before,) = compiling._idle
+    assert "crashes (status -" in outcome(CHAINS[kind](10_000))
+    assert before.returncode in (-signal.SIGSEGV, -signal.SIGBUS)
+    assert outcome(SMALL) == ""
+    assert compiling._idle != [before]
+
+
+@pytest.mark.slow
+@given(st.sampled_from(sorted(CHAINS)), st.integers(0, 3000))
+def test_a_chain_of_any_kind_and_length_is_usable_or_refused_in_a_line(
+    kind: str, length: int
+) -> None:
+    constraint = CHAINS[kind](length)
+    with pytest.MonkeyPatch.context() as patch:
+        for bound in (constraint_bounds._MOST_LEVELS, 10**6):
+            patch.setattr(constraint_bounds, "_MOST_LEVELS", bound)
+            result = harmless(partial(compiled, constraint))
+            if not isinstance(result, llguidance.LLMatcher):
+                assert isinstance(result, OptionError)
+                assert "\n" not in str(result)
+            elif length:
+                assert result.deep_copy().compute_bitmask()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("anew")
+def test_what_takes_long_or_much_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_SECONDS", 0.3)
+    assert "takes more than" in outcome(SLOW)
+    # Python's own loops count, too: these take hours to convert.
+    assert "takes more than" in outcome(Constraint.grammar("\n" * 900_000))
+    assert outcome(SMALL) == ""
+    compiling._end_idle()
+    monkeypatch.setattr(compiling, "_SECONDS", 20.0)
+    monkeypatch.setattr(compiling, "_MEMORY", 130 << 20)
+    assert "too much memory" in outcome(Constraint.regex("(x{1000}){1000}"))
+    assert outcome(SMALL) == ""
+
+
+def test_a_slow_constraint_holds_up_no_other() -> None:
+    assert outcome(SMALL) == ""
+    (process,) = compiling._idle
+    process.send_signal(signal.SIGSTOP)
+    outcomes: list[str] = []
+    slow = threading.Thread(target=lambda: outcomes.append(outcome(SMALL)))
+    slow.start()
+    while compiling._idle:  # the thread takes the process
+        time.sleep(0.001)
+    assert outcome(SMALL) == ""
+    assert slow.is_alive()
+    process.send_signal(signal.SIGCONT)
+    slow.join()
+    assert outcomes == [""]
+    assert len(compiling._idle) == 1  # the second one to be free again has ended
+
+
+def test_what_fails_while_generating_is_refused() -> None:
+    assert "repetitions" in outcome(Constraint.regex("x{1000000000}"))
+    assert "repetitions" in outcome(Constraint.regex("a[{9]?([xy]{1000000000,}|b)"))
+    assert "repetitions" in outcome(Constraint.grammar('start: "b" A\nA: "x"{1000000000}'))
+    assert "repetitions" in outcome(Constraint.json_schema({"minLength": 10**9}))
+    assert "repetitions" in outcome(Constraint.json_schema({"minLength": 10**30}))
+    pattern = {"items": {"type": "string", "pattern": "^x{60000}$"}}
+    assert "repetitions" in outcome(Constraint.json_schema(pattern))
+    # Nested ones are multiplied; what is forced is followed to its end.
+    assert "too many" in outcome(Constraint.regex("(x{1000}){1000}"))
+    for usable in (r"x{0,1000000000}", r"\{99999999\}", r"[{99999999}]+", "x{40000}", '"{7}'):
+        assert outcome(Constraint.regex(usable)) == ""
+    assert outcome(Constraint.json_schema({"type": "string", "maxLength": 10**9})) == ""
+    assert outcome(Constraint.grammar('start: "{99999999}" A\nA: "x"{3}')) == ""
+
+
+def test_special_tokens_can_be_named_by_their_text_and_by_their_id() -> None:
+    size = vocabulary().vocab_size
+    usable = ["<think>", f"<[{size - 1}]>", "<[5]>", f"<[1-{size - 1}]>", '"a" <think> "b"']
+    for named in usable:
+        assert outcome(Constraint.grammar(f"start: {named}")) == ""
+    assert "nobody" in outcome(Constraint.grammar("start: <nobody>"))
+    assert str(size) in outcome(Constraint.grammar(f"start: <[{size}]>"))
+
+
+def test_many_patterns_in_many_objects_are_kept() -> None:
+    one = {"type": "object", "patternProperties": {"^x": {"type": "string"}}}
+    assert outcome(Constraint.json_schema({"properties": {f"k{i}": one for i in range(300)}})) == ""
+    wide = {"type": "object", "patternProperties": dict.fromkeys(PATTERNS[:101], True)}
+    assert "101 patternProperties" in outcome(Constraint.json_schema({"items": wide}))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        {"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"anyOf": [{"$ref": "#/x/0"}]}}, "x": [True]},
+        {"$ref": "#/nowhere"},
+        {"$ref": "#/x/999999999999999999999", "x": []},
+        {"$ref": "#/x/y/z", "x": 3},
+        {"$ref": "%%%"},
+        {"$ref": 3},
+        {"properties": {"$ref": {"$ref": "#"}}},
+        {"const": {"$ref": "#"}},
+    ],
+)
+def test_references_of_any_kind_are_followed_or_refused(schema: dict[str, object]) -> None:
+    harmless(partial(outcome, Constraint.json_schema(schema)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('"\\' * 400_000, '"' * 900_000, "[" * 900_000, "a[" * 400_000, "/" * 900_000),
+        *("a " * 450_000, "a{" * 400_000, "\\" * 900_000, "a" * 900_000, "r: r\n" * 150_000),
+        *("a:b\n" * 200_000, "{1" * 400_000, "start: " + "(" * 900_000, "9" * 900_000),
+    ],
+)
+def test_bounds_are_found_in_linear_time(text: str) -> None:
+    for kind in ("regex", "lark", "grammar"):
+        constraint = Constraint(kind, text)  # type: ignore[arg-type]
+        harmless(partial(constraint_bounds.check_bounds, constraint))
+
+
+@pytest.mark.parametrize("depth", [130, 900, 20_000])
+def test_what_is_nested_too_deeply_is_refused(depth: int) -> None:
+    nested = Constraint("json_schema", '{"items":' * depth + "{}" + "}" * depth)
+    assert "cannot be used" in outcome(nested)
+
+
+def test_deep_constraints_can_be_compiled_in_threads_with_small_stacks() -> None:
+    before = threading.stack_size(128 << 10)
+    outcomes: list[str] = []
+
+    def run() -> None:
+        matcher = compiled(CHAINS["objects"](300))
+        outcomes.append(matcher.deep_copy().get_error())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert outcomes == [""]
+    assert threading.stack_size(before) == 128 << 10
+
+
+@pytest.mark.usefixtures("anew")
+def test_where_no_process_can_be_started_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert "/nowhere/python cannot be started" in outcome(SMALL)
+    monkeypatch.setattr(sys, "frozen", True, raising=False)  # an app, which cannot start one
+    assert outcome(SMALL) == ""
+    assert outcome(CHAINS["GBNF"](3)) == ""
+    assert "levels deep" in outcome(CHAINS["GBNF"](5000))
+
+
+def test_a_process_that_has_ended_meanwhile_is_replaced() -> None:
+    assert outcome(SMALL) == ""
+    compiling._idle[0].kill()
+    compiling._idle[0].wait()
+    assert outcome(SMALL) == ""
+
+
+PROGRAM = f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from tests.engine.test_compiling import SMALL, outcome
+from mlxspec.engine import compiling
+signal.signal(signal.SIGPROF, signal.SIG_IGN)  # which a process that it starts would inherit
+assert outcome(SMALL) == ""
+print(compiling._idle[0].pid, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("goes_on", "status"),
+    [
+        ("pass", 0),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("os.kill(os.getpid(), signal.SIGINT)", 130),
+        ("compiling._idle[0].kill()", 0),
+        ("os._exit(3)", 3),
+    ],
+)
+def test_no_process_is_left(goes_on: str, status: int) -> None:
+    program = PROGRAM + goes_on
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=False)
+    assert done.returncode in (status, -signal.SIGINT if status == 130 else status)
+    # Until the system has taken note of it; a zombie belongs to the system.
+    while is_running(int(done.stdout)):
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    try:
+        os.kill(pid, 0)
+        return not (state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z")
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+@pytest.mark.slow
+def test_a_fork_starts_a_process_of_its_own() -> None:
+    program = (
+        PROGRAM
+        + """
+pid = os.fork()
+if pid == 0:
+    assert not compiling._idle
+    os._exit(7 if outcome(SMALL) == "" else 1)
+assert outcome(SMALL) == ""
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 7
