@@ -1,4 +1,4 @@
-"""What mlxspec asks of the process that it runs in: its BLAS and its descriptors."""
+"""What mlxspec asks of the process that it runs in: its BLAS, descriptors and heap."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -80,6 +81,22 @@ def _load(libraries: Sequence[str], mode: int) -> bool:
             continue
         return True
     return False
+
+
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_LARGE = 1 << 20
+
+
+def give_back_large_blocks() -> None:
+    """Let glibc give memory blocks of 1 MiB and more back to the system once they are free.
+
+    By itself it keeps blocks of up to 32 MiB in its heap after the first of that size was freed.
+    The buffers of MLX's CPU back end, KV caches above all, come and go in all sizes, and the holes
+    that they leave there grow for half an hour. Does nothing on other systems.
+    """
+    if sys.platform == "linux":
+        with suppress(AttributeError):  # another library than glibc
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
 
 INTERRUPTED = 130

@@ -22,6 +22,7 @@ from rich.text import Text
 from ..distributed.launch import launched_rank
 from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError
+from ..process import give_back_large_blocks
 from .generating import API_KEY, Drafting, Ends, Generation
 from .memories import Memories
 from .model_choice import model_argument, model_or_default, tell_of_model
@@ -165,6 +166,7 @@ def serve_command(
     keys = _keys(api_key_file)
     hosts = _hosts(host, allowed_hosts, keys)
 
+    give_back_large_blocks()
     console = error_console(color)
     with ExitStack() as serving:
         listening = serving.enter_context(_listening(host, port))

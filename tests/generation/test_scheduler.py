@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
 from mlxspec.draft.drafter import Drafter, DraftTree, VerifiedStep
@@ -377,3 +378,21 @@ def test_sequences_with_quantised_caches_run_beside_others(mode: JointMode) -> N
     scheduler.run()
     assert [collected.tokens for collected in found] == expected
     assert scheduler.steps < 40  # all in the same ones
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_two_generations_at_once_on_one_prompt_cache_the_second_is_refused(kind: str) -> None:
+    decoder = small_decoder(kind)
+    prompts = [1, 5, 9, 4], [1, 7, 3]
+    caches = make_prompt_cache(decoder.model), make_prompt_cache(decoder.model)
+    expected = [alone(decoder, prompt, 8, prompt_cache=caches[0]) for prompt in prompts]
+    scheduler, found = Scheduler(decoder), [Collected(), Collected()]
+    jobs = [
+        scheduler.submit(prompt, collected.add, 8, prompt_cache=caches[1])
+        for prompt, collected in zip(prompts, found, strict=True)
+    ]
+    scheduler.run()
+    assert [collected.tokens for collected in found] == [expected[0], []]
+    assert jobs[0].error is None
+    assert "in use by a generation that is running" in str(jobs[1].error)
+    assert alone(decoder, prompts[1], 8, prompt_cache=caches[1]) == expected[1]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +25,7 @@ from mlxspec.server.responses.answer import ResponsesAnswer
 from mlxspec.server.responses.requests import Earlier, parse_responses
 from mlxspec.server.responses.store import ResponseStore, StoredResponse
 from tests.server.test_openai import TOKENIZER, ended, extras, pieces
+from tests.server.test_responses_requests import CODEX
 
 NONE = Earlier(lambda _: None, lambda _: None)
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -331,3 +335,23 @@ def test_bytes_are_bounded() -> None:
     assert len(store) == 0
     assert store.nbytes == 0
     assert store.item("", "large") is None
+
+
+def test_memory_is_bounded_as_the_bytes_are() -> None:
+    """An agent's tools, in each of its responses, take four times as much as objects."""
+    kept: list[StoredResponse] = []
+    store = ResponseStore()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(100):
+            answer = answered(kept, **copy.deepcopy({**CODEX, "store": True}))
+            answer.feed([*pieces("Hello"), ended()])
+            store.put("", kept.pop())
+            del answer
+        gc.collect()
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert store.nbytes > 100_000
+    assert taken < 2.5 * store.nbytes

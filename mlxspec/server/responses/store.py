@@ -6,7 +6,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,24 @@ class StoredResponse:
         return (*self.given, *self.response["output"])
 
 
+class _Kept(NamedTuple):
+    """A response as JSON, a third of the size of the objects that it becomes.
+
+    Attributes:
+        response: the answer.
+        items: ids and JSON of the conversation's items, up to the end of the answer.
+        n_given: how many of the items led to it.
+    """
+
+    response: bytes
+    items: list[tuple[str, bytes]]
+    n_given: int
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.response) + sum(len(text) for _, text in self.items)
+
+
 class ResponseStore:
     """The responses of late; those used last stay.
 
@@ -43,8 +61,8 @@ class ResponseStore:
     def __init__(self, most: int = 1000, most_bytes: int = 64 * 2**20) -> None:
         self._most = most
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[tuple[str, str], tuple[StoredResponse, int]] = OrderedDict()
-        self._items: dict[tuple[str, str], tuple[dict[str, Any], int]] = {}
+        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
+        self._items: dict[tuple[str, str], tuple[bytes, int]] = {}
         """By partition and id: items, and in how many of its responses each one is."""
         self.nbytes = 0
 
@@ -53,12 +71,16 @@ class ResponseStore:
 
     def put(self, partition: str, stored: StoredResponse) -> None:
         """Keep a response; it does not stay if it is larger than all may be."""
-        nbytes = len(json.dumps([stored.response, *stored.given]))
-        self._kept[partition, stored.response["id"]] = stored, nbytes
-        self.nbytes += nbytes
+        items = []
         for item in stored.items:
-            _, count = self._items.get((partition, item["id"]), (item, 0))
-            self._items[partition, item["id"]] = item, count + 1
+            text, place = json.dumps(item).encode(), (partition, item["id"])
+            known, count = self._items.get(place, (text, 0))
+            text = known if known == text else text  # one for all responses of a conversation
+            self._items[place] = text, count + 1
+            items.append((place[1], text))
+        kept = _Kept(json.dumps(stored.response).encode(), items, len(stored.given))
+        self._kept[partition, stored.response["id"]] = kept
+        self.nbytes += kept.nbytes
         while len(self._kept) > self._most or self.nbytes > self._most_bytes:
             self._drop(next(iter(self._kept)))
 
@@ -68,11 +90,14 @@ class ResponseStore:
         if key not in self._kept:
             return None
         self._kept.move_to_end(key)
-        return self._kept[key][0]
+        kept = self._kept[key]
+        given = [json.loads(text) for _, text in kept.items[: kept.n_given]]
+        return StoredResponse(json.loads(kept.response), given)
 
     def item(self, partition: str, item_id: str) -> dict[str, Any] | None:
         """The item of this id in any of the partition's responses."""
-        item, _ = self._items.get((partition, item_id), (None, 0))
+        text, _ = self._items.get((partition, item_id), (b"null", 0))
+        item: dict[str, Any] | None = json.loads(text)
         return item
 
     def delete(self, partition: str, response_id: str) -> bool:
@@ -83,10 +108,10 @@ class ResponseStore:
         return True
 
     def _drop(self, key: tuple[str, str]) -> None:
-        stored, nbytes = self._kept.pop(key)
-        self.nbytes -= nbytes
-        for item in stored.items:
-            place = key[0], item["id"]
-            kept, count = self._items.pop(place)
+        dropped = self._kept.pop(key)
+        self.nbytes -= dropped.nbytes
+        for item_id, _ in dropped.items:
+            place = key[0], item_id
+            text, count = self._items.pop(place)
             if count > 1:
-                self._items[place] = kept, count - 1
+                self._items[place] = text, count - 1
