@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -25,9 +26,9 @@ def finite_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- 2>&-"])
 def test_a_command_answers_with_closed_standard_streams(finite_model: Path, closed: str) -> None:
-    command = f"{sys.executable} decoder.py --model {finite_model} --prompt a --decoder plain"
+    options = ("--model", str(finite_model), "--prompt", "a", "--decoder", "plain")
     done = subprocess.run(
-        f"{command} {closed}",
+        f"{shlex.join([sys.executable, 'decoder.py', *options])} {closed}",
         shell=True,
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
@@ -38,6 +39,7 @@ def test_a_command_answers_with_closed_standard_streams(finite_model: Path, clos
 
 
 def test_a_program_loads_a_model_with_closed_standard_streams(finite_model: Path) -> None:
-    command = f'{sys.executable} -c "{LIBRARY}" {finite_model} 3>&1 >&- <&- 2>&-'
+    program = shlex.join([sys.executable, "-c", LIBRARY, str(finite_model)])
+    command = f"{program} 3>&1 >&- <&- 2>&-"
     done = subprocess.run(command, shell=True, cwd=ROOT, stdout=subprocess.PIPE)
     assert (done.returncode, done.stdout) == (0, b"loaded")

@@ -34,8 +34,8 @@ def test_models_costs_and_capabilities_are_logged(
     _ = decoder.capability, decoder.joint_mode
     loaded, measured, known, verifies, shares = caplog.messages
     assert re.fullmatch(r"loaded demo from .*demo_model in \d+\.\d s", loaded)
-    assert re.fullmatch(r"measured .* in 0\.0 s: T\(1\) 20\.0 ms, T\(8\) 40\.0 ms", measured)
-    assert re.fullmatch(rf"step times are known from {tmp_path}/\S*\.json", known)
+    assert re.fullmatch(r"measured .* in \d+\.\d s: T\(1\) 20\.0 ms, T\(8\) 40\.0 ms", measured)
+    assert re.fullmatch(rf"step times are known from {re.escape(str(tmp_path))}/\S*\.json", known)
     assert verifies.startswith("what the model verifies: tree (branching steps equal")
     assert shares == "how several sequences share forwards: joint"
 

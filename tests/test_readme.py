@@ -239,8 +239,8 @@ def shell(directory: Path) -> Callable[[str], None]:
     programs.mkdir()
     (programs / "stand_in.py").write_text(STAND_IN)
     command = programs / "mlxspec"
-    interpreter = shlex.quote(sys.executable)
-    command.write_text(f'#!/bin/sh\nexec {interpreter} {programs}/stand_in.py "$@"\n')
+    stand_in = shlex.join([sys.executable, f"{programs}/stand_in.py"])
+    command.write_text(f'#!/bin/sh\nexec {stand_in} "$@"\n')
     command.chmod(0o755)
     for what in ("init -q", "add -N report.txt"):  # which is what "git diff" shows
         subprocess.run(["git", *what.split()], check=True)
@@ -259,7 +259,7 @@ def shell(directory: Path) -> Callable[[str], None]:
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
-                timeout=40,
+                timeout=120,
             )
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             pytest.fail(

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import struct
 import subprocess
@@ -187,12 +188,13 @@ def test_a_note_that_cannot_be_written_costs_no_answer():
 
 
 def test_closed_standard_streams_are_no_traceback(finite: Path):
-    command = f"{sys.executable} decoder.py --model {finite} --prompt a --decoder plain >&-"
+    program = shlex.join([sys.executable, "decoder.py", "--model", str(finite)])
+    command = f"{program} --prompt a --decoder plain >&-"
     run = subprocess.run(command, shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert run.returncode == 1
     assert run.stderr.startswith("Error: standard output is closed")
     assert run.stderr.count("\n") == 1
-    command = f"{sys.executable} decoder.py --model {finite} --prompt - <&-"
+    command = f"{program} --prompt - <&-"
     run = subprocess.run(command, shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert run.returncode == 1
     assert run.stderr.startswith("Error: standard input is closed")

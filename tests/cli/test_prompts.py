@@ -3,6 +3,7 @@
 import io
 import os
 import pty
+import shlex
 import socket
 import subprocess
 import sys
@@ -254,8 +255,9 @@ def test_a_text_that_comes_late_is_waited_for(
 @pytest.mark.slow
 def test_a_shell_pipes_files_and_loops(tmp_path: Path, endless: Path) -> None:
     start = "import sys; from mlxspec.cli.start import main; main()"
+    generate = [sys.executable, "-c", start, "generate", "--model", str(endless), "--json"]
     command = f"""
-    mlxspec() {{ {sys.executable} -c '{start}' generate --model {endless} --json "$@"; }}
+    mlxspec() {{ {shlex.join(generate)} "$@"; }}
     lengths() {{ sed 's/.*"prompt_tokens": \\([0-9]*\\).*/\\1/'; }}
     printf 'a b c\\n' > three.txt
     printf 'a b c\\n' | mlxspec "d e" --raw | lengths

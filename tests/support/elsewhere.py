@@ -24,7 +24,7 @@ _REPORTS = "PYTEST_XDIST_WORKER" not in os.environ
 
 if _REPORTS:
     os.environ.setdefault("SEED", str(random.randrange(10_000)))
-    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="Zoë's files ")
+    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="Zoë's (new) files ")
     atexit.register(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
     os.environ |= {"HOME": "/dev/null/home", "LC_ALL": "C", "TZ": "Pacific/Chatham"}
     os.environ |= {"COLUMNS": "47", "TERM": "dumb", "NO_COLOR": "1"}
