@@ -32,7 +32,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -390,15 +390,13 @@ def main() -> None:
     siege = Siege(queue.SimpleQueue(), tells=bool(asked.only))
     for seed in seeds:
         siege.seeds.put(seed)
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, chdir(directory):
         float32 = float32_copy(DEMO_DIRECTORY, Path(directory) / "float32")
         copy_with_tools(float32, Path(directory) / "tools")
-        os.chdir(directory)
         os.environ |= {f"MLXSPEC_{kind}_DIR": directory for kind in ("CACHE", "DATA", "CONFIG")}
         while not siege.seeds.empty():
             with serving() as running:
                 siege.of(running, 1 if asked.only else asked.clients, asked.busy)
-        os.chdir("/")
     siege.tell()
     sys.exit(bool(siege.faults))
 

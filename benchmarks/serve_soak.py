@@ -3,16 +3,17 @@
     python benchmarks/serve_soak.py [MINUTES] [--model MODEL] [--seed SEED]
 
 First the server is killed a few times, in its work and while it writes what it keeps on disk, and
-has to start again without a broken file. Then, for so many minutes (20 by default), clients send
-random requests: streamed or not, several choices, sampled with seeds, conversations that go on.
-They leave in the middle, read slowly, send what is no request, and one is a process that is
-killed. At the end Ctrl-C ends the server, and another one goes on from its files.
+has to start again without a broken file. Then, for so many minutes (20 by default), clients with
+several keys send random requests: streamed or not, several choices, sampled with seeds, long
+prompts, constraints, tools, conversations that go on. They leave in the middle, read slowly, send
+what is no request, and one is a process that is killed. At the end Ctrl-C ends the server, and
+another one goes on from its files.
 
 It checks that no request fails that should not, that complete answers are those of generations
-alone, that memory stays flat after the first quarter of the time (of 10 minutes or more), that the
-server is healthy all the time and has nothing left to do at the end. Exits with 1 if something was
-wrong. Runs with the BLAS of MLX's wheel, where several sequences in one forward get the very
-numbers that each gets alone.
+alone, that the server is healthy all the time and has nothing left to do at the end. Each minute it
+prints the server's memory by kind; none may grow from the third quarter of the time (of 10 minutes
+or more) to the last. Exits with 1 if something was wrong. Runs with the BLAS of MLX's wheel, where
+several sequences in one forward get the very numbers that each gets alone.
 """
 
 from __future__ import annotations
@@ -32,19 +33,26 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
+from contextlib import chdir, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 os.environ["MLXSPEC_OPENBLAS"] = "0"
 import httpx
-from servers import MLXSPEC, Server, event_in, server
+from servers import MLXSPEC, Server, copy_with_tools, event_in, server
 
 import mlxspec
+from mlxspec.engine.grammar import Vocabulary
 from mlxspec.eval.prompts import bundled_prompts
 from mlxspec.generation.response import GenerationResult, Transcript
-from mlxspec.server.prompts import chat_prompt, completion_prompts
+from mlxspec.loading.model_files import DEMO_DIRECTORY
+from mlxspec.server.prompts import (
+    chat_prompt,
+    compiled_constraint,
+    completion_prompts,
+    is_constrained,
+)
 from mlxspec.server.requests import parse_chat, parse_completion
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -52,10 +60,14 @@ _CLIENTS = 8
 _CONCURRENCY = 6  # fewer, so that some wait
 _CACHE_BYTES = 16 << 20  # little, so that entries have to make room
 _REQUEST_SECONDS = 120  # after which an answer is taken for lost
+_LONGEST_PROMPT = 1500  # characters, which leave room in the context for an answer
 _KILLS = 3
+_KEYS = ("one", "two", "three")  # each client has one
+_TOOLS = "tools"  # the name of the model that knows them
 _SAMPLE_SECONDS = 1.0  # between two looks at memory and health
-_LEAST_MINUTES = 10  # a quarter of which fills all that the server remembers
-_MOST_GROWTH = 1.10  # of memory, from the second quarter of the time to the last
+_TELL_SECONDS = 60.0  # between two lines about memory
+_LEAST_MINUTES = 10  # half of which fills all that the server remembers
+_MOST_GROWTH = 1.05, 5  # of memory, from the third quarter to the last: times, and MiB more
 _COMPARING = 0.5  # how long answers are generated again alone, as a share of the time before
 _LOG_END = 6000  # characters of a server's log that are shown
 _SHOWN = 20  # failures that are told
@@ -72,7 +84,8 @@ def ask(number):
     for turn in itertools.count():
         text = f"Victim {number}, turn {turn}: repeat this."
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 200, "stream": True}
-        data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", "Authorization": sys.argv[2]}
+        data = json.dumps(body).encode()
         request = urllib.request.Request(sys.argv[1], data, headers)
         with urllib.request.urlopen(request, timeout=60) as response:
             for line in response:
@@ -134,6 +147,27 @@ class Body(NamedTuple):
         return json.loads(self.json)
 
 
+class Memory(NamedTuple):
+    """The server's memory by kind, in MiB.
+
+    Attributes:
+        resident: of its processes, as the system counts it.
+        MLX: what MLX uses.
+        kept: what MLX keeps for its next arrays.
+        prefixes: of earlier prompts, a part of what MLX uses.
+        rest: what is resident and not MLX's.
+    """
+
+    resident: float
+    MLX: float
+    kept: float
+    prefixes: float
+    rest: float
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {size:.0f}" for name, size in self._asdict().items())
+
+
 class Soak:
     """The clients, and what they have seen.
 
@@ -141,6 +175,7 @@ class Soak:
         counts: what has happened, by kind.
         failures: what should not have.
         answers: complete ones, by request; all that it has got.
+        memory: of the server, in the order of time.
     """
 
     def __init__(self, running: Server, until: float, seed: int) -> None:
@@ -150,8 +185,7 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
         self.answers: dict[Body, set[tuple[tuple[Choice, ...], int]]] = defaultdict(set)
-        self.memory: list[tuple[float, float]] = []
-        """RSS and what MLX uses, in MiB, in the order of time."""
+        self.memory: list[Memory] = []
         self.slowest_health = 0.0
 
     async def run(self) -> None:
@@ -172,6 +206,7 @@ class Soak:
         acts: dict[Callable[[httpx.AsyncClient], Awaitable[None]], int] = {
             self._ask: 50,
             self._converse: 10,
+            self._call_tools: 10,
             self._leave: 20,
             self._read_slowly: 5,
             self._send_nonsense: 15,
@@ -184,7 +219,10 @@ class Soak:
             transport = httpx.AsyncHTTPTransport(verify=False, socket_options=limits)
             address = self._server.address
             async with httpx.AsyncClient(
-                transport=transport, base_url=address, timeout=_REQUEST_SECONDS
+                transport=transport,
+                base_url=address,
+                timeout=_REQUEST_SECONDS,
+                headers=with_key(self._random.choice(_KEYS)),
             ) as client:
                 for _ in range(self._random.randint(1, 10)):
                     (act,) = self._random.choices([*acts], [*acts.values()])
@@ -212,6 +250,30 @@ class Soak:
             choices = await self._complete(client, Body(CHAT, json.dumps(options)))
             messages.append({"role": "assistant", "content": choices[0].text or "-"})
 
+    async def _call_tools(self, client: httpx.AsyncClient) -> None:
+        """Let a model that knows tools call some, or choose to."""
+        self.counts["with tools"] += 1
+        names = self._random.sample(_WORDS[:6], self._random.randint(1, 3))
+        strict = self._random.random() < 0.7
+        tools = [
+            {
+                "type": "function",
+                "function": {"name": name, "parameters": random_schema(self._random)}
+                | ({"strict": True} if strict else {}),
+            }
+            for name in names
+        ]
+        one = {"type": "function", "function": {"name": names[0]}}
+        content = {
+            "model": _TOOLS,
+            "messages": [{"role": "user", "content": random_text(self._random)[:300]}],
+            "max_tokens": self._random.randint(1, 60),
+            "tools": tools,
+            "tool_choice": self._random.choice(["auto", "required", one]),
+            "parallel_tool_calls": self._random.random() < 0.5,
+        }
+        await self._complete(client, Body(CHAT, json.dumps(content)))
+
     async def _complete(self, client: httpx.AsyncClient, body: Body) -> list[Choice]:
         content = body.content
         streamed = self._random.random() < 0.6
@@ -231,7 +293,8 @@ class Soak:
         usage = next((event["usage"] for event in events if event.get("usage")), None)
         if usage is None or not all(choice.finish_reason for choice in choices):
             raise RuntimeError(f"the answer to {body.json[:300]} has no end")
-        self.answers[body].add((tuple(choices), usage["completion_tokens"]))
+        if "tools" not in body.content:
+            self.answers[body].add((tuple(choices), usage["completion_tokens"]))
         self.counts["tokens"] += usage["completion_tokens"]
         return choices
 
@@ -297,13 +360,12 @@ class Soak:
         self.counts["broken off"] += 1
         host, port = client.base_url.host, client.base_url.port
         _, writer = await asyncio.open_connection(host, port)
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 1000\r\n\r\n".encode()
-        chunked = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nTransfer-Encoding: chunked\r\n\r\nzz"
-        writer.write(
-            self._random.choice(
-                [head, head + b'{"messages":', chunked.encode(), b"\x16\x03\x01\x00", b""]
-            )
-        )
+        key = with_key(_KEYS[0])["Authorization"]
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nAuthorization: {key}\r\n"
+        long = f"{head}Content-Length: 1000\r\n\r\n"
+        chunked = f"{head}Transfer-Encoding: chunked\r\n\r\nzz"
+        sent = self._random.choice([long, long + '{"messages":', chunked, "\x16\x03\x01\0", ""])
+        writer.write(sent.encode())
         await writer.drain()
         await asyncio.sleep(self._random.random() * 0.2)
         if self._random.random() < 0.5:
@@ -324,7 +386,8 @@ class Soak:
         """A process with several requests, killed at any time."""
         while self._goes_on():
             self.counts["killed clients"] += 1
-            command = [sys.executable, "-c", _VICTIM, self._server.address + CHAT]
+            key = with_key(_KEYS[0])["Authorization"]
+            command = [sys.executable, "-c", _VICTIM, self._server.address + CHAT, key]
             process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.DEVNULL)
             await asyncio.sleep(0.5 + 3 * self._random.random())
             process.kill()
@@ -335,35 +398,35 @@ class Soak:
 
     async def _watch(self) -> None:
         """Look at health and memory."""
-        async with httpx.AsyncClient(
-            base_url=self._server.address, timeout=30, verify=False
-        ) as client:
+        started = told = time.monotonic()
+        async with self._watcher() as client:
             while self._goes_on():
-                started = time.monotonic()
+                looked = time.monotonic()
                 try:
                     health = await client.get("/health")
-                    metrics = (await client.get("/metrics")).text
+                    status = (await client.get("/status")).json()
                 except httpx.HTTPError as error:
                     self.fail(f"health: {type(error).__name__}: {error}")
                     return
-                self.slowest_health = max(self.slowest_health, time.monotonic() - started)
+                self.slowest_health = max(self.slowest_health, time.monotonic() - looked)
                 if health.status_code != 200:
                     self.fail(f"health: {health.status_code} {health.text}")
-                used = re.search(r"^mlxspec_memory_bytes (\S+)", metrics, re.MULTILINE)
-                assert used
-                self.memory.append((self._rss(), float(used[1]) / 2**20))
+                self.memory.append(memory_of(self._server, status))
+                if looked - told >= _TELL_SECONDS or len(self.memory) == 1:
+                    told = looked
+                    minutes = (looked - started) / 60
+                    print(f"  {minutes:3.0f} min, MiB: {self.memory[-1]}", flush=True)
                 await asyncio.sleep(_SAMPLE_SECONDS)
 
-    def _rss(self) -> float:
-        """The server's memory, in MiB."""
-        command = ["ps", "-o", "rss=", "-p", str(self._server.process.pid)]
-        return int(subprocess.run(command, capture_output=True, check=True).stdout) / 1024
+    def _watcher(self) -> httpx.AsyncClient:
+        """A client that sees all."""
+        return httpx.AsyncClient(
+            base_url=self._server.address, timeout=30, headers=with_key(_KEYS[0]), verify=False
+        )
 
     async def _check_idle(self) -> None:
         """Nothing may be left to do once all clients have gone."""
-        async with httpx.AsyncClient(
-            base_url=self._server.address, timeout=30, verify=False
-        ) as client:
+        async with self._watcher() as client:
             for _ in range(50):
                 left = (await client.get("/status")).json()["requests"]
                 if not left:
@@ -372,31 +435,71 @@ class Soak:
         self.fail(f"requests are left though no client is: {left}")
 
     def check_memory(self, judged: bool) -> str:
-        """The memory in each quarter of the time; judged, the last may not exceed the second."""
+        """The memory in each quarter of the time; judged, the last may not exceed the third."""
+        quarter = max(1, len(self.memory) // 4)
         told = []
-        for index, name in enumerate(("resident", "MLX")):
-            values = [sample[index] for sample in self.memory]
-            quarter = max(1, len(values) // 4)
-            before, after = median(values[quarter : 2 * quarter]), median(values[-quarter:])
-            if judged and after > before * _MOST_GROWTH:
-                self.fail(f"{name} memory grows from {before:.0f} to {after:.0f} MiB")
-            quarters = (values[quarter * n : quarter * (n + 1)] for n in range(4))
-            told.append(f"{name} {' '.join(f'{median(part or [0]):.0f}' for part in quarters)}")
+        for name in Memory._fields:
+            values = [getattr(sample, name) for sample in self.memory]
+            parts = [values[quarter * number : quarter * (number + 1)] for number in range(4)]
+            medians = [median(part or [0]) for part in parts]
+            times, more = _MOST_GROWTH
+            if judged and medians[3] > medians[2] * times + more:
+                self.fail(f"memory, {name}, grows from {medians[2]:.0f} to {medians[3]:.0f} MiB")
+            told.append(f"{name} {' '.join(f'{one:.0f}' for one in medians)}")
         return "; ".join(told)
+
+
+def memory_of(running: Server, status: dict[str, Any]) -> Memory:
+    """A server's memory, from what it tells and what the system does."""
+    used, kept = status["memory"]["active"], status["memory"]["cache"]
+    prefixes = sum(model["cache"]["bytes"] for model in status["models"])
+    resident = running.resident
+    mlx, kept, prefixes = (number / 2**20 for number in (used, kept, prefixes))
+    return Memory(resident, mlx, kept, prefixes, resident - mlx - kept)
+
+
+def with_key(key: str) -> dict[str, str]:
+    """The headers of a client with a key."""
+    return {"Authorization": f"Bearer {key}"}
 
 
 # --- requests ---
 
 
 def random_text(rng: random.Random) -> str:
-    """One of the bundled tasks, marked or shortened, or words in a row."""
+    """One of the bundled tasks, marked or shortened, or many of them, or words in a row."""
     kind = rng.random()
     task = rng.choice(bundled_prompts()).messages[0]["content"]
     if kind < 0.5:
         return f"[{rng.randint(0, 9)}] {task}"
     if kind < 0.7:
         return task[: rng.randint(5, len(task))]
+    if kind < 0.8:  # hundreds of tokens
+        tasks = rng.choices(bundled_prompts(), k=12)
+        return " ".join(one.messages[0]["content"] for one in tasks)[:_LONGEST_PROMPT]
     return " ".join(rng.choices(_WORDS, k=rng.randint(1, 80)))
+
+
+def random_schema(rng: random.Random) -> dict[str, Any]:
+    """A schema, one of more than a server keeps compiled."""
+    kinds = [{"type": "integer"}, {"type": "string"}, {"enum": ["red", "green"]}]
+    names = rng.sample(_WORDS, rng.randint(1, 3))
+    properties = {name: rng.choice(kinds) for name in names}
+    schema = {"type": "object", "properties": properties, "required": names}
+    return {**schema, "additionalProperties": False}
+
+
+def random_constraint(rng: random.Random) -> dict[str, Any]:
+    """What an answer has to be."""
+    format = {"name": "answer", "schema": random_schema(rng)}
+    constraints: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": format}},
+        {"response_format": {"type": "json_object"}},
+        {"guided_regex": rng.choice(["[a-z ]{5,40}", "(yes|no)", r"\d+(\.\d+)?"])},
+        {"guided_choice": rng.sample(_WORDS, 3)},
+        {"guided_grammar": 'start: "{" WORD ("," WORD)* "}"\nWORD: /[a-z]+/'},
+    ]
+    return rng.choice(constraints)
 
 
 def random_body(rng: random.Random, longest: int = 80) -> Body:
@@ -421,6 +524,8 @@ def random_body(rng: random.Random, longest: int = 80) -> Body:
         body["n"] = rng.randint(2, 3)
     if rng.random() < 0.2:
         body["stop"] = rng.choice([["\n"], [" the", "river"], "."])
+    if rng.random() < 0.15:
+        body.update(random_constraint(rng))
     if rng.random() < 0.1:
         body["prediction"] = {"type": "content", "content": random_text(rng)}
     if rng.random() < 0.1:
@@ -455,12 +560,17 @@ def alone(decoder: mlxspec.Decoder, body: Body) -> tuple[tuple[Choice, ...], int
     else:
         request = parse_completion(body.content)
         prompts = completion_prompts(request, tokenizer, vocab_size)
+    grammar = None
+    if is_constrained(request):
+        vocabulary = Vocabulary.of(tokenizer, vocab_size)
+        grammar = compiled_constraint(request, prompts[0], tokenizer, vocabulary)
     results = [
         _generated(
             decoder,
             prompt.tokens,
             request.max_tokens,
             sampling=request.sampling.params(vocab_size, index),
+            constraint=grammar,
             stop=(*request.stop, *prompt.stop),
             stop_tokens=(*request.stop_token_ids, *prompt.stop_tokens),
         )
@@ -503,10 +613,14 @@ def compare(soak: Soak, model: str, seconds: float) -> int:
 
 
 def serve(model: str, directory: Path) -> Any:
-    """Our server, which keeps prefixes in a directory."""
+    """Our server of a model and of the one that knows tools, which keeps prefixes in a directory.
+
+    The keys and the model with tools are in the present directory.
+    """
     limits = ["--concurrency", str(_CONCURRENCY), "--cache-bytes", str(_CACHE_BYTES)]
-    arguments = ["serve", "--model", model, "-q", "--cache-dir", str(directory), *limits]
-    return server(MLXSPEC, *arguments, openblas=False)
+    files = ["--cache-dir", str(directory), "--api-key-file", "keys"]
+    models = ["--model", model, "--model", _TOOLS]
+    return server(MLXSPEC, "serve", "-q", *models, *limits, *files, openblas=False)
 
 
 def problems_of(directory: Path, log: str) -> Iterator[str]:
@@ -537,9 +651,9 @@ def kill_again_and_again(model: str, directory: Path, rng: random.Random) -> lis
 
 
 def _wait_for_a_file(directory: Path) -> None:
-    before = {*directory.iterdir()}
+    before = {*directory.rglob("*")}
     deadline = time.monotonic() + 10
-    while {*directory.iterdir()} <= before and time.monotonic() < deadline:
+    while {*directory.rglob("*")} <= before and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
@@ -548,7 +662,7 @@ def work(address: str, rng: random.Random) -> None:
 
     async def ask() -> None:
         async with httpx.AsyncClient(
-            base_url=address, timeout=_REQUEST_SECONDS, verify=False
+            base_url=address, timeout=_REQUEST_SECONDS, headers=with_key(_KEYS[0]), verify=False
         ) as client:
             for size in (4, 12):  # the first are answered before the others come
                 bodies = [random_body(rng) for _ in range(size)]
@@ -577,7 +691,12 @@ def end(running: Server) -> Iterator[str]:
 
 def goes_on(address: str, body: Body) -> bool:
     """Whether a server finds a prompt in its files that another one has answered."""
-    answer = httpx.post(address + body.path, json=body.content, timeout=_REQUEST_SECONDS)
+    answer = httpx.post(
+        address + body.path,
+        json=body.content,
+        timeout=_REQUEST_SECONDS,
+        headers=with_key(_KEYS[0]),
+    )
     answer.raise_for_status()
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
@@ -588,19 +707,22 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
+    model = str(Path(asked.model).resolve()) if Path(asked.model).exists() else asked.model
+    with tempfile.TemporaryDirectory() as temporary, chdir(temporary):
+        copy_with_tools(DEMO_DIRECTORY, Path(_TOOLS))
+        Path("keys").write_text("\n".join(_KEYS))
         directory = Path(temporary) / "cache"
         directory.mkdir()
-        found = kill_again_and_again(asked.model, directory, random.Random(asked.seed))
+        found = kill_again_and_again(model, directory, random.Random(asked.seed))
         print(f"killed {_KILLS} times: {len(found)} problems", *found, sep="\n  ", flush=True)
         last = Body(CHAT, json.dumps({"messages": [{"role": "user", "content": "The last. " * 9}]}))
-        with serve(asked.model, directory) as running:
+        with serve(model, directory) as running:
             soak = Soak(running, time.monotonic() + asked.minutes * 60, asked.seed)
             asyncio.run(soak.run())
             goes_on(running.address, last)
             for problem in [*end(running), *problems_of(directory, running.log)]:
                 soak.fail(problem)
-        with serve(asked.model, directory) as running:
+        with serve(model, directory) as running:
             for problem in problems_of(directory, running.log):
                 soak.fail(problem)
             if not goes_on(running.address, last):
@@ -608,7 +730,7 @@ def main() -> None:
     print(*(f"{count:8} {what}" for what, count in soak.counts.most_common()), sep="\n")
     print(f"MiB in the quarters of the time: {soak.check_memory(asked.minutes >= _LEAST_MINUTES)}")
     print(f"slowest look at health and metrics: {soak.slowest_health:.2f} s", flush=True)
-    compared = compare(soak, asked.model, asked.minutes * 60 * _COMPARING)
+    compared = compare(soak, model, asked.minutes * 60 * _COMPARING)
     answers = sum(map(len, soak.answers.values()))
     print(f"{compared} of {len(soak.answers)} requests generated again ({answers} answers kept)")
     failures = [*found, *soak.failures]

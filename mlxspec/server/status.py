@@ -43,7 +43,11 @@ def status_of(worker: Worker) -> dict[str, Any]:
             }
             for served in worker.models.values()
         ],
-        "memory": {"active": mx.get_active_memory(), "peak": mx.get_peak_memory()},
+        "memory": {
+            "active": mx.get_active_memory(),
+            "cache": mx.get_cache_memory(),
+            "peak": mx.get_peak_memory(),
+        },
         "limits": worker.limits._asdict(),
         "history": metrics.history.columns(),
     }

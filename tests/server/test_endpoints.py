@@ -316,6 +316,7 @@ def test_the_server_tells_how_it_is(server: Running, client: OpenAI) -> None:
         assert http.get("/ready").json() == {"status": "ready"}
         status = http.get("/status").json()
         assert status["requests"] == []
+        assert all(status["memory"][kind] >= 0 for kind in ("active", "cache", "peak"))
         generated = status["totals"]["generated"]
         assert f"mlxspec_generated_tokens_total {generated:.1f}" in http.get("/metrics").text
 
