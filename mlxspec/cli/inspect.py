@@ -40,7 +40,8 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
 
     What a model verifies is found out by running it, not from its name: after a part of a draft
     is rejected, its caches have to be as if the accepted tokens alone had been run. So is how
-    several sequences share a forward, in which each has to get what it gets alone.
+    several sequences share a forward, in which each has to get what it gets alone, and whether a
+    prompt gives the same in whatever chunks it runs.
     """
     from ..loading.model import load
 
@@ -61,12 +62,14 @@ def _report(model: nn.Module) -> dict[str, Any]:
     weights and scales have become float32, so it is more than the checkpoint's.
     """
     from ..engine.cache_memory import cache_kinds
-    from ..engine.capability import examine, examine_joint
+    from ..engine.capability import examine, examine_chunks, examine_joint
     from ..engine.costs import machine_identity, model_identity
     from ..engine.positions import context_length
     from ..engine.target import vocabulary_size
 
-    identity, finding, joint = model_identity(model), examine(model), examine_joint(model)
+    identity, finding = model_identity(model), examine(model)
+    joint = examine_joint(model, finding.capability)
+    chunks = examine_chunks(model, finding.capability, finding.draft_end)
     return {
         "type": identity["type"],
         "parameters": identity["parameters"],
@@ -81,6 +84,8 @@ def _report(model: nn.Module) -> dict[str, Any]:
         "reason": finding.reason,
         "joint": joint.mode.value,
         "joint_reason": joint.reason,
+        "chunk_end": chunks.end,
+        "chunk_reason": chunks.reason,
         "blas": machine_identity().get("blas"),
     }
 
@@ -115,6 +120,7 @@ def _table(report: dict[str, Any]) -> Table:
         ("drafts", Text(_DRAFTS[report["tier"]], style="bold")),
         ("why", report["reason"]),
         ("sequences", f"{report['joint']}: {report['joint_reason']}"),
+        ("prompts", _chunks(report["chunk_end"], report["chunk_reason"])),
     ]
     if report["blas"]:  # on the CPU of Linux it decides what rows cost
         own = "that of MLX's wheel, in which each row costs a plain step"
@@ -125,6 +131,14 @@ def _table(report: dict[str, Any]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _chunks(end: int | None, reason: str) -> str:
+    """In which chunks prompts run."""
+    if end is None:
+        return f"in any chunks: {reason}"
+    longer = f"beyond {end:,} tokens " if end else ""
+    return f"{longer}in mlx-lm's chunks and never shared: {reason}"
 
 
 def _holds(kind: dict[str, Any]) -> str:

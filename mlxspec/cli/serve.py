@@ -310,7 +310,13 @@ def _served(
     return ServedModel(
         model_or_default(generation.model),
         decoder,
-        PrefixCache(decoder.model, kept, generation.caches, warn=note),
+        PrefixCache(
+            decoder.model,
+            kept,
+            generation.caches,
+            warn=note,
+            chunks_matter=decoder.chunks_matter,
+        ),
         memory,
         generation.drafter_arguments(),
         cast("GenerationOptions", vars(generation.caches)),

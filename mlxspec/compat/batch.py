@@ -20,7 +20,7 @@ from ..engine.caches import parts
 from ..engine.joint import JointMode
 from ..engine.params import LogitsProcessor, Sampler
 from ..engine.positions import context_length
-from ..engine.target import Progress
+from ..engine.target import Capability, Progress
 from ..errors import OptionError
 from ..generation.decoders import AutoDecoder
 from ..generation.options import GenerationOptions, Prompt, check_options, prompt_ids
@@ -137,8 +137,9 @@ def prepared(
     held = [own if cache is None else cache for cache in caches]
     in_turn = len(prompts) > 1 and decoder.joint_mode is JointMode.ALONE
     batched = _can_be_batched(model, held) and (stateful or _keeps_start(held) or in_turn)
-    # A RoPE that depends on a context's length takes no batch.
-    if batched and decoder.draft_end is None:
+    # A RoPE that depends on a context's length takes no batch, nor do rows that change each other.
+    plain = decoder.chain_capability is Capability.PLAIN
+    if batched and not plain and decoder.draft_end is None:
         args = model, decoder.tokenizer, tokens, prompt_caches, budgets
         return progress.around(partial(generate_in_batch, *args, **options))
     for name in ("prefill_batch_size", "stream"):

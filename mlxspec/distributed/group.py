@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 
 from ..draft.drafter import DraftTree
-from ..engine.capability import rounding_noise, row_error, tree_agrees
+from ..engine.capability import chunk_error, rounding_noise, row_error, tree_agrees
 from ..engine.params import CacheOptions
 from ..engine.target import Capability, Target
 from ..errors import DistributedError, MlxspecError
@@ -24,7 +24,8 @@ from .leader import Leader
 from .sharding import is_known, load_shard, share, wait_for_all
 
 TOGETHER: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (rounding_noise, row_error, tree_agrees)
+    function.__name__: function
+    for function in (chunk_error, rounding_noise, row_error, tree_agrees)
 }
 """What :meth:`.leader.Leader.run` may call at every rank."""
 

@@ -123,9 +123,9 @@ class LeadingTarget(Target):
         super().prefill(tokens, *args, **options)
         self._leader.tell("prefill", self._number, [])  # caches change for steps at its end
 
-    def _prefill_chunk(self, tokens: Sequence[int]) -> None:
-        with self._telling("_prefill_chunk", list(tokens)):
-            super()._prefill_chunk(tokens)
+    def _prefill_chunk(self, tokens: Sequence[int], ends: bool = True) -> None:
+        with self._telling("_prefill_chunk", list(tokens), ends):
+            super()._prefill_chunk(tokens, ends)
 
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
         """As :meth:`Target.forward`, and dispatched: the other ranks wait for its values."""

@@ -62,7 +62,8 @@ class Batch:
         """Whether a sequence that has not begun may do so in :meth:`begin`."""
         if self._joint is None or self._joint.mode is not JointMode.SPLIT:
             return False
-        return 0 < len(sequence.to_prefill) <= _SHORT and sequence.target.prefills_jointly
+        short = 0 < len(sequence.to_prefill) <= _SHORT
+        return short and sequence.target.prefills_jointly and not sequence.prefills_as_mlx_lm
 
     def begin(self, sequences: Several[Sequence]) -> Faults:
         """Run short prompts together, as :func:`mlxspec.engine.step.begin_together`."""

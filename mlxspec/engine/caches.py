@@ -93,6 +93,17 @@ def cached_length(caches: Iterable[Any]) -> int:
     return max((getattr(cache, "offset", 0) for cache in parts(caches)), default=0)
 
 
+def are_quantized(caches: Iterable[Any]) -> bool:
+    """Whether any of these caches is quantised."""
+    return any(isinstance(part, QuantizedKVCache) for part in parts(caches))
+
+
+def smallest_window(caches: Iterable[Any], keeping: bool = False) -> int | None:
+    """The size of the smallest window, or of those that keep the first positions; None if none."""
+    windows = [part for part in parts(caches) if isinstance(part, RotatingKVCache | WindowKVCache)]
+    return min((part.max_size for part in windows if part.keep or not keeping), default=None)
+
+
 def held_arrays(caches: Iterable[Any]) -> list[mx.array]:
     """The arrays in caches; pass :func:`parts` of them if there may be lists of caches."""
     found: list[mx.array] = []

@@ -3,7 +3,8 @@
 :func:`examine` goes through it in order: what the caches allow (:func:`cache_capability`), whether
 several rows in one forward give what they give one by one (:func:`chain_capability`), where a rule
 for positions changes so that they no longer do (:func:`draft_end`), and whether a branching step
-gives what its branches give in a row.
+gives what its branches give in a row. :func:`examine_joint` tries how several sequences share a
+forward, :func:`examine_chunks` whether prompts may run in chunks of any size.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mlx_lm.models.cache import (
 
 from ..draft.drafter import DraftTree
 from ..errors import OptionError
-from .caches import TREE_CACHES, for_steps, is_trimmable, parts
+from .caches import TREE_CACHES, for_steps, is_trimmable, parts, smallest_window
 from .joint import Joint, JointMode
 from .params import CacheOptions
 from .positions import crossings, named_positions, sparse_crossing
@@ -42,9 +43,10 @@ _PREFIX = (3, 1, 4)  # in front of a trial step
 _ROWS_DIFFER = "several rows in one forward give other logits than one by one"
 
 # What several rows do to logits by rounding alone, as a share of their spread: the most where it
-# made no difference to others, and the mean (in half precision it can send a row to other experts).
+# made no difference to others, and the most at all (in half precision it can send a row to other
+# experts, so there the mean is compared with it).
 _LEAST_ROUNDING = 1e-4
-_MEAN_ROUNDING_FLOAT32, _MEAN_ROUNDING_HALF = 1e-3, 3e-2
+_MOST_ROUNDING_FLOAT32, _MOST_ROUNDING_HALF = 1e-3, 3e-2
 
 
 @dataclass(frozen=True)
@@ -172,11 +174,15 @@ def _verifies_chains(model: nn.Module, capability: Capability) -> bool:
     several = mx.concatenate([run(drafted, draft, kept), run(drafted, after, len(after))])
     one_by_one = mx.concatenate([run(single, (token,), 1) for token in (*draft[:kept], *after)])
 
-    exact = one_by_one.dtype == mx.float32
     difference = mx.abs(several - one_by_one).astype(mx.float32)
-    spread = (mx.max(one_by_one) - mx.min(one_by_one)).astype(mx.float32)
-    bound = (_MEAN_ROUNDING_FLOAT32 if exact else _MEAN_ROUNDING_HALF) * spread
+    bound = _most_rounding(one_by_one)
     return cast(bool, (mx.mean(difference) <= bound).item())
+
+
+def _most_rounding(found: mx.array) -> mx.array:
+    """The most by which rounding alone may change these logits, in the model's own type."""
+    share = _MOST_ROUNDING_FLOAT32 if found.dtype == mx.float32 else _MOST_ROUNDING_HALF
+    return share * (mx.max(found) - mx.min(found)).astype(mx.float32)
 
 
 # --- trial steps far inside a context ---
@@ -282,12 +288,9 @@ def draft_end(model: nn.Module) -> int | None:
     def error(start: int, sample: int = 0, fill: bool = False) -> float:
         return together(row_error, model, start, sample, fill)
 
-    spacing = mx.finfo(model(mx.array([[0]]), cache=_trial_caches(model)).dtype).eps
-
     @cache
     def bound(sample: int) -> float:
-        """What rounding alone does to these tokens, with room."""
-        return 4 * error(len(_PREFIX), sample) + max(_LEAST_ROUNDING, spacing)
+        return _row_bound(model, sample)
 
     def differs(middle: int, fill: bool = False) -> bool:
         start = middle - _ROWS // 2
@@ -343,7 +346,18 @@ def row_error(model: nn.Module, start: int, sample: int, fill: bool) -> float:
     Returns:
         the greatest difference of two logits, as a share of the logits' spread.
     """
-    at_once = _context(model, start, fill)
+    return _split_error(model, _context(model, start, fill), sample)
+
+
+def _row_bound(model: nn.Module, sample: int) -> float:
+    """What rounding alone does to :func:`row_error` and :func:`chunk_error`, with room."""
+    spacing = mx.finfo(model(mx.array([[0]]), cache=_trial_caches(model)).dtype).eps
+    error = together(row_error, model, len(_PREFIX), sample, False)
+    return 4 * error + max(_LEAST_ROUNDING, spacing)
+
+
+def _split_error(model: nn.Module, at_once: list[Any], sample: int) -> float:
+    """As :func:`row_error`, on these caches."""
     apart = copy.deepcopy(at_once)
     tokens = tuple((sample + 1) * (2 * row + 1) % 11 for row in range(_ROWS))
     wide = logits(model, tokens, at_once)
@@ -383,12 +397,17 @@ def _failing_position(model: nn.Module, end: int | None) -> int | None:
 
 
 def rounding_noise(model: nn.Module) -> float:
-    """How far logits of rows computed together lie from those of the rows one by one."""
+    """How far rounding moves logits of rows computed together from those of the rows one by one.
+
+    A greater difference than rounding can make is a fault of the model's, which must not excuse
+    others: then this is the most that rounding makes.
+    """
     tokens = (*_PREFIX, 1, 5, 2, 6)
     at_once, one_by_one = _trial_caches(model), _trial_caches(model)
-    rows = logits(model, tokens, at_once)
+    rows = finite(model(mx.array(tokens)[None], cache=at_once)[0])
     singles = mx.concatenate([logits(model, (token,), one_by_one) for token in tokens])
-    return cast(float, mx.max(mx.abs(rows - singles)).item())
+    difference = mx.max(mx.abs(rows.astype(mx.float32) - singles))
+    return cast(float, mx.minimum(difference, _most_rounding(rows)).item())
 
 
 def tree_agrees(model: nn.Module, start: int, noise: float, fill: bool) -> bool:
@@ -448,17 +467,24 @@ class JointFinding:
 
 def joint_mode(model: nn.Module) -> JointMode:
     """How several sequences share one forward of the model, from :func:`examine_joint`."""
-    return examine_joint(model).mode
+    return examine_joint(model, chain_capability(model)).mode
 
 
-def examine_joint(model: nn.Module) -> JointFinding:
+def examine_joint(model: nn.Module, capability: Capability) -> JointFinding:
     """Find out with small forwards how several sequences share one forward of the model.
 
     Sequences with unequal numbers of rows are tried, the first at the beginning of a context and
     across all crossings, and compared with a forward for each.
+
+    Args:
+        model: the target.
+        capability: of drafts, from :func:`examine` or :func:`chain_capability`. With PLAIN the
+            rows of one sequence change each other already, and nothing is tried.
     """
     if hasattr(model, "leader"):
         return JointFinding(JointMode.ALONE, "the model is split over machines")
+    if capability is Capability.PLAIN:
+        return JointFinding(JointMode.ALONE, _ROWS_DIFFER)
     caches = parts(map(for_steps, make_prompt_cache(model)))
     joins = (*TREE_CACHES, ArraysCache)
     if others := [cache for cache in caches if not isinstance(cache, joins)]:
@@ -546,3 +572,64 @@ def _joint_logits(
     except (AttributeError, IndexError, TypeError, ValueError):
         return None  # the model does more with keys, masks or positions than it is prepared for
     return [found[span] for span in spans]
+
+
+# --- prompts in chunks ---
+
+
+@dataclass(frozen=True)
+class ChunkFinding:
+    """Up to which length a prompt gives the same in whatever chunks it runs.
+
+    Attributes:
+        end: in positions; None if every prompt does.
+        reason: in words.
+    """
+
+    end: int | None
+    reason: str
+
+
+def examine_chunks(model: nn.Module, capability: Capability, end: int | None) -> ChunkFinding:
+    """Find out with a few forwards whether prompts of the model may run in any chunks.
+
+    Args:
+        model: the target.
+        capability, end: from :func:`examine`. Rows that differ in a draft differ in a chunk, too.
+    """
+    if capability is Capability.PLAIN:
+        return ChunkFinding(0, _ROWS_DIFFER)
+    window = smallest_window(make_prompt_cache(model))
+    if window is not None and _windows_depend_on_chunks(model):
+        reason = "rows in one chunk see more of the window than one by one"
+        return ChunkFinding(min(window, window if end is None else end), reason)
+    if end is not None:
+        return ChunkFinding(end, f"from position {end} on {_ROWS_DIFFER}")
+    return ChunkFinding(None, "rows give the same in chunks of any size")
+
+
+def _windows_depend_on_chunks(model: nn.Module) -> bool:
+    return not any(
+        together(chunk_error, model, sample) <= _row_bound(model, sample)
+        for sample in range(_SAMPLES)
+    )
+
+
+def chunk_error(model: nn.Module, sample: int) -> float:
+    """As :func:`row_error`, on mlx-lm's own caches, whose windows are full.
+
+    Args:
+        model: the target.
+        sample: which tokens to try.
+    """
+    caches = make_prompt_cache(model)
+    logits(model, _PREFIX, caches)
+    for part in parts(caches):
+        if isinstance(part, RotatingKVCache) and part.keys is not None:
+            size, held = part.max_size, part.keys.shape[2]
+            keys, values = (_filled(own, max(0, size - held)) for own in (part.keys, part.values))
+            # One position among thousands would hardly show: those that go first weigh more.
+            weights = mx.where(mx.arange(keys.shape[2]) < 2 * _ROWS, size / (2 * _ROWS), 1)
+            values = (values * weights[:, None]).astype(values.dtype)
+            part.state = keys, values, 2 * size, part.keep, size, keys.shape[2]
+    return _split_error(model, caches, sample)

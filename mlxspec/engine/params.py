@@ -274,6 +274,16 @@ class CacheOptions:
                 f"prefill_step_size is {self.prefill_step_size}: process 1 token or more at a time"
             )
 
+    @property
+    def quantized_at(self) -> int:
+        """The length at which mlx-lm quantises the cache of every prompt that is as long.
+
+        It does so after the first chunk that reaches the start. Shorter prompts are quantised at
+        their own end or later.
+        """
+        step = self.prefill_step_size
+        return max(1, math.ceil(self.quantized_kv_start / step)) * step
+
 
 def _check_numbers(params: SamplingParams | CacheOptions) -> None:
     """Refuse what is no number, and fractions where tokens or bits are counted."""

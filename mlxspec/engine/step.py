@@ -8,7 +8,8 @@ from collections import abc
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -49,6 +50,8 @@ class Sequence:
         draft_end: called once the context comes near that; returns the position from which on
             nothing is drafted, or None if there is none.
         grammar: what constrains the output, at its beginning; None without a constraint.
+        chunks_matter: told how many positions the prompt has and the target's caches, whether it
+            gives something else in other chunks than mlx-lm's.
 
     Attributes:
         length: positions of the context, the last token included.
@@ -71,6 +74,7 @@ class Sequence:
         first_crossing: int = sys.maxsize,
         draft_end: Callable[[], int | None] = lambda: None,
         grammar: GrammarState | None = None,
+        chunks_matter: Callable[[int, list[Any]], bool] = lambda length, caches: False,
     ) -> None:
         self.prompt = tuple(prompt)  # a copy, which no drafter can change
         self.target = target
@@ -88,6 +92,7 @@ class Sequence:
         self._n_cached = n_cached
         self._first_crossing = first_crossing
         self._draft_end = draft_end
+        self._chunks_matter = chunks_matter
         self._steps = 0
         self._open = False
         self._uncounted = 0.0  # seconds that the drafter's last ``observe`` took
@@ -96,19 +101,20 @@ class Sequence:
         """Run the prompt, all but its last token."""
         self.open_drafter()
         with mx.stream(generation_stream):
-            self.target.prefill(self.to_prefill, on_progress)
+            self.target.prefill(self.to_prefill, on_progress, self.prefills_as_mlx_lm)
 
     def begin_in_chunks(self, chunk: Callable[[], int]) -> Generator[tuple[int, int], None, None]:
         """As :meth:`begin`, but run a chunk each time the next progress is asked for.
 
         Args:
-            chunk: returns how many tokens to run next.
+            chunk: returns how many tokens to run next; not asked with ``prefills_as_mlx_lm``.
 
         Yields:
             the number of prompt tokens processed so far and the number in all.
         """
         self.open_drafter()
-        with closing(self.target.prefill_in_chunks(self.to_prefill, chunk)) as progress:
+        chunks = self.target.prefill_in_chunks(self.to_prefill, chunk, self.prefills_as_mlx_lm)
+        with closing(chunks) as progress:
             while True:
                 with mx.stream(generation_stream):
                     done = next(progress, None)
@@ -120,6 +126,11 @@ class Sequence:
         """Tell the drafter of the prompt: what a sequence begins with."""
         self.drafter.begin(list(self.prompt))
         self._open = True
+
+    @cached_property
+    def prefills_as_mlx_lm(self) -> bool:
+        """Whether the prompt has to run in mlx-lm's chunks; to be asked before it has begun."""
+        return self._chunks_matter(self.length - 1, self.target.cache)
 
     @property
     def to_prefill(self) -> tuple[int, ...]:

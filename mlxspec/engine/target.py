@@ -13,13 +13,14 @@ from typing import Any, NamedTuple, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from ..draft.drafter import DraftTree
 from .caches import (
     Kept,
     Snapshot,
     TreeKVCache,
+    are_quantized,
     cached_length,
     can_be_cut,
     check_cut,
@@ -121,6 +122,7 @@ class Target:
         length: positions of the context that the target has seen, pending ones included.
         pending: accepted tokens that the caches do not hold (REPLAY).
         mark_at: a length at which the next prefill makes a mark, too; 0 for none.
+        chunks_from: the length from which mlx-lm would have counted its chunks.
     """
 
     def __init__(
@@ -139,13 +141,13 @@ class Target:
         self.pending: tuple[int, ...] = ()
         self.mark_at = 0
         self.options = options or CacheOptions()
-        quantized = any(isinstance(part, QuantizedKVCache) for part in parts(cache or ()))
-        self._quantizes_later = self.options.kv_bits is not None and not quantized
+        self._quantizes_later = self.options.kv_bits is not None and not are_quantized(cache or ())
         self._replays = capability in (Capability.REPLAY, Capability.PLAIN)
         if cache is None:
             cache = make_prompt_cache(model, self.options.max_kv_size)
         self.use(list(cache))
         self.length = cached_length(self.cache)
+        self.chunks_from = self.length
         self._tree: DraftTree
         """The rows of the last forward."""
         self.mask = OpenMask()
@@ -171,56 +173,83 @@ class Target:
             depth = min(depth, self.options.quantized_kv_start - 2 - self.length)
         return max(0, depth)
 
-    def prefill(self, tokens: Sequence[int], on_progress: Progress | None = None) -> None:
-        """Put prompt tokens into the caches, ``prefill_step_size`` of the options at a time."""
-        for done in self.prefill_in_chunks(tokens):
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        on_progress: Progress | None = None,
+        as_mlx_lm: bool = False,
+    ) -> None:
+        """Put prompt tokens into the caches, ``prefill_step_size`` of the options at a time.
+
+        Args:
+            tokens: of the prompt.
+            on_progress: called before each chunk, and at the end.
+            as_mlx_lm: as for :meth:`prefill_in_chunks`.
+        """
+        for done in self.prefill_in_chunks(tokens, as_mlx_lm=as_mlx_lm):
             if on_progress:
                 on_progress(done, len(tokens))
 
     def prefill_in_chunks(
-        self, tokens: Sequence[int], chunk: Callable[[], int] | None = None
+        self,
+        tokens: Sequence[int],
+        chunk: Callable[[], int] | None = None,
+        as_mlx_lm: bool = False,
     ) -> Generator[int, None, None]:
         """Put prompt tokens into the caches, a chunk each time the next number is asked for.
 
         The first prefill runs on mlx-lm's own caches; at its end, or when it is closed, trimmable
-        ones replace them.
+        ones replace them. Whatever the chunks, caches are quantised where mlx-lm's chunks end.
 
         Args:
             tokens: of the prompt.
             chunk: returns the size of the next chunk, if that is to be smaller than
-                ``prefill_step_size`` of the options; not asked where the cache is to be quantised
-                between two chunks.
+                ``prefill_step_size`` of the options.
+            as_mlx_lm: run mlx-lm's chunks, since others would give something else. Then ``chunk``
+                is not asked, and the only mark is at the end.
 
         Yields:
             how many tokens are done: before each chunk, and at the end.
         """
-        marks = self._marks.maxlen and not all(
-            map(is_trimmable_anywhere, parts(map(for_steps, self.cache)))
-        )
-        early = max(0, len(tokens) - _AFTER_MARK)
-        wanted = self.mark_at - self.length
-        places = {early, *([wanted] if 0 < wanted < early else [])} if marks else set()
-        start = 0
+        places = self._marks_within(len(tokens), as_mlx_lm)
+        step, start = self.options.prefill_step_size, 0
+        due = self.length + len(tokens) >= self.options.quantized_kv_start
+        aligned = self._quantizes_later and due
         try:
             while start < len(tokens):
                 if start in places:  # before the pause, in which others may look for it
                     self.mark()
                 yield start
-                size = self.options.prefill_step_size
-                if chunk and not self._quantizes_later:
+                size = step - (self.length - self.chunks_from) % step if aligned else step
+                if chunk and not as_mlx_lm:
                     size = min(size, chunk())
                 following = (place for place in places if place > start)
                 end = min(start + size, len(tokens), *following)
-                self._prefill_chunk(tokens[start:end])
+                self._prefill_chunk(tokens[start:end], end == len(tokens))
                 start = end
+            if not tokens and self.length > self.chunks_from:
+                self._quantize_if_due()  # a copied beginning was the whole prompt
+            if start in places:
+                self.mark()
         finally:
             self._change_for_steps()
         yield start
 
+    def _marks_within(self, tokens: int, as_mlx_lm: bool) -> set[int]:
+        """Where a prefill of so many tokens makes marks."""
+        caches = parts(map(for_steps, self.cache))
+        if not tokens or not self._marks.maxlen or all(map(is_trimmable_anywhere, caches)):
+            return set()
+        if as_mlx_lm:
+            return {tokens}
+        early = max(0, tokens - _AFTER_MARK)
+        wanted = self.mark_at - self.length
+        return {early, *([wanted] if 0 < wanted < early else [])}
+
     @property
     def quantized(self) -> bool:
         """Whether a cache is quantised, or will be."""
-        return self._quantizes_later or any(hasattr(cache, "bits") for cache in parts(self.cache))
+        return self._quantizes_later or are_quantized(self.cache)
 
     @property
     def prefills_jointly(self) -> bool:
@@ -252,7 +281,8 @@ class Target:
         """All that the caches hold."""
         return held_arrays(parts(self.cache))
 
-    def _prefill_chunk(self, tokens: Sequence[int]) -> None:
+    def _prefill_chunk(self, tokens: Sequence[int], ends: bool = True) -> None:
+        """Run tokens of a prompt, whose last ones they are if it ``ends`` with them."""
         before, length = Snapshot(self._untrimmable), self.length + len(tokens)
         try:
             self.model(mx.array(list(tokens))[None], cache=self.cache)
@@ -260,7 +290,8 @@ class Target:
         except BaseException:  # an interrupt in the middle of the layers
             before.restore()
             raise
-        self._quantize_if_due()
+        if ends or (length - self.chunks_from) % self.options.prefill_step_size == 0:
+            self._quantize_if_due()
         mx.eval([cache.state for cache in self.cache])
         mx.clear_cache()
 

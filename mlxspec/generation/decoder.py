@@ -16,13 +16,15 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..draft.custom import checked_drafter
 from ..draft.drafter import Drafter, NoDraft
 from ..draft.forced import with_forced
+from ..engine.caches import smallest_window
 from ..engine.capability import (
     capability_with,
     chain_capability,
     draft_end,
+    examine_chunks,
+    examine_joint,
     find_capability,
     first_crossing,
-    joint_mode,
 )
 from ..engine.chooser import Chooser
 from ..engine.costs import KeptCosts, costs_for
@@ -140,7 +142,7 @@ class Decoder:
     @cached_property
     def joint_mode(self) -> JointMode:
         """How several sequences share one forward; found out with small forwards."""
-        mode = joint_mode(self.model)
+        mode = examine_joint(self.model, self.chain_capability).mode
         _log.info("how several sequences share forwards: %s", mode.value)
         return mode
 
@@ -152,6 +154,31 @@ class Decoder:
         Found out with a few forwards, once a context comes near such a change.
         """
         return draft_end(self.model)
+
+    @cached_property
+    def _chunk_end(self) -> int | None:
+        """The length up to which a prompt gives the same in any chunks; None if all do."""
+        return examine_chunks(self.model, self.chain_capability, self.draft_end).end
+
+    def chunks_matter(self, length: int, caches: Sequence[Any]) -> bool:
+        """Whether a prompt gives something else in other chunks than mlx-lm's.
+
+        Such a prompt runs in those, whatever runs beside it, and shares no prefix. Most models
+        have none.
+
+        Args:
+            length: in positions, those that the caches hold already included.
+            caches: mlx-lm's, or a target's, for the prompt.
+        """
+        if self.chain_capability is Capability.PLAIN:
+            return True
+        # mlx-lm's mask hides the first positions, which such a cache keeps, from rows of a chunk.
+        bound = smallest_window(caches, keeping=True)
+        if bound is not None and length > bound:
+            return True
+        if length <= min(self._first_crossing, smallest_window(caches) or length):
+            return False  # so nothing has to be tried
+        return self._chunk_end is not None and length > self._chunk_end
 
     @cached_property
     def vocab_size(self) -> int:
@@ -415,6 +442,7 @@ class Decoder:
                 first_crossing=self._first_crossing,
                 draft_end=lambda: self.draft_end,
                 grammar=grammar,
+                chunks_matter=self.chunks_matter,
             )
 
         owner = around(self._owner(tokens, drafter, checked), tokens)

@@ -86,8 +86,9 @@ class Scheduler:
         decoder: its model, tokenizer and drafter are used.
         max_active: how many generations run at once at most, without paused ones; others wait.
         stall: seconds for which running generations may wait for others' prompts between two
-            steps. Chunks are made so long by the speed of those before. With ``math.inf`` nobody
-            reads the answers as they come, and all that counts is the time that they take
+            steps. Chunks are made so long by the speed of those before, except of prompts that
+            would give something else then (``chunks_matter`` of the decoder). With ``math.inf``
+            nobody reads the answers as they come, and all that counts is the time that they take
             together: prompts run first, and no generation minds waiting for others' drafts.
 
     Raises:

@@ -15,7 +15,14 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..draft.context_index import ContextIndex, common_length
-from ..engine.caches import can_be_cut, first_positions, for_steps, held_arrays, parts
+from ..engine.caches import (
+    are_quantized,
+    can_be_cut,
+    first_positions,
+    for_steps,
+    held_arrays,
+    parts,
+)
 from ..engine.capability import capability_with
 from ..engine.params import CacheOptions
 from ..engine.prompt_cache import as_mlx_lms
@@ -60,8 +67,9 @@ class Session:
     document that ``mlxspec cache-prompt`` has cached.
 
     What a quantised cache holds depends on the conversation's turns, as with mlx-lm: in a single
-    prefill it would be quantised at another position. In a cache that ``max_kv_size`` bounds, a
-    prompt's rows see the first positions, which are kept; mlx-lm's mask hides these from them.
+    prefill it would be quantised at another position. So does what a model holds for which
+    ``mlxspec inspect`` says that chunks matter, and what ``max_kv_size`` bounds: there the rows of
+    a later turn see the first positions, which are kept; mlx-lm's mask hides these from them.
 
     Args:
         cache: mlx-lm's caches to begin with, from :func:`mlxspec.load_prompt_cache`; they
@@ -144,6 +152,12 @@ class Session:
         return self._lent[0].length if self._lent else len(self._tokens)
 
     @property
+    def quantized(self) -> bool:
+        """Whether what is kept is quantised by now, also while the session is in use."""
+        target = self._lent[0] if self._lent else self._target
+        return are_quantized(target.cache if target else self._first_cache)
+
+    @property
     def nbytes(self) -> int:
         """The memory of what is kept in MLX's arrays, between two generations."""
         held = self._target.kept_arrays if self._target else held_arrays(parts(self._first_cache))
@@ -215,7 +229,7 @@ class Session:
             lent, self._first_cache = list(self._first_cache), ()
             target = new(capability_with(lent, capability), cache=lent)
             target.prefill([])  # its caches can be cut from now on
-            target.length = len(tokens)
+            target.length, target.chunks_from = len(tokens), 0
             target.mark()
         if target is None or not _serves(target, model, capability, options):
             return new(capability)

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -91,6 +91,7 @@ class PrefixCache:
         max_bytes: how much memory entries may take that are not in use. Those that were used
             longest ago make room.
         options: of the caches; all generations have the same.
+        chunks_matter: the decoder's, which says which prompts share nothing. By default all do.
         warn: called with a line about a file that cannot be used or written.
 
     Attributes:
@@ -106,16 +107,19 @@ class PrefixCache:
         max_bytes: int,
         options: CacheOptions | None = None,
         warn: Callable[[str], object] = lambda line: None,
+        chunks_matter: Callable[[int, list[Any]], bool] = lambda length, caches: False,
     ) -> None:
         self.max_bytes = max_bytes
         self.hits = self.misses = self.forks = self.evictions = 0
         self._model = model
         self._options = options or CacheOptions()
         self._warn = warn
+        self._chunks_matter = chunks_matter
         self._trees: dict[str, RadixTree[_Entry]] = {}
         self._idle: dict[_Entry, None] = {}
         """The one that was used last is the last."""
-        self._lent: dict[Session, _Entry] = {}
+        self._lent: dict[Session, _Entry | None] = {}
+        """None for a session that shares nothing."""
         self._files: set[Path] = set()
         self._checked: dict[Path, int] = {}
         """Files that were there at the start and are whole; when each had been written."""
@@ -141,6 +145,11 @@ class PrefixCache:
             prompt: token ids.
             partition: such as the client's key. Entries of others are never used.
         """
+        if self._shares_nothing(prompt):
+            self.misses += 1
+            session = Session()
+            self._lent[session] = None
+            return session
         tokens, name = array("i", prompt), _digest(partition)
         entry, length, moves = self._best(tokens, name)
         if entry and moves:
@@ -176,6 +185,8 @@ class PrefixCache:
         Whoever waits with :meth:`lend` until this is no longer so saves running it again. Of
         several requests that come at once with one long beginning, all but the first should.
         """
+        if self._shares_nothing(prompt):
+            return False
         tokens, name = array("i", prompt), _digest(partition)
         now: int | None = None
         for common, entry in self._tree(name).matches(tokens):
@@ -185,6 +196,10 @@ class PrefixCache:
             if not entry.lent:
                 continue
             assert entry.session
+            options, last = self._options, entry.n_prompt - 1
+            quantizes = options.kv_bits is not None and last >= options.quantized_kv_start
+            if quantizes and not self._quantized_alike(entry, common):
+                continue
             coming = common
             if not self._cuttable:  # it will be marked near its end, and can be copied there alone
                 marks = (entry.branch, len(entry.tokens) - 1 - _OPENING)
@@ -201,11 +216,15 @@ class PrefixCache:
     def give_back(self, session: Session) -> None:
         """Keep what a session holds, after its generation has ended in whatever way."""
         lent = self._lent.pop(session)
+        if lent is None:
+            return
         self._tree(lent.partition).remove(lent.tokens, lent)
         tokens = array("i", session.tokens)
         entry = _Entry(tokens, min(lent.n_prompt, len(tokens)), lent.partition, session)
         entry.nbytes = session.nbytes
         if not tokens or entry.nbytes > self.max_bytes or self._is_in_another(entry):
+            return
+        if session.quantized and not self._quantized_alike(lent, len(tokens)):
             return
         for shorter in self._tree(entry.partition).prefixes(tokens):
             length = len(shorter.tokens)
@@ -259,12 +278,22 @@ class PrefixCache:
                     continue
             assert entry.session
             reached = entry.session.reach(usable)
+            if entry.session.quantized and not self._quantized_alike(entry, reached):
+                continue
             continues = self._continues(entry, common)
             if reached and (reached, continues) > (length, moves):
                 best, length, moves = entry, reached, continues
         for entry in unusable:
             self._remove(entry)
         return best, length, moves
+
+    def _shares_nothing(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt has to run as a whole, since what it gives depends on its chunks."""
+        return self._chunks_matter(len(prompt) - 1, self._caches)
+
+    def _quantized_alike(self, entry: _Entry, length: int) -> bool:
+        """Whether an entry is quantised where every prompt with so many of its tokens is."""
+        return min(entry.n_prompt - 1, length) >= self._options.quantized_at
 
     def _continues(self, entry: _Entry, common: int) -> bool:
         """Whether nobody will miss what an entry holds beyond its first ``common`` tokens.
@@ -322,8 +351,12 @@ class PrefixCache:
     @cached_property
     def _cuttable(self) -> bool:
         """Whether a copy can be taken of any number of a cache's first positions."""
-        caches = make_prompt_cache(self._model, self._options.max_kv_size)
-        return all(map(is_trimmable_anywhere, parts(map(for_steps, caches))))
+        return all(map(is_trimmable_anywhere, parts(map(for_steps, self._caches))))
+
+    @cached_property
+    def _caches(self) -> list[Any]:
+        """Empty ones, such as every prompt begins with."""
+        return make_prompt_cache(self._model, self._options.max_kv_size)
 
     # --- on disk ---
 
@@ -451,8 +484,7 @@ class PrefixCache:
     @cached_property
     def _fingerprint(self) -> str:
         """Tells models and cache options apart, fine-tuned models too."""
-        options = asdict(self._options)
-        del options["prefill_step_size"]
+        options = asdict(self._options)  # the step size, too: it says what was quantised where
         versions = [version("mlx"), version("mlx-lm")]
         told = json.dumps([_FORMAT, model_identity(self._model)["digest"], options, versions])
         digest = hashlib.sha256(told.encode())

@@ -24,6 +24,7 @@ def test_the_demo_model_verifies_trees() -> None:
     assert (report["layers"], report["vocabulary"], report["context"]) == (6, 4096, 1024)
     assert report["parameters"] == 5475584
     assert report["joint"] == "joint"
+    assert report["chunk_end"] is None
     assert "what it gets alone" in report["joint_reason"]
 
 
@@ -47,7 +48,9 @@ def test_the_demo_model_verifies_trees() -> None:
                 "takes the rows of one",
             ],
         ),
-        ("deepseek_v32", ["2 × KVCache", "several continuations"]),
+        ("deepseek_v32", ["2 × KVCache", "several continuations", "in any chunks"]),
+        ("plamo3", ["beyond 16 tokens in mlx-lm's chunks and never shared: rows"]),
+        ("phi3small", ["one at a time: several rows", "prompts       in mlx-lm's chunks"]),
         ("qwen3_next", ["3 × ArraysCache", "1 × KVCache"]),
     ],
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,15 +13,19 @@ import mlx.nn as nn
 import mlx_lm.models
 import pytest
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine.capability import (
     Capability,
     Finding,
     examine,
+    examine_chunks,
     examine_joint,
     finite,
+    logits,
 )
+from mlxspec.engine.joint import JointMode
 from mlxspec.engine.sampling import SamplingParams
 from tests.support.architecture_settings import WINDOW
 from tests.support.architecture_table import notes, row
@@ -35,6 +41,7 @@ SHORT_PROMPT = [7, 3, 9, 3]
 LONG_PROMPT = [(7 * i * i + 3 * i) % 64 for i in range(2 * WINDOW + 5)]  # the window has wrapped
 MAX_TOKENS = examples(28, long=60)  # the window wraps in the middle of drafts
 ODD_TOKEN = 5
+ODD_TOKENS = (5, 9, 2)
 JOINT_SAMPLE = ("gemma3", "gemma2", "ministral3", "llama4", "falcon_h1", "rwkv7", "baichuan_m1")
 
 
@@ -92,7 +99,46 @@ def test_architecture(name: str) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES if LONG else JOINT_SAMPLE)
 def test_the_page_says_how_several_sequences_share_a_forward(name: str) -> None:
     model, finding = examined(name)
-    assert row(ARCHITECTURES[name], finding, examine_joint(model)) in published_page()
+    assert row(ARCHITECTURES[name], finding, model) in published_page()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_nothing_passes_where_rows_together_differ_by_more_than_rounding(name: str) -> None:
+    model, finding = examined(name)
+    tokens = (3, 1, 4, 1, 5, 2, 6)
+    together = logits(model, tokens, make_prompt_cache(model))
+    caches = make_prompt_cache(model)
+    apart = mx.concatenate([logits(model, (token,), caches) for token in tokens])
+    noise, spread = mx.max(mx.abs(together - apart)), mx.max(apart) - mx.min(apart)
+    if (noise > 1e-3 * spread).item():
+        assert finding.capability is Capability.PLAIN
+        assert examine_joint(model, finding.capability).mode is JointMode.ALONE
+
+
+def test_no_page_says_plain_beside_joint() -> None:
+    rows = [line.split(" | ") for line in published_page() if line.startswith("| ")]
+    assert {joint for *_, drafts, _, joint, _ in rows if drafts == "plain"} == {"one at a time"}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_prompts_give_the_same_in_any_chunks_that_are_allowed(name: str) -> None:
+    model, finding = examined(name)
+    end = examine_chunks(model, finding.capability, finding.draft_end).end
+    last = min(len(LONG_PROMPT), sys.maxsize if end is None else end)
+
+    def after(*cuts: int) -> mx.array:
+        caches, places = make_prompt_cache(model), [0, *cuts, last]
+        for begin, stop in pairwise(places):
+            model(mx.array([LONG_PROMPT[begin:stop]]), cache=caches)
+            mx.eval([cache.state for cache in caches])
+        return logits(model, ODD_TOKENS, caches)
+
+    if last > 0:
+        whole = after()
+        for cuts in ((last // 4,), (3, last // 2, last - 3)):
+            assert mx.max(mx.abs(after(*cuts) - whole)).item() < 1e-4
+    else:
+        assert finding.capability is Capability.PLAIN
 
 
 def test_the_page_names_every_architecture_that_mlx_lm_has() -> None:

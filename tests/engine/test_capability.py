@@ -8,7 +8,16 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.engine.capability import Capability, cache_capability, chain_capability, examine
+from mlxspec.engine.capability import (
+    Capability,
+    cache_capability,
+    chain_capability,
+    examine,
+    examine_joint,
+    logits,
+    rounding_noise,
+)
+from mlxspec.engine.joint import JointMode
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import HostileDrafter
 from tests.support.harness import assert_same_output, run
@@ -69,3 +78,16 @@ def test_a_model_whose_rows_disturb_each_other_verifies_nothing(
     monkeypatch.setattr(llama, "create_attention_mask", lambda *_, **__: None)  # rows see all
     assert chain_capability(model) is Capability.PLAIN
     assert "than one by one" in examine(model).reason
+    joint = examine_joint(model, Capability.PLAIN)
+    assert joint.mode is JointMode.ALONE
+    assert "than one by one" in joint.reason
+
+
+@pytest.mark.parametrize("name", ["phi3small", "llama3"])
+def test_a_fault_does_not_pass_as_rounding(name: str) -> None:
+    model = ARCHITECTURES[name].model()
+    found = logits(model, (3, 1, 4), make_prompt_cache(model))
+    assert rounding_noise(model) < 2e-3 * (mx.max(found) - mx.min(found)).item()
+    # Nor does it hide that a joint forward differs, were the model to pass so far.
+    alone = examine_joint(model, Capability.CHAIN).mode is JointMode.ALONE
+    assert alone == (name == "phi3small")

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.architectures import KINDS_OF_CACHES as KINDS
 from tests.support.demo import endless_tokenizer
 from tests.support.examples import examples
+from tests.support.random_models import scaled_rope
 
 ENOUGH = 1 << 30
 CUTTABLE = ("plain", "latent", "lists")
@@ -43,9 +45,33 @@ each_kind = pytest.mark.parametrize(
 )
 
 
+OTHERS = {
+    "wide": replace(ARCHITECTURES["llama3"], config={"head_dim": 32}),
+    "dynamic": replace(
+        ARCHITECTURES["llama3"],
+        config={**scaled_rope("dynamic", factor=4.0), "max_position_embeddings": 32},
+    ),
+    "rows that change each other": ARCHITECTURES["phi3small"],
+    "other mask": ARCHITECTURES["plamo3"],
+    "boundable": ARCHITECTURES["qwen3"],  # mlx-lm's Llama heeds no bound
+}
+QUANTISED = {"kv_bits": 8, "kv_group_size": 32, "prefill_step_size": 32}
+CACHES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: (kind, {}) for kind in KINDS},
+    "in steps": ("state and window", {"prefill_step_size": 32}),
+    "bounded": ("boundable", {"max_kv_size": 48}),
+    "bounded in steps": ("latent", {"max_kv_size": 24, "prefill_step_size": 32}),
+    "quantised": ("wide", {**QUANTISED, "quantized_kv_start": 0}),
+    "quantised later": ("wide", {**QUANTISED, "quantized_kv_start": 40}),
+    **{kind: (kind, {"prefill_step_size": 40}) for kind in OTHERS},
+}
+"""Kinds of caches and options, of which some depend on the chunks of prompts."""
+
+
 @cache
 def decoder_of(kind: str) -> mlxspec.Decoder:
-    return mlxspec.Decoder(ARCHITECTURES[KINDS[kind]].model(), endless_tokenizer())
+    architecture = OTHERS[kind] if kind in OTHERS else ARCHITECTURES[KINDS[kind]]
+    return mlxspec.Decoder(architecture.model(), endless_tokenizer())
 
 
 def tokens_of(n: int, seed: int = 0) -> list[int]:
@@ -61,7 +87,11 @@ class Requests:
         self.decoder = decoder_of(kind) if isinstance(kind, str) else kind
         self.lines: list[str] = []
         self.cache = PrefixCache(
-            self.decoder.model, max_bytes, CacheOptions(**options), self.lines.append
+            self.decoder.model,
+            max_bytes,
+            CacheOptions(**options),
+            self.lines.append,
+            self.decoder.chunks_matter,
         )
         self.scheduler = Scheduler(self.decoder)
         self.options = options
@@ -280,13 +310,41 @@ def test_a_mere_beginning_of_another_entry_is_dropped() -> None:
 
 
 def test_eight_bits_a_value_can_be_shared_from_where_they_begin() -> None:
-    wide = replace(ARCHITECTURES["llama3"], config={"head_dim": 32})
-    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 100}
-    requests = Requests(mlxspec.Decoder(wide.model(), endless_tokenizer()), **options)
+    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 90}
+    requests = Requests("wide", **options, prefill_step_size=50)  # quantised after 100 tokens
     system = tokens_of(120)
     requests.answer([*system, *tokens_of(30, 1)])
     assert requests.answer([*system, *tokens_of(30, 2)]).reused == len(system)
-    assert requests.answer([*system[:90], *tokens_of(30, 3)]).reused == 0
+    assert requests.answer([*system[:95], *tokens_of(30, 3)]).reused == 0
+    # One that is quantised at its own end leaves nothing to others, and they nothing to it.
+    requests.answer(system[:95])
+    assert requests.answer(system[:95]).reused == 0
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_where_a_prompts_end_is_quantised_a_later_one_begins_anew(bits: int) -> None:
+    requests = Requests("wide", kv_bits=bits, kv_group_size=32, quantized_kv_start=0)
+    system = tokens_of(60)
+    for own in range(3):
+        requests.answer([*system, *tokens_of(20, own)])
+    assert requests.cache.entries == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [("boundable", 40), ("latent", 40), ("other mask", None)]
+)
+def test_prompts_that_a_window_holds_are_shared_and_longer_ones_are_not(
+    kind: str, size: int | None
+) -> None:
+    requests = Requests(kind, max_kv_size=size)
+    long = tokens_of(90)
+    requests.answer(long)
+    assert requests.cache.entries == 0
+    assert requests.answer([*long[:80], 4]).reused == 0
+    if size:
+        requests.answer([*long[:30], 9])
+        assert requests.answer([*long[:30], 5, 6]).reused == 30
+    assert requests.answer([*long[:30], *tokens_of(60, 1)]).reused == 0
 
 
 # --- memory ---
@@ -376,13 +434,20 @@ steps = st.tuples(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("caches", CACHES)
 @settings(max_examples=examples(6), deadline=None, derandomize=True)
-@given(st.lists(steps, min_size=8, max_size=24), st.sampled_from([ENOUGH, 300_000]))
+@given(
+    st.lists(steps, min_size=8, max_size=24),
+    st.sampled_from([ENOUGH, 300_000]),
+    st.lists(st.integers(1, 60), min_size=1, max_size=5),
+)
 def test_whatever_runs_beside_and_before_a_request_its_answer_is_its_own(
-    kind: str, schedule: list, max_bytes: int
+    caches: str, schedule: list, max_bytes: int, chunks: list[int]
 ) -> None:
-    requests = Requests(kind, max_bytes)
+    kind, options = CACHES[caches]
+    requests = Requests(kind, max_bytes, **options)
+    sizes = cycle(chunks)  # as others leave time for them
+    requests.scheduler._chunk = lambda: next(sizes)
     contexts: list[list[int]] = [tokens_of(40)]
     started: list[Request] = []
     for number, (change, which, share, own, n) in enumerate(schedule):

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import mlxspec  # isort: skip  # noqa: F401  (before mlx.core)
 
+import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING
 
 from mlxspec.engine.caches import parts
-from mlxspec.engine.capability import Finding, JointFinding, examine, examine_joint
+from mlxspec.engine.capability import Finding, examine, examine_chunks, examine_joint
 from tests.support.architectures import ARCHITECTURES, Architecture
 from tests.support.rarer_architectures import NOT_TRIED
 
@@ -24,20 +25,26 @@ out for any model. **tree**: branching drafts. **chain**: one continuation. **re
 continuation, and after a rejection the accepted tokens run once more with the next step.
 **plain**: no drafts, token by token.
 
-The last column says how several sequences share a forward. **joint**: attention is computed for
+The column of several sequences says how they share a forward. **joint**: attention is computed for
 each by itself, recurrent blocks for those with equally many rows, all else for the rows of all.
 **joint with a block mask**: attention sees the keys of all, under a mask that hides each from the
 others. **one at a time**: each has forwards of its own.
 
-| Models | mlx-lm's architecture | caches | drafts | why | several sequences |
-|---|---|---|---|---|---|
+The last column says in which chunks prompts may run. **any**: the answer is the same in all.
+**mlx-lm's**: in others the answer may be another one, so they run in mlx-lm's, and the server
+shares no part of them. This holds for all prompts where no drafts are verified, for those longer
+than the window where rows see more of it in one chunk, and otherwise for those that go beyond the
+position named.
+
+| Models | mlx-lm's architecture | caches | drafts | why | several sequences | chunks |
+|---|---|---|---|---|---|---|
 """
 
 
 def page() -> str:
     """The page as Markdown."""
     rows = [
-        row(architecture, examine(model), examine_joint(model))
+        row(architecture, examine(model), model)
         for architecture in ARCHITECTURES.values()
         for model in (architecture.model(),)
     ]
@@ -56,16 +63,21 @@ def notes() -> list[str]:
     ]
 
 
-def row(architecture: Architecture, finding: Finding, joint: JointFinding | None = None) -> str:
-    """One architecture's line, or its beginning where ``joint`` is not given."""
+def row(architecture: Architecture, finding: Finding, model: nn.Module | None = None) -> str:
+    """One architecture's line, or its beginning where the model is not given to be tried."""
     caches = sorted(
         {type(cache).__name__ for cache in parts(make_prompt_cache(architecture.model()))}
     )
-    return (
+    line = (
         f"| {architecture.published} | `{architecture.model_type}` | {', '.join(caches)} "
         f"| {finding.capability.value} | {finding.reason} |"
-        + (f" {joint.mode.value} |" if joint else "")
     )
+    if model is None:
+        return line
+    joint = examine_joint(model, finding.capability)
+    chunks = examine_chunks(model, finding.capability, finding.draft_end)
+    chunked = "any" if chunks.end is None else "mlx-lm's"
+    return f"{line} {joint.mode.value} | {chunked} |"
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ def served(name: str = "small", cache_bytes: int = 1 << 28, **options: Any) -> S
     decoder.costs = given_costs(FLAT)
     caches = CacheOptions(**options)
     memory = Memory(decoder.model, caches, limit=1 << 32)
-    cache = PrefixCache(decoder.model, cache_bytes, caches)
+    chunks_matter = decoder.chunks_matter
+    cache = PrefixCache(decoder.model, cache_bytes, caches, chunks_matter=chunks_matter)
     return ServedModel(name, decoder, cache, memory, options=vars(caches))  # type: ignore[arg-type]
 
 
