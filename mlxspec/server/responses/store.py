@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class StoredResponse:
 class ResponseStore:
     """The responses of late; those used last stay.
 
-    Each partition finds its own alone. Nothing is written to disk.
+    Each partition finds its own alone. Nothing is written to disk. It may be called in any thread.
 
     Args:
         most: responses.
@@ -47,6 +48,7 @@ class ResponseStore:
         self._items: dict[tuple[str, str], tuple[dict[str, Any], int]] = {}
         """By partition and id: items, and in how many of its responses each one is."""
         self.nbytes = 0
+        self._changing = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -54,21 +56,23 @@ class ResponseStore:
     def put(self, partition: str, stored: StoredResponse) -> None:
         """Keep a response; it does not stay if it is larger than all may be."""
         nbytes = len(json.dumps([stored.response, *stored.given]))
-        self._kept[partition, stored.response["id"]] = stored, nbytes
-        self.nbytes += nbytes
-        for item in stored.items:
-            _, count = self._items.get((partition, item["id"]), (item, 0))
-            self._items[partition, item["id"]] = item, count + 1
-        while len(self._kept) > self._most or self.nbytes > self._most_bytes:
-            self._drop(next(iter(self._kept)))
+        with self._changing:
+            self._kept[partition, stored.response["id"]] = stored, nbytes
+            self.nbytes += nbytes
+            for item in stored.items:
+                _, count = self._items.get((partition, item["id"]), (item, 0))
+                self._items[partition, item["id"]] = item, count + 1
+            while len(self._kept) > self._most or self.nbytes > self._most_bytes:
+                self._drop(next(iter(self._kept)))
 
     def response(self, partition: str, response_id: str) -> StoredResponse | None:
         """The response of this id; None if it is not kept, or another partition's."""
         key = partition, response_id
-        if key not in self._kept:
-            return None
-        self._kept.move_to_end(key)
-        return self._kept[key][0]
+        with self._changing:
+            if key not in self._kept:
+                return None
+            self._kept.move_to_end(key)
+            return self._kept[key][0]
 
     def item(self, partition: str, item_id: str) -> dict[str, Any] | None:
         """The item of this id in any of the partition's responses."""
@@ -77,10 +81,11 @@ class ResponseStore:
 
     def delete(self, partition: str, response_id: str) -> bool:
         """Forget a response; whether there was one."""
-        if (partition, response_id) not in self._kept:
-            return False
-        self._drop((partition, response_id))
-        return True
+        with self._changing:
+            if (partition, response_id) not in self._kept:
+                return False
+            self._drop((partition, response_id))
+            return True
 
     def _drop(self, key: tuple[str, str]) -> None:
         stored, nbytes = self._kept.pop(key)
