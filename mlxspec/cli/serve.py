@@ -210,8 +210,8 @@ def serve_command(
         app = create_app(
             worker, max_tokens=max_tokens, hosts=hosts, keys=keys, on_refusal=log.refused
         )
-        # The collector would look through all that is loaded again and again, 100 ms each time in
-        # which nothing else runs.
+        # Nothing that is loaded by now becomes garbage. Each full collection would look through it
+        # all, and hold up every request for 100 ms.
         gc.freeze()
         _serve(app, listening, worker)
 

@@ -34,7 +34,7 @@ from .served_model import ServedModel
 from .tickets import EventStream, GenerationRequest
 from .worker import Worker
 
-_LARGE = 1 << 20  # bytes of a body; one that is smaller is read within a moment
+_LARGE = 1 << 20  # bytes of a body that others wait for
 
 _Parsed = TypeVar("_Parsed")
 
@@ -56,7 +56,7 @@ class Generating:
         self._max_tokens = max_tokens
         self._silence = silence
         self.models = worker.models
-        # Large bodies one at a time, so that they take memory and the processor once only.
+        # Large bodies are read one at a time: each may take a second and some 100 MB.
         self._reading = asyncio.Lock()
         self._default = next(iter(worker.models.values()))
         # A tokenizer serves one thread at a time.
@@ -84,7 +84,7 @@ class Generating:
         return served
 
     async def read(self, request: HttpRequest, parse: Callable[[Any], _Parsed]) -> _Parsed:
-        """A request's body, as a function takes its JSON, in a thread beside the event loop.
+        """What a function makes of a body's JSON, in a thread beside the event loop.
 
         Raises:
             ApiError: it is no JSON, or out of bounds, or what the function raises.

@@ -31,14 +31,14 @@ values: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@settings(max_examples=examples(200, 20_000))
+@settings(max_examples=examples(200, 5_000))
 @given(values, st.booleans(), st.sampled_from([None, 0, 3]))
 def test_json_is_read_as_python_reads_it(value: Any, escaped: bool, indent: int | None) -> None:
     written = json.dumps(value, ensure_ascii=escaped, indent=indent)
     assert repr(read_body(written.encode())) == repr(json.loads(written))
 
 
-@settings(max_examples=examples(300, 30_000))
+@settings(max_examples=examples(300, 6_000))
 @given(mutated(json.dumps(FULL_CHAT, indent=1).encode()))
 def test_what_is_no_json_for_python_is_none_here(data: bytes) -> None:
     try:
@@ -56,7 +56,7 @@ def test_what_is_no_json_for_python_is_none_here(data: bytes) -> None:
     assert half or json.dumps(found) == expected
 
 
-@settings(max_examples=examples(50, 3_000))
+@settings(max_examples=examples(50, 1_000))
 @given(
     st.integers(0, 2100),
     st.sampled_from(["a", "é", "語", "😀", "\n", "\\", '"', "\x01"]),
@@ -135,7 +135,7 @@ PARTS: dict[str, tuple[bytes, int]] = {
 }
 
 
-@settings(max_examples=examples(100, 5_000))
+@settings(max_examples=examples(100, 3_000))
 @given(st.sampled_from(sorted(PARTS)), st.integers(0, 60), st.integers(0, 70), st.booleans())
 def test_so_many_values_are_read_and_no_more(
     kind: str, count: int, most: int, biases: bool
