@@ -63,6 +63,7 @@ class Constraint:
             OptionError: it is no object, or too long.
         """
         if isinstance(schema, str):
+            cls("json_schema", schema)  # refuses a long text before it is parsed
             try:
                 schema = json.loads(schema)
             except (ValueError, RecursionError) as error:

@@ -12,43 +12,26 @@ from typing import Any, NoReturn
 
 from .errors import ApiError
 
-_DEEPEST = 100  # levels of lists and objects; JSON Schemas of tools have a dozen
 _LONGEST_SHOWN = 60  # characters of a value that a message repeats
 _INTEGERS = 2**63
 
 
 def checked_body(body: object) -> dict[str, Any]:
-    """A body as an object whose texts can be encoded and whose depth is bounded.
-
-    Half a surrogate pair, which editors send that cut a text between its halves, becomes U+FFFD.
+    """A body, which should be an object.
 
     Raises:
-        ApiError: it is no object, or nested too deeply.
+        ApiError: it is none.
     """
     if not isinstance(body, dict):
         raise ApiError(
             f"The body is {shown(body)}: send a JSON object, such as "
             '{"messages": [{"role": "user", "content": "Hello"}]}.'
         )
-    cleaned: dict[str, Any] = _cleaned(body, _DEEPEST)
-    return cleaned
-
-
-def _cleaned(value: Any, depth: int) -> Any:
-    if isinstance(value, str):
-        return value if value.isascii() else without_lone_surrogates(value)
-    if not isinstance(value, (dict, list)):
-        return value
-    if not depth:
-        raise ApiError(
-            f"The body is nested more than {_DEEPEST} levels deep: send a flatter object."
-        )
-    if isinstance(value, list):
-        return [_cleaned(item, depth - 1) for item in value]
-    return {_cleaned(key, 1): _cleaned(item, depth - 1) for key, item in value.items()}
+    return body
 
 
 def without_lone_surrogates(text: str) -> str:
+    """A text that can be encoded: half a surrogate pair becomes U+FFFD."""
     # Through UTF-16 two halves that follow each other become the character that they mean.
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 

@@ -8,11 +8,9 @@ header, which has to be this server's own. There are no CORS headers.
 from __future__ import annotations
 
 import hmac
-import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from ipaddress import ip_address
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -143,11 +141,11 @@ def too_long() -> ApiError:
     )
 
 
-async def json_body(request: Request) -> Any:
+async def body_of(request: Request) -> bytes:
     """A request's body.
 
     Raises:
-        ApiError: it is too long, or no JSON, or the client has left before its end.
+        ApiError: it is too long, or the client has left before its end.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() not in ("", "identity"):
@@ -164,9 +162,4 @@ async def json_body(request: Request) -> Any:
             parts.append(part)
     except ClientDisconnect:  # nobody reads the answer
         raise ApiError("the client has left before the end of its body", status=499) from None
-    try:
-        return json.loads(b"".join(parts))
-    except RecursionError:
-        raise ApiError("the body is nested too deeply: send a flatter one") from None
-    except (ValueError, UnicodeError) as error:
-        raise ApiError(f"the body is no JSON ({error}): send a JSON object") from None
+    return b"".join(parts)

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, TypeVar, cast
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ..engine.grammar import Grammar, Vocabulary
+from ..engine.params import SamplingParams
 from ..errors import OptionError
 from ..generation.options import GenerationOptions
 from .answer import Answer
 from .answering import Silence, answered
+from .body import read_body
 from .errors import ApiError
+from .gate import body_of
 from .prompts import (
     ChatPrompt,
     Prompt,
     chat_prompt,
+    check_length,
     compiled_constraint,
     completion_prompts,
     is_constrained,
@@ -32,6 +35,9 @@ from .tickets import EventStream, GenerationRequest
 from .worker import Worker
 
 _COMPILING = 4  # requests whose constraints are compiled at a time
+_LARGE = 1 << 20  # bytes of a body that others wait for
+
+_Parsed = TypeVar("_Parsed")
 
 
 class Generating:
@@ -51,6 +57,8 @@ class Generating:
         self._max_tokens = max_tokens
         self._silence = silence
         self.models = worker.models
+        # Large bodies are read one at a time: each may take a second and some 100 MB.
+        self._reading = asyncio.Lock()
         self._default = next(iter(worker.models.values()))
         # A tokenizer serves one thread at a time.
         self._tokenizing = {name: asyncio.Lock() for name in worker.models}
@@ -76,25 +84,37 @@ class Generating:
             )
         return served
 
-    def check_length(self, served: ServedModel, param: str, *texts: object) -> None:
-        """Refuse what cannot fit into the context, before it takes long to tokenize it.
+    async def read(self, request: HttpRequest, parse: Callable[[Any], _Parsed]) -> _Parsed:
+        """What a function makes of a body's JSON, in a thread beside the event loop.
 
         Raises:
-            ApiError: the texts are too long together.
+            ApiError: it is no JSON, or out of bounds, or what the function raises.
         """
-        length, most = sum(len(str(text)) for text in texts), served.most_characters
-        if most is not None and length > most:
-            raise ApiError(
-                f"the prompt is too long: {param} has {length:,} characters, more than the model's "
-                f"context of {served.context_length:,} tokens can hold: shorten it",
-                param=param,
-                code="context_length_exceeded",
-            )
+        data = await body_of(request)
+        async with self._reading if len(data) > _LARGE else nullcontext():
+            return await run_in_threadpool(lambda: parse(read_body(data)))
 
     async def tokenized(self, served: ServedModel, make: Callable[..., Any], *args: Any) -> Any:
         """What a function makes with a model's tokenizer, in a thread beside the event loop."""
         async with self._tokenizing[served.name]:
             return await run_in_threadpool(make, *args)
+
+    async def ids(
+        self, served: ServedModel, text: str, param: str, add_special_tokens: bool = False
+    ) -> list[int]:
+        """The token ids of a text.
+
+        Raises:
+            ApiError: it is too long.
+        """
+        tokenizer = served.decoder.tokenizer
+
+        def encoded() -> list[int]:
+            check_length(text, param, tokenizer, served.context_length)
+            return cast(list[int], tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+        ids: list[int] = await self.tokenized(served, encoded)
+        return ids
 
     async def chat_prompt(self, served: ServedModel, body: ChatRequest) -> ChatPrompt:
         """A conversation as the model is given it.
@@ -102,13 +122,11 @@ class Generating:
         Raises:
             ApiError: it is too long, or the model's template does not take it.
         """
-        contents = (message["content"] for message in body.messages)
-        self.check_length(served, body.param, *contents)
-        self.check_length(served, "tools", *body.tools)
         tokenizer = served.decoder.tokenizer
-        arguments = {**served.template_arguments, **body.template_kwargs}
-        body = replace(body, template_kwargs=arguments)
-        prompt: ChatPrompt = await self.tokenized(served, chat_prompt, body, tokenizer)
+        prompt: ChatPrompt = await self.tokenized(
+            *(served, chat_prompt, body, tokenizer),
+            *(served.context_length, served.template_arguments),
+        )
         return prompt
 
     async def completion_prompts(
@@ -119,13 +137,10 @@ class Generating:
         Raises:
             ApiError: as :func:`mlxspec.server.prompts.completion_prompts`, or one is too long.
         """
-        for prompt in body.prompts:
-            if isinstance(prompt, str):
-                self.check_length(served, "prompt", prompt)
-        self.check_length(served, "suffix", body.suffix)
         decoder = served.decoder
         prompts: list[Prompt] = await self.tokenized(
-            served, completion_prompts, body, decoder.tokenizer, decoder.vocab_size
+            *(served, completion_prompts, body, decoder.tokenizer, decoder.vocab_size),
+            served.context_length,
         )
         return prompts
 
@@ -157,7 +172,6 @@ class Generating:
         self, served: ServedModel, body: Request, prompts: Sequence[Prompt], partition: str
     ) -> EventStream:
         """Queue ``n`` generations of each prompt, which may use what a partition has left."""
-        decoder = served.decoder
         prediction: tuple[int, ...] = ()
         if body.prediction:
             if not served.predicts:
@@ -166,17 +180,15 @@ class Generating:
                     "from what clients expect; leave it out, or serve it without --decoder",
                     param="prediction",
                 )
-            self.check_length(served, "prediction", body.prediction)
-            encode = partial(decoder.tokenizer.encode, add_special_tokens=False)
-            expected = await self.tokenized(served, encode, body.prediction)
+            expected = await self.ids(served, body.prediction, "prediction")
             prediction = tuple(expected[: served.context_length])  # no output is longer
+        samplings = await run_in_threadpool(_samplings, served, body)
         requests: list[GenerationRequest] = []
         for prompt in prompts:
             tokens = tuple(prompt.tokens)  # one for all choices
             max_tokens = self._max_tokens_of(served, len(tokens), body)
             grammar = await self._grammar(served, body, prompt)
-            for choice in range(body.n):
-                sampling = body.sampling.params(decoder.vocab_size, choice, served.special_tokens)
+            for sampling in samplings:
                 options: GenerationOptions = {
                     "sampling": sampling,
                     "constraint": grammar,
@@ -231,3 +243,9 @@ class Generating:
         while room > 1 and memory.bytes_for(n_prompt + room) > memory.limit:
             room //= 2
         return room
+
+
+def _samplings(served: ServedModel, body: Request) -> list[SamplingParams]:
+    """How to pick the tokens of each of a prompt's choices."""
+    vocab_size, special = served.decoder.vocab_size, served.special_tokens
+    return [body.sampling.params(vocab_size, choice, special) for choice in range(body.n)]

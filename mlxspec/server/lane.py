@@ -49,7 +49,6 @@ class Lane:
 
     def warm_up(self) -> None:
         """Find out what the model verifies and what steps cost, before the first request."""
-        self._served.most_characters  # noqa: B018  # looks through the vocabulary once
         decoder = self._served.decoder
         make_drafter = self._served.make_drafter((), self._served.owner)
         decoder.remembers = False  # nobody has asked for these

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -51,22 +51,37 @@ class ChatPrompt(Prompt):
 # --- chat ---
 
 
-def chat_prompt(request: ChatRequest, tokenizer: TokenizerWrapper) -> ChatPrompt:
+def chat_prompt(
+    request: ChatRequest,
+    tokenizer: TokenizerWrapper,
+    longest: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> ChatPrompt:
     """Put a conversation into the model's chat template.
 
     Args:
         request: with the conversation.
         tokenizer: the model's.
+        longest: the tokens of the model's context, where they are known.
+        arguments: of the template, where the request has none of the same name.
 
     Raises:
-        ApiError: the template does not take the messages, or the model knows no tools, or no
-            way to make it call one.
+        ApiError: the template does not take the messages, the text that it makes of them is too
+            long, or the model knows no tools, or no way to make it call one.
     """
+    if longest is not None and len(request.messages) > longest:  # each has a token at least
+        raise ApiError(
+            f"the prompt is too long: {request.param} has {len(request.messages):,} messages, more "
+            f"than the model's context of {longest:,} tokens can hold: shorten it",
+            param=request.param,
+            code="context_length_exceeded",
+        )
     if not tokenizer.has_chat_template:
-        return _plain_chat(request, tokenizer)
+        return _plain_chat(request, tokenizer, longest)
     if request.tools and not tokenizer.has_tool_calling:
         raise ApiError("This model knows no tools: leave tools out.", param="tools")
-    text = _templated(request, tokenizer)
+    text = _templated(request, tokenizer, arguments or {})
+    check_length(text, request.param, tokenizer, longest)
     format = replace(
         output_format(tokenizer, request.tools), several_calls=request.parallel_tool_calls
     )
@@ -86,14 +101,50 @@ def chat_prompt(request: ChatRequest, tokenizer: TokenizerWrapper) -> ChatPrompt
     return ChatPrompt(_ids(text, tokenizer), format=format)
 
 
-def _templated(request: ChatRequest, tokenizer: TokenizerWrapper) -> str:
+_SPARSEST = 8  # characters that a token has on average in texts that people write, at most
+
+
+def check_length(text: str, param: str, tokenizer: TokenizerWrapper, longest: int | None) -> None:
+    """Refuse a text that is far too long for the context, before all of it is tokenized.
+
+    Of a text with many characters, pieces are tokenized until they have twice the tokens of the
+    context. A few more tokens than in the whole, where it was cut, make no difference then.
+
+    Args:
+        text: as the model is to read it.
+        param: what the body calls it.
+        tokenizer: the model's.
+        longest: the tokens of the model's context, where they are known.
+
+    Raises:
+        ApiError: it is too long.
+    """
+    if longest is None or len(text) <= _SPARSEST * longest:
+        return
+    count = 0
+    for start in range(0, len(text), longest):
+        count += len(_ids(text[start : start + longest], tokenizer))
+        if count > 2 * longest:
+            raise ApiError(
+                f"the prompt is too long: {param} has {len(text):,} characters, more than the "
+                f"model's context of {longest:,} tokens can hold: shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+
+def _templated(
+    request: ChatRequest, tokenizer: TokenizerWrapper, arguments: Mapping[str, Any]
+) -> str:
+    own = _RESERVED.union(tokenizer.SPECIAL_TOKENS_ATTRIBUTES, tokenizer.special_tokens_map)
     for name in request.template_kwargs:
-        if name in _RESERVED:
+        if name in own:
             raise ApiError(
                 f"chat_template_kwargs has {name}, which the server sets: leave it out.",
                 param=f"chat_template_kwargs.{name}",
             )
-    messages, how = list(request.messages), {**request.template_kwargs, "tokenize": False}
+    messages = list(request.messages)
+    how = {**arguments, **request.template_kwargs, "tokenize": False}
     if request.continued:
         how["continue_final_message"] = True
     else:
@@ -139,7 +190,9 @@ def _call_opening(request: ChatRequest, tokenizer: TokenizerWrapper) -> str:
 _SPEAKERS = {"user": "User", "assistant": "Assistant", "tool": "Tool"}
 
 
-def _plain_chat(request: ChatRequest, tokenizer: TokenizerWrapper) -> ChatPrompt:
+def _plain_chat(
+    request: ChatRequest, tokenizer: TokenizerWrapper, longest: int | None
+) -> ChatPrompt:
     """A conversation as plain text, for a model without a chat template.
 
     What the system says comes first and without a name; the others speak a line each, and the
@@ -157,7 +210,9 @@ def _plain_chat(request: ChatRequest, tokenizer: TokenizerWrapper) -> ChatPrompt
             lines.append(f"{_SPEAKERS[message['role']]}: {message['content']}".rstrip())
     if not request.continued:
         lines.append("Assistant:")
-    tokens = encode_prompt(tokenizer, "\n".join(lines))
+    text = "\n".join(lines)
+    check_length(text, request.param, tokenizer, longest)
+    tokens = encode_prompt(tokenizer, text)
     format = replace(output_format(tokenizer), trims_space=not request.continued)
     return ChatPrompt(tokens, stop=("\nUser:",), format=format)
 
@@ -255,7 +310,10 @@ def _compiled(
 
 
 def completion_prompts(
-    request: CompletionRequest, tokenizer: TokenizerWrapper, vocab_size: int
+    request: CompletionRequest,
+    tokenizer: TokenizerWrapper,
+    vocab_size: int,
+    longest: int | None = None,
 ) -> list[Prompt]:
     """The prompts of a request for completions, in its order.
 
@@ -263,16 +321,21 @@ def completion_prompts(
         request: with texts or ids, and what comes after the output.
         tokenizer: the model's.
         vocab_size: the number of token ids that the model knows.
+        longest: the tokens of the model's context, where they are known.
 
     Raises:
-        ApiError: a prompt has no token, or one that the model does not know, or a suffix is
-            given and the model cannot fill in.
+        ApiError: a prompt has no token, or one that the model does not know, or is too long, or a
+            suffix is given and the model cannot fill in.
     """
+    if request.suffix:
+        check_length(request.suffix, "suffix", tokenizer, longest)
     middle = _fill_in_tokens(tokenizer) if request.suffix else None
     prompts = []
     for index, prompt in enumerate(request.prompts):
         param = "prompt" if len(request.prompts) == 1 else f"prompt[{index}]"
-        if not isinstance(prompt, str):
+        if isinstance(prompt, str):
+            check_length(prompt, param, tokenizer, longest)
+        else:
             check_ids(prompt, vocab_size, param)
         if middle and request.suffix:
             prompts.append(_fill_in(prompt, request.suffix, middle, tokenizer))

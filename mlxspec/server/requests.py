@@ -7,15 +7,16 @@ answer has looked at an image when it has not.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..engine.constraint import Constraint
 from ..engine.params import SamplingParams
 from ..errors import OptionError
+from .body import MOST_VALUES, JsonReader
 from .errors import ApiError
 from .fields import Fields, as_integer, as_number, checked_body, refuse, shown
 
@@ -23,6 +24,8 @@ MOST_CHOICES = 128  # of all prompts together
 _MOST_TOP = 20  # likeliest tokens beside each chosen one, as at OpenAI
 _MOST_STOPS = 32
 _LONGEST_STOP = 1000  # characters
+_MOST_STOP_IDS = 1024
+_MOST_BIASES = 10_000
 _MOST_TOKENS = 2**31 - 1
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 _COLDEST = 1e-6  # below it a temperature is 0, whose samples are the same
@@ -519,7 +522,7 @@ def _common(fields: Fields) -> dict[str, Any]:
         "max_tokens": _max_tokens(fields),
         "n": fields.integer("n", 1, MOST_CHOICES) or 1,
         "stop": _stop(fields),
-        "stop_token_ids": _ids(fields.items("stop_token_ids") or [], "stop_token_ids"),
+        "stop_token_ids": _stop_token_ids(fields),
         "stream": fields.flag("stream") or False,
         "include_usage": stream_options.flag("include_usage") or False,
         "prediction": _prediction(fields),
@@ -600,10 +603,23 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
+    ids = fields.items("stop_token_ids") or []
+    _check_number("stop_token_ids", len(ids), _MOST_STOP_IDS)
+    return _ids(ids, "stop_token_ids")
+
+
+def _check_number(name: str, number: int, most: int) -> None:
+    """Refuse too many tokens of a field."""
+    if number > most:
+        raise ApiError(f"{name} has {number:,} tokens: send {most:,} at most.", param=name)
+
+
 def _logit_bias(fields: Fields) -> dict[int, float] | None:
     biases = fields.object("logit_bias")
     if biases is None:
         return None
+    _check_number("logit_bias", len(fields["logit_bias"]), _MOST_BIASES)
     found = {}
     for key in biases:
         if not _TOKEN_ID.fullmatch(key):
@@ -699,6 +715,7 @@ def _messages(fields: Fields) -> tuple[tuple[dict[str, Any], ...], bool]:
     messages = [
         _message(Fields(message, f"messages[{index}]")) for index, message in enumerate(given)
     ]
+    _read_arguments(messages)
     last = messages[-1]
     is_prefill = last["role"] == "assistant" and "tool_calls" not in last
     wanted = fields.flag("continue_final_message")
@@ -761,20 +778,25 @@ def _tool_call(fields: Fields) -> dict[str, Any]:
 
 
 def _called_function(fields: Fields) -> dict[str, Any]:
-    """A called function, whose arguments templates take as an object."""
     arguments = fields["arguments"]
-    if arguments is None or arguments == "":
-        arguments = {}
-    elif isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except (ValueError, RecursionError):
-            parsed = None
-        if isinstance(parsed, dict):
-            arguments = checked_body(parsed)
-    elif not isinstance(arguments, dict):
+    if not isinstance(arguments, (dict, str, type(None))):
         fields.refuse("arguments", "send an object, or a string of JSON")
-    return {"name": fields.needed_text("name"), "arguments": arguments}
+    return {"name": fields.needed_text("name"), "arguments": arguments or {}}
+
+
+def _read_arguments(messages: Iterable[dict[str, Any]]) -> None:
+    """Make objects of the arguments of calls, as templates take them, where they are JSON."""
+    left = MOST_VALUES
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            if isinstance(function["arguments"], str):
+                reader = JsonReader(function["arguments"].encode(), left)
+                with suppress(ValueError):
+                    arguments = reader.read()
+                    if isinstance(arguments, dict):
+                        function["arguments"] = arguments
+                left = reader.left
 
 
 def _content(fields: Fields) -> str:

@@ -64,13 +64,6 @@ class ServedModel:
         return context_length(self.decoder.model)
 
     @cached_property
-    def most_characters(self) -> int | None:
-        """A longer text has more tokens than the context; None where its length is unknown."""
-        if self.context_length is None:
-            return None
-        return self.context_length * max(map(len, self.decoder.tokenizer.get_vocab()))
-
-    @cached_property
     def special_tokens(self) -> list[int]:
         """Those that XTC never drops: line breaks and ends."""
         tokenizer = self.decoder.tokenizer

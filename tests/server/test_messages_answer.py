@@ -144,6 +144,23 @@ def test_a_call_that_was_cut_off() -> None:
     assert message.content[0].input == {}
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        *(('{"a": NaN}', {}), ('{"a": -Infinity}', {}), ('{"a": 1e999}', {})),
+        ('{"a": "\\ud800"}', {"a": "\ufffd"}),
+    ],
+)
+def test_a_call_can_be_sent_whatever_its_arguments_are(written: str, read: object) -> None:
+    call = f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'
+    made = answer(tools=TOOLS)
+    made.feed(events(call, length=1))
+    # As Starlette sends it.
+    sent = json.dumps(made.whole(), ensure_ascii=False, allow_nan=False).encode()
+    calls = [block for block in json.loads(sent)["content"] if block["type"] == "tool_use"]
+    assert [block["input"] for block in calls] == [read]
+
+
 def test_one_call_is_enough_where_only_one_may_be() -> None:
     made = answer(tools=TOOLS, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
     made.feed([Begun(0, 5, 0), *pieces(CALLS)])

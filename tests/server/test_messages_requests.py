@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from mlxspec.server.body import read_body
 from mlxspec.server.errors import ApiError
 from mlxspec.server.messages.requests import MessagesRequest, parse_messages
 from mlxspec.server.requests import parse_chat
@@ -308,7 +309,7 @@ def test_the_body_that_is_made_hostile_is_right_before() -> None:
 @given(hostile(FULL_MESSAGES) | json_values)
 def test_any_body_is_a_request_or_a_400(body: Any) -> None:
     try:
-        request = parse_messages(body)
+        request = parse_messages(read_body(json.dumps(body).encode()))
     except ApiError as refused:
         error = refused
     else:

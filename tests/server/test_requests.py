@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec import Constraint
+from mlxspec.server.body import read_body
 from mlxspec.server.errors import ApiError
 from mlxspec.server.requests import (
     ChatRequest,
@@ -367,21 +368,6 @@ def test_a_body_that_is_no_object_is_refused(body: object) -> None:
         assert param_of(body, parse) is None
 
 
-def test_a_deeply_nested_body_is_refused() -> None:
-    nested: Any = []
-    for _ in range(100_000):
-        nested = [nested]
-    assert param_of({"messages": HELLO, "metadata": {"a": nested}}) is None
-
-
-def test_half_a_surrogate_pair_becomes_a_replacement_character() -> None:
-    request = parse_chat(
-        {"messages": [{"role": "user", "content": "a\ud83d b \ud83d\ude00"}], "stop": "\udc00"}
-    )
-    assert request.messages[0]["content"] == "a\ufffd b 😀"
-    assert request.stop == ("\ufffd",)
-
-
 # --- messages ---
 
 
@@ -643,7 +629,7 @@ def test_any_completion_body_is_a_request_or_a_400(body: Any) -> None:
 def check_any(parse: Any, body: Any) -> None:
     """A body is read, or refused with an error that can be sent."""
     try:
-        request = parse(body)
+        request = parse(read_body(json.dumps(body).encode()))
         request.sampling.params(32_000, choice=request.n - 1)
     except ApiError as refused:
         error = refused

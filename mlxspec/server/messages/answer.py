@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 from ..answer import Answer, ChatChoice
+from ..body import JsonReader
 from ..errors import ApiError, new_request_id
 from ..events import Begun, Ended, Piece
 from ..output import Delta, OutputFormat, OutputParser, Reasoning, Text, ToolCallBegun
@@ -66,8 +67,8 @@ def _new_block(delta: Delta) -> _Block:
 def _read_input(text: str) -> dict[str, Any]:
     """The arguments of a call; none where they were cut off, or are no object."""
     try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError):
+        arguments = JsonReader(text.encode()).read()
+    except (ValueError, ApiError):
         return {}
     return arguments if isinstance(arguments, dict) else {}
 
@@ -204,4 +205,8 @@ def _usage(prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:
 
 def messages_headers(model: str, request_id: str) -> dict[str, str]:
     """Headers of an answer: its id, and the model that is behind whatever name was asked for."""
-    return {"request-id": request_id, "x-mlxspec-model": model}
+    # A header is Latin-1 at most, and clients disagree beyond ASCII.
+    return {"request-id": request_id, "x-mlxspec-model": quote(model, safe=_PRINTABLE)}
+
+
+_PRINTABLE = "".join(map(chr, range(ord(" "), ord("~") + 1)))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..errors import new_request_id
-from ..gate import json_body
 from ..generating import Generating
 from ..served_model import ServedModel
 from .answer import MessagesAnswer, messages_headers
@@ -33,7 +34,7 @@ class MessagesEndpoints:
 
     async def message(self, request: Request) -> Response:
         """``/v1/messages``"""
-        body = parse_messages(await json_body(request))
+        body = await self._generating.read(request, parse_messages)
         served = self._served_for(body)
         prompt = await self._generating.chat_prompt(served, body)
         answer = MessagesAnswer(body, served.name, prompt.format)
@@ -41,7 +42,7 @@ class MessagesEndpoints:
 
     async def count_tokens(self, request: Request) -> Response:
         """``/v1/messages/count_tokens``"""
-        body = parse_messages(await json_body(request), to_count=True)
+        body = await self._generating.read(request, partial(parse_messages, to_count=True))
         served = self._served_for(body)
         count = len((await self._generating.chat_prompt(served, body)).tokens)
         headers = messages_headers(served.name, new_request_id())

@@ -9,7 +9,7 @@ such as ``cache_control`` and ``service_tier``, are taken without effect.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -110,18 +110,29 @@ def _turns(fields: Fields) -> list[dict[str, Any]]:
     for index, one in enumerate(given):
         for turn in _turns_of(Fields(one, f"messages[{index}]")):
             _append(turns, turn)
+    for turn in turns:
+        turn["content"] = "\n\n".join(filter(None, turn["content"]))
+        if "reasoning_content" in turn:
+            turn["reasoning_content"] = "".join(turn["reasoning_content"])
     return turns
 
 
+_TEXTS = ("content", "reasoning_content")
+
+
 def _append(turns: list[dict[str, Any]], turn: dict[str, Any]) -> None:
-    """Add a turn, to the last one where the same speaks on, as Anthropic's API does."""
+    """Add a turn, to the last one where the same speaks on, as Anthropic's API does.
+
+    The texts of a turn are lists, which are joined in the end: ten thousand turns may be one.
+    """
+    turn = turn | {name: [turn[name]] for name in _TEXTS if name in turn}
     last = turns[-1] if turns else {}
     if turn["role"] == "tool" or last.get("role") != turn["role"] or "tool_calls" in last:
         turns.append(turn)
         return
-    last["content"] = "\n\n".join(filter(None, (last["content"], turn["content"])))
-    if "reasoning_content" in turn:
-        last["reasoning_content"] = last.get("reasoning_content", "") + turn["reasoning_content"]
+    for name in _TEXTS:
+        if name in turn:
+            last.setdefault(name, []).extend(turn[name])
     if "tool_calls" in turn:
         last["tool_calls"] = turn["tool_calls"]
 
@@ -144,17 +155,19 @@ def _turns_of(fields: Fields) -> list[dict[str, Any]]:
 def _asked(fields: Fields) -> list[dict[str, Any]]:
     """What the user says, and results of tools, in their order."""
     turns: list[dict[str, Any]] = []
+    texts: list[str] = []  # since the last result
     for block in _blocks(fields, "content"):
-        kind = block.text("type")
-        if kind == "tool_result":
-            turns.append(_tool_result(block))
-            continue
-        text = _text_in(block)
-        if turns and turns[-1]["role"] == "user":
-            turns[-1]["content"] += text
+        if block.text("type") == "tool_result":
+            turns += [*_said(texts), _tool_result(block)]
+            texts = []
         else:
-            turns.append({"role": "user", "content": text})
-    return turns
+            texts.append(_text_in(block))
+    return [*turns, *_said(texts)]
+
+
+def _said(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """A turn of the user, if there are texts for one."""
+    return [{"role": "user", "content": "".join(texts)}] if texts else []
 
 
 def _tool_result(block: Fields) -> dict[str, Any]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ..errors import ApiError
-from ..gate import json_body
+from ..fields import Fields
 from ..generating import Generating
 from ..requests import check_ids, parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from ..served_model import ServedModel
@@ -22,6 +21,8 @@ from .answer import (
     models_answer,
     tokenize_answer,
 )
+
+_Parsed = TypeVar("_Parsed")
 
 
 class OpenAIEndpoints:
@@ -47,7 +48,7 @@ class OpenAIEndpoints:
 
     async def chat(self, request: Request) -> Response:
         """``/v1/chat/completions``"""
-        body = parse_chat(await json_body(request))
+        body = await self._generating.read(request, parse_chat)
         served = self._generating.served(body.model)
         prompt = await self._generating.chat_prompt(served, body)
         answer = ChatAnswer(body, served.name, served.decoder.tokenizer, prompt.format)
@@ -55,10 +56,12 @@ class OpenAIEndpoints:
 
     async def complete(self, request: Request) -> Response:
         """``/v1/completions``"""
-        body = parse_completion(await json_body(request))
+        body = await self._generating.read(request, parse_completion)
         served = self._generating.served(body.model)
         prompts = await self._generating.completion_prompts(served, body)
-        answer = CompletionAnswer(body, served.name, served.decoder.tokenizer)
+        answer = await self._generating.tokenized(  # which may echo token ids as a text
+            served, CompletionAnswer, body, served.name, served.decoder.tokenizer
+        )
         return await self._generating.respond(request, served, body, prompts, answer)
 
     async def models(self, request: Request) -> Response:
@@ -71,36 +74,31 @@ class OpenAIEndpoints:
 
     async def tokenize(self, request: Request) -> Response:
         """``/v1/tokenize``"""
-        content = await json_body(request)
-        body = parse_tokenize(content)
-        served = self._generating.served(_model_of(content))
-        tokenizer = served.decoder.tokenizer
+        body, model = await self._generating.read(request, _with_model(parse_tokenize))
+        served = self._generating.served(model)
         if body.chat:
             tokens = (await self._generating.chat_prompt(served, body.chat)).tokens
         else:
-            self._generating.check_length(served, "prompt", body.text)
-            encode = partial(tokenizer.encode, add_special_tokens=body.add_special_tokens)
-            tokens = await self._generating.tokenized(served, encode, body.text)
+            assert body.text is not None
+            special = body.add_special_tokens
+            tokens = await self._generating.ids(served, body.text, "prompt", special)
         return JSONResponse(tokenize_answer(tokens, served.context_length))
 
     async def detokenize(self, request: Request) -> Response:
         """``/v1/detokenize``"""
-        content = await json_body(request)
-        tokens = parse_detokenize(content)
-        served = self._generating.served(_model_of(content))
-        check_ids(tokens, served.decoder.vocab_size, "tokens")
-        tokenizer = served.decoder.tokenizer
-        return JSONResponse(
-            await self._generating.tokenized(served, detokenize_answer, tokenizer, tokens)
-        )
+        tokens, model = await self._generating.read(request, _with_model(parse_detokenize))
+        served = self._generating.served(model)
+        return JSONResponse(await self._generating.tokenized(served, _detokenized, served, tokens))
 
 
-def _model_of(body: Any) -> str | None:
-    """The model that a checked body asks for."""
-    name = body.get("model")
-    if name is None or isinstance(name, str):
-        return name
-    raise ApiError("model is no string: send the name of a model", param="model")
+def _with_model(parse: Callable[[Any], _Parsed]) -> Callable[[Any], tuple[_Parsed, str | None]]:
+    """What also reads the model that a body asks for."""
+    return lambda body: (parse(body), Fields(body).text("model"))
+
+
+def _detokenized(served: ServedModel, tokens: Sequence[int]) -> dict[str, Any]:
+    check_ids(tokens, served.decoder.vocab_size, "tokens")
+    return detokenize_answer(served.decoder.tokenizer, tokens)
 
 
 def _entry(served: ServedModel) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from starlette.routing import Route
 
 from ..errors import ApiError
 from ..fields import shown
-from ..gate import json_body
 from ..generating import Generating
 from .answer import ResponsesAnswer, input_items_answer
 from .requests import Earlier, ResponsesRequest, parse_responses
@@ -87,7 +86,7 @@ class ResponsesEndpoints:
         earlier = Earlier(
             partial(self._responses.response, partition), partial(self._responses.item, partition)
         )
-        return parse_responses(await json_body(request), earlier)
+        return await self._generating.read(request, partial(parse_responses, earlier=earlier))
 
     def _kept(self, request: Request) -> StoredResponse:
         """The response of the path.

@@ -19,6 +19,7 @@ from ..requests import ChatRequest, left_out, parse_as_chat, refuse_unsupported
 from .store import StoredResponse
 
 _MOST_TOKENS = 2**31 - 1
+_MOST_TOLD = 4_000_000  # characters, which a stream repeats three times
 _MOST_METADATA = 16  # entries, as at OpenAI
 
 
@@ -109,7 +110,13 @@ def parse_responses(body: object, earlier: Earlier) -> ResponsesRequest:
         known_tools=tools.known,
         store=fields.flag("store") is not False,
     )
-    return replace(request, told=_told(fields, request, tools))
+    told = _told(fields, request, tools)
+    if (length := len(json.dumps(told))) > _MOST_TOLD:
+        raise ApiError(
+            "instructions, tools and other fields that a response repeats have "
+            f"{length:,} characters of JSON: send {_MOST_TOLD:,} at most"
+        )
+    return replace(request, told=told)
 
 
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -256,7 +263,7 @@ class _Tools:
         ]
         hosted = [tool for tool in given if _is_hosted(tool)]
         for tool in given:
-            if tool not in hosted:
+            if not _is_hosted(tool):
                 self.told.append(self._add(tool))
         for item in items:
             if item["type"] == "additional_tools":
@@ -334,7 +341,7 @@ class _Tools:
         named = Fields(choice, "tool_choice")
         kind = named.text("type")
         if kind in ("function", "custom"):
-            return {"type": "function", "function": {"name": self._find(named)}}
+            return {"type": "function", "function": {"name": self._find(named, self._by_place())}}
         if kind != "allowed_tools":
             named.refuse("type", 'send "function", "custom" or "allowed_tools", or a string')
         mode = named.word("mode", ("auto", "required")) or "auto"
@@ -342,21 +349,26 @@ class _Tools:
             Fields(tool, f"tool_choice.tools[{index}]")
             for index, tool in enumerate(named.items("tools") or [])
         ]
-        names = {self._find(tool) for tool in allowed if not _is_hosted(tool)}
+        places = self._by_place()
+        names = {self._find(tool, places) for tool in allowed if not _is_hosted(tool)}
         self.for_chat = [tool for tool in self.for_chat if tool["function"]["name"] in names]
         return mode
 
-    def _find(self, named: Fields) -> str:
+    def _by_place(self) -> dict[tuple[str, str | None], str]:
+        """The names that the model knows, by those in a namespace, and in whichever is first."""
+        places: dict[tuple[str, str | None], str] = {}
+        for flat_name, tool in self.known.items():
+            for namespace in (None, tool.namespace):
+                places.setdefault((tool.name, namespace), flat_name)
+        return places
+
+    @staticmethod
+    def _find(named: Fields, places: Mapping[tuple[str, str | None], str]) -> str:
         """The name by which the model knows the tool that a choice names."""
-        name, namespace = named.needed_text("name"), named.text("namespace")
-        found = [
-            flat_name
-            for flat_name, tool in self.known.items()
-            if tool.name == name and namespace in (None, tool.namespace)
-        ]
-        if not found:
+        found = places.get((named.needed_text("name"), named.text("namespace")))
+        if found is None:
             named.refuse("name", "name one of the tools")
-        return found[0]
+        return found
 
 
 def _is_hosted(tool: Fields) -> bool:
@@ -578,13 +590,20 @@ def _messages(instructions: str | None, items: Sequence[dict[str, Any]]) -> list
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
         else:
             _add_to_answer(messages, item)
+    for message in messages:
+        for name in ("content", "reasoning_content"):
+            if isinstance(message.get(name), list):
+                message[name] = "".join(message[name])
     if system:
         messages.insert(0, {"role": "system", "content": "\n\n".join(system)})
     return messages
 
 
 def _add_to_answer(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    """Add what the model has written to its message, or to a new one if that was at its end."""
+    """Add what the model has written to its message, or to a new one if that was at its end.
+
+    Its texts are lists, which are joined in the end: ten thousand items may be one message.
+    """
     is_call = item["type"] in ("function_call", "custom_tool_call")
     last = messages[-1] if messages else None
     if (
@@ -592,14 +611,14 @@ def _add_to_answer(messages: list[dict[str, Any]], item: dict[str, Any]) -> None
         or last["role"] != "assistant"
         or (not is_call and last["content"] and "tool_calls" not in last)
     ):
-        last = {"role": "assistant", "content": ""}
+        last = {"role": "assistant", "content": []}
         messages.append(last)
     if is_call:
         last.setdefault("tool_calls", []).append(_chat_call(item))
     elif item["type"] == "message":
-        last["content"] += _joined(item["content"])
+        last["content"] += filter(None, [_joined(item["content"])])
     elif reasoning := _joined(item["content"]) or "\n\n".join(p["text"] for p in item["summary"]):
-        last["reasoning_content"] = last.get("reasoning_content", "") + reasoning
+        last.setdefault("reasoning_content", []).append(reasoning)
 
 
 def _chat_call(item: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class _Kept(NamedTuple):
 class ResponseStore:
     """The responses of late; those used last stay.
 
-    Each partition finds its own alone. Nothing is written to disk.
+    Each partition finds its own alone. Nothing is written to disk. It may be called in any thread.
 
     Args:
         most: responses.
@@ -65,6 +66,7 @@ class ResponseStore:
         self._items: dict[tuple[str, str], tuple[bytes, int]] = {}
         """By partition and id: items, and in how many of its responses each one is."""
         self.nbytes = 0
+        self._changing = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -72,25 +74,27 @@ class ResponseStore:
     def put(self, partition: str, stored: StoredResponse) -> None:
         """Keep a response; it does not stay if it is larger than all may be."""
         items = []
-        for item in stored.items:
-            text, place = json.dumps(item).encode(), (partition, item["id"])
-            known, count = self._items.get(place, (text, 0))
-            text = known if known == text else text  # one for all responses of a conversation
-            self._items[place] = text, count + 1
-            items.append((place[1], text))
-        kept = _Kept(json.dumps(stored.response).encode(), items, len(stored.given))
-        self._kept[partition, stored.response["id"]] = kept
-        self.nbytes += kept.nbytes
-        while len(self._kept) > self._most or self.nbytes > self._most_bytes:
-            self._drop(next(iter(self._kept)))
+        with self._changing:
+            for item in stored.items:
+                text, place = json.dumps(item).encode(), (partition, item["id"])
+                known, count = self._items.get(place, (text, 0))
+                text = known if known == text else text  # one for all responses of a conversation
+                self._items[place] = text, count + 1
+                items.append((place[1], text))
+            kept = _Kept(json.dumps(stored.response).encode(), items, len(stored.given))
+            self._kept[partition, stored.response["id"]] = kept
+            self.nbytes += kept.nbytes
+            while len(self._kept) > self._most or self.nbytes > self._most_bytes:
+                self._drop(next(iter(self._kept)))
 
     def response(self, partition: str, response_id: str) -> StoredResponse | None:
         """The response of this id; None if it is not kept, or another partition's."""
         key = partition, response_id
-        if key not in self._kept:
-            return None
-        self._kept.move_to_end(key)
-        kept = self._kept[key]
+        with self._changing:
+            if key not in self._kept:
+                return None
+            self._kept.move_to_end(key)
+            kept = self._kept[key]
         given = [json.loads(text) for _, text in kept.items[: kept.n_given]]
         return StoredResponse(json.loads(kept.response), given)
 
@@ -102,10 +106,11 @@ class ResponseStore:
 
     def delete(self, partition: str, response_id: str) -> bool:
         """Forget a response; whether there was one."""
-        if (partition, response_id) not in self._kept:
-            return False
-        self._drop((partition, response_id))
-        return True
+        with self._changing:
+            if (partition, response_id) not in self._kept:
+                return False
+            self._drop((partition, response_id))
+            return True
 
     def _drop(self, key: tuple[str, str]) -> None:
         dropped = self._kept.pop(key)
