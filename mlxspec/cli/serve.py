@@ -22,6 +22,7 @@ from rich.text import Text
 from ..distributed.launch import launched_rank
 from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError
+from ..files import is_ours_alone
 from .generating import API_KEY, Drafting, Ends, Generation
 from .memories import Memories
 from .model_choice import model_argument, model_or_default, tell_of_model
@@ -111,7 +112,12 @@ class _Size(click.ParamType):
     type=_Size(),
     group="Memory",
 )
-@option("--cache-dir DIR", "Keep them there from one start to the next.", type=FILE, group="Memory")
+@option(
+    "--cache-dir DIR",
+    "Keep them there from one start to the next. Only you may write to it.",
+    type=FILE,
+    group="Memory",
+)
 @option("-q --quiet", "Print no line for each request.", group="Output")
 @option("--log-json", "Print these lines as JSON, on standard output.", group="Output")
 @color_option("Output", "Colour the panel and the lines.")
@@ -312,11 +318,19 @@ def _ours_alone(directory: Path) -> Iterator[bool]:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         held = os.open(directory, os.O_RDONLY)
+        ours = is_ours_alone(directory)
     except OSError as error:
         note(f"--cache-dir {directory}: {error.strerror}; no prefix is kept there")
         yield False
         return
     try:
+        if not ours:
+            note(
+                f"--cache-dir {directory}: others may write to it, and no prefix is kept there; "
+                "make it yours alone (chown, chmod go-w), or name another one"
+            )
+            yield False
+            return
         with suppress(BlockingIOError):
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield True
