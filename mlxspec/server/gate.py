@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .errors import ApiError, error_response
+from .fields import shown
 
 MOST_BYTES = 32 * 2**20
 """Of a request's body."""
@@ -88,7 +89,7 @@ class Gate:
         host = host_name(headers.get("host", ""))
         if self._hosts is not None and host not in self._hosts:
             raise ApiError(
-                f"the request is for the host {host!r}, which is not this server: "
+                f"the request is for the host {shown(host)}, which is not this server: "
                 "call it by the address that it prints, or allow the name with --allowed-host",
                 status=403,
                 code="host_not_allowed",
@@ -152,7 +153,7 @@ async def json_body(request: Request) -> Any:
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() not in ("", "identity"):
         raise ApiError(
-            f"the body is encoded as {encoding!r}: send it as it is, without Content-Encoding",
+            f"the body is encoded as {shown(encoding)}: send it as it is, without Content-Encoding",
             status=415,
         )
     parts, length = [], 0

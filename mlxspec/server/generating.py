@@ -18,6 +18,7 @@ from ..generation.options import GenerationOptions
 from .answer import Answer
 from .answering import Silence, answered
 from .errors import ApiError
+from .fields import shown
 from .prompts import (
     ChatPrompt,
     Prompt,
@@ -67,7 +68,7 @@ class Generating:
         if served is None:
             known = ", ".join(self.models)
             raise ApiError(
-                f"there is no model {name!r} here: ask for {known}",
+                f"there is no model {shown(name)} here: ask for {known}",
                 status=404,
                 param="model",
                 code="model_not_found",
