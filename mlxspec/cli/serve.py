@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import re
 import signal
@@ -103,6 +104,12 @@ class _Size(click.ParamType):
     default=0.15,
     group="Requests",
 )
+@option(
+    "--grace SECONDS",
+    "How long running requests may go on after Ctrl-C or SIGTERM.",
+    default=10.0,
+    group="Requests",
+)
 @template_option("Requests")
 @options_of(Drafting, "drafting", "Drafting", leave_out=("learn",))
 @options_of(CacheOptions, "caches", "Memory")
@@ -133,6 +140,7 @@ def serve_command(
     queue: int,
     max_tokens: int,
     stall: float,
+    grace: float,
     chat_template_config: Mapping[str, Any] | None,
     drafting: Drafting,
     caches: CacheOptions,
@@ -155,8 +163,8 @@ def serve_command(
           -d '{"messages": [{"role": "user", "content": "Name a river."}]}'
 
     The address in a browser shows what requests do and what drafts earn. Beyond this machine
-    (--host 0.0.0.0) a key is needed. Ctrl-C lets running requests come to their end, a second one
-    does not.
+    (--host 0.0.0.0) a key is needed. Ctrl-C or SIGTERM gives running requests --grace seconds to
+    end; a second one ends them at once.
     """
     if launched_rank() is not None:
         raise OptionError("serve runs in one process: start it without mlx.launch")
@@ -164,6 +172,8 @@ def serve_command(
     check_least(0, queue=queue, port=port)
     if not stall > 0:
         raise OptionError(f"--stall is {stall:g}: give a number of seconds above 0")
+    if not 0 <= grace < math.inf:
+        raise OptionError(f"--grace is {grace:g}: give a number of seconds, 0 for none")
     if port > _MOST_PORT:
         raise OptionError(f"--port is {port}: it is at most {_MOST_PORT}")
     if adapter_path is not None and len(models) > 1:
@@ -199,10 +209,9 @@ def serve_command(
         log = RequestLog(console, log_json, quiet)
         serving.callback(log.close)
         worker = Worker(served, Limits(concurrency, queue, stall), log.ended)
+        serving.enter_context(_terminated_as_interrupted())
         if cache_dir is not None and serving.enter_context(_ours_alone(cache_dir)):
-            for one in served:
-                one.cache.load(_directory_of(one, cache_dir))
-            serving.callback(_save, served, cache_dir)
+            serving.enter_context(_kept(served, cache_dir))
         worker.start()
         serving.callback(worker.stop)
         worker.wait_until_ready()
@@ -215,7 +224,7 @@ def serve_command(
         app = create_app(
             worker, max_tokens=max_tokens, hosts=hosts, keys=keys, on_refusal=log.refused
         )
-        _serve(app, listening, worker)
+        _serve(app, listening, worker, grace)
 
 
 def _keys(file: Path | None) -> list[str]:
@@ -341,7 +350,15 @@ def _ours_alone(directory: Path) -> Iterator[bool]:
         os.close(held)
 
 
-def _save(served: list[ServedModel], directory: Path) -> None:
+@contextmanager
+def _kept(served: list[ServedModel], directory: Path) -> Iterator[None]:
+    """Read the prefixes that a directory has, and write those that there are at the end.
+
+    Nothing is written where the end is an interrupt: the worker may still use them.
+    """
+    for one in served:
+        one.cache.load(_directory_of(one, directory))
+    yield
     for one in served:
         one.cache.save(_directory_of(one, directory))
 
@@ -366,24 +383,24 @@ def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
     )
 
 
-def _serve(app: Any, listening: socket.socket, worker: Worker) -> None:
-    """Answer requests until Ctrl-C, or SIGTERM, which is the same here."""
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        def handle_exit(self, sig: int, frame: Any) -> None:
-            super().handle_exit(sig, frame)
-            running = len({ticket.stream for ticket in worker.records.tickets.copy()})
-            if running and not self.force_exit:
-                what = "1 running request ends" if running == 1 else f"{running} requests end"
-                note(f"{what} first; Ctrl-C again ends at once")
-
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", server_header=False
-    )
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM does what Ctrl-C does."""
     usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with suppress(KeyboardInterrupt):  # which uvicorn raises again once all has ended
-            Server(config).run(sockets=[listening])
+        yield
     finally:
         signal.signal(signal.SIGTERM, usual)
+
+
+def _serve(app: Any, listening: socket.socket, worker: Worker, grace: float) -> None:
+    """Answer requests until Ctrl-C or SIGTERM, and those that run then for some seconds more."""
+    from ..server.connections import Server
+
+    def tell() -> None:
+        if running := len({ticket.stream for ticket in worker.records.tickets.copy()}):
+            have = "1 running request has" if running == 1 else f"{running} running requests have"
+            note(f"{have} {grace:g} seconds to end; Ctrl-C again ends at once")
+
+    with suppress(KeyboardInterrupt):  # which uvicorn raises again once all has ended
+        Server(app, grace=grace, on_exit=tell).run(sockets=[listening])

@@ -21,9 +21,10 @@ from starlette.requests import ClientDisconnect
 
 import mlxspec
 from mlxspec.cli.request_log import RequestLog
-from mlxspec.server import generating, lane, worker
+from mlxspec.server import generating
 from mlxspec.server.admission import Memory
 from mlxspec.server.answering import Silence
+from mlxspec.server.connections import Bounds
 from mlxspec.server.errors import ApiError
 from mlxspec.server.gate import MOST_BYTES
 from mlxspec.server.openai.answer import CompletionAnswer
@@ -553,16 +554,21 @@ def test_a_slow_reader_pauses_its_own_generation_only() -> None:
     assert "".join(texts) == alone("Once upon", 400)
 
 
-def test_who_reads_nothing_at_all_makes_room_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane, "_PATIENCE", 0.1)
-    monkeypatch.setattr(worker, "_LOOK_AROUND", 0.1)
-    with running_server(limits=Limits(active=1), send_buffer=1 << 14) as server:
-        body = {**ENDLESS, "stream": True, "logprobs": 20}
-        client = RawClient(server, TEXT, body, receives=1 << 12)
-        until(lambda: server.worker.records.tickets)
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_reads_nothing_at_all_makes_room_in_the_end(stream: bool) -> None:
+    """The generation's, and the connection's as well."""
+    bounds = Bounds(unread=0.1)
+    with running_server(limits=Limits(active=1), send_buffer=1 << 14, bounds=bounds) as server:
+        if stream:
+            path, body = TEXT, {**ENDLESS, "stream": True, "logprobs": 20}
+        else:  # an answer that is larger than all buffers together
+            path, body = "/v1/tokenize", {"prompt": "a b " * 100_000}
+        client = RawClient(server, path, body, receives=1 << 12)
+        if stream:
+            until(lambda: server.worker.records.tickets)
         check_goes_on(server)
+        until(lambda: not server.connections)
         until(lambda: not server.worker.records.tickets)
-        assert b"nobody reads the answer" in client.read_until(b"[DONE]")
         client.leave()
 
 
