@@ -63,6 +63,18 @@ def check_writable(path: Path, error: type[MlxspecError]) -> None:
         raise error(f"{path}: cannot be written (no permission); name a file of yours")
 
 
+def is_ours_alone(path: Path) -> bool:
+    """Whether a file or directory is this user's, and nobody else may write to it.
+
+    Of a symbolic link, what it leads to counts.
+
+    Raises:
+        OSError: there is none.
+    """
+    status = path.stat()
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
 @contextmanager
 def replaced(path: Path, error: type[MlxspecError], mode: int = PRIVATE) -> Iterator[BinaryIO]:
     """Yield a file that takes the place of ``path`` at the end, and is on the disk by then.

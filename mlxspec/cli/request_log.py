@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from ..errors import printable
 from .output import shown
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class RequestLog:
         self._add(
             {
                 "outcome": "refused",
-                "path": path,
+                "path": printable(path),
                 "status": error.status,
                 "param": error.param,
                 "code": error.code,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import math
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ from rich.text import Text
 from ..distributed.launch import launched_rank
 from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError
+from ..files import is_ours_alone
 from ..process import give_back_large_blocks
 from .generating import API_KEY, Drafting, Ends, Generation
 from .memories import Memories
@@ -104,6 +106,12 @@ class _Size(click.ParamType):
     default=0.15,
     group="Requests",
 )
+@option(
+    "--grace SECONDS",
+    "How long running requests may go on after Ctrl-C or SIGTERM.",
+    default=10.0,
+    group="Requests",
+)
 @template_option("Requests")
 @options_of(Drafting, "drafting", "Drafting", leave_out=("learn",))
 @options_of(CacheOptions, "caches", "Memory")
@@ -113,7 +121,12 @@ class _Size(click.ParamType):
     type=_Size(),
     group="Memory",
 )
-@option("--cache-dir DIR", "Keep them there from one start to the next.", type=FILE, group="Memory")
+@option(
+    "--cache-dir DIR",
+    "Keep them there from one start to the next. Only you may write to it.",
+    type=FILE,
+    group="Memory",
+)
 @option("-q --quiet", "Print no line for each request.", group="Output")
 @option("--log-json", "Print these lines as JSON, on standard output.", group="Output")
 @color_option("Output", "Colour the panel and the lines.")
@@ -129,6 +142,7 @@ def serve_command(
     queue: int,
     max_tokens: int,
     stall: float,
+    grace: float,
     chat_template_config: Mapping[str, Any] | None,
     drafting: Drafting,
     caches: CacheOptions,
@@ -151,8 +165,8 @@ def serve_command(
           -d '{"messages": [{"role": "user", "content": "Name a river."}]}'
 
     The address in a browser shows what requests do and what drafts earn. Beyond this machine
-    (--host 0.0.0.0) a key is needed. Ctrl-C lets running requests come to their end, a second one
-    does not.
+    (--host 0.0.0.0) a key is needed. Ctrl-C or SIGTERM gives running requests --grace seconds to
+    end; a second one ends them at once.
     """
     if launched_rank() is not None:
         raise OptionError("serve runs in one process: start it without mlx.launch")
@@ -160,6 +174,8 @@ def serve_command(
     check_least(0, queue=queue, port=port)
     if not stall > 0:
         raise OptionError(f"--stall is {stall:g}: give a number of seconds above 0")
+    if not 0 <= grace < math.inf:
+        raise OptionError(f"--grace is {grace:g}: give a number of seconds, 0 for none")
     if port > _MOST_PORT:
         raise OptionError(f"--port is {port}: it is at most {_MOST_PORT}")
     if adapter_path is not None and len(models) > 1:
@@ -196,10 +212,9 @@ def serve_command(
         log = RequestLog(console, log_json, quiet)
         serving.callback(log.close)
         worker = Worker(served, Limits(concurrency, queue, stall), log.ended)
+        serving.enter_context(_terminated_as_interrupted())
         if cache_dir is not None and serving.enter_context(_ours_alone(cache_dir)):
-            for one in served:
-                one.cache.load(_directory_of(one, cache_dir))
-            serving.callback(_save, served, cache_dir)
+            serving.enter_context(_kept(served, cache_dir))
         worker.start()
         serving.callback(worker.stop)
         worker.wait_until_ready()
@@ -215,7 +230,7 @@ def serve_command(
         # Nothing that is loaded by now becomes garbage. Each full collection would look through it
         # all, and hold up every request for 100 ms.
         gc.freeze()
-        _serve(app, listening, worker)
+        _serve(app, listening, worker, grace)
 
 
 def _keys(file: Path | None) -> list[str]:
@@ -341,11 +356,19 @@ def _ours_alone(directory: Path) -> Iterator[bool]:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         held = os.open(directory, os.O_RDONLY)
+        ours = is_ours_alone(directory)
     except OSError as error:
         note(f"--cache-dir {directory}: {error.strerror}; no prefix is kept there")
         yield False
         return
     try:
+        if not ours:
+            note(
+                f"--cache-dir {directory}: others may write to it, and no prefix is kept there; "
+                "make it yours alone (chown, chmod go-w), or name another one"
+            )
+            yield False
+            return
         with suppress(BlockingIOError):
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield True
@@ -356,7 +379,15 @@ def _ours_alone(directory: Path) -> Iterator[bool]:
         os.close(held)
 
 
-def _save(served: list[ServedModel], directory: Path) -> None:
+@contextmanager
+def _kept(served: list[ServedModel], directory: Path) -> Iterator[None]:
+    """Read the prefixes that a directory has, and write those that there are at the end.
+
+    Nothing is written where the end is an interrupt: the worker may still use them.
+    """
+    for one in served:
+        one.cache.load(_directory_of(one, directory))
+    yield
     for one in served:
         one.cache.save(_directory_of(one, directory))
 
@@ -381,24 +412,24 @@ def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
     )
 
 
-def _serve(app: Any, listening: socket.socket, worker: Worker) -> None:
-    """Answer requests until Ctrl-C, or SIGTERM, which is the same here."""
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        def handle_exit(self, sig: int, frame: Any) -> None:
-            super().handle_exit(sig, frame)
-            running = len({ticket.stream for ticket in worker.records.tickets.copy()})
-            if running and not self.force_exit:
-                what = "1 running request ends" if running == 1 else f"{running} requests end"
-                note(f"{what} first; Ctrl-C again ends at once")
-
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", server_header=False
-    )
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM does what Ctrl-C does."""
     usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with suppress(KeyboardInterrupt):  # which uvicorn raises again once all has ended
-            Server(config).run(sockets=[listening])
+        yield
     finally:
         signal.signal(signal.SIGTERM, usual)
+
+
+def _serve(app: Any, listening: socket.socket, worker: Worker, grace: float) -> None:
+    """Answer requests until Ctrl-C or SIGTERM, and those that run then for some seconds more."""
+    from ..server.connections import Server
+
+    def tell() -> None:
+        if running := len({ticket.stream for ticket in worker.records.tickets.copy()}):
+            have = "1 running request has" if running == 1 else f"{running} running requests have"
+            note(f"{have} {grace:g} seconds to end; Ctrl-C again ends at once")
+
+    with suppress(KeyboardInterrupt):  # which uvicorn raises again once all has ended
+        Server(app, grace=grace, on_exit=tell).run(sockets=[listening])

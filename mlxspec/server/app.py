@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from ..errors import printable
 from .answering import FAILED, Silence, is_answered
 from .errors import ApiError, error_response
 from .gate import Gate, OnRefusal
@@ -68,7 +69,7 @@ def create_app(
 
 def _wrong_path(request: Request, error: Exception) -> ApiError:
     assert isinstance(error, HTTPException)
-    path, status = request.url.path, error.status_code
+    path, status = printable(request.url.path), error.status_code
     what = {404: "there is no such path", 405: f"{request.method} is not for this path"}
     message, headers = f"{path}: {what.get(status, error.detail)}", dict(error.headers or {})
     for start, purpose in _NOT_OURS.items():

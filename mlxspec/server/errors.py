@@ -7,14 +7,15 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from ..errors import MlxspecError
+from ..errors import MlxspecError, printable
 
 
 class ApiError(MlxspecError):
     """A request that gets an error in place of an answer.
 
     Args:
-        message: says what is wrong and what to do about it.
+        message: says what is wrong and what to do about it. Where it repeats too much of the
+            request, its middle is left out.
         status: of HTTP, 400 to 599.
         param: the field of the body that is wrong, in OpenAI's notation: ``messages[2].role``.
         code: a word for programs, such as ``context_length_exceeded``.
@@ -31,9 +32,9 @@ class ApiError(MlxspecError):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message
+        self.message = str(self)
         self.status = status
-        self.param = param
+        self.param = param if param is None else printable(param)
         self.code = code
         self.headers = headers or {}
 

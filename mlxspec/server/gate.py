@@ -7,6 +7,7 @@ header, which has to be this server's own. There are no CORS headers.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -17,9 +18,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .errors import ApiError, error_response
+from .fields import shown
 
 MOST_BYTES = 32 * 2**20
 """Of a request's body."""
+
+_SILENCE = 30.0  # seconds without a byte of a body, after which nobody waits for the rest
+_LEAST_RATE = 1000.0  # bytes a second at which it has to come on average
 
 _OPEN = ("/", "/health", "/ready")
 """Paths without a key: the page, which shows nothing by itself, and whether the server lives."""
@@ -86,7 +91,7 @@ class Gate:
         host = host_name(headers.get("host", ""))
         if self._hosts is not None and host not in self._hosts:
             raise ApiError(
-                f"the request is for the host {host!r}, which is not this server: "
+                f"the request is for the host {shown(host)}, which is not this server: "
                 "call it by the address that it prints, or allow the name with --allowed-host",
                 status=403,
                 code="host_not_allowed",
@@ -145,21 +150,32 @@ async def body_of(request: Request) -> bytes:
     """A request's body.
 
     Raises:
-        ApiError: it is too long, or the client has left before its end.
+        ApiError: it is too long or too slow, or the client has left before its end.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() not in ("", "identity"):
         raise ApiError(
-            f"the body is encoded as {encoding!r}: send it as it is, without Content-Encoding",
+            f"the body is encoded as {shown(encoding)}: send it as it is, without Content-Encoding",
             status=415,
         )
     parts, length = [], 0
     try:
-        async for part in request.stream():
-            length += len(part)
-            if length > MOST_BYTES:
-                raise too_long()
-            parts.append(part)
+        async with asyncio.timeout(_SILENCE) as limit:
+            begun = asyncio.get_running_loop().time()
+            async for part in request.stream():
+                length += len(part)
+                if length > MOST_BYTES:
+                    raise too_long()
+                parts.append(part)
+                # Each part has its time, and all of them together have that of a slow line.
+                slowly = begun + length / _LEAST_RATE
+                limit.reschedule(min(asyncio.get_running_loop().time(), slowly) + _SILENCE)
+    except TimeoutError:
+        raise ApiError(
+            f"the body has stopped after {length:,} bytes, or comes too slowly: send it again",
+            status=408,
+            headers={"Connection": "close"},
+        ) from None
     except ClientDisconnect:  # nobody reads the answer
         raise ApiError("the client has left before the end of its body", status=499) from None
     return b"".join(parts)

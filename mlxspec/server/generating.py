@@ -19,6 +19,7 @@ from .answer import Answer
 from .answering import Silence, answered
 from .body import read_body
 from .errors import ApiError
+from .fields import shown
 from .gate import body_of
 from .prompts import (
     ChatPrompt,
@@ -77,7 +78,7 @@ class Generating:
         if served is None:
             known = ", ".join(self.models)
             raise ApiError(
-                f"there is no model {name!r} here: ask for {known}",
+                f"there is no model {shown(name)} here: ask for {known}",
                 status=404,
                 param="model",
                 code="model_not_found",

@@ -23,7 +23,6 @@ _log = logging.getLogger("mlxspec.server")
 
 _MOST_UNREAD = 64  # tokens that a slow reader may leave unread before its generation waits
 _LEAST_UNREAD = 16
-_PATIENCE = 300.0  # seconds, after which one that reads nothing at all has its generation ended
 
 
 class Lane:
@@ -90,8 +89,6 @@ class Lane:
             self._records.tell(ticket)
             if job and ticket.unread > _MOST_UNREAD:
                 self.scheduler.pause(job)
-                if time.perf_counter() > ticket.last_read + _PATIENCE:  # others need its place
-                    self.end(ticket, ApiError("nobody reads the answer", status=408))
         return busy or self._next() is not None
 
     def _admit(self) -> None:
@@ -197,7 +194,6 @@ class Lane:
     def has_read(self, ticket: Ticket, count: int) -> None:
         """Let a generation go on whose reader has caught up."""
         ticket.unread -= count
-        ticket.last_read = time.perf_counter()
         if ticket.job and ticket.job.paused and ticket.unread <= _LEAST_UNREAD:
             self.scheduler.pause(ticket.job, paused=False)
 

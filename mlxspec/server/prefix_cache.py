@@ -34,7 +34,7 @@ from ..engine.costs import model_identity
 from ..engine.params import CacheOptions
 from ..engine.prompt_cache_file import read_prompt_cache_metadata
 from ..errors import PromptCacheError
-from ..files import remove_leftovers
+from ..files import is_ours_alone, remove_leftovers
 from ..generation.session import Session
 from .radix_tree import RadixTree
 
@@ -371,6 +371,8 @@ class PrefixCache:
         left = self.max_bytes
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self._trusts(directory):
+                return
             for entry in reversed(self._idle):
                 path = entry.file
                 if not path or path.parent != directory or not path.exists():
@@ -409,15 +411,18 @@ class PrefixCache:
     def load(self, directory: Path) -> int:
         """Make entries of files that :meth:`save` has written; each is read once it is needed.
 
-        A file that is another model's, or is none of these, is reported and left alone.
+        A file that is another model's, or is none of these, or that others may write to, is
+        reported and left alone.
 
         Returns:
             how many entries there are.
         """
-        remove_leftovers(directory / _NEW_FILE)
-        with suppress(OSError):
-            (directory / _NEW_FILE).unlink()  # whole, but not yet named by its checksum
         try:
+            if not self._trusts(directory):
+                return 0
+            remove_leftovers(directory / _NEW_FILE)
+            with suppress(OSError):
+                (directory / _NEW_FILE).unlink()  # whole, but not yet named by its checksum
             found = [path for path in directory.iterdir() if path.suffix == ".safetensors"]
             found.sort(key=lambda path: path.lstat().st_mtime)
         except FileNotFoundError:
@@ -433,6 +438,16 @@ class PrefixCache:
         paths = [cast(Path, entry.file) for entry in reversed(entries)]
         threading.Thread(target=self._check, args=[paths], daemon=True).start()
         return len(entries)
+
+    def _trusts(self, path: Path) -> bool:
+        """Whether nobody else may write to a file or directory; else reports it.
+
+        Raises:
+            OSError: there is none.
+        """
+        if not (trusted := is_ours_alone(path)):
+            self._warn(f"{path}: ignored, since others may write to it; remove it")
+        return trusted
 
     def _check(self, paths: Sequence[Path]) -> None:
         for path in paths:
@@ -453,10 +468,12 @@ class PrefixCache:
     def _described(self, path: Path) -> _Entry | None:
         """The entry of a file, which is not read yet."""
         try:
+            if not self._trusts(path):
+                return None
             tokens, metadata = read_prompt_cache_metadata(path)
             n_prompt = int(metadata.get(_N_PROMPT, ""))
             partition, shared = metadata[_PARTITION], metadata[_SHARED] == "1"
-        except (PromptCacheError, ValueError, KeyError):
+        except (OSError, PromptCacheError, ValueError, KeyError):
             self._warn(f"{path}: ignored, since it is damaged or no entry of a prefix cache")
             return None
         if metadata.get(_MODEL) != self._fingerprint:

@@ -88,8 +88,6 @@ class Ticket:
         self.batch: list[Event | ApiError] = []
         """What has happened since it was last handed over."""
         self.unread = 0
-        self.last_read = 0.0
-        """When its reader took something, or began to have something to take."""
 
     @property
     def gain(self) -> float | None:
@@ -117,8 +115,6 @@ class Ticket:
     def hand_over(self) -> list[Event | ApiError]:
         """What has happened since the last time; called in the worker's thread."""
         batch, self.batch = self.batch, []
-        if batch and not self.unread:
-            self.last_read = time.perf_counter()
         self.unread += len(batch)
         return batch
 

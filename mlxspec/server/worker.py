@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -24,7 +24,6 @@ from .tickets import EventStream, GenerationRequest, Ticket
 
 _log = logging.getLogger("mlxspec.server")
 
-_LOOK_AROUND = 10.0  # seconds between two looks for slow readers, where nothing else happens
 _RETRY_AFTER = 5  # seconds, what a client is told that finds the queue full
 
 
@@ -215,12 +214,11 @@ class Worker:
         return any(busy)
 
     def _obey(self, wait: bool) -> None:
-        """Run the commands that have come; if there is nothing else to do, wait a while for one."""
-        with suppress(queue.Empty):
-            while wait or not self._commands.empty():
-                command = self._commands.get(timeout=_LOOK_AROUND)
-                wait = False
-                try:
-                    command()
-                except Exception:  # nobody waits for what it returns, and others go on
-                    _log.exception("a command has failed")
+        """Run the commands that have come; if there is nothing else to do, wait for one."""
+        while wait or not self._commands.empty():
+            command = self._commands.get()
+            wait = False
+            try:
+                command()
+            except Exception:  # nobody waits for what it returns, and others go on
+                _log.exception("a command has failed")

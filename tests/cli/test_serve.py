@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -22,7 +23,7 @@ from click.testing import CliRunner, Result
 
 from mlxspec import PromptLookupDecoder, load
 from mlxspec.cli.chat import chat_command
-from mlxspec.cli.serve import serve_command
+from mlxspec.cli.serve import _ours_alone, serve_command
 from tests.support.adapters import write_adapters
 
 pytestmark = pytest.mark.slow
@@ -148,10 +149,36 @@ def test_what_cannot_be_served_is_told_in_a_line(endless: Path, tmp_path: Path) 
     missing = tmp_path / "nothing"
     assert str(missing) in refused("--model", endless, "--api-key-file", missing).stderr
     assert "no size" in refused("--cache-bytes", "5Q").stderr
+    assert "--grace is -1" in refused("--grace", -1).stderr
+    assert "--grace is inf" in refused("--grace", "inf").stderr
     assert "--stall is 0" in refused("--stall", 0).stderr
     assert "without a port" in refused("--allowed-host", "mac:8080").stderr
     twice = ("--model", endless, "--model", endless, *PLAIN, "--port", 0)
     assert f"{endless} is named twice" in refused(*twice).stderr
+
+
+def test_prefixes_are_kept_only_where_nobody_else_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, others, link = tmp_path / "ours", tmp_path / "others", tmp_path / "link"
+    others.mkdir()
+    others.chmod(0o770)
+    link.symlink_to(others)
+    for directory in (others, link):
+        with _ours_alone(directory) as kept:
+            assert not kept
+        told = capsys.readouterr().err
+        assert f"--cache-dir {directory}: others may write to it" in told
+        assert "chmod go-w" in told
+    others.chmod(0o755)
+    for directory in (ours, others, link):
+        with _ours_alone(directory) as kept:
+            assert kept
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with _ours_alone(ours) as kept:
+        assert not kept
+    assert "others may write to it" in capsys.readouterr().err
 
 
 def test_a_chat_says_what_is_wrong_with_the_server(endless: Path) -> None:

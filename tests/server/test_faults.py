@@ -16,13 +16,17 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from rich.console import Console
 from starlette.requests import ClientDisconnect
 
 import mlxspec
+from mlxspec.cli.request_log import RequestLog
 from mlxspec.plan.live_costs import LiveCosts
-from mlxspec.server import generating, lane, worker
+from mlxspec.server import generating
 from mlxspec.server.admission import Memory
 from mlxspec.server.answering import Silence
+from mlxspec.server.connections import Bounds
+from mlxspec.server.errors import ApiError
 from mlxspec.server.gate import MOST_BYTES
 from mlxspec.server.openai.answer import CompletionAnswer
 from mlxspec.server.tickets import Ticket
@@ -278,14 +282,75 @@ def test_a_compressed_body_is_refused(server: Running) -> None:
     assert plain.status_code == 200
 
 
-# --- who may ask ---
+@pytest.fixture(scope="module")
+def refusals() -> list[tuple[str, ApiError]]:
+    """What :func:`guarded` has refused."""
+    return []
 
 
 @pytest.fixture(scope="module")
-def guarded() -> Iterator[Running]:
+def guarded(refusals: list[tuple[str, ApiError]]) -> Iterator[Running]:
     """A server that is called by some names only."""
-    with running_server(hosts=["localhost", "127.0.0.1", "[::1]", "Box.example"]) as running:
+
+    def refused(path: str, error: ApiError) -> None:
+        refusals.append((path, error))
+
+    hosts = ["localhost", "127.0.0.1", "[::1]", "Box.example"]
+    with running_server(hosts=hosts, on_refusal=refused) as running:
         yield running
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers"),
+    [
+        ("/LONG", None, {}),
+        ("/v1/files/LONG", None, {}),
+        ("/v1/models/LONG", None, {}),
+        ("/v1/responses/LONG", None, {}),
+        ("/v1/responses/resp_1/input_items?limit=LONG", None, {}),
+        ("/v1/messages/LONG", None, {}),
+        ("/health", None, {"Host": "LONG"}),
+        ("/health", None, {"Origin": "LONG"}),
+        (TEXT, {"prompt": "a"}, {"Content-Encoding": "LONG"}),
+        (TEXT, {"prompt": "a", "model": "LONG"}, {}),
+        (TEXT, {"prompt": "a", "structured_outputs": {"LONG": 1}}, {}),
+        (TEXT, {"prompt": "a", "logit_bias": {"LONG": 1}}, {}),
+        (TEXT, {"prompt": "a", "json_schema": {"LONG": 1, "type": "LONG"}}, {}),
+        (TEXT, {"prompt": "a", "guided_regex": "(LONG"}, {}),
+        (TEXT, {"prompt": "a", "grammar": "start: LONG"}, {}),
+        (CHAT, {"messages": HELLO, "tool_choice": "LONG"}, {}),
+        (CHAT, {"messages": [{"role": "LONG", "content": "a"}]}, {}),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 1, "model": "LONG"}, {}),
+        ("/v1/responses", {"input": "a", "previous_response_id": "LONG"}, {}),
+        ("/v1/responses", {"input": "a", "text": {"format": {"type": "LONG"}}}, {}),
+    ],
+)
+def test_an_error_does_not_repeat_a_long_text(
+    guarded: Running,
+    refusals: list[tuple[str, ApiError]],
+    path: str,
+    body: Any,
+    headers: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Neither to the client nor in the log."""
+    refusals.clear()
+    method = "POST" if body else "GET"
+    texts = [text.replace("LONG", "x" * 30_000) for text in (path, json.dumps([body, headers]))]
+    body, headers = json.loads(texts[1])
+    answer = HTTP.request(method, guarded.address + texts[0], json=body, headers=headers)
+    assert 400 <= answer.status_code < 500
+    assert len(answer.content) < 2000, answer.text
+    (refusal,) = refusals
+    for as_json in (False, True):
+        log = RequestLog(Console(stderr=True), as_json=as_json, quiet=False)
+        log.refused(*refusal)
+        log.close()
+        output = capsys.readouterr()
+        assert 0 < len(output.out + output.err) < 500
+
+
+# --- who may ask ---
 
 
 @pytest.mark.parametrize(
@@ -490,16 +555,21 @@ def test_a_slow_reader_pauses_its_own_generation_only() -> None:
     assert "".join(texts) == alone("Once upon", 400)
 
 
-def test_who_reads_nothing_at_all_makes_room_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane, "_PATIENCE", 0.1)
-    monkeypatch.setattr(worker, "_LOOK_AROUND", 0.1)
-    with running_server(limits=Limits(active=1), send_buffer=1 << 14) as server:
-        body = {**ENDLESS, "stream": True, "logprobs": 20}
-        client = RawClient(server, TEXT, body, receives=1 << 12)
-        until(lambda: server.worker.records.tickets)
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_reads_nothing_at_all_makes_room_in_the_end(stream: bool) -> None:
+    """The generation's, and the connection's as well."""
+    bounds = Bounds(unread=0.1)
+    with running_server(limits=Limits(active=1), send_buffer=1 << 14, bounds=bounds) as server:
+        if stream:
+            path, body = TEXT, {**ENDLESS, "stream": True, "logprobs": 20}
+        else:  # an answer that is larger than all buffers together
+            path, body = "/v1/tokenize", {"prompt": "a b " * 100_000}
+        client = RawClient(server, path, body, receives=1 << 12)
+        if stream:
+            until(lambda: server.worker.records.tickets)
         check_goes_on(server)
+        until(lambda: not server.connections)
         until(lambda: not server.worker.records.tickets)
-        assert b"nobody reads the answer" in client.read_until(b"[DONE]")
         client.leave()
 
 

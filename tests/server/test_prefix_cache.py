@@ -544,7 +544,11 @@ def unreadable(path: Path) -> None:
     path.mkdir()
 
 
-@pytest.mark.parametrize("spoil", [damaged, truncated, foreign, unreadable, Path.unlink])
+def writable(path: Path) -> None:
+    path.chmod(0o660)
+
+
+@pytest.mark.parametrize("spoil", [damaged, truncated, foreign, unreadable, writable, Path.unlink])
 def test_a_file_that_cannot_be_used_is_left_out_with_a_line(
     spoil: Callable[[Path], None], tmp_path: Path
 ) -> None:
@@ -595,6 +599,20 @@ def test_what_a_killed_process_leaves_is_removed(tmp_path: Path) -> None:
     after = Requests()
     assert after.cache.load(tmp_path) == 1
     assert (list(tmp_path.iterdir()), after.lines) == ([path], [])
+
+
+def test_a_directory_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
+    requests = Requests()
+    requests.answer(tokens_of(50))
+    requests.cache.save(tmp_path)
+    files = {*tmp_path.iterdir()}
+    tmp_path.chmod(0o777)
+    after = Requests()
+    assert after.cache.load(tmp_path) == 0
+    after.answer(tokens_of(50, 1))
+    after.cache.save(tmp_path)
+    assert {*tmp_path.iterdir()} == files
+    assert ["others may write to it" in line for line in after.lines] == [True, True]
 
 
 def test_a_directory_that_cannot_be_written_or_read_is_reported(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import Queue
 
@@ -24,6 +25,7 @@ from tests.support.scripted_model import write_scripted_model
 pytestmark = pytest.mark.slow
 
 ROUND = ("one", " two", " three", " four", "\n")
+FILES = 64
 SECONDS = 60  # to start or end in, on a busy machine
 
 
@@ -38,6 +40,7 @@ class Process:
 
     Attributes:
         address: where it answers.
+        at: the same, for sockets.
         lines: what it has written to standard error since it was ready.
     """
 
@@ -46,8 +49,10 @@ class Process:
         self.lines: Queue[str] = Queue()
         self._found = threading.Event()
         self.address = ""
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
         assert self._found.wait(SECONDS)
+        self.at = "127.0.0.1", int(self.address.rpartition(":")[2])
 
     def _read(self) -> None:
         assert self.process.stderr
@@ -61,6 +66,11 @@ class Process:
         while text not in self.lines.get(timeout=SECONDS):
             pass
 
+    def rest(self) -> list[str]:
+        """The lines that nobody has waited for, once the process has ended."""
+        self._reading.join(SECONDS)
+        return [self.lines.get() for _ in range(self.lines.qsize())]
+
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
@@ -70,9 +80,19 @@ class Process:
 
 
 @contextmanager
-def serving(model: Path, *arguments: str) -> Iterator[Process]:
-    """A server that answers; what is left of it at the end of the block is killed."""
-    command = "import sys; from mlxspec.cli.start import main; main()"
+def serving(model: Path, *arguments: str, files: int | None = None) -> Iterator[Process]:
+    """A server that answers; what is left of it at the end of the block is killed.
+
+    Args:
+        model: what it serves.
+        arguments: more of them.
+        files: how many it may have open.
+    """
+    command = "from mlxspec.cli.start import main; main()"
+    if files:
+        limit = f"resource.setrlimit(resource.RLIMIT_NOFILE, ({files}, {files}))"
+        # mlx_lm sets it, too, when it is imported.
+        command = f"import mlxspec.server.app, resource; {limit}; {command}"
     process = subprocess.Popen(
         [sys.executable, "-c", command, "serve", "--model", str(model), "--port", "0", *arguments],
         stdout=subprocess.DEVNULL,
@@ -118,10 +138,10 @@ def listens(server: Process) -> bool:
 
 
 def test_ctrl_c_lets_running_requests_end(endless: Path) -> None:
-    with serving(endless) as server:
+    with serving(endless, "--grace", "600") as server:
         with stream_of(server, 3000) as lines:
             server.signal(signal.SIGINT)
-            server.wait_for_line("1 running request ends first")
+            server.wait_for_line("1 running request has 600 seconds to end")
             until(lambda: not listens(server))
             rest = [line for line in lines if line]
         assert '"finish_reason": "length"' in rest[-2]
@@ -129,15 +149,67 @@ def test_ctrl_c_lets_running_requests_end(endless: Path) -> None:
         assert server.wait() == 0
 
 
-def test_a_second_ctrl_c_ends_them(endless: Path) -> None:
-    with serving(endless) as server, stream_of(server, 900_000) as lines:
-        server.signal(signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_them(endless: Path, number: int) -> None:
+    with serving(endless, "--grace", "600") as server, stream_of(server, 900_000) as lines:
+        server.signal(number)
         server.wait_for_line("Ctrl-C again")
         assert "text" in "".join(next(lines) for _ in range(3))
-        server.signal(signal.SIGINT)
+        server.signal(number)
         assert server.wait() == 0
         with pytest.raises(httpx.RemoteProtocolError):
             list(lines)
+
+
+BODY = json.dumps({"prompt": "one", "max_tokens": 900_000, "stream": True})
+HEAD = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(BODY)}\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "runs"),
+    [
+        ("", False),
+        (HEAD[:40], False),
+        (HEAD, False),
+        (HEAD + BODY[:20], False),
+        (HEAD + BODY, True),
+    ],
+    ids=["silent", "half a head", "no body", "half a body", "never reads"],
+)
+def test_nobody_holds_up_the_end(endless: Path, tmp_path: Path, sent: str, runs: bool) -> None:
+    kept = tmp_path / "kept"
+    with serving(endless, "--grace", "0.5", "--cache-dir", str(kept)) as server:
+        body = {"prompt": "one two three four\n" * 20, "max_tokens": 4}
+        httpx.post(f"{server.address}/v1/completions", json=body, timeout=SECONDS)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+            client.connect(server.at)
+            client.sendall(sent.encode())
+            until(lambda: running(server) == runs)
+            server.signal(signal.SIGTERM)
+            assert server.wait() == 0
+    assert len([*kept.rglob("*.safetensors")]) >= 1
+    assert not any("Traceback" in line for line in server.rest())
+
+
+def running(server: Process) -> int:
+    """How many generations run."""
+    return len(httpx.get(f"{server.address}/status", timeout=SECONDS).json()["requests"])
+
+
+def test_many_idle_connections_leave_room_for_others(endless: Path) -> None:
+    """With the limit of open files that the process may have, and with one line of it."""
+    with serving(endless, files=FILES) as server, ExitStack() as idle:
+        for _ in range(2 * FILES):
+            client = idle.enter_context(socket.create_connection(server.at, timeout=SECONDS))
+            client.sendall(HEAD[:20].encode())
+        for _ in range(3):
+            assert httpx.get(f"{server.address}/health", timeout=SECONDS).is_success
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+    told = server.rest()
+    assert not any("Traceback" in line for line in told)
+    assert len([line for line in told if "connection" in line]) in (1, 2)
 
 
 def test_prefixes_are_kept_by_a_server_that_is_terminated(endless: Path, tmp_path: Path) -> None:

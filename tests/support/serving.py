@@ -5,12 +5,11 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import uvicorn
 from openai import OpenAI
 from starlette.types import ASGIApp
 
@@ -18,6 +17,7 @@ import mlxspec
 from mlxspec.engine.params import CacheOptions
 from mlxspec.server.admission import Memory
 from mlxspec.server.app import create_app
+from mlxspec.server.connections import Bounds, Server
 from mlxspec.server.prefix_cache import PrefixCache
 from mlxspec.server.served_model import ServedModel
 from mlxspec.server.worker import Limits, Worker
@@ -34,12 +34,14 @@ class Running:
         worker: its worker.
         decoder: of the model that it serves, for runs beside it.
         app: its ASGI application.
+        connections: those that are open.
     """
 
     address: str
     worker: Worker
     decoder: mlxspec.Decoder
     app: ASGIApp
+    connections: Collection[object]
 
     def client(self, **options: Any) -> OpenAI:
         """OpenAI's client, which does not try again."""
@@ -70,6 +72,7 @@ def running_server(
     model: ServedModel | None = None,
     limits: Limits | None = None,
     send_buffer: int | None = None,
+    bounds: Bounds = Bounds(),  # noqa: B008  # a constant
     **options: Any,
 ) -> Iterator[Running]:
     """A server that answers until the end of the block.
@@ -78,6 +81,7 @@ def running_server(
         model: what it serves.
         limits: of its worker.
         send_buffer: bytes that the system takes of what a client has not read yet.
+        bounds: of its connections.
         options: as for :func:`mlxspec.server.app.create_app`.
     """
     model = model or served()
@@ -85,8 +89,7 @@ def running_server(
     worker.start()
     worker.wait_until_ready()
     app = create_app(worker, **options)
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
-    server = uvicorn.Server(config)
+    server = Server(app, bounds, grace=1.0)
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if send_buffer:
@@ -97,7 +100,8 @@ def running_server(
     try:
         while not server.started:
             time.sleep(0.01)
-        yield Running(f"http://127.0.0.1:{port}", worker, model.decoder, app)
+        connections = server.server_state.connections
+        yield Running(f"http://127.0.0.1:{port}", worker, model.decoder, app, connections)
     finally:
         server.should_exit = True
         thread.join(10)

@@ -1,0 +1,245 @@
+"""The HTTP server: how many connections there are, how long each may wait, and how all end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import math
+import resource
+import time
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any, NamedTuple, cast
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+BACKLOG = 256
+"""How many connections the system holds until they are accepted, all of them in one go."""
+
+_log = logging.getLogger(__name__)
+
+_OTHER_FILES = 64  # models while they are read, prefixes, journals, standard streams
+_FEWEST = 8  # connections, however few files may be open
+_LOOK = 1.0  # seconds between two looks at a connection
+_LAST = 1.0  # seconds in which requests notice that their connections have been closed
+_QUIET = 60.0  # seconds in which a message is not repeated
+_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+class Bounds(NamedTuple):
+    """What clients may take of the server's connections.
+
+    Attributes:
+        most: connections at once, fewer where the process may not have so many files open.
+        head: seconds in which a request's line and headers have to come.
+        unread: seconds in which a client may take nothing of an answer that waits for it.
+        rate: bytes a second that it has to take on average beyond these.
+    """
+
+    most: int = 1024
+    head: float = 20.0
+    unread: float = 300.0
+    rate: float = 1000.0
+
+
+class Server(uvicorn.Server):
+    """Serves an application until a signal; then running requests have some time to end.
+
+    Args:
+        app: the application.
+        bounds: of its connections.
+        grace: seconds that running requests have after the first signal. At the second one, all
+            connections are closed at once.
+        on_exit: called at the first signal.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        bounds: Bounds = Bounds(),  # noqa: B008  # a constant
+        grace: float = 10.0,
+        on_exit: Callable[[], object] = lambda: None,
+    ) -> None:
+        protocol = partial(Connection, bounds._replace(most=_most_of(bounds)), {})
+        config = uvicorn.Config(
+            app,
+            http=cast("type[asyncio.Protocol]", protocol),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=BACKLOG,
+            # For requests that wait for a thread, and so don't see that the client has gone.
+            timeout_graceful_shutdown=math.ceil(grace + _LAST),
+        )
+        super().__init__(config)
+        self._grace = grace
+        self._on_exit = on_exit
+        for log in (_log, logging.getLogger("uvicorn.error")):
+            log.addFilter(_seldom)
+
+    async def startup(self, sockets: Any = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(_tell)
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        first = not self.should_exit
+        self.force_exit = not first  # uvicorn does so for Ctrl-C alone
+        super().handle_exit(sig, frame)
+        if first:  # last, since the second signal may come meanwhile
+            self._on_exit()
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        closing = asyncio.create_task(self._close())
+        await super().shutdown(sockets)
+        await closing
+
+    async def _close(self) -> None:
+        """Wait for the end of all requests as long as they have, and close what is left."""
+        state, end = self.server_state, time.monotonic() + self._grace
+        while state.connections and not self.force_exit and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        for connection in [*state.connections]:
+            connection.transport.abort()
+        if state.tasks:
+            await asyncio.wait({*state.tasks}, timeout=_LAST)
+
+
+class Connection(H11Protocol):
+    """A connection whose client may not keep the server waiting without end.
+
+    How long a body may take is for :func:`mlxspec.server.gate.body_of` to say, which answers.
+
+    Args:
+        bounds: of all connections.
+        waiting: shared by all: those from which a request, or the rest of one, is to come, the
+            one that has sent nothing for longest first.
+        options: as uvicorn gives them.
+    """
+
+    def __init__(self, bounds: Bounds, waiting: dict[Connection, None], **options: Any) -> None:
+        super().__init__(**options)
+        self._bounds = bounds
+        self._waiting = waiting
+        self._timer: asyncio.TimerHandle | None = None
+        self._since = self._taken = 0.0
+        """When the client began to owe what it owes now, and when it last took something."""
+        self._owed = self._unsent = 0
+        """Bytes that it had not taken then, and at the last look."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._begin()
+        self._file()
+        if len(self.connections) > self._bounds.most:
+            _log.warning(
+                "%d connections are open, which is the most: the one that has sent nothing for "
+                "longest makes room for each new one",
+                self._bounds.most,
+            )
+            oldest = next(iter(self._waiting))  # this one, where all others are being answered
+            del self._waiting[oldest]
+            oldest.transport.abort()
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._waiting.pop(self, None)
+        if self._timer:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._file()
+
+    def on_response_complete(self) -> None:
+        self._begin()
+        super().on_response_complete()
+        self._file()
+
+    def pause_writing(self) -> None:
+        self._begin()
+        super().pause_writing()
+
+    def _begin(self) -> None:
+        """From now on the client owes something else."""
+        self._since = self._taken = self.loop.time()
+        self._owed = self._unsent = self.transport.get_write_buffer_size()
+
+    def _file(self) -> None:
+        """Put the connection last among those that wait, or take it out of them."""
+        self._waiting.pop(self, None)
+        if self.transport.is_closing() or self.transport.get_write_buffer_size():
+            return
+        if self._answered or self.cycle.more_body:
+            self._waiting[self] = None
+
+    @property
+    def _answered(self) -> bool:
+        """Whether the next thing to come is a request."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _look(self) -> None:
+        """Close the connection if the client takes too long, or look again later."""
+        if self.loop.time() > self._deadline():
+            self.transport.abort()
+        else:
+            self._timer = self.loop.call_later(_LOOK, self._look)
+
+    def _deadline(self) -> float:
+        """Until when the client may owe what it owes."""
+        bounds, unsent = self._bounds, self.transport.get_write_buffer_size()
+        if unsent < self._unsent:
+            self._taken = self.loop.time()
+        self._unsent = unsent
+        if unsent and (self._answered or self.flow.write_paused):
+            slowly = self._since + (self._owed - unsent) / bounds.rate
+            return min(self._taken, slowly) + bounds.unread
+        return self._since + bounds.head if self._answered else math.inf
+
+
+def _most_of(bounds: Bounds) -> int:
+    """How many connections there may be, so that files can still be opened."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return bounds.most
+    return min(bounds.most, max(_FEWEST, files - BACKLOG - _OTHER_FILES))
+
+
+def _tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Report a fault in the event loop; one line is enough for a connection that has no room."""
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        _log.warning(
+            "connections cannot be accepted (%s); this is tried again every second", error.strerror
+        )
+    else:
+        loop.default_exception_handler(context)
+
+
+class _Seldom(logging.Filter):
+    """Lets a message through once a minute, and tracebacks of all faults.
+
+    A request that is cancelled at the end of the server is no fault.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info:
+            return not isinstance(record.exc_info[1], asyncio.CancelledError)
+        now, message = time.monotonic(), str(record.msg)
+        if now < self._next.get(message, 0.0):
+            return False
+        self._next[message] = now + _QUIET
+        return True
+
+
+_seldom = _Seldom()
