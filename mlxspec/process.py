@@ -84,15 +84,16 @@ def _load(libraries: Sequence[str], mode: int) -> bool:
 
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-_LARGE = 1 << 20
+_LARGE = 128 << 10  # as glibc begins
 
 
 def give_back_large_blocks() -> None:
-    """Let glibc give memory blocks of 1 MiB and more back to the system once they are free.
+    """Let glibc give memory blocks of 128 KiB and more back to the system once they are free.
 
-    By itself it keeps blocks of up to 32 MiB in its heap after the first of that size was freed.
-    The buffers of MLX's CPU back end, KV caches above all, come and go in all sizes, and the holes
-    that they leave there grow for half an hour. Does nothing on other systems.
+    By itself it raises that bound, up to 32 MiB, with each larger block that is freed, and keeps
+    smaller ones in its heap. The buffers of MLX's CPU back end, KV caches above all, come and go in
+    all sizes, and the holes that they leave there grow for half an hour. Does nothing on other
+    systems.
     """
     if sys.platform == "linux":
         with suppress(AttributeError):  # another library than glibc
