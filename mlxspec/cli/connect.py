@@ -33,9 +33,7 @@ _PORT = 8080  # of mlxspec serve
     type=click.Choice([*CLIENTS]),
     metavar="[CLIENT]",
 )
-@option(
-    "--server URL", f"The server's address.  [default: {_SERVER}:{_PORT}]", group="Server"
-)
+@option("--server URL", f"The server's address.  [default: {_SERVER}:{_PORT}]", group="Server")
 @option("--port N", f"Its port, where its address is {_SERVER}.", type=int, group="Server")
 @option(
     "-m --model NAME",
