@@ -323,8 +323,9 @@ class Answers:
     def _add_step(self, job: Job, step: DecodedStep) -> None:
         """Count the time of a step of one answer, and what its tokens would have taken without
         drafts in steps that as many answers share."""
-        if self._scheduler.plain_seconds is not None:
-            self.totals.plain_seconds += self._scheduler.plain_seconds * len(step.verified.tokens)
+        plain_seconds = self._scheduler.plain_seconds(job, step)
+        if plain_seconds is not None:
+            self.totals.plain_seconds += plain_seconds
             self.totals.decode_seconds += self._scheduler.step_seconds
 
     def _finish_ended(self) -> None:

@@ -16,6 +16,19 @@ from ..terminal import wants_color
 _QUOTES = '"""'
 
 
+def is_open(text: str) -> bool:
+    """Whether a message begins with three double quotes and the next three are still to come."""
+    return text.startswith(_QUOTES) and text.count(_QUOTES) % 2 == 1
+
+
+def without_quotes(text: str) -> str:
+    """A message without the three double quotes around it; as it is where it has others."""
+    within = text.rstrip()
+    if text.count(_QUOTES) != 2 or not (text.startswith(_QUOTES) and within.endswith(_QUOTES)):
+        return text
+    return within.removeprefix(_QUOTES).removesuffix(_QUOTES).strip("\n")
+
+
 class ChatInput(Protocol):
     """Reads messages.
 

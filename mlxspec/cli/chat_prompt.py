@@ -26,6 +26,7 @@ from prompt_toolkit.styles import Style
 from ..errors import ChatFileError, MlxspecError
 from ..files import replaced, sole_writer
 from .chat_commands import COMMANDS, NAMES, Argument
+from .chat_input import is_open, without_quotes
 from .outcome import note
 
 _MOST_BYTES = 1_000_000
@@ -109,7 +110,7 @@ class TerminalInput:
             if self._history:
                 self._history.tell_trouble()
         # Bytes that are no text have become lone surrogates.
-        return typed.encode(errors="replace").decode().rstrip("\n")
+        return without_quotes(typed.encode(errors="replace").decode().rstrip("\n"))
 
     def close(self) -> None:
         """Leave the terminal as it was."""
@@ -240,6 +241,8 @@ def _bindings() -> KeyBindings:
             return  # the choice alone; what follows it may be still to come
         if buffer.document.char_before_cursor == "\\":
             buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        elif is_open(buffer.text):
             buffer.insert_text("\n")
         else:
             buffer.validate_and_handle()

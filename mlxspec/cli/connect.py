@@ -21,7 +21,8 @@ from .outcome import say
 from .output import at_terminal, output_console
 from .settings_file import SettingsFile
 
-_DEFAULT_SERVER = "http://127.0.0.1:8080"
+_SERVER = "http://127.0.0.1"
+_PORT = 8080  # of mlxspec serve
 
 
 @command("connect", short_help="Point an editor or an agent at a server.")
@@ -32,7 +33,8 @@ _DEFAULT_SERVER = "http://127.0.0.1:8080"
     type=click.Choice([*CLIENTS]),
     metavar="[CLIENT]",
 )
-@option("--server URL", "The server's address.", default=_DEFAULT_SERVER, group="Server")
+@option("--server URL", f"The server's address.  [default: {_SERVER}:{_PORT}]", group="Server")
+@option("--port N", f"Its port, where its address is {_SERVER}.", type=int, group="Server")
 @option(
     "-m --model NAME",
     "The model to begin with.  [default: the server's first]",
@@ -51,7 +53,8 @@ _DEFAULT_SERVER = "http://127.0.0.1:8080"
 def connect_command(
     *,
     client: str | None,
-    server: str,
+    server: str | None,
+    port: int | None,
     model: str | None,
     context_length: int | None,
     write: bool,
@@ -73,7 +76,9 @@ def connect_command(
     Where the server needs a key, MLXSPEC_API_KEY has it, here and for the client. It is neither
     shown nor written: files and commands name the variable.
     """
-    check_least(1, context_length=context_length)
+    check_least(1, context_length=context_length, port=port)
+    if server is not None and port is not None:
+        raise OptionError("--server has the port in its address: leave out --port")
     if yes and not write:
         raise OptionError("--yes is for --write: add it, or leave out --yes")
     console = output_console(color)
@@ -83,7 +88,7 @@ def connect_command(
         _list(console)
         return
     chosen = CLIENTS[client]
-    setup = chosen.setup(_ask(server, model, context_length))
+    setup = chosen.setup(_ask(server or f"{_SERVER}:{port or _PORT}", model, context_length))
     if not write:
         _show(console, setup)
         return

@@ -96,6 +96,7 @@ def explain_command(
             count=steps,
             stats=last.stats,
             pieces=Pieces(decoder.tokenizer),
+            chosen=skip is None,
         )
         tell_of_model(generation.model)
         shows.show(

@@ -33,6 +33,7 @@ def explain_page(explained: Explained) -> str:
         "explain.html",
         decoder=explained.decoder,
         summary=explained.summary,
+        opening=explained.opening,
         key={fate.name.lower(): fate.value for fate in Fate},
         prompt=pieces.text(explained.prompt),
         prompt_tokens=len(explained.prompt),

@@ -53,6 +53,8 @@ def print_explained(explained: Explained, console: Console) -> None:
     """Write the steps, each with its tree and its window, and a key to the signs."""
     with console.capture() as capture:
         console.print(Text(explained.summary))
+        if explained.opening:
+            console.print(Text(explained.opening, style=_QUIET))
         for step in explained.shown():
             console.print()
             _print_step(step, len(explained.steps), explained.pieces, console)

@@ -49,6 +49,7 @@ class Explained:
         first, count: which of them to show; the first has number 0.
         stats: the generation's figures.
         pieces: what the tokens look like.
+        chosen: whether nobody has said which step is the first.
     """
 
     model: str
@@ -59,6 +60,7 @@ class Explained:
     count: int
     stats: SpeculationStats
     pieces: Pieces
+    chosen: bool = False
 
     def shown(self) -> Iterator[ShownStep]:
         """The steps to show."""
@@ -78,6 +80,16 @@ class Explained:
             f"tokens {stats.emitted}, steps {stats.steps}, "
             f"tokens per step {stats.tokens_per_step:.2f}, "
             f"rows per step {stats.rows / stats.steps:.1f}"
+        )
+
+    @property
+    def opening(self) -> str:
+        """Why the first steps are not among those that are shown; empty where they are."""
+        if not (self.chosen and self.first):
+            return ""
+        return (
+            f"This begins at step {self.first + 1}, where drafts show most; "
+            "--skip 0 begins at the first."
         )
 
 

@@ -84,8 +84,8 @@ def run_command(command: click.Command, name: str) -> None:
         try:
             sys.exit(command.main(prog_name=name, standalone_mode=False) or 0)
         except click.exceptions.NoArgsIsHelpError as error:
-            error.show()
-            sys.exit(error.exit_code)
+            click.echo(error.format_message())  # asked for, as with --help
+            sys.exit(0)
         except click.UsageError as error:
             hint = f" ({error.ctx.command_path} --help)" if error.ctx else ""
             _fail(_misuse(error) + hint, error.exit_code)

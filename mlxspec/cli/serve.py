@@ -400,7 +400,7 @@ def _panel(address: str, worker: Worker, with_key: bool) -> Panel:
         length = served.context_length
         context = f"{length:,} tokens of context" if length else "context length unknown"
         rows.add_row("model", f"{shown(served.name)}, {context}")
-        rows.add_row("memory", f"{served.memory.limit / 2**30:,.1f} GiB for KV caches")
+        rows.add_row("memory", f"at most {served.memory.limit / 2**30:,.1f} GiB for KV caches")
     key = "KEY" if with_key else "none"
     client = Text(f"export OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}", style="bold")
     return Panel(

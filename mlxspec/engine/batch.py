@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import mlx.nn as nn
 
+from ..draft.drafter import VerifiedStep
 from ..plan.live_costs import LiveCosts
 from ..plan.planner import NO_PLAN, Planner, log_fault
 from ..plan.sharing import share_rows
@@ -111,14 +112,21 @@ class Batch:
             self._planned(partial(costs.record, rows, seconds, pipelined))
         return outcomes
 
-    def plain_seconds(self, count: int) -> float | None:
-        """How long a step of so many sequences takes without drafts; None if costs are unknown."""
-        costs = self._costs
-        if costs is None:
+    def cost(self, sequence: Sequence, step: VerifiedStep) -> float | None:
+        """What a step of a sequence takes by the measured costs, in steps without drafts.
+
+        That is 1 for a step without a draft. It is a ratio: other programs, a long context and
+        prompts that run in between slow both kinds of step.
+
+        Returns:
+            None where steps do not tell what drafts cost, such as those of a draft model.
+        """
+        planner = sequence.drafter
+        if not isinstance(planner, Planner) or not isinstance(planner.costs, LiveCosts):
             return None
-        if self._joint is None:
-            return self._planned(lambda: count * costs.seconds(1))
-        return self._planned(lambda: (costs if count == 1 else self._costs_for(count)).seconds(1))
+        own, count = planner.costs, step.sequences
+        rows = 1 + step.rows - count
+        return self._planned(lambda: (own if count == 1 else self._costs_for(count)).curve(rows))
 
     def _costs_for(self, count: int) -> LiveCosts:
         """What joint steps of so many sequences cost."""

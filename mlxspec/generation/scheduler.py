@@ -98,7 +98,6 @@ class Scheduler:
         prefill_seconds: the time that prompts have taken so far.
         steps: how many steps have run so far, those of several generations counted once.
         step_seconds: the wall time of the last one.
-        plain_seconds: what it would have taken without drafts; None where costs are not known.
         on_step: called with each step of each generation before its responses, to watch them.
     """
 
@@ -113,7 +112,6 @@ class Scheduler:
         self.prefill_seconds = 0.0
         self.steps = 0
         self.step_seconds = 0.0
-        self.plain_seconds: float | None = None
         self.on_step: Callable[[Job, DecodedStep], object] = lambda job, step: None
         self._prefill_speed = 0.0  # tokens per second
         self._deadline = math.inf  # of the prompts of this turn
@@ -151,6 +149,17 @@ class Scheduler:
         """End a generation before its next step; nothing happens if it has ended."""
         if not job.finished:
             self._end(job)
+
+    def plain_seconds(self, job: Job, step: DecodedStep) -> float | None:
+        """How long the tokens of a generation's last step would have taken without drafts.
+
+        The step's own time tells it, since whatever else slows a step slows plain ones, too.
+
+        Returns:
+            None where costs are not known.
+        """
+        cost = job.sequence and self._batch.cost(job.sequence, step.verified)
+        return self.step_seconds * len(step.verified.tokens) / cost if cost else None
 
     def pause(self, job: Job, paused: bool = True) -> None:
         """Leave a generation out of steps, since nobody takes its responses, or let it go on."""
@@ -307,7 +316,6 @@ class Scheduler:
         """Run one step of generations whose prompts are done."""
         sequences = [job.sequence for job in jobs if job.sequence]
         self.steps += 1
-        self.plain_seconds = self._batch.plain_seconds(len(sequences))
         started = time.perf_counter()
         try:
             outcomes = self._batch.step(sequences)

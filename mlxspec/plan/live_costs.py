@@ -89,7 +89,8 @@ class LiveCosts:
             least one range.
 
     Attributes:
-        predicted: what the generation's steps should have taken so far, in plain tokens.
+        predicted: what the generation's steps should have taken so far, in plain steps; one
+            without a draft is 1, whether it has waited for its token or not.
     """
 
     def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
@@ -193,10 +194,7 @@ class LiveCosts:
             pipelined: whether its forward had been dispatched during the step before.
         """
         with self._lock:
-            if rows > 1:
-                self.predicted += self.curve(rows)
-            else:
-                self.predicted += 1.0 if pipelined else 1.0 + self.sync_overhead
+            self.predicted += self.curve(rows)
             self._record(rows, seconds, pipelined)
 
     def _record(self, rows: int, seconds: float, pipelined: bool) -> None:

@@ -153,15 +153,15 @@ class Lane:
             return
         verified = step.verified
         self._shape = verified.rows, verified.sequences
-        seconds, plain_seconds = self.scheduler.step_seconds, self.scheduler.plain_seconds
-        if plain_seconds is not None:
-            plain_seconds *= len(verified.tokens)
+        seconds = self.scheduler.step_seconds
+        plain_seconds = self.scheduler.plain_seconds(job, step)
         origins = origins_of(job.sequence.drafter, verified.tree)
         self._records.metrics.add_step(verified, origins, seconds, plain_seconds)
         ticket.steps += 1
         ticket.emitted += len(verified.tokens)
-        ticket.decode_seconds += seconds
-        ticket.plain_seconds += plain_seconds or 0.0
+        if plain_seconds is not None:
+            ticket.decode_seconds += seconds
+            ticket.plain_seconds += plain_seconds
 
     def _respond(self, ticket: Ticket, response: GenerationResponse) -> None:
         """Turn a response into an event."""

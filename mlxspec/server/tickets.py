@@ -75,8 +75,9 @@ class Ticket:
         self.emitted = 0
         self.steps = 0
         self.decode_seconds = 0.0
+        """What its steps took whose time without drafts is known."""
         self.plain_seconds = 0.0
-        """How long its tokens would have taken without drafts, beside the same others."""
+        """How long their tokens would have taken without drafts, beside the same others."""
         self.last: GenerationResponse | None = None
         self.error: ApiError | None = None
         """What has ended it, if that was no end of its own."""

@@ -247,13 +247,16 @@ def test_pasted_lines_are_one_message_as_they_are_and_kept_for_the_next_chat(
         assert LINE in window.shown(until="reused")
         window.type("second\x1b\rthird\x0afourth\\\rfifth\r")  # new lines by three ways
         window.read(until="reused")
+        window.type('"""\rone\r\r  two"""\r')
+        window.read(until="reused")
         window.type(f"/save {tmp_path / 'chat.json'}\r")
-        window.read(until="Saved 4 messages")
+        window.read(until="Saved 6 messages")
         window.type("\x04")
         assert process.wait() == 0
     asked = [message["content"] for message in messages(tmp_path / "chat.json")[::2]]
-    assert asked == [code, "second\nthird\nfourth\nfifth"]
-    assert history(data) == [*asked, f"/save {tmp_path / 'chat.json'}"]
+    assert asked == [code, "second\nthird\nfourth\nfifth", "one\n\n  two"]
+    typed = [*asked[:2], '"""\none\n\n  two"""', f"/save {tmp_path / 'chat.json'}"]
+    assert history(data) == typed
     with Terminal(columns=80) as window:
         process = start(endless, window.terminal, max_tokens=5, **data)
         window.read(until=PROMPT)
@@ -261,7 +264,7 @@ def test_pasted_lines_are_one_message_as_they_are_and_kept_for_the_next_chat(
         window.read(until="reused")
         window.type(f"/save {tmp_path / 'again.json'}\r/exit\r")
         assert process.wait() == 0
-    assert messages(tmp_path / "again.json")[0]["content"] == asked[1]
+    assert messages(tmp_path / "again.json")[0]["content"] == asked[2]
 
 
 def messages(path: Path) -> list[dict[str, str]]:

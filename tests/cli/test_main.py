@@ -78,6 +78,18 @@ def test_what_is_mistyped_is_guessed(
     assert output.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", [[], ["memory"]])
+def test_a_command_of_commands_alone_shows_its_help(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["mlxspec", *words])
+    with pytest.raises(SystemExit) as ended:
+        run_command(main, "mlxspec")
+    output = capsys.readouterr()
+    assert (ended.value.code, output.err) == (0, "")
+    assert output.out.startswith(" ".join(["Usage: mlxspec", *words]))
+
+
 def every_command() -> Iterator[tuple[list[str], click.Command]]:
     """All commands and theirs, with the words that call them."""
     with main.make_context("mlxspec", [], resilient_parsing=True) as context:

@@ -52,7 +52,7 @@ def test_each_generation_has_a_prediction_of_its_own():
     first.record(1, 0.02, False)
     first.record(1, 0.02, True)
     second.record(8, 0.04, False)
-    assert first.predicted == pytest.approx(2.0 + 1.0 + 1.0 + first.sync_overhead, rel=0.01)
+    assert first.predicted == pytest.approx(2.0 + 1.0 + 1.0, rel=0.001)
     assert second.predicted == pytest.approx(2.0, rel=0.01)
 
 

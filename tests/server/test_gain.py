@@ -1,0 +1,85 @@
+"""What drafts gain, whatever else takes the machine's time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mlxspec.draft.drafter import NoDraft
+from mlxspec.generation import scheduler
+from mlxspec.plan.drafter_source import DrafterSource
+from mlxspec.plan.planner import Planner
+from mlxspec.server.lane import Lane
+from mlxspec.server.records import Records
+from mlxspec.server.served_model import ServedModel
+from mlxspec.server.tickets import GenerationRequest, Ticket
+from tests.support.demo import FLAT
+from tests.support.serving import served
+
+PROMPT = "one two three four one two three four one two"
+STEADY = (0.02,)
+# Steps that another program held up, those of a long context, and one of which most had run.
+DISTURBED = (0.02, 3.0, 40.0, 0.0001, 0.5)
+
+
+def run_requests(
+    model: ServedModel, seconds: Sequence[float], monkeypatch: pytest.MonkeyPatch, count: int = 1
+) -> tuple[list[Ticket], Records]:
+    """Run requests whose steps take so long, in turn."""
+    time = itertools.accumulate(itertools.cycle(seconds))
+    clock = SimpleNamespace(perf_counter=lambda: next(time))
+    monkeypatch.setattr(scheduler, "time", clock)
+    records = Records(lambda tickets: None)
+    lane = Lane(model, 8, 0.15, records)
+    prompt = tuple(model.decoder.tokenizer.encode(PROMPT))
+    stream: Any = SimpleNamespace(tickets=[])
+    stream.tickets = [
+        Ticket(GenerationRequest(prompt, 40, cast(Any, {}), index), model, stream)
+        for index in range(count)
+    ]
+    records.tickets += stream.tickets
+    lane.queue.extend(stream.tickets)
+    while lane.turn(hurried=False):
+        pass
+    assert all(ticket.outcome == "length" for ticket in stream.tickets)
+    return stream.tickets, records
+
+
+def summed(records: Records, name: str) -> float:
+    return sum(sums[name] for _, sums in records.metrics.history._sums)
+
+
+@pytest.mark.parametrize("seconds", [STEADY, DISTURBED])
+@pytest.mark.parametrize("count", [1, 3])
+def test_without_drafts_nothing_is_gained_or_lost(
+    seconds: Sequence[float], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = served()
+    costs = cast(Any, model.decoder).costs
+
+    def make_drafter(*args: object) -> Any:
+        return lambda session: Planner(costs.for_generation(), [DrafterSource(NoDraft())])
+
+    monkeypatch.setattr(model, "make_drafter", make_drafter)
+    tickets, records = run_requests(model, seconds, monkeypatch, count)
+    assert [ticket.gain for ticket in tickets] == pytest.approx([1.0] * count)
+    assert summed(records, "plain_seconds") == pytest.approx(summed(records, "seconds"))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_drafts_are_not_blamed_for_what_else_slows_steps(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seconds in (STEADY, DISTURBED):
+        tickets, _ = run_requests(served(), seconds, monkeypatch, count)
+        for ticket in tickets:
+            assert ticket.emitted > 1.2 * ticket.steps
+            # A step costs 1.05 plain ones at most, and has a token at least.
+            assert ticket.gain
+            assert ticket.gain > 1 / FLAT[16]
+            if seconds == STEADY:
+                assert ticket.gain == pytest.approx(ticket.emitted / ticket.steps, rel=0.05)
