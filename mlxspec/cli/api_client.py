@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import OptionError, PromptError
+from ..loading.model_files import given_name
 from .generating import API_KEY
 
 _SILENCE = 60.0  # seconds; a server of ours says sooner that it lives
@@ -70,6 +71,8 @@ class ApiClient:
         names = [model.name for model in models]
         if not models:
             raise OptionError(f"--server {self.address} has no model: is it ours?")
+        if first is not None and first not in names and given_name(first) in names:
+            first = given_name(first)
         if first not in (None, *names):
             raise OptionError(f"--model is {first}: the server has {', '.join(names)}")
         return sorted(models, key=lambda model: model.name != (first or names[0]))

@@ -1,4 +1,4 @@
-"""What can be typed in a chat besides messages: the commands, which begin with a slash."""
+"""What can be typed in a chat: commands, which begin with a slash, and messages in quotes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from difflib import get_close_matches
 from enum import Enum, auto
 
 from ..errors import OptionError
+
+QUOTES = '"""'
+"""They begin and end a message of several lines."""
 
 _OR_TEXT = "a space before it makes it a message"
 _COMMAND = re.compile(r"/[A-Za-z][\w-]*")
@@ -109,3 +112,16 @@ def command_in(message: str) -> tuple[ChatCommand, str] | None:
     if not argument and command.takes is Argument.FILE:
         raise OptionError(f"{word} needs the name of a file: {command.spelling}")
     return command, argument
+
+
+def is_open(text: str) -> bool:
+    """Whether a message begins with three double quotes and the next three are still to come."""
+    return text.startswith(QUOTES) and text.count(QUOTES) % 2 == 1
+
+
+def without_quotes(text: str) -> str:
+    """A message without the three double quotes around it; as it is where it has others."""
+    within = text.rstrip()
+    if text.count(QUOTES) != 2 or not (text.startswith(QUOTES) and within.endswith(QUOTES)):
+        return text
+    return within.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")

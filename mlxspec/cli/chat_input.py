@@ -12,21 +12,7 @@ from typing import Protocol
 
 from ..errors import PromptError
 from ..terminal import wants_color
-
-_QUOTES = '"""'
-
-
-def is_open(text: str) -> bool:
-    """Whether a message begins with three double quotes and the next three are still to come."""
-    return text.startswith(_QUOTES) and text.count(_QUOTES) % 2 == 1
-
-
-def without_quotes(text: str) -> str:
-    """A message without the three double quotes around it; as it is where it has others."""
-    within = text.rstrip()
-    if text.count(_QUOTES) != 2 or not (text.startswith(_QUOTES) and within.endswith(_QUOTES)):
-        return text
-    return within.removeprefix(_QUOTES).removesuffix(_QUOTES).strip("\n")
+from .chat_commands import QUOTES
 
 
 class ChatInput(Protocol):
@@ -107,8 +93,8 @@ class LineInput:
     def message(self) -> str | None:
         try:
             line = self._line("> ")
-            if line.startswith(_QUOTES):
-                return self._quoted(line.removeprefix(_QUOTES))
+            if line.startswith(QUOTES):
+                return self._quoted(line.removeprefix(QUOTES))
             lines = [line]
             while lines[-1].endswith("\\"):
                 lines[-1] = lines[-1].removesuffix("\\")
@@ -127,9 +113,9 @@ class LineInput:
     def _quoted(self, first: str) -> str:
         lines = [first]
         with suppress(EOFError):  # the end of a file closes the quotes
-            while not lines[-1].rstrip().endswith(_QUOTES):
+            while not lines[-1].rstrip().endswith(QUOTES):
                 lines.append(self._line(". "))
-        return "\n".join(lines).rstrip().removesuffix(_QUOTES).strip("\n")
+        return "\n".join(lines).rstrip().removesuffix(QUOTES).strip("\n")
 
     def _line(self, prompt: str) -> str:
         if self.interactive:

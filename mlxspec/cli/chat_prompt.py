@@ -25,8 +25,7 @@ from prompt_toolkit.styles import Style
 
 from ..errors import ChatFileError, MlxspecError
 from ..files import replaced, sole_writer
-from .chat_commands import COMMANDS, NAMES, Argument
-from .chat_input import is_open, without_quotes
+from .chat_commands import COMMANDS, NAMES, Argument, is_open, without_quotes
 from .outcome import note
 
 _MOST_BYTES = 1_000_000

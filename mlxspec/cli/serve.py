@@ -197,18 +197,15 @@ def serve_command(
             )
             for name in models or (None,)
         ]
+        names = _names([model_or_default(one.model) for one in asked])
         keeps, shared = _keeps_answers(drafting, keys), len(asked) > 1
         memories = serving.enter_context(Memories(keeps, shared))
         # All are loaded before anybody asks how much memory is left.
         decoders = [one.load(console, memories) for one in asked]
         served = [
-            _served(one, decoder, cache_bytes, len(asked), chat_template_config or {}, keys)
-            for one, decoder in zip(asked, decoders, strict=True)
+            _served(name, one, decoder, cache_bytes, len(asked), chat_template_config or {}, keys)
+            for name, one, decoder in zip(names, asked, decoders, strict=True)
         ]
-        names = [one.name for one in served]
-        for name in {*names}:
-            if names.count(name) > 1:
-                raise OptionError(f"{name} is named twice: leave it out once")
         log = RequestLog(console, log_json, quiet)
         serving.callback(log.close)
         worker = Worker(served, Limits(concurrency, queue, stall), log.ended)
@@ -310,7 +307,26 @@ def _listening(host: str, port: int) -> socket.socket:
     return listening
 
 
+def _names(models: list[str]) -> list[str]:
+    """What requests call the models: a directory by its own name, unless another is called so.
+
+    Raises:
+        OptionError: one is there twice.
+    """
+    from ..loading.model_files import given_name
+
+    for model in models:
+        if models.count(model) > 1:
+            raise OptionError(f"{model} is named twice: leave it out once")
+    names = [given_name(model) for model in models]
+    return [
+        name if name and names.count(name) == 1 else model
+        for name, model in zip(names, models, strict=True)
+    ]
+
+
 def _served(
+    name: str,
     generation: Generation,
     decoder: Decoder,
     cache_bytes: int | None,
@@ -327,7 +343,7 @@ def _served(
     memory = Memory(decoder.model, generation.caches, memory.limit // models)
     kept = memory.default_cache_bytes if cache_bytes is None else cache_bytes
     return ServedModel(
-        model_or_default(generation.model),
+        name,
         decoder,
         PrefixCache(
             decoder.model,
@@ -341,12 +357,13 @@ def _served(
         cast("GenerationOptions", vars(generation.caches)),
         template_arguments,
         owner=keys[0] if len(keys) == 1 else "",
+        path=model_or_default(generation.model),
     )
 
 
 def _directory_of(served: ServedModel, directory: Path) -> Path:
     """Where a model's prefixes are kept: in a directory of its own, also for the model "."."""
-    name = quote(served.name, safe="")
+    name = quote(served.path or served.name, safe="")
     return directory / (name if name.strip(".") else name.replace(".", "%2E"))
 
 

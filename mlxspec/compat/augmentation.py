@@ -10,15 +10,19 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from ..errors import OptionError
 from ..generation.response import GenerationResponse
+from ..loading.model import load
+from ..loading.model_files import DEMO
 from . import batch, generation
 
 _mlx_lm = import_module("mlx_lm.generate")  # the package has a function of that name
+_its_load = _mlx_lm.load  # whatever the name stands for later
 _PACKAGE = __name__.partition(".")[0]
 
 _active: list[Augmentation] = []
@@ -29,7 +33,8 @@ def augment() -> Augmentation:
     """Let mlx-lm's ``generate``, ``stream_generate`` and ``batch_generate`` speculate.
 
     They are replaced in all modules that have been imported so far, under whatever name, and in
-    mlx-lm itself for those that will be. They generate what they did. A call with an argument or
+    mlx-lm itself for those that will be. They generate what they did; ``load`` also knows "demo",
+    the bundled model. A call with an argument or
     a model that mlxspec cannot serve goes to mlx-lm's own function, and a warning says so, once
     for each reason.
 
@@ -114,7 +119,14 @@ def _batch_generate(*args: Any, **options: Any) -> Any:
     return run()
 
 
+@functools.wraps(_its_load)
+def _load(path_or_hf_repo: str, *args: Any, **options: Any) -> Any:
+    own = path_or_hf_repo == DEMO and not Path(DEMO).is_dir()
+    return (load if own else _its_load)(path_or_hf_repo, *args, **options)
+
+
 _STAND_INS = {
+    _its_load: _load,
     _mlx_lm.stream_generate: _stream_generate,
     _mlx_lm.generate: _generate,
     _mlx_lm.batch_generate: _batch_generate,

@@ -74,7 +74,8 @@ class Generating:
         """
         if name is None:
             return self._default
-        served = self.models.get(name)
+        by_path = (one for one in self.models.values() if one.path == name)
+        served = self.models.get(name) or next(by_path, None)
         if served is None:
             known = ", ".join(self.models)
             raise ApiError(

@@ -41,6 +41,7 @@ class ServedModel:
         template_arguments: what its chat template is given, which a request's go before.
         owner: the partition that the decoder's own memory belongs to. The others have one each,
             in the process alone.
+        path: where it was loaded from, as the user wrote it: requests may call it that, too.
         created: when it was loaded, in seconds since 1970.
     """
 
@@ -52,6 +53,7 @@ class ServedModel:
     options: GenerationOptions = field(default_factory=GenerationOptions)
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     owner: str = field(default="", repr=False)
+    path: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     _apart: OrderedDict[str, Decoder] = field(
         default_factory=OrderedDict, init=False, repr=False, compare=False

@@ -68,6 +68,13 @@ def test_mlx_lm_s_generate_speculates(run, model: str, module: tuple[str, ...]) 
     assert "deprecated" not in result.stdout
 
 
+def test_mlx_lm_s_programs_know_the_bundled_model(run) -> None:
+    options = ("--model", "demo", "--prompt", 'Repeat this 2 times: "A day."')
+    result = run("-m", "mlx_lm", "generate", *options)
+    assert result.exit_code == 0, result.stderr
+    assert "A day.\nA day." in result.stdout
+
+
 @pytest.mark.filterwarnings("ignore:'mlx_lm.chat' found")  # other tests have imported it
 def test_mlx_lm_s_chat_runs_and_gets_standard_input(run, model: str) -> None:
     result = run(

@@ -97,7 +97,7 @@ def test_a_server_answers_logs_and_ends_with_ctrl_c(endless: Path, tmp_path: Pat
             server.ask("/v1/completions", prompt="a", model="my secret")
         other = ["--server", server.address, "--model", "other"]
         told = CliRunner().invoke(chat_command, other, input="a\n").stderr
-        assert told == f"Error: --model is other: the server has {endless}\n"
+        assert told == f"Error: --model is other: the server has {endless.name}\n"
         output, errors = server.end()
         assert server.process.returncode == 0
         assert errors == ""
@@ -227,3 +227,22 @@ def test_a_model_is_served_with_its_adapters(tmp_path: Path) -> None:
     with serving("--model", "demo", "--adapter-path", adapters, *PLAIN) as server:
         answer = server.ask("/v1/completions", prompt=[1, 5, 6, 7], max_tokens=12)
         assert answer["choices"][0]["text"] == expected
+
+
+def test_a_folder_is_served_under_its_own_name_and_its_path(endless: Path, tmp_path: Path) -> None:
+    first = shutil.copytree(endless, tmp_path / "first")
+    same = [shutil.copytree(endless, tmp_path / one / "same") for one in ("here", "there")]
+    named = [argument for path in (first, *same) for argument in ("--model", path)]
+    with serving(*named, *PLAIN) as server:
+        with urllib.request.urlopen(server.address + "/v1/models") as listed:
+            names = [model["id"] for model in json.load(listed)["data"]]
+        assert names == ["first", *map(str, same)]
+        for model, name in (("first", "first"), (first, "first"), (same[1], str(same[1]))):
+            answer = server.ask("/v1/completions", prompt="a", model=str(model), max_tokens=2)
+            assert answer["model"] == name
+        with pytest.raises(urllib.error.HTTPError):
+            server.ask("/v1/completions", prompt="a", model="same", max_tokens=2)
+        told = CliRunner().invoke(
+            chat_command, ["--server", server.address, "--model", str(first)], input="a\n"
+        )
+        assert told.exit_code == 0, told.stderr
