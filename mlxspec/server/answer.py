@@ -163,7 +163,9 @@ class ChatChoice:
         """The end, without the tokens that are no part of the answer."""
         if end is None or not self.parser.finished:
             return end
-        return replace(end, completion_tokens=self.tokens, accepted=self.accepted)
+        # Drafts that were accepted later have not been rejected, either.
+        drafted = end.drafted - (end.accepted - self.accepted)
+        return replace(end, completion_tokens=self.tokens, drafted=drafted, accepted=self.accepted)
 
     def finish_reason(self, end: Ended | None) -> str:
         """Why it has ended: "stop", "length" or "tool_calls"."""

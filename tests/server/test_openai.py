@@ -180,11 +180,13 @@ def test_what_the_model_writes_after_the_one_call_does_not_count(at_once: int) -
     written = pieces(CALLS, logprob=-0.5)
     for start in range(0, len(written), at_once):
         answer.feed(written[start : start + at_once])
-    answer.feed([ended(completion_tokens=len(written), drafted=99, accepted=99)])
+    answer.feed([ended(completion_tokens=len(written), drafted=99, accepted=90)])
     whole = valid(ChatCompletion, answer.whole())
     n_tokens = CALLS.index("}") // 3 + 1
     assert whole.usage.completion_tokens == n_tokens < len(written)
-    assert whole.usage.completion_tokens_details.accepted_prediction_tokens == n_tokens // 2
+    details = whole.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens == n_tokens // 2
+    assert details.rejected_prediction_tokens == 9
     assert len(whole.choices[0].logprobs.content) == n_tokens
 
 
