@@ -143,20 +143,20 @@ def costs_for(
     times = calibrate(model, QUICK, on_progress=on_progress)
     seconds = time.perf_counter() - started
     _log.info("measured step times in %.1f s: %s", seconds, _in_words(times))
-    problem, known = noise(times), known_range(times, QUICK, "quick")
+    end, known = context_range(QUICK.context), known_range(times, QUICK, "quick")
+    problem = noise(times)
     if problem is None and not _is_enough(known.times, model):
         problem = "there was no time for steps over 2, 4 and 8 rows"
-    end = context_range(QUICK.context)
     if problem is None:
         cache.update(key, {end: known})
     else:
+        known = known_range(times[:1], QUICK, "steps")
         _log.warning(
             "step times were measured while the machine was busy, or it is slow for this model "
             "(%s): drafts begin with usual costs, which real steps correct; the next start "
             "measures again",
             problem,
         )
-        known = known_range(times[:1] if noise(times) else times, QUICK, "steps")
     return KeptCosts(cache, key, {end: known})
 
 

@@ -55,7 +55,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize(
-    ("times", "reason"), [(BUSY, "scatter too much"), (TIMES[:1], "no time for steps over 2")]
+    ("times", "reason"), [(BUSY, "scatter too much"), (TIMES[:2], "no time for steps over 2")]
 )
 def test_a_busy_measurement_is_told_not_kept_and_made_again(
     llama: nn.Module,
@@ -67,7 +67,7 @@ def test_a_busy_measurement_is_told_not_kept_and_made_again(
 ):
     monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: times)
     costs = costs_for(llama, cache=cache)
-    assert costs.curve(4) == pytest.approx(2)  # what rows usually cost
+    assert costs.curve(2) == pytest.approx(2**0.5)  # what rows usually cost
     (line,) = caplog.messages
     assert re.match(f"step times were measured while the machine was busy.*{reason}", line)
     assert cache.read(cost_key(llama)) == {}

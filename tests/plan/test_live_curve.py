@@ -198,7 +198,7 @@ def test_without_drafted_steps_rows_cost_what_they_usually_do():
 @pytest.mark.parametrize("truth", [FLAT, M4, LINEAR])
 def test_a_few_steps_correct_usual_costs_for_all_rows(truth: CostCurve):
     live = LiveCurve([KnownTime(1, PLAIN_SECONDS, 0.02)])
-    run(live, truth, 10, rows=(1, 1, 4, 7))
+    run(live, truth, 24, rows=(1, 1, 4, 7))
     for rows in (4, 7, 8):
         assert live.curve(rows) == pytest.approx(truth(rows), rel=0.15)
     for rows in (2, 16):  # as far as a power of the rows can tell
