@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from importlib.metadata import version
 from typing import Any
@@ -22,8 +22,10 @@ from mlx_lm.utils import get_total_parameters
 from ..plan.cost_file import CostCache, CostKey, KnownRange, Ranges
 from ..plan.live_costs import LiveCosts, context_range
 from ..plan.live_curve import KnownTime
-from ..plan.measurement import QUICK, MeasurementPlan, RowsTime, ShareDone
+from ..plan.measurement import QUICK, MeasurementPlan, RowsTime, ShareDone, is_whole, noise
 from .calibration import calibrate
+from .capability import chain_capability
+from .target import Capability
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +122,9 @@ def costs_for(
 ) -> KeptCosts:
     """What steps of a model cost on this machine.
 
+    A measurement that tells too little is not kept. Then costs begin with what rows usually cost,
+    real steps correct them, and the next process measures again.
+
     Args:
         model: an mlx-lm model.
         cache: where measured times are kept; in the user's cache directory by default.
@@ -128,17 +133,38 @@ def costs_for(
     """
     cache = cache or CostCache()
     key = cost_key(model)
-    ranges = cache.read(key)
+    ranges = {
+        end: known for end, known in cache.read(key).items() if _is_enough(known.times, model)
+    }
     if ranges:
         _log.info("step times are known from %s", cache.directory / key.file_name)
+        return KeptCosts(cache, key, ranges)
+    started = time.perf_counter()
+    times = calibrate(model, QUICK, on_progress=on_progress)
+    seconds = time.perf_counter() - started
+    _log.info("measured step times in %.1f s: %s", seconds, _in_words(times))
+    end, known = context_range(QUICK.context), known_range(times, QUICK, "quick")
+    problem = noise(times)
+    if problem is None and not _is_enough(known.times, model):
+        problem = "there was no time for steps over 2, 4 and 8 rows"
+    if problem is None:
+        cache.update(key, {end: known})
     else:
-        started = time.perf_counter()
-        times = calibrate(model, QUICK, on_progress=on_progress)
-        ranges = {context_range(QUICK.context): known_range(times, QUICK, "quick")}
-        cache.update(key, ranges)
-        seconds = time.perf_counter() - started
-        _log.info("measured step times in %.1f s: %s", seconds, _in_words(times))
-    return KeptCosts(cache, key, ranges)
+        known = known_range(times[:1], QUICK, "steps")
+        _log.warning(
+            "step times were measured while the machine was busy, or it is slow for this model "
+            "(%s): drafts begin with usual costs, which real steps correct; the next start "
+            "measures again",
+            problem,
+        )
+    return KeptCosts(cache, key, {end: known})
+
+
+def _is_enough(times: Sequence[KnownTime], model: nn.Module) -> bool:
+    """Whether times tell what drafts cost, or are of plain steps where nothing else can run."""
+    if len(times) == 1:
+        return chain_capability(model) is Capability.PLAIN
+    return is_whole(times)
 
 
 def _in_words(times: list[RowsTime]) -> str:

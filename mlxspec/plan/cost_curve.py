@@ -91,6 +91,11 @@ class Costs(Protocol):
         """T(rows) / T(1); the same object until a cost has changed noticeably."""
 
     @property
+    def hopeful(self) -> CostCurve:
+        """What drafts are planned with: below ``curve`` where rows may plausibly cost less, so
+        that what is hardly known is tried; else the same object."""
+
+    @property
     def sync_overhead(self) -> float:
         """What a plain step costs more if its forward is dispatched only after the last token
         was read, as a share of a pipelined one."""
@@ -116,6 +121,11 @@ class FixedCosts:
     curve: CostCurve
     sync_overhead: float = USUAL_SYNC_OVERHEAD
     wants_plain_steps: bool = False
+
+    @property
+    def hopeful(self) -> CostCurve:
+        """The curve: there is nothing to find out."""
+        return self.curve
 
     def move_to(self, context: int) -> None:
         """Nothing to do: they hold for all contexts."""

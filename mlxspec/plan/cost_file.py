@@ -19,6 +19,7 @@ from ..errors import MlxspecError, OptionError
 from ..files import replaced
 from .live_costs import context_range
 from .live_curve import MOST_UNCERTAINTY, STEP_SECONDS, WIDEST, KnownTime
+from .measurement import COST_PER_ROW, is_whole
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +31,6 @@ _MAX_BYTES = 1 << 20
 _UNUSABLE = (OSError, ValueError, RecursionError)
 _MOST = 1e18  # of whatever is counted in a machine or model
 _SOURCES = ("steps", "quick", "careful")  # the best one last
-_COST_PER_ROW = (0.2, 20.0)  # T(M) lies between 0.2·T(1) and 20·M·T(1)
 
 Identity = dict[str, str | int | float | None]
 
@@ -125,8 +125,8 @@ class CostCache:
         """Replace these ranges where they are plausible, and leave the others as they are.
 
         A range that is better known stays, too. A careful measurement is better than a quick one,
-        unless it has plain steps alone; of two of a kind, the one with more numbers of rows is
-        better. A change of MLX, the model or the machine gives another key.
+        unless it lacks steps that tell what drafts cost; of two of a kind, the one with more
+        numbers of rows is better. A change of MLX, the model or the machine gives another key.
         """
         path = self.directory / key.file_name
         kept: Ranges = {}
@@ -161,9 +161,10 @@ class CostCache:
             )
 
 
-def _rank(known: KnownRange) -> tuple[bool, int, int]:
+def _rank(known: KnownRange) -> tuple[bool, bool, int, int]:
     """How well a range is known, for comparison."""
-    return len(known.times) > 1, _SOURCES.index(known.source), len(known.times)
+    times = known.times
+    return is_whole(times), len(times) > 1, _SOURCES.index(known.source), len(times)
 
 
 def cache_directory() -> Path:
@@ -274,7 +275,7 @@ def _check(times: tuple[KnownTime, ...]) -> None:
     rows = [time.rows for time in times]
     if rows[:1] != [1] or rows != sorted(set(rows)) or rows[-1] > WIDEST:
         raise ValueError("times that are not sorted by their rows, from 1 on")
-    low, high = _COST_PER_ROW
+    low, high = COST_PER_ROW
     for time in times:
         if not (
             STEP_SECONDS[0] <= time.seconds <= STEP_SECONDS[1]

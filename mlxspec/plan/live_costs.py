@@ -153,9 +153,15 @@ class LiveCosts:
 
     @property
     def curve(self) -> CostCurve:
-        """T(rows)/T(1) for the planner; the same object until a cost has changed noticeably."""
+        """T(rows)/T(1), as far as is known; the same object until a cost has changed noticeably."""
         with self._lock:
             return self._live.curve
+
+    @property
+    def hopeful(self) -> CostCurve:
+        """What drafts are planned with; see :attr:`LiveCurve.hopeful`."""
+        with self._lock:
+            return self._live.hopeful
 
     def seconds(self, rows: int) -> float:
         """The wall time that a step over ``rows`` rows would take now."""
@@ -196,6 +202,8 @@ class LiveCosts:
         with self._lock:
             self.predicted += self.curve(rows)
             self._record(rows, seconds, pipelined)
+            self._live.ran(rows)
+            self._unsaved[self._end] += 1
 
     def _record(self, rows: int, seconds: float, pipelined: bool) -> None:
         before, self._last_pipelined = self._last_pipelined, seconds if pipelined else None
@@ -214,12 +222,11 @@ class LiveCosts:
         else:
             self._plain_steps = 0
         self._live.record(rows, seconds)
-        self._unsaved[self._end] += 1
 
     def changes(self) -> dict[int, list[KnownTime]]:
-        """What is now known of the ranges in which steps ran since the last call."""
+        """What was measured or steps told, of the ranges in which steps ran since the last call."""
         with self._lock:
-            changed = {end: self._curves[end].known() for end in sorted(self._unsaved)}
+            changed = {end: self._curves[end].known(assumed=False) for end in sorted(self._unsaved)}
             self._unsaved.clear()
             return changed
 
@@ -232,7 +239,9 @@ class LiveCosts:
         with self._lock:
             if end not in self._curves:
                 nearest = min(self._curves, key=lambda other: abs(math.log(other / end)))
-                self._curves[end] = LiveCurve(self._curves[nearest].known(stddev=_OTHER_CONTEXT))
+                self._curves[end] = LiveCurve(
+                    self._curves[nearest].known(stddev=_OTHER_CONTEXT, assumed=False)
+                )
             self._live = self._curves[end]
             self._live.reopen()
         self._plain_steps = 0
@@ -244,8 +253,12 @@ def _beside(times: Iterable[KnownTime], count: int) -> list[KnownTime]:
     """Times of one sequence as those of ``count``, whose plain step has so many rows."""
     times = list(times)
     curve = CostCurve([(time.rows, time.seconds / times[0].seconds) for time in times])
-    seconds, uncertainty = times[0].seconds, max(time.uncertainty for time in times)
     rows = [count, *(time.rows for time in times if time.rows > count), count + WIDEST - 1]
+
+    def uncertainty(own: int) -> float:
+        return max(time.uncertainty for time in times if time.rows <= own)
+
     return [
-        KnownTime(own - count + 1, seconds * curve(own), uncertainty) for own in sorted(set(rows))
+        KnownTime(own - count + 1, times[0].seconds * curve(own), uncertainty(own))
+        for own in sorted(set(rows))
     ]

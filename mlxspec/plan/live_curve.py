@@ -30,6 +30,23 @@ _ROWS_CHANGE = 0.002**2
 _LEAST_NOISE, _FIRST_NOISE, _MOST_NOISE = 0.02**2, 0.07**2, 0.4**2
 
 _NEAR = 1.4  # times as many rows: hardly a stair in between, which would tell on both
+_TIED_VARIANCE = 0.2**2  # where both sides are known no better, an error is likelier theirs
+
+# What rows cost where nobody has measured it: the square root of their number, half-way between
+# rows that cost nothing and rows that cost a plain step each; published curves lie around it
+# (docs/planner-notes.md, "Costs that nobody knows"). The exponent's standard error reaches both.
+_USUAL_EXPONENT, _EXPONENT_ERROR = 0.5, 0.35
+_USUAL_ROWS = (2, 4, 8, 16, 32)
+_WIDE = 8  # rows; where these were measured, wider steps follow from them
+
+# What may be hoped of costs: a doubtful one is tried at this many standard errors less, counted
+# from what a measurement usually leaves open. Costs of steps wider than all that have run lately
+# are doubted more and more, all in the same direction.
+_HOPE, _USUAL_ERROR = 2.0, 0.3
+_STEPS_PER_DOUBT = 32
+_DOUBT_VARIANCE = 0.25**2
+_MOST_DOUBT = 1.0
+_FIRST_REACH = 4  # rows up to which there is hope where no draft ran lately
 
 _NOISE_RATE = 0.05
 _NOISE_CLIP = 4.0  # variances
@@ -83,7 +100,13 @@ class LiveCurve:
     was never measured settles most of its cost. Where it is between two that are near, the three
     are tied: otherwise a single slow step would bar the rows behind it for good.
 
+    Where wide steps were never measured, the curve begins with what rows usually cost, which is
+    very uncertain, and for all rows in the same direction: one real step corrects them all.
+
     A step that is far off is ignored, until most of the recent steps with as many rows are.
+
+    What looks expensive is not drafted, and would never be corrected. So drafts are planned with
+    the :attr:`hopeful` curve, and costs that no step has told of lately become uncertain.
 
     Args:
         known: measured times in any order, one of them of a plain step. However noisy they are,
@@ -104,6 +127,10 @@ class LiveCurve:
         self._part_of_rows: dict[int, int] = {}
         for rows, time in sorted(times.items()):
             self._add_part(rows, math.log(time.seconds / plain.seconds), time.uncertainty**2)
+        self._assumed: set[int] = set()  # rows that were not measured, and of which no step told
+        self._assume_usual_costs()
+        self._steps_since_doubt, self._widest_since_doubt, self._reach = 0, 1, _FIRST_REACH
+        self._doubt = 0.0  # variance of what drafted steps have in common
         self._noise = _FIRST_NOISE
         self._step = 0
         # Per number of rows: the errors of recent steps, the last step that took the predicted
@@ -121,6 +148,16 @@ class LiveCurve:
         return self._curve
 
     @property
+    def hopeful(self) -> CostCurve:
+        """The least that steps plausibly cost: below :attr:`curve` where that is hardly known.
+
+        There is hope for few rows, and for up to twice as many as have run lately.
+        """
+        if self._stale:
+            self._rebuild()
+        return self._hopeful
+
+    @property
     def slowdown(self) -> float:
         """Time of a plain step now against the measured one; above 1 on a hot or busy machine."""
         return math.exp(self._parts[_MACHINE]) / self._usual.seconds
@@ -129,9 +166,10 @@ class LiveCurve:
     def stddev(self) -> float:
         """Relative standard error that the costs of all drafted steps have in common.
 
-        It becomes small only where both plain and drafted steps run.
+        It becomes small only where both plain and drafted steps run. What is doubted because none
+        of the latter ran lately is left out: the first of them will tell.
         """
-        return math.sqrt(max(self._covariance[_DRAFTED, _DRAFTED], 0.0))
+        return math.sqrt(max(self._covariance[_DRAFTED, _DRAFTED] - self._doubt, 0.0))
 
     @property
     def noise(self) -> float:
@@ -170,53 +208,107 @@ class LiveCurve:
         self._fitted[rows] = self._step
         self._off_since.pop(rows, None)
         self._correct(error, shared, variance)
+        self._assumed.discard(rows)
+        if rows > 1:
+            self._doubt = 0.0
+            self._stale |= self._hopeful is not self._curve  # there is less to hope for now
+
+    def ran(self, rows: int) -> None:
+        """Take note of a step, recorded or not: costs of wider ones become doubtful."""
+        self._widest_since_doubt = max(self._widest_since_doubt, rows)
+        self._steps_since_doubt += 1
+        if self._steps_since_doubt < _STEPS_PER_DOUBT:
+            return
+        if self._widest_since_doubt == 1:
+            doubted = [_DRAFTED]  # it stands for all
+        else:
+            beyond = self._widest_since_doubt
+            doubted = [part for rows, part in self._part_of_rows.items() if rows > beyond]
+        doubted = [part for part in doubted if self._covariance[part, part] < _MOST_DOUBT]
+        self._covariance[np.ix_(doubted, doubted)] += _DOUBT_VARIANCE
+        self._doubt += _DOUBT_VARIANCE if _DRAFTED in doubted else 0.0
+        self._reach = max(_FIRST_REACH, 2 * self._widest_since_doubt)
+        self._steps_since_doubt, self._widest_since_doubt = 0, 1
+        self._stale = True
 
     def reopen(self) -> None:
         """Expect the machine's speed to have changed: no step was measured for some time."""
         self._widen(_MACHINE, _MACHINE_VARIANCE - self._covariance[_MACHINE, _MACHINE])
 
-    def known(self, stddev: float = 0.0) -> list[KnownTime]:
+    def known(self, stddev: float = 0.0, *, assumed: bool = True) -> list[KnownTime]:
         """What is now known, as times at the machine's usual speed.
 
         Args:
             stddev: relative uncertainty to add, for use at another context length.
+            assumed: whether what was neither measured nor told by a step counts, too.
         """
-        times = [KnownTime(1, self._usual.seconds, math.hypot(self.stddev, stddev))]
+        common = math.sqrt(max(self._covariance[_DRAFTED, _DRAFTED], 0.0))
+        times = [KnownTime(1, self._usual.seconds, math.hypot(common, stddev))]
         for rows, part in sorted(self._part_of_rows.items()):
+            if rows in self._assumed and not assumed:
+                continue
             cost = math.exp(self._parts[_DRAFTED] + self._parts[part])
             uncertainty = math.sqrt(max(self._covariance[part, part], 0.0) + stddev**2)
             times.append(KnownTime(rows, self._usual.seconds * cost, uncertainty))
         return times
 
     def _rebuild(self) -> None:
-        """Make the curve of the parts as they are now."""
-        points = [(1, 1.0)]
+        """Make the curves of the parts as they are now."""
+        points, hopeful = [(1, 1.0)], [(1, 1.0)]
         for rows, part in sorted(self._part_of_rows.items()):
-            points.append((rows, math.exp(self._parts[_DRAFTED] + self._parts[part])))
-        rows = points[-1][0]
-        if rows < WIDEST:
-            # In proportion to the rows, as if each further block cost what the first one does:
-            # too much where the curve is flat, and right on average where it has stairs.
-            points.append((WIDEST, max(cost for _, cost in points) * WIDEST / rows))
-        self._curve = CostCurve(points)
+            cost = math.exp(self._parts[_DRAFTED] + self._parts[part])
+            points.append((rows, cost))
+            hope = self._hope(part) if rows <= self._reach else 0.0
+            hopeful.append((rows, cost * math.exp(-hope)))
+        self._curve = _extended(points)
+        self._hopeful = self._curve if hopeful == points else _extended(hopeful)
         self._in_curve = self._parts.copy()
         self._stale = False
+
+    def _hope(self, part: int) -> float:
+        """By how much the logarithm of a cost may plausibly be too high."""
+        drafted, own, common = self._covariance[[_DRAFTED, part, part], [_DRAFTED, part, _DRAFTED]]
+        error = math.sqrt(max(drafted + own + 2 * common, 0.0))
+        return _HOPE * max(error - _USUAL_ERROR, 0.0)
+
+    def _assume_usual_costs(self) -> None:
+        """Add parts for steps that are wider than the measured ones, where these are narrow."""
+        widest = max(self._part_of_rows, default=1)
+        if widest >= _WIDE:
+            return
+        last = self._part_of_rows.get(widest)
+        value = 0.0 if last is None else self._parts[last]
+        variance = 0.0 if last is None else self._covariance[last, last]
+        for rows in _USUAL_ROWS:
+            if rows <= widest:
+                continue
+            distance = math.log(rows / widest)
+            shared = np.zeros(len(self._parts))
+            for known, part in self._part_of_rows.items():
+                if known >= widest:
+                    other = math.log(known / widest)
+                    shared[part] = variance + _EXPONENT_ERROR**2 * distance * other
+            own = variance + (_EXPONENT_ERROR * distance) ** 2 + _UNSEEN_VARIANCE
+            self._add_part(rows, value + _USUAL_EXPONENT * distance, own, shared)
+            self._assumed.add(rows)
 
     def _add_unseen(self, rows: int) -> None:
         """Add the part of a number of rows that no step had."""
         value = math.log(self.curve(rows)) - self._parts[_DRAFTED]
         known = sorted(self._part_of_rows)
         after = bisect(known, rows)
-        left, right = known[after - 1 : after + 1] if 0 < after < len(known) else (1, WIDEST)
-        if right > _NEAR * left:
-            variance = max(self._covariance.diagonal()[_DRAFTED + 1 :], default=0.0)
-            self._add_part(rows, value, variance + _UNSEEN_VARIANCE)
-            return
-        weights = np.array([right - rows, rows - left]) / (right - left)
-        neighbours = [self._part_of_rows[left], self._part_of_rows[right]]
-        shared = weights @ self._covariance[neighbours]
-        variance = float(shared[neighbours] @ weights)
-        self._add_part(rows, value, variance + _BETWEEN_VARIANCE, shared)
+        if 0 < after < len(known):
+            left, right = known[after - 1 : after + 1]
+            weights = np.array([right - rows, rows - left]) / (right - left)
+            neighbours = [self._part_of_rows[left], self._part_of_rows[right]]
+            shared = weights @ self._covariance[neighbours]
+            variance, is_near = float(shared[neighbours] @ weights), right <= _NEAR * left
+            if is_near or variance > _TIED_VARIANCE:
+                own = _BETWEEN_VARIANCE if is_near else _UNSEEN_VARIANCE
+                self._add_part(rows, value, variance + own, shared)
+                return
+        variance = max(self._covariance.diagonal()[_DRAFTED + 1 :], default=0.0)
+        self._add_part(rows, value, variance + _UNSEEN_VARIANCE)
 
     def _add_part(
         self, rows: int, value: float, variance: float, shared: np.ndarray | None = None
@@ -286,6 +378,16 @@ class LiveCurve:
         self._covariance -= self._correction
         if np.abs(self._parts - self._in_curve)[1:].max() > _NOTICEABLE:
             self._stale = True
+
+
+def _extended(points: list[tuple[int, float]]) -> CostCurve:
+    """The curve through these points and on to ``WIDEST`` rows."""
+    rows = points[-1][0]
+    if rows < WIDEST:
+        # In proportion to the rows, as if each further block cost what the first one does: too
+        # much where the curve is flat, and right on average where it has stairs.
+        points = [*points, (WIDEST, max(cost for _, cost in points) * WIDEST / rows)]
+    return CostCurve(points)
 
 
 def _change(part: int) -> float:

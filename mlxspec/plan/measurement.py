@@ -64,8 +64,10 @@ class MeasurementPlan:
 
 # Costs bend where kernels change: published curves rise up to 8, 12 or 16 rows and are flat from
 # there to 32 (see chips.json). So both sides of the bend are measured before what lies between.
+# Kernels that read the weights once per five rows make stairs behind 5 and 10, which are measured
+# before the next wider ones; others change behind 13.
 QUICK = MeasurementPlan(
-    rows=(2, 4, 8, 16, 3, 6, 12, 32),
+    rows=(2, 4, 8, 16, 5, 6, 10, 12, 32),
     rounds=24,
     steady_rounds=12,
     plain_tokens=5,
@@ -74,7 +76,7 @@ QUICK = MeasurementPlan(
     least_uncertainty=0.1,
 )
 CAREFUL = MeasurementPlan(
-    rows=(2, 4, 8, 16, 32, 3, 6, 12, 24, 64, 5, 7, 9, 10, 14, 20, 28, 33, 40, 48),
+    rows=(2, 4, 8, 16, 32, 5, 6, 10, 12, 3, 24, 64, 13, 7, 9, 14, 20, 28, 33, 40, 48),
     rounds=24,
     steady_rounds=12,
     plain_tokens=6,
@@ -86,12 +88,14 @@ CAREFUL = MeasurementPlan(
 
 # Where these come from: docs/planner-notes.md, "Constants".
 _FEW = 3  # steps: what lies between the times of fewer says nothing
-_ERROR_OF_ONE = 0.4
+_ERROR_OF_ONE = 0.4  # or more, where plain steps scatter more
 _STEADY = 0.05  # relative standard error of a quartile
 
 _CONFIDENCE = 1.96  # standard errors: half the width of a 95 % confidence interval
 _MOST_ERROR = 0.25  # of a cost that tells which drafts pay
 _MOST_FALL = 2.0  # of the cost from fewer rows to more; kernels that change make smaller ones
+COST_PER_ROW = (0.2, 2.5)
+"""T(M) lies between 0.2·T(1) and 2.5·M·T(1); whatever says else was disturbed."""
 
 
 @dataclass(frozen=True)
@@ -137,14 +141,20 @@ def cost_errors(times: Sequence[KnownTime]) -> list[float]:
 def noise(times: Sequence[RowsTime]) -> str | None:
     """Why a measurement tells nothing, in a clause with its figures; None where it tells something.
 
-    It is noise if half of the costs are known to ± 25 % or worse, or if more rows cost less than
-    half of what fewer do. Where a time has too few steps to tell, the first is not asked.
+    It is noise if half of the costs are known to ± 25 % or worse, if more rows cost less than
+    half of what fewer do, or if a row costs more than 2.5 plain steps. Where a time has too few
+    steps to tell, and plain steps do not scatter either, the first is not asked.
 
     Args:
         times: from :func:`measure`.
     """
     plain = times[0]
-    often = [time for time in times[1:] if min(time.steps, plain.steps) >= _FEW]
+    often = [
+        time
+        for time in times[1:]
+        if min(time.steps, plain.steps) >= _FEW
+        or time.error * math.sqrt(time.steps) > _ERROR_OF_ONE
+    ]
     if often:
         error = median(math.hypot(plain.error, time.error) for time in often)
         if error > _MOST_ERROR:
@@ -160,8 +170,18 @@ def noise(times: Sequence[RowsTime]) -> str | None:
                 f"{dearest.seconds * 1e3:.3g} ms, and one over {time.rows} rows "
                 f"{time.seconds * 1e3:.3g} ms"
             )
+        if time.seconds > COST_PER_ROW[1] * time.rows * plain.seconds:
+            return (
+                f"a step over {time.rows} rows took {time.seconds * 1e3:.3g} ms, and a plain one "
+                f"{plain.seconds * 1e3:.3g} ms"
+            )
         dearest = max(dearest, time, key=lambda one: one.seconds)
     return None
+
+
+def is_whole(times: Sequence[KnownTime]) -> bool:
+    """Whether times tell what drafts cost: of 2 or 3 rows, of 4 to 7, and of 8 to 15."""
+    return {2, 3, 4} <= {time.rows.bit_length() for time in times}
 
 
 class Steps(Protocol):
@@ -219,7 +239,8 @@ def measure(
             on_progress(min(1.0, max(by_count, (clock() - started) / plan.seconds)))
     if on_progress:
         on_progress(1.0)
-    return [_summary(rows, samples[rows]) for rows in sorted(samples)]
+    spread = max(samples[1]) / max(min(samples[1]), STEP_SECONDS[0]) - 1
+    return [_summary(rows, samples[rows], spread) for rows in sorted(samples)]
 
 
 def _steady(samples: dict[int, list[float]]) -> bool:
@@ -243,10 +264,12 @@ def _predicted(samples: dict[int, list[float]], rows: int) -> float:
     return min(samples[measured]) * rows / measured
 
 
-def _summary(rows: int, times: list[float]) -> RowsTime:
+def _summary(rows: int, times: list[float], spread: float) -> RowsTime:
+    """T(rows), where the longest plain step took longer than the shortest one by this share."""
     times = [max(STEP_SECONDS[0], seconds) for seconds in times]  # a coarse clock may tell 0
     if len(times) < _FEW:
-        return RowsTime(rows, min(times), _ERROR_OF_ONE / math.sqrt(len(times)), len(times))
+        error = max(_ERROR_OF_ONE, spread) / math.sqrt(len(times))
+        return RowsTime(rows, min(times), error, len(times))
     low, _, _ = quantiles(times, n=4, method="inclusive")
     # The number of times below the true quartile is binomial, whatever their distribution is: so
     # the quartile lies between two of the sorted times with 95 %. A few times that other programs

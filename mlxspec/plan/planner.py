@@ -217,7 +217,7 @@ class Planner(Drafter):
             self.costs.move_to(len(prompt))
             if self.costs.wants_plain_steps:
                 self.policy.probe_step = self._experience.probe_step
-            first = _FIRST_DRAFT[: self.costs.curve.widest - 1]
+            first = _FIRST_DRAFT[: self.costs.hopeful.widest - 1]
             self.policy.gain = self._gain_of_chain(first, guarded=False)
             for source in self._sources:
                 source.begin(prompt)
@@ -348,31 +348,33 @@ class Planner(Drafter):
 
     def _learn(self, step: VerifiedStep, pending: int) -> None:
         """Learn from a step before which so many accepted tokens were pending."""
+        spent = sum(source.spent for source in self._sources)
+        if step.pipelined:  # it tells what plain decoding takes, which has no planner
+            spent = max(spent, min(step.drafting, step.seconds / 2))
+        # First: a lent cache may have made it longer than the prompt.
+        self.costs.move_to(step.context)
         plan, charge = self._plan, None
+        # Nor those that were dispatched while another sequence shared them.
+        if not plan.joint and step.sequences == 1:
+            self.costs.record(step.rows, step.seconds - spent, step.pipelined)
         if plan.joint:
             drafted = step.rows - step.sequences
-            cost = plan.joint.costs.curve(1 + drafted)
+            cost = plan.joint.costs.hopeful(1 + drafted)
             charge = plan.joint.charge if drafted else 1.0
-        else:
+        else:  # with what the step has told, since the hope may have been vain
             cost = self.costs.curve(pending + len(step.tree))
+        costs = plan.joint.costs if plan.joint else self.costs
         self.policy.settle(
             step,
             cost,
             chosen=plan.n_draft > 0 or plan.rows_beside > 0,
             gain=plan.gain,
-            probing=(plan.joint.costs if plan.joint else self.costs).wants_plain_steps,
+            probing=costs.wants_plain_steps,
+            doubtful=costs.hopeful is not costs.curve,
             charge=charge,
         )
-        spent = sum(source.spent for source in self._sources)
-        if step.pipelined:  # it tells what plain decoding takes, which has no planner
-            spent = max(spent, min(step.drafting, step.seconds / 2))
         for source in self._sources:
             source.observe(step, searched=plan.candidates is not None)
-        # First: a lent cache may have made it longer than the prompt.
-        self.costs.move_to(step.context)
-        # Nor those that were dispatched while another sequence shared them.
-        if not plan.joint and step.sequences == 1:
-            self.costs.record(step.rows, step.seconds - spent, step.pipelined)
 
     def end(self) -> None:
         self._experience.probe_step = self.policy.probe_step
@@ -409,13 +411,15 @@ class Planner(Drafter):
                 "not searched for, since rows are expensive here and the last steps had none "
                 "either; every fourth step searches"
             )
+        is_known = costs.hopeful is costs.curve
+        may_cost = "cost" if is_known else "may cost"
         if not candidates.p_reached:
-            least = costs.curve.cheapest_rows[0]
+            least = costs.hopeful.cheapest_rows[0]
             if least >= 1:
                 return f"each row costs {least:.2f} plain steps here, so no draft can pay"
             return (
-                "no text repeats here, or what followed it is right too seldom for rows that cost "
-                f"{least:.2f} plain steps each"
+                "no text repeats here, or what followed it is right too seldom for rows that "
+                f"{may_cost} {least:.2f} plain steps each"
             )
         if policy.probes:
             return "a plain step, to measure its time"
@@ -429,8 +433,8 @@ class Planner(Drafter):
 
         best = max(range(1, len(expected)), key=gain)
         told = (
-            f"{best + 1} rows cost {table[best + 1] + restart_cost:.2f} plain steps, expected "
-            f"{expected[best]:.2f} tokens"
+            f"{best + 1} rows {may_cost} {table[best + 1] + restart_cost:.2f} plain steps, "
+            f"expected {expected[best]:.2f} tokens"
         )
         if gain(best) <= 0:
             return f"{told} (a plain step's time is worth {price:.2f})"
@@ -444,7 +448,7 @@ class Planner(Drafter):
 
     def _choose(self, max_depth: int) -> Plan:
         """Gather the candidates after the current token and choose how many to verify."""
-        costs, policy, curve = self.costs, self.policy, self.costs.curve
+        costs, policy, curve = self.costs, self.policy, self.costs.hopeful
         max_nodes = max(0, curve.widest - 1 - self._pending)
         candidates = self.search(max_nodes, max_depth, curve, curve.cheapest_rows)
         if candidates is None:
@@ -496,7 +500,7 @@ class Planner(Drafter):
 
     def _costs_of(self, expected: Sequence[float]) -> Sequence[float]:
         """``costs[rows]``: T(rows) / T(1) of a step with ``rows`` rows besides pending ones."""
-        table = self.costs.curve.table
+        table = self.costs.hopeful.table
         return replayed_costs(expected, table, self._pending) if self._replays else table
 
 

@@ -55,8 +55,9 @@ class Policy:
       step searches.
     - The *probe*: all costs are relative to the time of a plain step. Where every step has a
       draft, a change of the costs looks like a change of the machine's speed. So while plain
-      steps are wanted, six in a row of every 30 steps go without a draft. They are counted over
-      generations, since a short one never has so many.
+      steps are wanted, six in a row of every 30 steps go without a draft, unless drafts gain much
+      and there is no doubt of that. They are counted over generations, since a short one never
+      has so many.
 
     Args:
         guarded: whether there is a guard.
@@ -81,6 +82,7 @@ class Policy:
         self.probe_step = probe_step
         self.ahead = self._drafted_last = False
         self._steps_without_draft = 0
+        self._doubtful = False
 
     def skips_search(self, curve: CostCurve) -> bool:
         """Whether the next step shall not search for a draft."""
@@ -93,7 +95,8 @@ class Policy:
     @property
     def probes(self) -> bool:
         """Whether the next step shall be a plain one, which is measured."""
-        return self.gain < _MUCH_GAIN and self.probe_step % _PROBE_ROUND in _PROBE
+        gains_much = self.gain >= _MUCH_GAIN and not self._doubtful
+        return not gains_much and self.probe_step % _PROBE_ROUND in _PROBE
 
     def restart_cost(self, sync_overhead: float) -> float:
         """What any draft costs besides its rows.
@@ -153,6 +156,7 @@ class Policy:
         chosen: bool,
         gain: float,
         probing: bool,
+        doubtful: bool = False,
         charge: float | None = None,
     ) -> None:
         """Account for a step that ran.
@@ -163,6 +167,7 @@ class Policy:
             chosen: whether a draft was chosen, verified or not.
             gain: its gain, 0 for none.
             probing: whether plain steps are wanted.
+            doubtful: whether costs are hardly known, so that gains may be imagined.
             charge: what the guard takes for the step, where that is not its cost: several
                 sequences share it.
         """
@@ -170,6 +175,7 @@ class Policy:
         self.ahead, self._drafted_last = step.ahead, step.drafted > 0
         self._steps_without_draft = 0 if chosen else self._steps_without_draft + 1
         self.probe_step = self.probe_step + 1 if probing else 0
+        self._doubtful = doubtful
         self.gain += _CHANGE * (gain - self.gain)
         self.rate += _CHANGE * (emitted / cost - self.rate)
         self.bank += _INCOME * emitted - (cost if charge is None else charge)

@@ -44,18 +44,19 @@ def share_rows(
         rows_taken: rows that the step has in any case, beside one of each sequence.
         patient: whether sequences may wait for others as long as all gain together.
     """
-    max_nodes = max(0, costs.curve.widest - 1 - rows_taken)
+    curve = costs.hopeful
+    max_nodes = max(0, curve.widest - 1 - rows_taken)
     weights = _weights(planners)
     found: list[Candidates | None] = []
     for planner, max_depth, weight in zip(planners, max_depths, weights, strict=True):
         # A row takes time from all sequences.
-        least_p = [sequences / weight * cost for cost in costs.curve.cheapest_rows]
+        least_p = [sequences / weight * cost for cost in curve.cheapest_rows]
         try:
-            found.append(planner.search(max_nodes, max_depth, costs.curve, least_p))
+            found.append(planner.search(max_nodes, max_depth, curve, least_p))
         except Exception as error:  # the others go on
             planner.fails_with(error)
             found.append(None)
-    table = [0.0, *costs.curve.table[1 + min(rows_taken, costs.curve.widest - 1) :]]
+    table = [0.0, *curve.table[1 + min(rows_taken, curve.widest - 1) :]]
     drafting = {
         index: candidates
         for index, (planner, candidates) in enumerate(zip(planners, found, strict=True))

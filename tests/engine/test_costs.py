@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +15,18 @@ import pytest
 
 from mlxspec.engine import costs as measured_costs
 from mlxspec.engine.costs import KeptCosts, cost_key, costs_for, machine_identity, model_identity
+from mlxspec.engine.target import Capability
 from mlxspec.plan.cost_file import CostCache, KnownRange
 from mlxspec.plan.live_curve import KnownTime
 from mlxspec.plan.measurement import RowsTime
 from tests.support.openblas import needs_openblas
 from tests.support.random_models import random_model
 
-TIMES = [RowsTime(1, 0.02, 0.01, 25), RowsTime(8, 0.04, 0.01, 5)]
+TIMES = [
+    RowsTime(rows, seconds, 0.01, 5)
+    for rows, seconds in ((1, 0.02), (2, 0.022), (4, 0.03), (8, 0.04))
+]
+BUSY = [RowsTime(rows, 0.02 + 0.01 * rows, 0.8, 1) for rows in (1, 2, 4, 8)]
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +52,60 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 
     monkeypatch.setattr(measured_costs, "calibrate", calibrate)
     return measured
+
+
+@pytest.mark.parametrize(
+    ("times", "reason"), [(BUSY, "scatter too much"), (TIMES[:2], "no time for steps over 2")]
+)
+def test_a_busy_measurement_is_told_not_kept_and_made_again(
+    llama: nn.Module,
+    cache: CostCache,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    times: list[RowsTime],
+    reason: str,
+):
+    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: times)
+    costs = costs_for(llama, cache=cache)
+    assert costs.curve(2) == pytest.approx(2**0.5)  # what rows usually cost
+    (line,) = caplog.messages
+    assert re.match(f"step times were measured while the machine was busy.*{reason}", line)
+    assert cache.read(cost_key(llama)) == {}
+    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: TIMES)
+    assert costs_for(llama, cache=cache).curve(8) == pytest.approx(2.0)
+    assert len(caplog.messages) == 1
+    assert 1024 in cache.read(cost_key(llama))
+
+
+def test_after_a_busy_measurement_real_steps_tell(
+    llama: nn.Module, cache: CostCache, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: BUSY)
+    costs = costs_for(llama, cache=cache)
+    for _ in range(20):
+        for rows in (1, 1, 2, 5, 9):
+            costs.record(rows, 0.03, rows == 1)
+    costs.end()
+    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: pytest.fail("measured"))
+    again = costs_for(llama, cache=cache)
+    assert again.curve(9) == pytest.approx(1, rel=0.05)
+    (known,) = cache.read(cost_key(llama)).values()
+    assert (known.source, [time.rows for time in known.times]) == ("steps", [1, 2, 5, 9])
+
+
+def test_kept_times_of_plain_steps_alone_count_where_the_model_verifies_no_drafts(
+    llama: nn.Module,
+    cache: CostCache,
+    measurements: list[nn.Module],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    cache.update(cost_key(llama), {1024: KnownRange.now([KnownTime(1, 0.02, 0.1)], "quick")})
+    monkeypatch.setattr(measured_costs, "chain_capability", lambda model: Capability.PLAIN)
+    costs_for(llama, cache=cache)
+    assert measurements == []
+    monkeypatch.setattr(measured_costs, "chain_capability", lambda model: Capability.CHAIN)
+    assert costs_for(llama, cache=cache).curve(8) == pytest.approx(2.0)
+    assert measurements == [llama]
 
 
 class Clock:

@@ -99,6 +99,15 @@ def test_the_better_measurement_stays(
     assert cache.read(KEY)[1024].source == stays
 
 
+def test_what_tells_the_cost_of_drafts_stays_before_all_else(cache: CostCache):
+    whole = tuple(KnownTime(rows, 0.02, 0.1) for rows in (1, 2, 4, 8))
+    later = "2026-02-01T10:00:00+00:00"
+    cache.update(KEY, {1024: KnownRange(whole[:3], "careful", later)})
+    cache.update(KEY, {1024: KnownRange(whole, "quick", later)})
+    cache.update(KEY, {1024: KnownRange(whole[:3], "careful", later)})
+    assert cache.read(KEY)[1024].source == "quick"
+
+
 def test_among_equals_the_last_one_stays_unless_it_knows_fewer_rows(cache: CostCache):
     later = "2026-02-01T10:00:00+00:00"
     cache.update(KEY, {1024: KNOWN})
@@ -157,6 +166,7 @@ def test_the_file_is_the_user_s_own_and_nothing_else_stays(cache: CostCache):
         spoiled(times=plain(uncertainty=float("nan"))),
         spoiled(times=plain() + plain()),
         spoiled(times=plain() + plain(rows=4, seconds=9.0)),
+        spoiled(times=plain(seconds=0.01) + plain(rows=2, seconds=0.327)),
         spoiled(times=plain() + plain(rows=10**9)),
         spoiled(source="\x1b[2J"),
         spoiled(updated="\x1b[2J"),

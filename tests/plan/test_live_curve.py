@@ -188,8 +188,58 @@ def test_beyond_the_widest_measured_step_rows_cost_what_the_measured_ones_do_on_
     assert live.curve(64) == pytest.approx(8)
 
 
-def test_without_drafted_steps_the_curve_is_linear():
-    assert LiveCurve([KnownTime(1, 0.02, 0.02)]).curve(5) == pytest.approx(5)
+def test_without_drafted_steps_rows_cost_what_they_usually_do():
+    curve = LiveCurve([KnownTime(1, 0.02, 0.02)]).curve
+    assert [curve(rows) for rows in (1, 4, 16)] == pytest.approx([1, 2, 4])
+    curve = LiveCurve([KnownTime(1, 0.02, 0.02), KnownTime(2, 0.022, 0.02)]).curve
+    assert [curve(rows) for rows in (2, 8, 32)] == pytest.approx([1.1, 2.2, 4.4])
+
+
+@pytest.mark.parametrize("truth", [FLAT, M4, LINEAR])
+def test_a_few_steps_correct_usual_costs_for_all_rows(truth: CostCurve):
+    live = LiveCurve([KnownTime(1, PLAIN_SECONDS, 0.02)])
+    run(live, truth, 24, rows=(1, 1, 4, 7))
+    for rows in (4, 7, 8):
+        assert live.curve(rows) == pytest.approx(truth(rows), rel=0.15)
+    for rows in (2, 16):  # as far as a power of the rows can tell
+        assert live.curve(rows) == pytest.approx(truth(rows), rel=0.45)
+
+
+def test_what_was_assumed_and_did_not_run_is_not_known():
+    live = LiveCurve([KnownTime(1, PLAIN_SECONDS, 0.02)])
+    live.record(4, PLAIN_SECONDS * 1.3)
+    assert [time.rows for time in live.known(assumed=False)] == [1, 4]
+
+
+def test_where_costs_are_known_there_is_nothing_to_hope_for():
+    live = measured(M4)
+    run(live, M4, 100)
+    assert live.hopeful is live.curve
+
+
+def test_costs_of_rows_that_never_run_become_doubtful_until_a_step_tells():
+    live = measured(LINEAR, uncertainty=0.05)
+    believed = [live.curve(rows) for rows in range(1, WIDEST + 1)]
+    for _ in range(300):
+        live.record(1, PLAIN_SECONDS)
+        live.ran(1)
+    assert [live.curve(rows) for rows in range(1, WIDEST + 1)] == believed
+    assert live.hopeful(2) < 1.2
+    assert live.hopeful(4) < 2
+    assert live.hopeful(8) == live.curve(8)  # wide drafts wait until small ones have paid
+    assert live.stddev < 0.2  # no plain steps are missing: the first drafted one tells
+    live.record(2, 2 * PLAIN_SECONDS)
+    assert live.hopeful(2) == pytest.approx(live.curve(2)) == pytest.approx(2, rel=0.1)
+
+
+def test_hope_reaches_twice_as_far_as_drafts_have_run():
+    live = measured(LINEAR, uncertainty=0.05)
+    for _ in range(300):
+        live.record(4, 4 * PLAIN_SECONDS)
+        live.ran(4)
+    assert live.hopeful(4) == pytest.approx(live.curve(4))
+    assert live.hopeful(8) < 0.6 * live.curve(8)
+    assert live.hopeful(16) == live.curve(16)
 
 
 def test_the_curve_is_the_same_object_until_a_cost_changes():

@@ -4,16 +4,17 @@ import itertools
 import random
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
 from mlxspec.draft.context_index import ContextIndex
 from mlxspec.draft.drafter import DraftTree, VerifiedStep
 from mlxspec.draft.suffix_index import SEPARATOR, Excerpts, Occurrence, SuffixIndex
-from mlxspec.eval.replay import replay
+from mlxspec.eval.replay import MAX_DEPTH, replay, verify
 from mlxspec.memory import Memory
 from mlxspec.plan.chips import chip_curve
-from mlxspec.plan.cost_curve import CostCurve
+from mlxspec.plan.cost_curve import CostCurve, FixedCosts
 from mlxspec.plan.experience import Corrections
 from mlxspec.plan.live_costs import LiveCosts
 from mlxspec.plan.live_curve import KnownTime
@@ -73,9 +74,10 @@ def test_a_passage_worth_drafting_ends_the_pipeline() -> None:
     assert len(rows) < 200
 
 
-def why_none(prompt: Sequence[int], curve: CostCurve, **more: bool) -> str:
+def why_none(prompt: Sequence[int], costs: CostCurve | LiveCosts) -> str:
     """What is said of a first proposal, which drafts nothing."""
-    drafter = suffix_planner(curve, **more)
+    costs = FixedCosts(costs) if isinstance(costs, CostCurve) else costs
+    drafter = Planner(costs, [SuffixSource()])
     drafter.begin(prompt)
     assert len(drafter.propose(100)) == 1
     reason = drafter.no_draft()
@@ -89,6 +91,8 @@ def test_why_nothing_is_drafted_is_told_with_its_figures() -> None:
     assert why_none(text, CostCurve([(1, 1), (11, 3)])).endswith(
         "right too seldom for rows that cost 0.20 plain steps each"
     )
+    unsure = why_none(text, LiveCosts({1024: known_times({1: 1.0})}))
+    assert re.search(r"for rows that may cost 0\.\d\d plain steps each", unsure)
     copied = [*text, text[3]]
     assert why_none(copied, LINEAR) == "each row costs 1.00 plain steps here, so no draft can pay"
     stairs = CostCurve([(1, 1), (2, 3), (32, 3.5)])
@@ -138,6 +142,71 @@ def test_the_time_of_a_plain_step_is_without_the_planner() -> None:
     drafter.end()
     assert costs.seconds(1) == pytest.approx(0.010, rel=0.01)
     assert costs.sync_overhead == pytest.approx(0.3, abs=0.1)
+
+
+def learning(known: Sequence[KnownTime], truth: CostCurve) -> list[float]:
+    """Generations of 300 tokens on a machine with these costs: tokens per time of a plain step."""
+    shared, speeds, scatter = LiveCosts({1024: known, 4096: known}), [], random.Random(5)
+    for number in range(3):
+        prompt, pick, output = noise(400, seed=number), random.Random(number), []
+        while len(output) < 300:  # copies, with new words between them
+            start, fresh = pick.randrange(350), pick.randrange(30000, 60000)
+            output += [*prompt[start : start + pick.randrange(5, 40)], *range(fresh, fresh + 8)]
+        costs, seconds = shared.for_generation(), 0.0
+        drafter = Planner(costs, [SuffixSource()], branching=False)
+        drafter.begin(prompt)
+        done, last, ahead = 0, prompt[-1], False
+        while done < len(output):
+            proposal, pipelined = drafter.propose(MAX_DEPTH), ahead
+            tree = DraftTree.chain(last) if pipelined else proposal
+            ahead = len(proposal) == 1 and drafter.pipelined
+            step = verify(tree, output[done : done + len(tree)], ahead)
+            time = 0.01 * truth(len(tree)) * scatter.lognormvariate(0, 0.05)
+            done, last, seconds = done + len(step.tokens), step.tokens[-1], seconds + time
+            timed = {"rows": len(tree), "seconds": time, "context": len(prompt) + done}
+            drafter.observe(replace(step, **timed, pipelined=pipelined))
+        drafter.end()
+        speeds.append(0.01 * len(output) / seconds)
+    return speeds
+
+
+def known_times(costs: Mapping[int, float], uncertainty: float = 0.1) -> list[KnownTime]:
+    return [KnownTime(rows, 0.01 * cost, uncertainty) for rows, cost in costs.items()]
+
+
+MEASURED = (1, 2, 4, 5, 6, 8, 10, 12, 16, 32)
+
+
+@pytest.mark.parametrize("chip", ["CPU fp32 OpenBLAS", "M4 Pro", "M3 Max"])
+def test_where_only_plain_steps_were_measured_drafts_are_soon_those_of_a_good_curve(chip: str):
+    truth = chip_curve(chip)
+    good = learning(known_times({rows: truth(rows) for rows in MEASURED}), truth)
+    begun = learning(known_times({1: 1.0}), truth)
+    assert begun[0] > 0.85 * good[0]
+    assert sum(begun[1:]) > 0.9 * sum(good[1:])
+
+
+@pytest.mark.parametrize("chip", ["CPU fp32 OpenBLAS", "M4 Pro"])
+@pytest.mark.parametrize("uncertainty", [0.02, 0.1])
+def test_rows_that_were_measured_too_dear_are_drafted_after_a_few_hundred_tokens(
+    chip: str, uncertainty: float
+):
+    truth = chip_curve(chip)
+    good = learning(known_times({rows: truth(rows) for rows in MEASURED}), truth)
+    dear = known_times({rows: float(rows) for rows in MEASURED}, uncertainty)
+    speeds = learning(dear, truth)
+    assert speeds[0] > 1.2
+    assert speeds[2] > 0.75 * good[2]
+
+
+def test_trying_drafts_costs_little_where_rows_cost_as_much_as_steps():
+    for known in ({rows: float(rows) for rows in MEASURED}, {1: 1.0}):
+        assert min(learning(known_times(known), LINEAR)) > 0.97
+
+
+def test_costs_that_nobody_corrects_are_taken_at_their_word():
+    costs = FixedCosts(LINEAR)
+    assert costs.hopeful is costs.curve
 
 
 def test_no_draft_is_deeper_than_max_depth() -> None:

@@ -1,0 +1,80 @@
+"""What drafts become of step times that were first measured beside other programs' work.
+
+    python benchmarks/busy_start.py [MEASUREMENTS] [GENERATIONS] [MODEL]
+
+Each first measurement has a cache directory of its own, and two processes that keep all their time
+busy until it ends. Then the decoder answers prompts that copy, from :mod:`short_answers`, without
+them. What counts is tokens per step after the first 300 tokens, against a decoder that begins with
+the curve of a CPU with OpenBLAS, and learns as well. Run it on an otherwise idle machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from short_answers import SEED, prompts
+
+import mlxspec
+from mlxspec import AutoDecoder
+from mlxspec.engine.costs import KeptCosts, cost_key
+from mlxspec.plan.chips import chip_curve
+from mlxspec.plan.cost_file import CostCache, KnownRange
+from mlxspec.plan.live_curve import KnownTime
+
+_MOST = 160  # tokens of an answer
+_FIRST = 300  # tokens after which drafts should be good
+
+
+@contextmanager
+def _load() -> Iterator[None]:
+    """Two other programs that compute."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def _tokens_per_step(decoder: AutoDecoder, generations: int) -> tuple[float, float]:
+    """In the first tokens, and after them."""
+    tokens, steps = [0, 0], [0, 0]
+    for _, text in list(prompts(SEED))[:generations]:
+        later = tokens[0] >= _FIRST
+        *_, last = decoder.stream(f"[INST] {text} [/INST]", _MOST)
+        tokens[later] += last.generation_tokens
+        steps[later] += last.stats.steps
+    return tokens[0] / max(steps[0], 1), tokens[1] / max(steps[1], 1)
+
+
+def main(measurements: int, generations: int, name: str) -> None:
+    logging.basicConfig(format="  %(message)s")
+    model, tokenizer = mlxspec.load(name)
+    chip, good = chip_curve("CPU fp32 OpenBLAS"), 0.0
+    times = [KnownTime(rows, 0.005 * chip(rows), 0.05) for rows in chip.rows]
+    for number in range(measurements + 1):
+        with tempfile.TemporaryDirectory() as cache:
+            os.environ["MLXSPEC_CACHE_DIR"] = cache
+            decoder = AutoDecoder(model, tokenizer)
+            with _load() if number else nullcontext():
+                curve = decoder.costs.curve if number else chip
+            if not number:
+                known = {1024: KnownRange.now(times, "quick")}
+                decoder.costs = KeptCosts(CostCache(), cost_key(model), known)
+            costs = ", ".join(f"T({rows}) {curve(rows):.2f}" for rows in (2, 4, 8, 16))
+            first, later = _tokens_per_step(decoder, generations)
+            good, begun = good or later, "beside other work" if number else "a good curve"
+            told = f"{first:.2f} at first, {later:.2f} later ({later / good:.0%})"
+            print(f"{begun}: {costs}; tokens per step {told}", flush=True)
+
+
+if __name__ == "__main__":
+    numbers = [int(number) for number in sys.argv[1:3]]
+    main(*numbers, *(8, 20)[len(numbers) :], sys.argv[3] if len(sys.argv) > 3 else "demo")
