@@ -49,9 +49,11 @@ $(VENV)/.run: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mlxspec needs Python 3.11 or newer; set PYTHON=/path/to/python3")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ rm -rf $(VENV); echo "no virtual environment: install Python's venv module (Debian: apt install python3-venv)"; exit 1; }
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	@echo "Setting up .venv: pip fetches what it needs, once; that takes a minute or two."
+	$(BIN)/python -m pip install --disable-pip-version-check -e .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@echo "Adding what development needs to .venv, once."
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
 	@touch $@

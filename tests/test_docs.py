@@ -91,3 +91,19 @@ def test_the_picture_of_the_demo_shows_the_default_decoder() -> None:
     recipe = re.search(r"decoder\.py (.*)", (ROOT / "Makefile").read_text())
     assert recipe
     assert "--decoder" not in recipe[1]
+
+
+def test_nothing_is_cut_between_the_sidebars() -> None:
+    css = (ROOT / "docs" / "pages.css").read_text()
+    assert "pre > code { white-space: pre-wrap" in css
+    assert "th { min-width: 0; }" in css  # eight columns have 90 pixels each there
+
+
+def test_make_says_what_takes_its_time() -> None:
+    recipes = (ROOT / "Makefile").read_text().split("\n\n")
+    installing = [recipe for recipe in recipes if " pip install " in recipe]
+    assert len(installing) == 2
+    for recipe in installing:
+        said, _, command = recipe.partition(" pip install ")
+        assert '@echo "' in said
+        assert "-q" not in command.split()

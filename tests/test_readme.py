@@ -197,6 +197,17 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
+def test_the_demo_answers_the_readme_with_sense(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = given_costs(FLAT)
+    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: costs)
+    (block,) = [b for b in blocks("README.md") if "import load, generate" in b.code]
+    exec(block.code, {})
+    assert capsys.readouterr().out.splitlines() == ["The red fox sees the river."] * 4
+
+
 PYTHON = [page for page in PAGES if any(b.language == "python" for b in blocks(page))]
 
 

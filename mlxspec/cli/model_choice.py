@@ -27,6 +27,9 @@ DIRECTORY = "mlx_model"
 SMALL_MODEL = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
 """A model that is named to who has none yet."""
 
+DEMO_CAN = 'Repeat this 3 times: "The red fox sees the river."'
+"""A prompt that the bundled model answers with sense."""
+
 ABOUT = "A model directory, a Hub repository, an alias of 'mlxspec config', or 'demo'."
 
 
@@ -162,7 +165,7 @@ def tell_of_model(asked: str | None, beyond_demo: bool = False) -> None:
         unnamed = "" if asked or default else "no model is named, so "
         note(
             f"{unnamed}the demo model answers: a toy that repeats, copies, edits and quotes what "
-            f"it is given; for more try --model {SMALL_MODEL}"
+            f"it is given, such as '{DEMO_CAN}'; for more try --model {SMALL_MODEL}"
         )
 
 

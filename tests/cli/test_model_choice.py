@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from mlxspec.cli.chat_input import LineInput
 from mlxspec.cli.main import main
-from mlxspec.cli.model_choice import is_beyond_demo, model_or_default
+from mlxspec.cli.model_choice import DEMO_CAN, is_beyond_demo, model_or_default
 from tests.support.command_line import run
 
 
@@ -93,6 +93,8 @@ def test_what_is_beyond_the_demo_model_is_told_where_it_was_named(prompt: str):
     options = ("generate", "-m", "demo", "--max-tokens", 1, "--json", "--prompt", prompt)
     told = " ".join(run(*options).stderr.split())
     assert told.startswith("Note: the demo model answers: a toy that repeats, copies,")
+    assert DEMO_CAN in told
+    assert not is_beyond_demo(DEMO_CAN)
     assert run(*options, "-q").stderr == ""
 
 
