@@ -41,7 +41,7 @@ from .options import (
     options_of,
 )
 from .outcome import note
-from .output import error_console, shown
+from .output import counted, error_console, shown
 from .prompts import template_option
 from .request_log import RequestLog
 
@@ -398,9 +398,9 @@ def _ours_alone(directory: Path) -> Iterator[bool]:
 
 @contextmanager
 def _kept(served: list[ServedModel], directory: Path) -> Iterator[None]:
-    """Read the prefixes that a directory has, and write those that there are at the end.
+    """Read the prefixes in a directory, and write those that are cached at the end.
 
-    Nothing is written where the end is an interrupt: the worker may still use them.
+    After an interrupt nothing is written, since the worker may still use them.
     """
     for one in served:
         one.cache.load(_directory_of(one, directory))
@@ -445,8 +445,9 @@ def _serve(app: Any, listening: socket.socket, worker: Worker, grace: float) -> 
 
     def tell() -> None:
         if running := len({ticket.stream for ticket in worker.records.tickets.copy()}):
-            have = "1 running request has" if running == 1 else f"{running} running requests have"
-            note(f"{have} {grace:g} seconds to end; Ctrl-C again ends at once")
+            have = f"{counted(running, 'running request')} {'has' if running == 1 else 'have'}"
+            seconds = "1 second" if grace == 1 else f"{grace:g} seconds"
+            note(f"{have} {seconds} to end; Ctrl-C again ends at once")
 
     with suppress(KeyboardInterrupt):  # which uvicorn raises again once all has ended
         Server(app, grace=grace, on_exit=tell).run(sockets=[listening])

@@ -37,7 +37,7 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 20_000,
     "verbose_errors": False,
 }
-_SECONDS = 2.0  # of the processor
+_SECONDS = 2.0  # of CPU time
 _MEMORY = 512 << 20  # bytes; on Linux of addresses, of which the process has 100 MB to begin with
 _STACK = 8 << 20  # bytes: enough for a thousand references in a chain
 

@@ -26,7 +26,7 @@ def main(path: str, limits: dict[str, Any], seconds: float, memory: int, stack: 
     Args:
         path: the directory that has llguidance.
         limits: llguidance's.
-        seconds: of the processor that a constraint may take.
+        seconds: of CPU time that a constraint may take.
         memory: bytes that the process may take.
         stack: bytes of the stack on which it compiles.
     """

@@ -23,8 +23,8 @@ from .fields import shown
 MOST_BYTES = 32 * 2**20
 """Of a request's body."""
 
-_SILENCE = 30.0  # seconds without a byte of a body, after which nobody waits for the rest
-_LEAST_RATE = 1000.0  # bytes a second at which it has to come on average
+_SILENCE = 30.0  # seconds without a byte, after which the rest of a body is not waited for
+_LEAST_RATE = 1000.0  # bytes a second that have to come on average
 
 _OPEN = ("/", "/health", "/ready")
 """Paths without a key: the page, which shows nothing by itself, and whether the server lives."""
@@ -167,7 +167,7 @@ async def body_of(request: Request) -> bytes:
                 if length > MOST_BYTES:
                     raise too_long()
                 parts.append(part)
-                # Each part has its time, and all of them together have that of a slow line.
+                # A part may be late, but all of them together may not come too slowly.
                 slowly = begun + length / _LEAST_RATE
                 limit.reschedule(min(asyncio.get_running_loop().time(), slowly) + _SILENCE)
     except TimeoutError:
