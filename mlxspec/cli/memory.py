@@ -175,10 +175,10 @@ def show_command(model: str | None, as_json: bool) -> None:
     rows: list[tuple[str, object]] = [
         ("memory", state),
         ("keeps", f"{counted(settings.max_tokens, 'token')} at most"),
+        ("in", memory_directory()),
     ]
-    rows += [("in", memory_directory())]
     if taught:
-        learned = f"which drafts are right, of {counted(taught, 'model')}, without any text"
+        learned = f"which drafts are right for {counted(taught, 'model')}; no text"
         rows += [("learned", learned), ("in", experience_directory())]
     _print_rows(rows)
     for one, figures in zip(holdings, earned, strict=True):
@@ -241,8 +241,9 @@ def forget_command(
     for path in taught:
         path.unlink(missing_ok=True)
     if taught:
-        say(f"Forgot which drafts were right, of {counted(len(taught), 'model')}.")
-    say(f"Forgot {counted(number, 'answer')}." if number else "There is nothing to forget.")
+        say(f"Forgot which drafts were right for {counted(len(taught), 'model')}.")
+    if number or not taught:
+        say(f"Forgot {counted(number, 'answer')}." if number else "There is nothing to forget.")
 
 
 @memory_command.command("export", context_settings=SETTINGS)

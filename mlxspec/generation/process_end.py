@@ -6,6 +6,7 @@ import atexit
 import sys
 import threading
 import time
+from types import FrameType
 
 PATIENCE = 10.0  # seconds; a step, or a chunk of a prompt, takes less
 THREADS_END = 0.05  # seconds for a thread to end, or to come back from its consumer
@@ -38,7 +39,7 @@ def _hold_threads() -> None:
     global _ending, _other_threads
     until = time.monotonic() + PATIENCE
     _ending = threading.get_ident(), until
-    while any(map(_generates, sys._current_frames())) and time.monotonic() < until:
+    while _others_generate() and time.monotonic() < until:
         _other_threads = True
         time.sleep(0.001)
     if _other_threads:
@@ -48,10 +49,14 @@ def _hold_threads() -> None:
 _ROOMS = "mlxspec.compat.", "mlxspec.engine.", "mlxspec.generation."
 
 
-def _generates(thread: int) -> bool:
-    """Whether a thread is in code that may run the model, and is not held."""
-    own = thread == threading.get_ident()
-    frame = None if own else sys._current_frames().get(thread)
+def _others_generate() -> bool:
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    return any(map(_generates, frames.values()))
+
+
+def _generates(frame: FrameType | None) -> bool:
+    """Whether the thread of this frame is in code that may run the model, and is not held."""
     while frame:
         if frame.f_code is hold_at_exit.__code__:
             return False

@@ -170,7 +170,8 @@ class Memory:
             OptionError: they are no token ids.
         """
         try:
-            tokens, leading = map(list, (map(index, output), map(index, prompt[-LEADING_TOKENS:])))
+            tokens = [index(token) for token in output]
+            leading = [index(token) for token in prompt[-LEADING_TOKENS:]]
         except TypeError as error:
             raise OptionError(f"an answer is token ids, and this is none: {error}") from error
         if self._thread.is_alive():  # nobody would take it otherwise

@@ -151,14 +151,7 @@ class CostCache:
             with replaced(path, MlxspecError) as file:
                 file.write(json.dumps(content, indent=1).encode())
         except (OSError, MlxspecError) as error:
-            failure = error if isinstance(error, OSError) else error.__cause__
-            reason = getattr(failure, "strerror", None) or error
-            _log.warning(
-                "step times are not kept in %s (%s); %s names another place",
-                self.directory,
-                reason,
-                ENVIRONMENT_VARIABLE,
-            )
+            warn_of_unkept("step times are", self.directory, error)
 
 
 def _rank(known: KnownRange) -> tuple[bool, bool, int, int]:
@@ -183,6 +176,31 @@ def cache_directory() -> Path:
             f"{ENVIRONMENT_VARIABLE} is {chosen!r}: that user's home directory is not known; "
             "name another directory"
         ) from None
+
+
+_warned_of: set[Path] = set()
+
+
+def warn_of_unkept(what: str, directory: Path, error: OSError | MlxspecError) -> None:
+    """Warn that a directory cannot be written: once for all that is kept beside each other.
+
+    Args:
+        what: is not kept, with its verb.
+        directory: in the cache directory.
+        error: the reason.
+    """
+    if directory.parent in _warned_of:
+        return
+    _warned_of.add(directory.parent)
+    failure = error if isinstance(error, OSError) else error.__cause__
+    reason = getattr(failure, "strerror", None) or error
+    _log.warning(
+        "%s not kept in %s (%s); %s names another place",
+        what,
+        directory,
+        reason,
+        ENVIRONMENT_VARIABLE,
+    )
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import MlxspecError
 from ..files import replaced, sole_writer
-from .cost_file import Identity, cache_directory
+from .cost_file import Identity, cache_directory, warn_of_unkept
 from .experience import MOST_KINDS, MOST_SEEN, SALT_BYTES, Corrections, Experience
 from .p_accept import TOKEN_FEATURES
 
@@ -55,10 +55,10 @@ def experience_path(model: Identity) -> Path:
 class KeptExperience(Experience):
     """Experience that goes from one process to the next.
 
-    It is saved after a generation, at most every 30 seconds, with what other processes have saved
-    meanwhile. Weights of single tokens stay in the process, since they tell of texts. Where the
-    file has been removed, what came from it is forgotten here, too. A file that is damaged is
-    ignored with a warning; one that cannot be written gives a warning, too.
+    It is saved after a generation, at most every 30 seconds, and merged with what other processes
+    have saved meanwhile. Weights of single tokens stay in the process, since they reveal texts. If
+    the file has been removed, what came from it is forgotten here, too. A damaged file is ignored
+    with a warning; one that cannot be written gives a warning, too.
 
     Args:
         path: the file.
@@ -69,11 +69,10 @@ class KeptExperience(Experience):
         kept = None
         try:
             kept = _read(path)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except (OSError, ValueError, RecursionError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            _log.warning("ignoring what generations taught in %s: %s", path, reason)
+        except OSError:
+            pass  # there is none yet; any other reason keeps us from saving, which says so
+        except (ValueError, RecursionError) as error:
+            _log.warning("ignoring what generations taught in %s: %s", path, error)
         super().__init__(kept.salt if kept else None)
         self._path, self._clock = path, clock
         self._next_save = clock()
@@ -97,38 +96,42 @@ class KeptExperience(Experience):
                 path.unlink(missing_ok=True)
         except (OSError, MlxspecError) as error:
             self._next_save = float("inf")
-            _log.warning("what generations teach is not kept: %s", error)
+            warn_of_unkept("what drafts teach is", self._path.parent, error)
 
     def _merged(self) -> Experience:
         """The file's content with what was learned here since the last save."""
-        there = None
+        there, now = None, _copy(self)  # other threads may go on learning
         with suppress(OSError, ValueError, RecursionError):
             there = _read(self._path)
         if self._came_from_file and (there is None or there.salt != self.salt):
             fresh = there or Experience()  # somebody wanted it forgotten
             self.salt, self.everything, self.kinds = fresh.salt, fresh.everything, fresh.kinds
-        elif there:
-            same_salt = there.salt == self.salt
-            there.everything = _sum(there.everything, self._saved.everything, self.everything)
-            for kind, own in self.kinds.items() if same_salt else ():
+            now = _copy(fresh)
+        elif there and there.salt == self.salt:
+            there.everything = _sum(there.everything, self._saved.everything, now.everything)
+            for kind, own in now.kinds.items():
                 kept, before = there.kinds.pop(kind, None), self._saved.kinds.get(kind)
-                there.kinds[kind] = (
-                    _sum(kept or Corrections(), before or Corrections(), own) if own else kept
-                )
+                # A kind begins with a copy of what all requests taught. Where two processes began
+                # with it, that must not count twice.
+                if kept and before and own:
+                    there.kinds[kind] = _sum(kept, before, own)
+                else:
+                    there.kinds[kind] = kept or own
             while len(there.kinds) > MOST_KINDS:
                 there.kinds.popitem(last=False)
-            if not same_salt:  # another process was the first to save
-                self.salt, self.kinds = there.salt, _copy(there).kinds
+        elif there:  # another process was the first to save
+            there.everything = _sum(there.everything, self._saved.everything, now.everything)
+            self.salt, self.kinds, now.kinds = there.salt, _copy(there).kinds, there.kinds
         self._came_from_file = True
-        self._saved = _copy(self)
-        return there or self._saved
+        self._saved = now
+        return there or now
 
 
 def _copy(experience: Experience) -> Experience:
     copied = Experience(experience.salt)
     copied.everything = _copied(experience.everything)
     copied.kinds = OrderedDict(
-        (kind, own and _copied(own)) for kind, own in experience.kinds.items()
+        (kind, own and _copied(own)) for kind, own in [*experience.kinds.items()]
     )
     return copied
 

@@ -767,9 +767,9 @@ def test_what_drafts_taught_is_shown_and_forgotten(
     assert CliRunner().invoke(main, asks).exit_code == 0
     assert len([*kept.iterdir()]) == 1
     shown = CliRunner().invoke(main, ["memory", "show"]).stdout
-    assert "which drafts are right, of 1 model, without any text" in shown
+    assert "which drafts are right for 1 model; no text" in shown
     report = json.loads(CliRunner().invoke(main, ["memory", "show", "--json"]).stdout)
     assert report["experience"] == {"models": 1, "directory": str(kept)}
     forgotten = CliRunner().invoke(main, ["memory", "forget", "--all", "--yes"])
-    assert "Forgot which drafts were right, of 1 model." in forgotten.output
+    assert forgotten.stdout == "Forgot which drafts were right for 1 model.\n"
     assert not [*kept.iterdir()]

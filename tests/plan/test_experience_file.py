@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mlxspec.plan import experience_file
+from mlxspec.plan.cost_file import CostCache, CostKey
 from mlxspec.plan.experience import Experience
 from mlxspec.plan.experience_file import KeptExperience, experience_path
 from mlxspec.plan.p_accept import TOKEN_FEATURES
@@ -77,6 +79,31 @@ def test_of_two_first_processes_both_are_kept(tmp_path: Path) -> None:
     weights = KeptExperience(path).everything
     assert weights.logit((3,)) > 1
     assert weights.logit((5,)) > 1
+
+
+def test_what_all_requests_taught_counts_once_in_a_kind_that_two_processes_begin(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.json"
+    first = KeptExperience(path)
+    taught(first, 3, times=1)
+    one, two = KeptExperience(path), KeptExperience(path)
+    begun = one.everything.logit((3,))
+    taught(one, 5, times=1)
+    taught(two, 5, times=1)
+    followed = KeptExperience(path).of_kind(PROMPT)[0]
+    assert followed.logit((3,)) == pytest.approx(begun, abs=1e-3)
+
+
+def test_a_kind_that_others_have_displaced_is_kept_whole(tmp_path: Path) -> None:
+    path, now = tmp_path / "a.json", [0.0]
+    experience = KeptExperience(path, lambda: now[0])
+    taught(experience, 3)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"kinds": {}}))
+    now[0] = 60
+    taught(experience, 5)
+    assert KeptExperience(path).of_kind(PROMPT)[0].logit((3,)) > 1
 
 
 def test_what_is_removed_is_forgotten_by_processes_that_run(tmp_path: Path) -> None:
@@ -149,12 +176,13 @@ def test_a_place_that_cannot_be_written_gives_one_line(
 ) -> None:
     (tmp_path / "file").write_text("")
     now = [0.0]
-    experience = KeptExperience(tmp_path / "file" / "a.json", lambda: now[0])
+    experience = KeptExperience(tmp_path / "file" / "experience" / "a.json", lambda: now[0])
     for _ in range(3):
         now[0] += 60
         taught(experience, 3)
+    CostCache(tmp_path / "file" / "step_times").update(CostKey({}, {}), {})
     assert len(caplog.records) == 1
-    assert "is not kept" in caplog.text
+    assert re.search(r"is not kept in .* \(Not a directory\); MLXSPEC_CACHE_DIR", caplog.text)
 
 
 def test_a_full_disk_leaves_what_was_there(
