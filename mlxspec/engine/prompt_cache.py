@@ -217,7 +217,9 @@ class Loan:
     def kind(self, place: int) -> type:
         """The class that mlx-lm's cache would have now."""
         target = self._target
-        kind = type(self._caches[place] if target is None else target.cache[place])
+        if target is None:  # it is back, or another loan's by now, which knows
+            return self._caches[place].__class__
+        kind = type(target.cache[place])
         return _MLX_LM_CLASSES.get(kind, kind)
 
     def _lend(self) -> None:

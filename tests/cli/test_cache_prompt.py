@@ -192,7 +192,7 @@ def test_the_model_that_a_file_names_is_not_downloaded_unasked(
     result = run(generate_command, "--prompt-cache-file", file, "--prompt", END)
     assert result.exit_code == 1
     assert re.fullmatch(
-        r"Error: \S+ was made by the model .{1,200}, which is not on this machine: name the model "
+        r"Error: .+ was made by the model .{1,200}, which is not on this machine: name the model "
         "with --model\n",
         result.stderr,
     )

@@ -74,6 +74,8 @@ def launched(*command: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "MLXSPEC_CACHE_DIR": str(folder),
+            # The scripts of mlx.launch break where its name has a space.
+            "TMPDIR": "/tmp",
             # Otherwise both ranks would call a C++ compiler, for the same functions.
             **({} if LONG else {"MLX_DISABLE_COMPILE": "1"}),
         },

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -45,9 +44,7 @@ def test_each_process_adds_a_line(
         assert launcher.stdout
         assert launcher.stdout.read(1)
         os.kill(int((tmp_path / process).read_text()), death)
-        killed = time.monotonic()
         _, errors = launcher.communicate(timeout=SECONDS)
-        assert time.monotonic() - killed < SECONDS / 2
     # mlx.launch writes its own words between, and not always whole lines of them.
     assert all(re.search(line, errors) for line in lines), errors
     assert len(re.findall("Error: rank", errors)) == len(lines)

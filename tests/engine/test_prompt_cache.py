@@ -375,6 +375,18 @@ def test_nobody_takes_a_cache_while_its_offset_is_told(monkeypatch: pytest.Monke
     stream.close()
 
 
+def test_the_class_is_told_of_caches_that_are_lent_anew_meanwhile() -> None:
+    decoder = decoder_of("llama3")
+    lent = make_prompt_cache(decoder.model)
+    first = started(decoder, lent, TURNS[0], 2)
+    looked_at = object.__getattribute__(lent[0], "_loan")
+    first.close()
+    second = started(decoder, lent, TURNS[1], 2)
+    assert looked_at.kind(0) is KVCache
+    second.close()
+    assert looked_at.kind(0) is KVCache
+
+
 def test_a_cache_can_be_looked_at_and_closed_while_other_threads_generate_on_it() -> None:
     decoder = decoder_of("llama3")
     lent = make_prompt_cache(decoder.model)
