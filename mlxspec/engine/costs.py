@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -110,6 +110,7 @@ def _configuration(model: nn.Module) -> Any:
 
 _STEPS_WORTH_SAVING = 32
 _SECONDS_BETWEEN_SAVES = 30.0
+_BUSY = 0.4  # relative uncertainty of a time that was measured on a busy machine
 
 
 def cost_key(model: nn.Module) -> CostKey:
@@ -150,7 +151,8 @@ def costs_for(
     if problem is None:
         cache.update(key, {end: known})
     else:
-        known = known_range(times[:1], QUICK, "steps")
+        plain = replace(known.times[0], uncertainty=_BUSY)
+        known = KnownRange.now([plain], "steps")
         _log.warning(
             "step times were measured while the machine was busy, or it is slow for this model "
             "(%s): drafts begin with usual costs, which real steps correct; the next start "

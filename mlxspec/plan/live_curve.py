@@ -131,7 +131,8 @@ class LiveCurve:
         self._assume_usual_costs()
         self._steps_since_doubt, self._widest_since_doubt, self._reach = 0, 1, _FIRST_REACH
         self._doubt = 0.0  # variance of what drafted steps have in common
-        self._noise = _FIRST_NOISE
+        # Where plain steps scattered so much that T(1) is hardly known, others will scatter, too.
+        self._noise = min(max(_FIRST_NOISE, plain.uncertainty**2), _MOST_NOISE)
         self._step = 0
         # Per number of rows: the errors of recent steps, the last step that took the predicted
         # time, and the first of those that have not since then.
@@ -211,7 +212,7 @@ class LiveCurve:
         self._assumed.discard(rows)
         if rows > 1:
             self._doubt = 0.0
-            self._stale |= self._hopeful is not self._curve  # there is less to hope for now
+            self._stale |= rows in self._hoped_for  # there is less to hope for now
 
     def ran(self, rows: int) -> None:
         """Take note of a step, recorded or not: costs of wider ones become doubtful."""
@@ -255,13 +256,16 @@ class LiveCurve:
     def _rebuild(self) -> None:
         """Make the curves of the parts as they are now."""
         points, hopeful = [(1, 1.0)], [(1, 1.0)]
+        self._hoped_for: set[int] = set()
         for rows, part in sorted(self._part_of_rows.items()):
             cost = math.exp(self._parts[_DRAFTED] + self._parts[part])
             points.append((rows, cost))
             hope = self._hope(part) if rows <= self._reach else 0.0
             hopeful.append((rows, cost * math.exp(-hope)))
+            if hope:
+                self._hoped_for.add(rows)
         self._curve = _extended(points)
-        self._hopeful = self._curve if hopeful == points else _extended(hopeful)
+        self._hopeful = _extended(hopeful) if self._hoped_for else self._curve
         self._in_curve = self._parts.copy()
         self._stale = False
 

@@ -163,6 +163,7 @@ class Source:
 class Planner(Drafter):
     """Drafts what gains most under the costs of rows.
 
+    The costs are those that may plausibly be hoped for, so that what is hardly known is tried.
     In each step the sources' candidates are sorted by their probabilities, and the number of them
     is chosen at which expected tokens less the price of their time are greatest, within what the
     policy allows. Every step corrects the costs and the probabilities.
