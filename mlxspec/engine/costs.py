@@ -25,6 +25,7 @@ from ..plan.live_curve import KnownTime
 from ..plan.measurement import QUICK, MeasurementPlan, RowsTime, ShareDone, is_whole, noise
 from .calibration import calibrate
 from .capability import chain_capability
+from .positions import context_length
 from .target import Capability
 
 _log = logging.getLogger(__name__)
@@ -162,8 +163,13 @@ def costs_for(
     return KeptCosts(cache, key, {end: known})
 
 
+_SHORTEST_CONTEXT = 64  # tokens; no more steps than fit there can be measured
+
+
 def _is_enough(times: Sequence[KnownTime], model: nn.Module) -> bool:
-    """Whether times tell what drafts cost, or are of plain steps where nothing else can run."""
+    """Whether times tell what drafts cost, or as much as the model has room for."""
+    if (context_length(model) or _SHORTEST_CONTEXT) < _SHORTEST_CONTEXT:
+        return True
     if len(times) == 1:
         return chain_capability(model) is Capability.PLAIN
     return is_whole(times)

@@ -54,6 +54,11 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     return measured
 
 
+@pytest.fixture(autouse=True)
+def no_note_of_a_busy_machine() -> None:
+    """Here it is seen whether the machine was busy."""
+
+
 @pytest.mark.parametrize(
     ("times", "reason"), [(BUSY, "scatter too much"), (TIMES[:2], "no time for steps over 2")]
 )

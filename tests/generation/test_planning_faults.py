@@ -46,7 +46,6 @@ OF_SEVERAL = [
     *OF_ONE,
     (batch, "share_rows"),
     (GivenCosts, "for_sequences"),
-    (GivenCosts, "seconds"),
 ]
 
 
