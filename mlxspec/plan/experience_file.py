@@ -141,7 +141,7 @@ def _copied(corrections: Corrections) -> Corrections:
 
 
 def _sum(kept: Corrections, before: Corrections, now: Corrections) -> Corrections:
-    """What is kept, and what was learned between two states of a process."""
+    """What is kept, and what was learned between two states of a process, tokens left out."""
     weights = {feature: weight for feature, weight, _ in kept}
     seen = {feature: times for feature, _, times in kept}
     for sign, corrections in ((1, now), (-1, before)):
@@ -166,11 +166,7 @@ def _text(experience: Experience) -> str:
 
 
 def _figures(corrections: Corrections) -> list[list[float]]:
-    return [
-        [feature, round(weight, 4), times]
-        for feature, weight, times in corrections
-        if feature < TOKEN_FEATURES
-    ]
+    return [[feature, round(weight, 4), times] for feature, weight, times in corrections]
 
 
 def _read(path: Path) -> Experience:
