@@ -11,6 +11,7 @@ so the next process that writes in the same place can tell what was abandoned, a
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import re
@@ -132,7 +133,7 @@ def sole_writer(path: Path, error: type[MlxspecError], *, create: bool) -> Itera
             yield
         finally:
             with suppress(OSError):
-                if create and _is_at(locked, path) and os.fstat(locked.fileno()).st_size == 0:
+                if create and _is_at(locked.fileno(), path) and os.fstat(locked.fileno()).st_size == 0:
                     path.unlink()
 
 
@@ -262,7 +263,7 @@ def _new_file(path: Path, mode: int) -> BinaryIO:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
         # Before it was locked, another process may have taken it for a leftover.
-        if _is_at(file, path):
+        if _is_at(file.fileno(), path):
             return file
         file.close()
 
@@ -276,7 +277,7 @@ def _wait_for_lock(path: Path, create: bool, error: type[MlxspecError]) -> Binar
         file = _open(path, "r+b", PRIVATE, flags)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(file, path):
+            if _is_at(file.fileno(), path):
                 return file
         except BlockingIOError:
             if time.monotonic() > deadline:
@@ -302,11 +303,14 @@ def _locked(path: Path) -> Iterator[None]:
     """Hold a file's or directory's lock, which ends with the process however that ends.
 
     Raises:
-        OSError: another process holds it.
+        OSError: another process holds it, or ``path`` no longer leads to it.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Another process may have removed this one in the meantime, and its owner made a new one.
+        if not _is_at(descriptor, path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         yield
     finally:
         os.close(descriptor)
@@ -326,10 +330,10 @@ def _check_regular(path: Path, error: type[MlxspecError]) -> bool:
     return True
 
 
-def _is_at(file: BinaryIO, path: Path) -> bool:
+def _is_at(descriptor: int, path: Path) -> bool:
     """Whether ``path`` still leads to the open file: it was neither moved nor replaced."""
     try:
-        return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
         return False
 

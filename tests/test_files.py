@@ -142,6 +142,25 @@ def test_a_file_that_is_replaced_before_its_lock_is_taken_is_left_for_the_new_on
         flock(current, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def test_a_new_file_under_the_name_of_a_leftover_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Another process removes the leftover, and a writer takes the name, before this one looks."""
+    leftover = tmp_path / ".file.0123456789abcdef.partial"
+    leftover.write_text("left")
+    newer = tmp_path / "newer"
+    newer.write_text("new")
+    flock = fcntl.flock
+
+    def late_flock(descriptor: int, flags: int) -> None:
+        newer.replace(leftover)
+        flock(descriptor, flags)
+
+    monkeypatch.setattr(files.fcntl, "flock", late_flock)
+    files.remove_leftovers(tmp_path / "file")
+    assert leftover.read_text() == "new"
+
+
 def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path):
     path = tmp_path / "s"
     build_store(path, [[1, 2, 3]], FIRST)
