@@ -15,7 +15,7 @@ from ..plan.cost_curve import CostCurve, FixedCosts
 from ..plan.drafter_source import DrafterSource
 from ..plan.experience import Experience
 from ..plan.p_accept import AcceptanceModel
-from ..plan.planner import Planner, Source
+from ..plan.planner import Limits, Planner, Source
 from ..plan.policy import trees_pay
 from ..plan.suffix_source import (
     CONTEXT,
@@ -286,14 +286,10 @@ class Hindsight(Drafter):
         self._acceptance.refresh()
         text = self._text
         evidence = Evidence(CONTEXT, text.tokens, text.occurrences(), self._acceptance)
-        self._candidates = SuffixCandidates(
-            text.tokens[-1],
-            [evidence],
-            max_nodes=self.curve.widest - 1,
-            max_depth=min(max_depth, len(following)),
-            branching=self.branching,
-            least_p=[0.0] * self.curve.widest,  # what is improbable may turn out to be right
-        )
+        # What is improbable may turn out to be right.
+        least_p, depth = [0.0] * self.curve.widest, min(max_depth, len(following))
+        limits = Limits(self.curve.widest - 1, depth, self.branching, least_p)
+        self._candidates = SuffixCandidates(text.tokens[-1], [evidence], limits)
         everything = self._candidates.draft(len(self._candidates.p_reached))
         return self._candidates.draft(self._best_n_draft(verify(everything, following).accepted))
 

@@ -6,7 +6,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, cast
+
+import numpy as np
 
 from ..errors import OptionError
 
@@ -47,8 +49,10 @@ class CostCurve:
         self._points = tuple(zip(rows, accumulate(costs, max), strict=True))
         self.rows = rows
         self.widest = rows[-1]
-        self.table = [0.0, *(self(row) for row in range(1, self.widest + 1))]
-        self.cheapest_rows = _least_slopes(self.table[1:])
+        points_rows, points_costs = map(np.array, zip(*self._points, strict=True))
+        table = np.interp(np.arange(1, self.widest + 1), points_rows, points_costs)
+        self.table: list[float] = [0.0, *table.tolist()]
+        self.cheapest_rows = _least_slopes(points_rows, points_costs, table)
 
     def __call__(self, rows: int) -> float:
         """The cost of a step over ``rows`` rows; beyond ``widest`` the last slope goes on."""
@@ -59,23 +63,17 @@ class CostCurve:
         return low + (high - low) * (rows - left) / (right - left)
 
 
-def _least_slopes(costs: Sequence[float]) -> list[float]:
-    """Per point the least slope of a line to a later point; infinite for the last.
+def _least_slopes(rows: np.ndarray, costs: np.ndarray, table: np.ndarray) -> list[float]:
+    """Per number of rows the least slope of a line to a later point; infinite for the last.
 
-    That line leads to the next corner of the lower convex hull (Andrew's monotone chain).
+    Args:
+        rows, costs: the points.
+        table: the cost for 1, 2, … rows, linear between the points.
     """
-    slopes = [float("inf")] * len(costs)
-    corners = [len(costs) - 1]
-
-    def slope(left: int, right: int) -> float:
-        return (costs[right] - costs[left]) / (right - left)
-
-    for point in range(len(costs) - 2, -1, -1):
-        while len(corners) > 1 and slope(point, corners[-2]) <= slope(point, corners[-1]):
-            corners.pop()
-        slopes[point] = slope(point, corners[-1])
-        corners.append(point)
-    return slopes
+    further = rows - np.arange(1, len(table) + 1)[:, None]
+    slopes = np.full(further.shape, np.inf)
+    np.divide(costs - table[:, None], further, out=slopes, where=further > 0)
+    return cast(list[float], slopes.min(axis=1).tolist())
 
 
 USUAL_SYNC_OVERHEAD = 0.02

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from ..draft.combined import view
 from ..draft.custom import checked_drafter, not_a_draft
 from ..draft.drafter import Drafter, DraftTree, VerifiedStep
-from .planner import Candidates, Source, best_first
+from .planner import Candidates, Limits, Source, best_first
 
 # Where these come from: docs/planner-notes.md, "Constants".
 _RANKS, _DEPTHS = 4, 8  # ranks among siblings, and depths, each with a probability of its own
@@ -41,17 +41,15 @@ class DrafterSource(Source):
         with self._asking():
             self._drafter.begin(list(prompt))
 
-    def candidates(
-        self, max_nodes: int, max_depth: int, branching: bool, least_p: Sequence[float]
-    ) -> Candidates:
+    def candidates(self, limits: Limits) -> Candidates:
         with self._asking():
             started = time.perf_counter()
-            tree: object = self._drafter.propose(max_depth)
+            tree: object = self._drafter.propose(limits.depth)
             self.spent += time.perf_counter() - started
             if not isinstance(tree, DraftTree) or tree.tokens[0] != self._last:
                 raise not_a_draft(tree, self._drafter, self._last)
-        tree = tree.pruned(max_depth, sys.maxsize)
-        self._tree = tree if branching else tree.first_chain()
+        tree = tree.pruned(limits.depth, sys.maxsize)
+        self._tree = tree if limits.branching else tree.first_chain()
         proposed = Candidates(self._last)
         ranks: dict[int, int] = {}
         self._cells: list[tuple[int, int]] = [(0, 0)]
@@ -65,7 +63,7 @@ class DrafterSource(Source):
             self._cells.append(cell)
         candidates = Candidates(self._last, self.name)
         best_first(proposed, candidates)
-        candidates.cut(max_nodes)
+        candidates.cut(limits.nodes)
         return candidates
 
     def observe(self, step: VerifiedStep, searched: bool) -> None:

@@ -255,25 +255,21 @@ class LiveCurve:
 
     def _rebuild(self) -> None:
         """Make the curves of the parts as they are now."""
-        points, hopeful = [(1, 1.0)], [(1, 1.0)]
-        self._hoped_for: set[int] = set()
-        for rows, part in sorted(self._part_of_rows.items()):
-            cost = math.exp(self._parts[_DRAFTED] + self._parts[part])
-            points.append((rows, cost))
-            hope = self._hope(part) if rows <= self._reach else 0.0
-            hopeful.append((rows, cost * math.exp(-hope)))
-            if hope:
-                self._hoped_for.add(rows)
-        self._curve = _extended(points)
-        self._hopeful = _extended(hopeful) if self._hoped_for else self._curve
+        numbers = sorted(self._part_of_rows)
+        parts = [self._part_of_rows[rows] for rows in numbers]
+        costs = np.exp(self._parts[_DRAFTED] + self._parts[parts])
+        hopes = np.where(np.array(numbers) <= self._reach, self._hopes(parts), 0.0)
+        self._hoped_for = {rows for rows, hope in zip(numbers, hopes, strict=True) if hope}
+        self._curve = _extended(numbers, costs)
+        self._hopeful = _extended(numbers, costs * np.exp(-hopes)) if any(hopes) else self._curve
         self._in_curve = self._parts.copy()
         self._stale = False
 
-    def _hope(self, part: int) -> float:
-        """By how much the logarithm of a cost may plausibly be too high."""
-        drafted, own, common = self._covariance[[_DRAFTED, part, part], [_DRAFTED, part, _DRAFTED]]
-        error = math.sqrt(max(drafted + own + 2 * common, 0.0))
-        return _HOPE * max(error - _USUAL_ERROR, 0.0)
+    def _hopes(self, parts: list[int]) -> np.ndarray:
+        """By how much the logarithms of costs may plausibly be too high, given their parts."""
+        own, common = self._covariance[parts, parts], self._covariance[_DRAFTED, parts]
+        variances = self._covariance[_DRAFTED, _DRAFTED] + own + 2 * common
+        return _HOPE * np.maximum(np.sqrt(np.maximum(variances, 0.0)) - _USUAL_ERROR, 0.0)
 
     def _assume_usual_costs(self) -> None:
         """Add parts for steps that are wider than the measured ones, where these are narrow."""
@@ -384,13 +380,14 @@ class LiveCurve:
             self._stale = True
 
 
-def _extended(points: list[tuple[int, float]]) -> CostCurve:
-    """The curve through these points and on to ``WIDEST`` rows."""
+def _extended(numbers: list[int], costs: np.ndarray) -> CostCurve:
+    """The curve through the costs of these numbers of rows, and on to ``WIDEST`` rows."""
+    points = [(1, 1.0), *zip(numbers, costs.tolist(), strict=True)]
     rows = points[-1][0]
     if rows < WIDEST:
         # In proportion to the rows, as if each further block cost what the first one does: too
         # much where the curve is flat, and right on average where it has stairs.
-        points = [*points, (WIDEST, max(cost for _, cost in points) * WIDEST / rows)]
+        points.append((WIDEST, max(cost for _, cost in points) * WIDEST / rows))
     return CostCurve(points)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..draft.context_index import common_length
 from ..draft.drafter import TreeBuilder, VerifiedStep
 from ..draft.lookahead import JacobiWindow, NgramPool, add_window, by_place
-from .planner import Candidates, Source, best_first
+from .planner import Candidates, Limits, Source, best_first
 from .policy import Policy, price_of_time
 
 # Where these come from: docs/planner-notes.md, "Constants".
@@ -312,21 +312,19 @@ class LookaheadSource(Source):
         self._rows: list[list[int]] = []  # of the window: the node of each (level, column)
         self._steps = 0
 
-    def candidates(
-        self, max_nodes: int, max_depth: int, branching: bool, least_p: Sequence[float]
-    ) -> Candidates:
+    def candidates(self, limits: Limits) -> Candidates:
         self._rows = []
-        self._branching = branching
-        self._hopeless = least_p[0] >= _SUREST
+        self._branching, least_p = limits.branching, limits.least_p[0]
+        self._hopeless = least_p >= _SUREST
         self._guesses = GuessTree(
             self._text[-1],
             () if self._hopeless else self._live.at(self._text[-1]),
             self._knowledge.odds,
-            max_depth=min(max_depth, self._ngram_size - 1),
-            least_p=least_p[0],
-            branching=branching,
+            max_depth=min(limits.depth, self._ngram_size - 1),
+            least_p=least_p,
+            branching=limits.branching,
         )
-        self._guesses.candidates.cut(max_nodes)
+        self._guesses.candidates.cut(limits.nodes)
         return self._guesses.candidates
 
     def rows_beside(

@@ -8,10 +8,11 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from enum import IntEnum
 from functools import cache
 from importlib.resources import files
+from math import exp
 from typing import Any, NamedTuple
 
 from ..draft.suffix_index import Continuation
-from .experience import Corrections, probability
+from .experience import Corrections
 
 
 class TokenClass(IntEnum):
@@ -169,7 +170,13 @@ class AcceptanceModel:
         }
 
     def estimate(
-        self, found: Sequence[Continuation], end: int, depth: int, before: int, limit: int
+        self,
+        found: Sequence[Continuation],
+        end: int,
+        depth: int,
+        before: int,
+        limit: int,
+        least_left: float = 0.0,
     ) -> list[Estimate]:
         """Estimate the probabilities of the continuations of one node.
 
@@ -179,20 +186,31 @@ class AcceptanceModel:
             depth: of the node: 0 for the root, the text's last token.
             before: the node's own token.
             limit: how many to estimate.
+            least_left: the others are not worth it once the probability that none so far is
+                right is lower than this.
         """
-        return [
-            self.along(found, rank, end)(continuation.token, depth, before)
-            for rank, continuation in enumerate(found[:limit])
-        ]
+        occurrences = sum([len(continuation.occurrences) for continuation in found])
+        estimates: list[Estimate] = []
+        left = 1.0
+        for rank, continuation in enumerate(found[:limit]):
+            estimated = self.along(found, rank, occurrences, end)(
+                continuation.token, depth, before
+            )
+            estimates.append(estimated)
+            left *= 1 - estimated.p_accept
+            if left < least_left:
+                break
+        return estimates
 
     def along(
-        self, found: Sequence[Continuation], rank: int, end: int
+        self, found: Sequence[Continuation], rank: int, occurrences: int, end: int
     ) -> Callable[[int, int, int], Estimate]:
         """What estimates a continuation; and of one that is alone, all that follow it.
 
         Args:
             found: all continuations of a node, best first.
             rank: of this one among them.
+            occurrences: of all continuations.
             end: length of the indexed text.
 
         Returns:
@@ -200,7 +218,6 @@ class AcceptanceModel:
         """
         _, matched, newest, agreed = found[rank]
         agreeing = len(agreed)
-        occurrences = sum([len(continuation.occurrences) for continuation in found])
         form, gap = int(len(found) > 1), _NO_GAP
         if rank > 0:
             weights, form = self._lower_ranked, _LOWER_RANKED
@@ -253,8 +270,11 @@ class AcceptanceModel:
                 of_prompt + _FORMS * (depth < prompt_depth),
                 TOKEN_FEATURES + token,
             )
-            p_accept = probability(logit + correct(features))
-            p_accept = min(_HIGHEST, max(_LOWEST, p_accept))
+            p_accept = 1 / (1 + exp(-logit - correct(features)))
+            if p_accept > _HIGHEST:
+                p_accept = _HIGHEST
+            elif p_accept < _LOWEST:
+                p_accept = _LOWEST
             return Estimate(p_accept, kind, length_class, logit, features)
 
         return estimate

@@ -91,6 +91,27 @@ class Candidates:
         return branch
 
 
+class Limits(NamedTuple):
+    """What a source's candidates for one step are bounded by.
+
+    Attributes:
+        nodes: how many there may be.
+        depth: how deep they may be.
+        branching: whether a node may have several children.
+        least_p: ``least_p[n]`` is the probability below which no node beyond the first n pays,
+            even if a plain step's time is worth one token; see
+            :attr:`mlxspec.plan.cost_curve.CostCurve.cheapest_rows`.
+        costs: ``costs[rows]`` is T(rows) / T(1), from which the candidates tell what the time is
+            worth; empty where other sequences have a say in that.
+    """
+
+    nodes: int
+    depth: int
+    branching: bool
+    least_p: Sequence[float]
+    costs: Sequence[float] = ()
+
+
 class Source:
     """Where a planner's candidates come from: the base class of all sources.
 
@@ -111,18 +132,8 @@ class Source:
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation whose context is ``prompt``."""
 
-    def candidates(
-        self, max_nodes: int, max_depth: int, branching: bool, least_p: Sequence[float]
-    ) -> Candidates:
-        """What may follow the current token.
-
-        Args:
-            max_nodes: how many nodes to return at most.
-            max_depth: how deep they may be.
-            branching: whether a node may have several children.
-            least_p: ``least_p[n]`` is the probability below which no node beyond the first n
-                pays; see :attr:`mlxspec.plan.cost_curve.CostCurve.cheapest_rows`.
-        """
+    def candidates(self, limits: Limits) -> Candidates:
+        """What may follow the current token, within these limits."""
         raise NotImplementedError
 
     def rows_beside(
@@ -226,26 +237,21 @@ class Planner(Drafter):
         except Exception as error:
             self._fails(error)
 
-    def search(
-        self, max_nodes: int, max_depth: int, curve: CostCurve, least_p: Sequence[float]
-    ) -> Candidates | None:
+    def search(self, curve: CostCurve, limits: Limits) -> Candidates | None:
         """What may follow the current token; None where the policy skips the search.
 
         Args:
-            max_nodes: how many candidates to return at most.
-            max_depth: how deep they may be.
             curve: of rows.
-            least_p: as for :meth:`Source.candidates`.
+            limits: of the candidates.
         """
         forced = self.guide is not None and bool(self.guide.forced())
         if not forced and self.policy.skips_search(curve):
             return None
-        found = [
-            source.candidates(max_nodes, max_depth, self.branching, least_p)
-            for source in self._sources
-        ]
-        candidates = merged(found, max_nodes)
-        return guided(candidates, self.guide, max_nodes, max_depth) if self.guide else candidates
+        found = [source.candidates(limits) for source in self._sources]
+        candidates = merged(found, limits.nodes)
+        if self.guide is None:
+            return candidates
+        return guided(candidates, self.guide, limits.nodes, limits.depth)
 
     def plan_is(self, plan: Plan) -> None:
         """Take a plan for the next proposal that was made for several sequences together."""
@@ -451,7 +457,8 @@ class Planner(Drafter):
         """Gather the candidates after the current token and choose how many to verify."""
         costs, policy, curve = self.costs, self.policy, self.costs.hopeful
         max_nodes = max(0, curve.widest - 1 - self._pending)
-        candidates = self.search(max_nodes, max_depth, curve, curve.cheapest_rows)
+        limits = Limits(max_nodes, max_depth, self.branching, curve.cheapest_rows, curve.table)
+        candidates = self.search(curve, limits)
         if candidates is None:
             return NO_PLAN
         if policy.probes:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from ..draft.drafter import VerifiedStep
 from .cost_curve import USUAL_SYNC_OVERHEAD, CostCurve
 
-_SHARE_OF_NOW = 0.8  # of this step's best rate in the price of time; the rest is the average's
+SHARE_OF_NOW = 0.8  # of this step's best rate in the price of time; the rest is the average's
 _FIRST_RATE = 1.2
 _CHANGE = 0.1  # weight of the newest step in the running averages
 
@@ -210,7 +210,7 @@ def price_of_time(expected: Sequence[float], costs: Sequence[float], rate: float
         rate: recent tokens per plain step's time.
     """
     best = max(tokens / costs[rows] for rows, tokens in enumerate(expected, start=1))
-    return float(best**_SHARE_OF_NOW * rate ** (1 - _SHARE_OF_NOW))
+    return float(best**SHARE_OF_NOW * rate ** (1 - SHARE_OF_NOW))
 
 
 def gains_of(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from .cost_curve import Costs
-from .planner import Candidates, JointStep, Plan, Planner
+from .planner import Candidates, JointStep, Limits, Plan, Planner
 from .policy import allowed_shortfall, expected_tokens, gains_of
 
 
@@ -52,7 +52,8 @@ def share_rows(
         # A row takes time from all sequences.
         least_p = [sequences / weight * cost for cost in curve.cheapest_rows]
         try:
-            found.append(planner.search(max_nodes, max_depth, curve, least_p))
+            limits = Limits(max_nodes, max_depth, planner.branching, least_p)
+            found.append(planner.search(curve, limits))
         except Exception as error:  # the others go on
             planner.fails_with(error)
             found.append(None)

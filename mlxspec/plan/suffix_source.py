@@ -23,7 +23,8 @@ from ..draft.suffix_index import (
 )
 from .experience import Experience
 from .p_accept import AcceptanceModel, Estimate
-from .planner import Candidates, Source
+from .planner import Candidates, Limits, Source
+from .policy import SHARE_OF_NOW
 
 CONTEXT = "context"
 """The origin of drafts from the context itself."""
@@ -110,16 +111,14 @@ class SuffixSource(Source):
             acceptance.begin(one.experience.of_kind(prompt))
         self.earned: Counter[str] = Counter()
 
-    def candidates(
-        self, max_nodes: int, max_depth: int, branching: bool, least_p: Sequence[float]
-    ) -> Candidates:
+    def candidates(self, limits: Limits) -> Candidates:
         index = self._text()
         self._acceptance.refresh()
         evidence = [Evidence(CONTEXT, index.tokens, index.occurrences(), self._acceptance)]
         self._excerpts: dict[str, tuple[Earlier, Excerpts]] = {}
         tail = index.tokens[-MAX_LENGTH:] if self._earlier else ()
         for one, acceptance in self._earlier:
-            depth = min(max_depth, max_nodes, EXCERPT_TOKENS)
+            depth = min(limits.depth, limits.nodes, EXCERPT_TOKENS)
             excerpts = one.texts.look_up(tail, _EARLIER_OCCURRENCES, depth)
             if excerpts.occurrences:
                 acceptance.refresh()
@@ -127,14 +126,7 @@ class SuffixSource(Source):
                 evidence.append(
                     Evidence(one.name, excerpts.tokens, excerpts.occurrences, acceptance)
                 )
-        self._tree = SuffixCandidates(
-            index.tokens[-1],
-            evidence,
-            max_nodes=max_nodes,
-            max_depth=max_depth,
-            branching=branching,
-            least_p=least_p,
-        )
+        self._tree = SuffixCandidates(index.tokens[-1], evidence, limits)
         return self._tree
 
     def observe(self, step: VerifiedStep, searched: bool) -> None:
@@ -189,7 +181,7 @@ class Evidence(NamedTuple):
 # Negative p_reached, serial number, parent, the text that names it, occurrences by text, path.
 _Frontier = tuple[float, int, int, int, list[list[Occurrence]], list[int]]
 # A text's probabilities, the tokens that it proposes as children of a node, and their estimates.
-_Saying = tuple[AcceptanceModel, list[int], list[Estimate]]
+_Saying = tuple[AcceptanceModel, Sequence[int], Sequence[Estimate]]
 # p_reached, token, the text that names it, and the occurrences that go on with it by text.
 _Child = tuple[float, int, int, list[list[Occurrence]]]
 
@@ -202,10 +194,13 @@ class SuffixCandidates(Candidates):
     texts propose the same child, it has the higher of their probabilities; a child that only the
     later one proposes gets what the children of the earlier one leave.
 
+    It grows as long as the next node may belong to the best draft. The nodes so far bound the
+    price of time from below: in a good copy that ends the growth early.
+
     Args:
         root: the current token.
         evidence: where it occurred before, in one or several texts.
-        max_nodes, max_depth, branching, least_p: as for :meth:`Source.candidates`.
+        limits: of the tree.
 
     Attributes:
         names: per node but the root, the origin of its draft token.
@@ -215,20 +210,17 @@ class SuffixCandidates(Candidates):
         self,
         root: int,
         evidence: Sequence[Evidence],
-        *,
-        max_nodes: int,
-        max_depth: int,
-        branching: bool,
-        least_p: Sequence[float],
+        limits: Limits,
     ) -> None:
         super().__init__(root)
         self.names: list[str] = []
         self._evidence = evidence
-        self._max_nodes, self._max_depth, self._least_p = max_nodes, max_depth, least_p
-        self._most_children = _CHILDREN if branching else 1
-        # Per node, what each text said of its children; and its children's nodes by token.
-        self._sayings: list[list[_Saying]] = []
-        self._children: list[dict[int, int]] = []
+        self._max_nodes, self._max_depth, _, self._least_p, self._costs = limits
+        self._most_children = _CHILDREN if limits.branching else 1
+        self._expected = self._best_rate = self._price = 1.0
+        # Per node, what each text said of its children; and the node of each child.
+        self._sayings: list[Sequence[_Saying]] = []
+        self._children: dict[tuple[int, int], int] = {}
         self._firsts: list[Occurrence] = []  # per node but the root, the best occurrence
         self._nowhere: list[list[Occurrence]] = [[] for _ in evidence]
         self._serial = 0  # decides between equals: the older entry comes first
@@ -239,7 +231,7 @@ class SuffixCandidates(Candidates):
 
     def child(self, node: int, token: int) -> int | None:
         """The child of a node with this token."""
-        return self._children[node].get(token)
+        return self._children.get((node, token))
 
     def first_occurrence(self, node: int) -> Occurrence:
         """The best of the occurrences that a node continues, in the text that ``names`` tells."""
@@ -254,7 +246,7 @@ class SuffixCandidates(Candidates):
             for acceptance, tokens, estimates in self._sayings[node]:
                 right = tokens.index(token) if token in tokens else None
                 acceptance.learn(estimates, right, at_root=node == 0)
-            node = self._children[node].get(token)
+            node = self._children.get((node, token))
 
     def _grow(self) -> None:
         """Best-first search from the root."""
@@ -265,29 +257,36 @@ class SuffixCandidates(Candidates):
             if not self._is_wanted(-negative_p):
                 break
             node = self._append(path[-1], parent, -negative_p, number, occurrences[number][0])
-            if len(occurrences[number]) == sum(map(len, occurrences)) == 1:
+            if len(occurrences[number]) == sum(map(len, occurrences)):
                 self._follow(node, -negative_p, number, occurrences, path, frontier)
             elif len(path) < self._max_depth:
                 self._expand(node, -negative_p, occurrences, path, frontier)
             else:
-                self._end()
+                self._sayings.append(())  # nothing follows
 
     def _is_wanted(self, p_reached: float) -> bool:
         """Whether to grow a node that is reached with this probability, the best one left."""
+        return len(self.p_reached) < self._max_nodes and p_reached >= self._least_wanted()
+
+    def _least_wanted(self) -> float:
+        """The probability below which no further node is wanted."""
         grown = len(self.p_reached)
         # Nodes that would pay if the first token were known to be right are grown as well.
         first = self.p_reached[0] if grown else 1.0
-        return grown < self._max_nodes and p_reached >= max(
-            _LEAST_P_REACHED, first * self._least_p[grown]
-        )
+        return max(_LEAST_P_REACHED, first * self._least_p[grown] * self._price)
 
     def _append(
         self, token: int, parent: int, p_reached: float, number: int, occurrence: Occurrence
     ) -> int:
         """Add a node that a text proposes."""
-        node = self._children[parent][token] = self.add(token, parent, p_reached)
+        node = self._children[parent, token] = self.add(token, parent, p_reached)
         self.names.append(self._evidence[number].name)
         self._firsts.append(occurrence)
+        self._expected += p_reached
+        rows = node + 1
+        if rows < len(self._costs) and self._expected > self._best_rate * self._costs[rows]:
+            self._best_rate = self._expected / self._costs[rows]
+            self._price = self._best_rate**SHARE_OF_NOW
         return node
 
     def _follow(
@@ -299,38 +298,39 @@ class SuffixCandidates(Candidates):
         path: list[int],
         frontier: list[_Frontier],
     ) -> None:
-        """Grow what follows a node of a single occurrence, as long as it is the likeliest.
+        """Grow what follows a node in a single text, as long as that is one token and the likeliest.
 
         Most of a long copy is such a path. What becomes of it is what the frontier and
         :meth:`_expand` would make of it.
         """
-        ((length, position),) = occurrences[number]
+        own = occurrences[number]
+        length, position = own[0]
+        others = [position for _, position in own[1:]]
         _, tokens, _, acceptance = self._evidence[number]
         end = len(tokens)
-        alone = Continuation(path[-1], length, position, occurrences[number])
-        estimate = acceptance.along([alone], 0, end)
+        together = Continuation(path[-1], length, max(map(_POSITION, own)), own)
+        estimate = acceptance.along([together], 0, len(own), end)
         likeliest_other = -frontier[0][0] if frontier else 0.0
-        while len(path) < self._max_depth:
-            at = position + len(path)
+        while (depth := len(path)) < self._max_depth:
+            at = position + depth
             token = tokens[at] if at < end else path[at - end]
+            for other in others:
+                at = other + depth
+                if token != (tokens[at] if at < end else path[at - end]):
+                    self._expand(node, p_reached, occurrences, path, frontier)
+                    return
             if token == SEPARATOR:
                 break
-            estimated = estimate(token, len(path), path[-1])
-            self._sayings.append([(acceptance, [token], [estimated])])
-            self._children.append({})
+            estimated = estimate(token, depth, path[-1])
+            self._sayings.append(((acceptance, (token,), (estimated,)),))
             p_reached *= estimated.p_accept
             path.append(token)
             if p_reached <= likeliest_other or not self._is_wanted(p_reached):
                 heappush(frontier, (-p_reached, self._serial, node, number, occurrences, path))
                 self._serial += 1
                 return
-            node = self._append(token, node, p_reached, number, occurrences[number][0])
-        self._end()
-
-    def _end(self) -> None:
-        """Nothing follows the last node."""
-        self._sayings.append([])
-        self._children.append({})
+            node = self._append(token, node, p_reached, number, own[0])
+        self._sayings.append(())  # nothing follows
 
     def _expand(
         self,
@@ -342,6 +342,8 @@ class SuffixCandidates(Candidates):
     ) -> None:
         """Rank a node's continuations and put them on the frontier."""
         most = self._most_children
+        # Of the current token all are worth learning from.
+        least_left = self._least_wanted() / p_node if node else 0.0
         sayings: list[_Saying] = []
         ranked: list[_Child] = []
         for number, own in enumerate(occurrences):
@@ -352,9 +354,10 @@ class SuffixCandidates(Candidates):
             if not found:
                 continue
             estimates = text.acceptance.estimate(
-                found, len(text.tokens), len(path), self.tokens[node], most
+                found, len(text.tokens), len(path), self.tokens[node], most, least_left
             )
-            sayings.append((text.acceptance, [one.token for one in found[:most]], estimates))
+            said = [one.token for one in found[: len(estimates)]]
+            sayings.append((text.acceptance, said, estimates))
             children: list[_Child] = []
             left = p_node  # the probability that no child so far is right
             for (token, _, _, going_on), estimate in zip(found, estimates, strict=False):
@@ -364,7 +367,6 @@ class SuffixCandidates(Candidates):
                 left *= 1 - estimate.p_accept
             ranked = _united(ranked, children, p_node, most) if ranked else children
         self._sayings.append(sayings)
-        self._children.append({})
         for p_child, token, number, followed in ranked:
             heappush(frontier, (-p_child, self._serial, node, number, followed, [*path, token]))
             self._serial += 1
@@ -399,3 +401,4 @@ def _united(
 
 
 _P_REACHED = itemgetter(0)
+_POSITION = itemgetter(1)

@@ -19,7 +19,7 @@ from mlxspec.plan.experience import Corrections
 from mlxspec.plan.live_costs import LiveCosts
 from mlxspec.plan.live_curve import KnownTime
 from mlxspec.plan.p_accept import AcceptanceModel
-from mlxspec.plan.planner import Planner
+from mlxspec.plan.planner import Limits, Planner
 from mlxspec.plan.policy import allowed_shortfall
 from mlxspec.plan.suffix_source import Earlier, Evidence, SuffixCandidates, SuffixSource
 from tests.support.planners import suffix_planner
@@ -301,14 +301,7 @@ def test_where_texts_agree_a_child_has_the_higher_probability() -> None:
     def candidates(*evidence: Evidence, branching: bool = True) -> SuffixCandidates:
         for one in evidence:
             one.acceptance.refresh()
-        return SuffixCandidates(
-            5,
-            evidence,
-            max_nodes=8,
-            max_depth=4,
-            branching=branching,
-            least_p=[0.0] * 9,
-        )
+        return SuffixCandidates(5, evidence, Limits(8, 4, branching, [0.0] * 9))
 
     def says(name: str, tokens: list[int], taught: Corrections) -> Evidence:
         model = AcceptanceModel(earlier=True)
