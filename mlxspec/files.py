@@ -133,7 +133,11 @@ def sole_writer(path: Path, error: type[MlxspecError], *, create: bool) -> Itera
             yield
         finally:
             with suppress(OSError):
-                if create and _is_at(locked.fileno(), path) and os.fstat(locked.fileno()).st_size == 0:
+                if (
+                    create
+                    and _is_at(locked.fileno(), path)
+                    and os.fstat(locked.fileno()).st_size == 0
+                ):
                     path.unlink()
 
 

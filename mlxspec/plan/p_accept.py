@@ -193,9 +193,7 @@ class AcceptanceModel:
         estimates: list[Estimate] = []
         left = 1.0
         for rank, continuation in enumerate(found[:limit]):
-            estimated = self.along(found, rank, occurrences, end)(
-                continuation.token, depth, before
-            )
+            estimated = self.along(found, rank, occurrences, end)(continuation.token, depth, before)
             estimates.append(estimated)
             left *= 1 - estimated.p_accept
             if left < least_left:

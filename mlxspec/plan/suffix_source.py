@@ -32,6 +32,7 @@ OTHERS = "other"
 """Where accepted drafts came from that are not of a :class:`SuffixSource`."""
 
 # Where these come from: docs/planner-notes.md, "Constants".
+_LESSONS = 8  # tokens of a step that are learned from: further ones of a copy tell the same
 _CHILDREN = 6  # per node of a tree; more are never likely enough
 _EARLIER_OCCURRENCES = 8  # that earlier texts are asked for
 _LEAST_P_REACHED = 0.01  # nodes that are reached more rarely gain nothing on any machine
@@ -218,6 +219,7 @@ class SuffixCandidates(Candidates):
         self._max_nodes, self._max_depth, _, self._least_p, self._costs = limits
         self._most_children = _CHILDREN if limits.branching else 1
         self._expected = self._best_rate = self._price = 1.0
+        self._branch = 0  # the end of the first branch
         # Per node, what each text said of its children; and the node of each child.
         self._sayings: list[Sequence[_Saying]] = []
         self._children: dict[tuple[int, int], int] = {}
@@ -240,7 +242,7 @@ class SuffixCandidates(Candidates):
     def learn(self, emitted: Sequence[int]) -> None:
         """Learn from the tokens that followed, whether they had been verified as drafts or not."""
         node: int | None = 0
-        for token in emitted:
+        for token in emitted[:_LESSONS]:
             if node is None:
                 return
             for acceptance, tokens, estimates in self._sayings[node]:
@@ -254,7 +256,9 @@ class SuffixCandidates(Candidates):
         self._expand(0, 1.0, [text.occurrences for text in self._evidence], [], frontier)
         while frontier and self._max_depth > 0:
             negative_p, _, parent, number, occurrences, path = heappop(frontier)
-            if not self._is_wanted(-negative_p):
+            if not self._is_wanted(-negative_p, parent):
+                if self._is_wanted(-negative_p, self._branch):
+                    continue  # that branch may yet grow
                 break
             node = self._append(path[-1], parent, -negative_p, number, occurrences[number][0])
             if len(occurrences[number]) == sum(map(len, occurrences)):
@@ -264,16 +268,18 @@ class SuffixCandidates(Candidates):
             else:
                 self._sayings.append(())  # nothing follows
 
-    def _is_wanted(self, p_reached: float) -> bool:
+    def _is_wanted(self, p_reached: float, parent: int) -> bool:
         """Whether to grow a node that is reached with this probability, the best one left."""
-        return len(self.p_reached) < self._max_nodes and p_reached >= self._least_wanted()
+        return len(self.p_reached) < self._max_nodes and p_reached >= self._least_wanted(parent)
 
-    def _least_wanted(self) -> float:
-        """The probability below which no further node is wanted."""
+    def _least_wanted(self, parent: int) -> float:
+        """The probability below which no further child of a node is wanted."""
         grown = len(self.p_reached)
-        # Nodes that would pay if the first token were known to be right are grown as well.
-        first = self.p_reached[0] if grown else 1.0
-        return max(_LEAST_P_REACHED, first * self._least_p[grown] * self._price)
+        least = self._least_p[grown] * self._price
+        if grown and parent == self._branch:
+            # What would pay if the first token were known to be right is grown as well.
+            least *= self.p_reached[0]
+        return max(_LEAST_P_REACHED, least)
 
     def _append(
         self, token: int, parent: int, p_reached: float, number: int, occurrence: Occurrence
@@ -282,6 +288,8 @@ class SuffixCandidates(Candidates):
         node = self._children[parent, token] = self.add(token, parent, p_reached)
         self.names.append(self._evidence[number].name)
         self._firsts.append(occurrence)
+        if parent == self._branch:
+            self._branch = node
         self._expected += p_reached
         rows = node + 1
         if rows < len(self._costs) and self._expected > self._best_rate * self._costs[rows]:
@@ -298,7 +306,7 @@ class SuffixCandidates(Candidates):
         path: list[int],
         frontier: list[_Frontier],
     ) -> None:
-        """Grow what follows a node in a single text, as long as that is one token and the likeliest.
+        """Grow what follows a node in a single text, while that is one token, and the likeliest.
 
         Most of a long copy is such a path. What becomes of it is what the frontier and
         :meth:`_expand` would make of it.
@@ -325,7 +333,7 @@ class SuffixCandidates(Candidates):
             self._sayings.append(((acceptance, (token,), (estimated,)),))
             p_reached *= estimated.p_accept
             path.append(token)
-            if p_reached <= likeliest_other or not self._is_wanted(p_reached):
+            if p_reached <= likeliest_other or not self._is_wanted(p_reached, node):
                 heappush(frontier, (-p_reached, self._serial, node, number, occurrences, path))
                 self._serial += 1
                 return
@@ -343,7 +351,7 @@ class SuffixCandidates(Candidates):
         """Rank a node's continuations and put them on the frontier."""
         most = self._most_children
         # Of the current token all are worth learning from.
-        least_left = self._least_wanted() / p_node if node else 0.0
+        least_left = self._least_wanted(node) / p_node if node else 0.0
         sayings: list[_Saying] = []
         ranked: list[_Child] = []
         for number, own in enumerate(occurrences):

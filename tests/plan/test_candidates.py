@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import accumulate
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.draft.suffix_index import SuffixIndex
+from mlxspec.plan.cost_curve import CostCurve
 from mlxspec.plan.p_accept import AcceptanceModel
 from mlxspec.plan.planner import Candidates, Limits, best_first, merged
+from mlxspec.plan.policy import Policy, expected_tokens
 from mlxspec.plan.suffix_source import Evidence, SuffixCandidates
 
 Path = tuple[int, ...]
@@ -70,6 +73,32 @@ def test_merged_candidates_are_all_paths_with_probabilities_that_add_up(
             assert abs(p_depth - sum(of_depth)) < 1e-9
 
 
+@given(
+    st.lists(st.integers(0, 2), min_size=2, max_size=80),
+    st.lists(st.floats(0.02, 0.7), min_size=2, max_size=20).map(sorted),
+    st.booleans(),
+    st.floats(1.0, 5.0),
+)
+def test_the_nodes_that_are_left_out_are_in_no_best_draft(
+    text: list[int], slopes: list[float], branching: bool, rate: float
+) -> None:
+    """A tree that ends where the price of time says so has the best draft of the whole tree."""
+    curve = CostCurve(enumerate(accumulate(slopes, initial=1.0), start=1))
+    index, model = SuffixIndex(text), AcceptanceModel()
+    evidence = [Evidence("context", index.tokens, index.occurrences(), model)]
+    policy = Policy(guarded=False)
+    policy.rate = rate
+
+    def best(least_p: list[float], costs: list[float]) -> tuple[float, int]:
+        model.refresh()
+        limits = Limits(curve.widest - 1, 50, branching, least_p, costs)
+        tree = SuffixCandidates(text[-1], evidence, limits)
+        return policy.best(expected_tokens(tree.p_reached), curve.table, tree.p_by_depth)
+
+    whole = best([0.0] * curve.widest, [])
+    assert best(curve.cheapest_rows, curve.table) == whole
+
+
 class OneByOne(SuffixCandidates):
     """The same tree, each node of which comes from the frontier."""
 
@@ -118,6 +147,7 @@ def test_a_path_that_goes_on_alone_is_grown_as_if_node_by_node(
         return kind(context[-1], texts, limits)
 
     grown(SuffixCandidates).learn(emitted)
+
     def content(tree: SuffixCandidates) -> dict[str, object]:
         said = [[(a, [*tokens], [*p]) for a, tokens, p in one] for one in tree._sayings]
         return {**vars(tree), "_sayings": said, "_serial": None}  # which tells equals apart
