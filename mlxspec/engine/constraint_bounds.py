@@ -23,6 +23,8 @@ _LARGEST_MULTIPLE = 20_000  # which takes a second
 _MOST_LEVELS = 1000  # of which each takes up to 10 kB of the stack
 _MOST_REPETITIONS = 50_000  # each takes a state of the automaton, of which there are no more
 
+_LONGEST_TEXT = 20_000  # characters that are fixed; each mask before them takes 12 ms for so many
+
 _MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*([-+.0-9eE]+)')
 _LEAST = re.compile(r'"(min(?:Length|Items|Properties))"\s*:\s*(\d+)')
 _IN_REGEX = re.compile(r"\\.|\[(?:[^]\\]|\\.)*\]?|\{(\d+)", re.DOTALL)
@@ -41,15 +43,18 @@ def check_bounds(constraint: Constraint) -> None:
     Raises:
         OptionError: it would.
     """
-    if constraint.kind == "regex":
-        _check_repetitions(constraint, _IN_REGEX.findall(constraint.text))
-        return
     text = constraint.text
+    if constraint.kind == "regex":
+        _check_length(constraint, max(map(len, text.split("|"))))
+        _check_repetitions(constraint, _IN_REGEX.findall(text))
+        return
     if constraint.kind == "json_schema":
         schema = json.loads(text)
         levels = list(_levels_of(schema))
         _check_levels(constraint, len(levels))
-        patterns = _check_patterns([one for level in levels for one in level])
+        inner = [one for level in levels for one in level]
+        patterns = _check_patterns(inner)
+        _check_length(constraint, _longest_text(inner, patterns))
         _check_repetitions(
             constraint, [n for pattern in patterns for n in _IN_REGEX.findall(pattern)]
         )
@@ -57,10 +62,41 @@ def check_bounds(constraint: Constraint) -> None:
             _check_levels(constraint, _longest_chain(_references_of(schema)))
     else:  # whose schemas may be written with escapes
         text = re.sub(r"\\u00([2-7][0-9a-fA-F])", lambda code: chr(int(code[1], 16)), text)
+        _check_length(constraint, max(map(len, re.split(r"[|\n]", text))))
         _check_repetitions(constraint, _IN_GRAMMAR.findall(text))
         _check_levels(constraint, _longest_chain(_rules_of(text)))
     _check_repetitions(constraint, [number for _, number in _LEAST.findall(text)])
     _check_multiples(constraint, text)
+
+
+def _check_length(constraint: Constraint, longest: int) -> None:
+    """Refuse a fixed text that takes too long: all of it is looked through for each mask.
+
+    Raises:
+        OptionError: it is too long.
+    """
+    if longest > _LONGEST_TEXT:
+        raise OptionError(
+            f"the {constraint.noun} cannot be used: it fixes a text of {longest:,} characters, or "
+            f"has a part as long without an alternative; {_LONGEST_TEXT:,} are the most"
+        )
+
+
+def _longest_text(parts: list[Any], patterns: list[str]) -> int:
+    """The characters of the longest text that a schema fixes.
+
+    Args:
+        parts: all lists and objects of the schema.
+        patterns: its regular expressions.
+    """
+    schemas = [one for one in parts if isinstance(one, dict)]
+    # One may follow the other, and all that is between them may be fixed, too.
+    constants = sum(len(json.dumps(one["const"])) for one in schemas if "const" in one)
+    texts = [branch for pattern in patterns for branch in pattern.split("|")]
+    for one in schemas:
+        texts += one["properties"] if isinstance(one.get("properties"), dict) else ()
+        texts += map(json.dumps, one["enum"]) if isinstance(one.get("enum"), list) else ()
+    return max(constants, max(map(len, texts), default=0))
 
 
 def _check_repetitions(constraint: Constraint, numbers: list[str]) -> None:

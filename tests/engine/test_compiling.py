@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from mlxspec import Constraint
 from mlxspec.engine import compiling, constraint_bounds
+from mlxspec.engine.constraint_bounds import check_bounds
 from mlxspec.engine.grammar import Vocabulary
 from mlxspec.errors import OptionError
 from tests.support.chains import CHAINS
@@ -197,6 +198,31 @@ def test_bounds_are_found_in_linear_time(text: str) -> None:
     for kind in ("regex", "lark", "grammar"):
         constraint = Constraint(kind, text)  # type: ignore[arg-type]
         harmless(partial(constraint_bounds.check_bounds, constraint))
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint.regex("x|" + "ab" * 10_001),
+        Constraint.json_schema({"const": "ab" * 10_000}),
+        Constraint.json_schema({"properties": {name: {"const": "a" * 7000} for name in "abc"}}),
+        Constraint.json_schema({"enum": ["a", "ab" * 10_000]}),
+        Constraint.json_schema({"properties": {"a" * 20_001: {}}}),
+        Constraint.json_schema({"type": "string", "pattern": "a?" * 10_001}),
+        Constraint.grammar('start: "' + "a" * 20_000 + '"'),
+    ],
+    ids=["regex", "const", "several", "enum", "name", "pattern", "grammar"],
+)
+def test_a_long_fixed_text_is_refused(constraint: Constraint) -> None:
+    """Each mask before it would look through all of it, while nothing else in Python runs."""
+    with pytest.raises(OptionError, match=r"2[01],0.. characters.*20,000 are the most"):
+        check_bounds(constraint)
+
+
+def test_texts_are_long_together_if_one_of_them_may_come() -> None:
+    texts = [f"text {number}" for number in range(5000)]
+    check_bounds(Constraint.regex("|".join(texts)))
+    check_bounds(Constraint.json_schema({"enum": texts, "description": "long " * 10_000}))
 
 
 @pytest.mark.parametrize("depth", [130, 900, 20_000])
