@@ -2,21 +2,25 @@
 
     python benchmarks/short_answers.py [REPEATS] [MODEL]
 
-Sixty prompts of the six kinds of task that the demo model knows, made from a seed. In each repeat a
-new default decoder first answers sixty other prompts of these kinds, since it learns from what it
-answers, and then those that are timed. So none of these is in its memory. The decoders take turns
-on each prompt, in an order of its own, in one process. What counts is the median over the repeats
-of the time that an answer takes: behind the prompt, and with it. Outputs are compared token by
-token.
+Sixty prompts of the six kinds of task that the demo model knows, made from a seed; each is the
+first request of a new default decoder. One of them begins with nothing but step times, one with the
+experience that sixty other prompts of these kinds have left on disk. In each repeat the decoders
+take turns on each prompt, in an order of its own, in one process. What counts is the median over
+the repeats of the time that an answer takes: behind the prompt, and with it. Outputs are compared
+token by token.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from statistics import geometric_mean, median
 
 import mlxspec
@@ -101,7 +105,7 @@ def prompts(seed: int) -> Iterator[tuple[str, str]]:
         yield "answer", f"{facts}\n\nHow old is {facts.split()[0]}? Quote the sentence."
 
 
-def main(repeats: int, model: str) -> None:
+def main(repeats: int, model: str, directory: str) -> None:
     lookup = PromptLookupDecoder(model)
     asked, others = (
         [(kind, f"[INST] {text} [/INST]") for kind, text in prompts(seed)]
@@ -109,26 +113,43 @@ def main(repeats: int, model: str) -> None:
     )
     for _, prompt in others:  # warms up
         list(lookup.stream(prompt, _MOST))
-    ways: dict[str, Callable[..., Iterator[mlxspec.GenerationResponse]]] = {
-        "plain": partial(lookup.stream, n_draft=0),
-        "prompt lookup": lookup.stream,
+    costs = AutoDecoder(lookup.model, lookup.tokenizer).costs
+    kept, used = Path(directory) / "kept", Path(directory) / "used"
+
+    def first(cache: Path, keeps_experience: bool = True) -> AutoDecoder:
+        """A decoder as a new process has it."""
+        os.environ["MLXSPEC_CACHE_DIR"] = str(cache)
+        decoder = AutoDecoder(lookup.model, lookup.tokenizer)
+        decoder.keeps_experience = keeps_experience
+        decoder.costs = costs
+        return decoder
+
+    def experienced() -> AutoDecoder:
+        """One that knows what the others' prompts have taught, and nothing of the timed ones."""
+        shutil.rmtree(used, ignore_errors=True)
+        shutil.copytree(kept, used)
+        return first(used)
+
+    for _, prompt in others:
+        list(first(kept).stream(prompt, _MOST))
+    ways: dict[str, Callable[[], Callable[..., Iterator[mlxspec.GenerationResponse]]]] = {
+        "plain": lambda: partial(lookup.stream, n_draft=0),
+        "prompt lookup": lambda: lookup.stream,
+        "auto, a first request": lambda: first(used, keeps_experience=False).stream,
+        "auto, kept experience": lambda: experienced().stream,
     }
-    names = [*ways, "auto"]
-    times: dict[str, list[list[float]]] = {way: [[] for _ in asked] for way in names}
-    whole: dict[str, list[list[float]]] = {way: [[] for _ in asked] for way in names}
-    tokens: dict[str, int] = dict.fromkeys(names, 0)
-    steps: dict[str, int] = dict.fromkeys(names, 0)
+    times: dict[str, list[list[float]]] = {way: [[] for _ in asked] for way in ways}
+    whole: dict[str, list[list[float]]] = {way: [[] for _ in asked] for way in ways}
+    tokens: dict[str, int] = dict.fromkeys(ways, 0)
+    steps: dict[str, int] = dict.fromkeys(ways, 0)
     order = random.Random(SEED)
     for _ in range(repeats):
-        auto = AutoDecoder(lookup.model, lookup.tokenizer)
-        ways["auto"] = auto.stream
-        for _, prompt in others:
-            list(auto.stream(prompt, _MOST))
         for index, (_, prompt) in enumerate(asked):
             outputs = {}
-            for way in order.sample(names, len(names)):
+            for way in order.sample([*ways], len(ways)):
+                stream = ways[way]()
                 started = time.perf_counter()
-                responses = list(ways[way](prompt, _MOST))
+                responses = list(stream(prompt, _MOST))
                 last = responses[-1]
                 whole[way][index].append(time.perf_counter() - started)
                 times[way][index].append(last.generation_tokens / last.generation_tps)
@@ -139,19 +160,21 @@ def main(repeats: int, model: str) -> None:
                 print(f"outputs differ at prompt {index} (a near tie, or a fault)")
     kinds = [*dict.fromkeys(kind for kind, _ in asked)]
     for what, took in (("behind the prompt", times), ("with the prompt", whole)):
-        medians = {way: [median(one) for one in took[way]] for way in names}
-        print(f"{what + ', against lookup':<36}{'mean':>6}{'least':>7}{'≥ 0.97':>8}")
-        for way in names:
+        medians = {way: [median(one) for one in took[way]] for way in ways}
+        print(f"{what + ', against lookup':<46}{'mean':>6}{'least':>7}{'≥ 0.97':>8}")
+        for way in ways:
             pairs = zip(medians["prompt lookup"], medians[way], strict=True)
             ratios = [lookup_took / own for lookup_took, own in pairs]
             share = sum(ratio >= 0.97 for ratio in ratios) / len(ratios)
             rate = f"{way} ({tokens[way] / steps[way]:.2f} tokens per step)"
-            print(f"{rate:<36}{geometric_mean(ratios):>6.2f}{min(ratios):>7.2f}{share:>8.0%}")
-            for kind in kinds if way == "auto" else ():
+            print(f"{rate:<46}{geometric_mean(ratios):>6.2f}{min(ratios):>7.2f}{share:>8.0%}")
+            for kind in kinds if way.startswith("auto") else ():
                 own = [r for r, (name, _) in zip(ratios, asked, strict=True) if name == kind]
-                print(f"  {kind:<34}{geometric_mean(own):>6.2f}{min(own):>7.2f}")
+                print(f"  {kind:<44}{geometric_mean(own):>6.2f}{min(own):>7.2f}")
     print(f"{tokens['plain'] / len(asked) / repeats:.0f} tokens an answer")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 3, sys.argv[2] if len(sys.argv) > 2 else "demo")
+    with tempfile.TemporaryDirectory() as place:
+        repeats = int(sys.argv[1]) if sys.argv[1:] else 3
+        main(repeats, sys.argv[2] if sys.argv[2:] else "demo", place)
