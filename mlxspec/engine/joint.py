@@ -1,18 +1,23 @@
-"""Rows of several sequences in one forward.
+"""A joint forward: from the rows of several sequences to their logits.
 
-The rows of all sequences stand side by side in the model's row dimension, so whatever a layer does
-to each row by itself it does to all at once. Every row has its own position, and attention is
-computed for each sequence with its own cache: :class:`_JointCache` stands in for the caches of one
-layer and hands out keys and values that know their sequences, and mlx-lm's attention function,
-which model modules import by name, is made to look for these. For layers with a recurrent state
-see :mod:`mlxspec.engine.joint_states`.
+The rows of all sequences stand side by side in the model's row dimension, so a layer computes what
+it does to each row by itself for all at once. The file follows a forward from the outside to the
+inside:
+
+1. :class:`Joint` concatenates the rows, with a position each, and runs the model.
+2. The model finds one :class:`JointCache` or :class:`JointStates` a layer in place of the caches.
+   With a JointCache, attention is computed for each sequence over its own cache. With
+   JointStates, a recurrent block runs once for each number of rows.
+   (:mod:`mlxspec.engine.patches` makes attention and blocks ask these.)
+3. Where caches of several sequences stand in slots, :class:`PaddedRows` computes attention for all
+   of them in one call.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -20,15 +25,14 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models import base
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..draft.drafter import DraftTree
 from .caches import TreeKVCache, masked_for
-from .joint_states import JointStates, dispatch_states
+from .patches import forward_at, install
 from .slots import SlotKVCache, Slots
 from .target import Target
-from .tree_attention import RowPositions, TreeRows
+from .tree_attention import TreeRows
 
 # Contexts in slots are padded to the longest. Of what attention reads then, at most so many times
 # what is needed may be read, and so many positions more.
@@ -78,83 +82,18 @@ class Joint:
     def __init__(self, model: nn.Module, mode: JointMode) -> None:
         self.model = model
         self.mode = mode
-        self._positions = RowPositions(model)
         self._slots: list[Slots] = []
         self._seated: list[Target] = []
         """The targets whose caches stand in slots, in the order of these."""
         self._in_slots_only = False
         """Whether these have no other caches."""
-        if mode is JointMode.SPLIT:
-            _dispatch_attention(model)
-        dispatch_states(model)
+        install(model)
 
     def takes(self, target: Target) -> bool:
         """Whether a target's rows can be in a forward with those of others."""
         # Keys that are copied together have to be of one kind; and models that compute attention
         # in their own way hardly ever take quantised ones.
         return self.mode is JointMode.SPLIT or not target.quantized
-
-    def join(self, target: Target) -> None:
-        """Let a target's caches stand in slots beside the others', where that saves time.
-
-        It may take part in :meth:`forward` in any case.
-        """
-        layers = [cache for cache in target.cache if type(cache) is TreeKVCache]
-        lengths = [target.length, *(other.length for other in self._seated)]
-        if (
-            self.mode is not JointMode.SPLIT
-            or target.options.kv_bits is not None
-            or not layers
-            or any(cache.keys is None for cache in layers)
-            or len(lengths) * max(lengths) > _MOST_PADDING * sum(lengths) + _SHORT
-        ):
-            return
-        slots = self._slots or [Slots() for _ in layers]
-        numbers = itertools.count()
-
-        def seated(cache: Any) -> Any:
-            if type(cache) is not TreeKVCache:
-                return cache
-            of_layer = slots[next(numbers)]
-            of_layer.put(len(self._seated), cache)
-            return SlotKVCache(of_layer, len(self._seated), cache.offset)
-
-        target.use([seated(cache) for cache in target.cache])
-        self._slots, self._in_slots_only = slots, len(slots) == len(target.cache)
-        self._seated.append(target)
-
-    def leave(self, target: Target, keep: bool = True) -> None:
-        """Let a target take no more part.
-
-        Args:
-            keep: whether it gets caches of its own again; otherwise it cannot be used any more.
-        """
-        if target not in self._seated:
-            return
-        target.use([_unseated(cache) for cache in target.cache] if keep else [])
-        mx.eval(target.arrays)  # before somebody else has its slot
-        slot, last = self._seated.index(target), self._seated.pop()
-        if last is not target:
-            self._seated[slot] = last
-            for cache in last.cache:
-                if isinstance(cache, SlotKVCache):
-                    cache.move(slot)
-        self._cut_slots()
-
-    def _cut_slots(self) -> None:
-        """Give back what those who have left took, where that is much."""
-        held = [
-            cache.offset
-            for target in self._seated
-            for cache in target.cache
-            if isinstance(cache, SlotKVCache)
-        ]
-        if not held:
-            self._slots = []
-        needed = _MOST_PADDING * _MOST_PADDING * sum(target.length for target in self._seated)
-        for slots in self._slots:
-            if slots.capacity > needed + _SHORT:
-                slots.cut(len(self._seated), max(held))
 
     def prefill(self, prompts: Sequence[tuple[Target, Sequence[int]]]) -> None:
         """Put prompt tokens of several sequences into their caches in one forward.
@@ -221,11 +160,73 @@ class Joint:
         """
         ends = list(itertools.accumulate(map(len, tokens)))
         spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        layers = [_joint(each, spans, self.mode, padded) for each in zip(*caches, strict=True)]
+        layers = [_of_layer(each, spans, self.mode, padded) for each in zip(*caches, strict=True)]
         rows = mx.concatenate(list(tokens))
         batch = rows[:, None] if padded and padded.are_batch else rows[None]
-        with self._positions.follow(mx.array(list(positions), dtype=mx.int32)):
-            return self.model(batch, cache=layers).reshape(len(rows), -1), spans
+        logits = forward_at(self.model, batch, layers, mx.array(list(positions), dtype=mx.int32))
+        return logits.reshape(len(rows), -1), spans
+
+    def join(self, target: Target) -> None:
+        """Let a target's caches stand in slots beside the others', where that saves time.
+
+        It may take part in :meth:`forward` in any case.
+        """
+        layers = [cache for cache in target.cache if type(cache) is TreeKVCache]
+        lengths = [target.length, *(other.length for other in self._seated)]
+        if (
+            self.mode is not JointMode.SPLIT
+            or target.options.kv_bits is not None
+            or not layers
+            or any(cache.keys is None for cache in layers)
+            or len(lengths) * max(lengths) > _MOST_PADDING * sum(lengths) + _SHORT
+        ):
+            return
+        slots = self._slots or [Slots() for _ in layers]
+        numbers = itertools.count()
+
+        def seated(cache: Any) -> Any:
+            if type(cache) is not TreeKVCache:
+                return cache
+            of_layer = slots[next(numbers)]
+            of_layer.put(len(self._seated), cache)
+            return SlotKVCache(of_layer, len(self._seated), cache.offset)
+
+        target.use([seated(cache) for cache in target.cache])
+        self._slots, self._in_slots_only = slots, len(slots) == len(target.cache)
+        self._seated.append(target)
+
+    def leave(self, target: Target, keep: bool = True) -> None:
+        """Let a target take no more part.
+
+        Args:
+            keep: whether it gets caches of its own again; otherwise it cannot be used any more.
+        """
+        if target not in self._seated:
+            return
+        target.use([_unseated(cache) for cache in target.cache] if keep else [])
+        mx.eval(target.arrays)  # before somebody else has its slot
+        slot, last = self._seated.index(target), self._seated.pop()
+        if last is not target:
+            self._seated[slot] = last
+            for cache in last.cache:
+                if isinstance(cache, SlotKVCache):
+                    cache.move(slot)
+        self._cut_slots()
+
+    def _cut_slots(self) -> None:
+        """Give back what those who have left took, where that is much."""
+        held = [
+            cache.offset
+            for target in self._seated
+            for cache in target.cache
+            if isinstance(cache, SlotKVCache)
+        ]
+        if not held:
+            self._slots = []
+        needed = _MOST_PADDING * _MOST_PADDING * sum(target.length for target in self._seated)
+        for slots in self._slots:
+            if slots.capacity > needed + _SHORT:
+                slots.cut(len(self._seated), max(held))
 
 
 def _held(target: Target) -> int:
@@ -248,6 +249,225 @@ def _unseated(cache: Any) -> Any:
     own = TreeKVCache()
     own.update_and_fetch(*cache.keys_and_values())
     return own
+
+
+def _of_layer(
+    members: Sequence[Any], spans: Sequence[slice], mode: JointMode, padded: PaddedRows | None
+) -> Any:
+    """What stands in for the caches of one layer; the arguments are those of JointCache."""
+    if isinstance(members[0], CacheList):
+        lists = zip(*(member.caches for member in members), strict=True)
+        return CacheList(*(_of_layer(each, spans, mode, padded) for each in lists))
+    if isinstance(members[0], ArraysCache):
+        return JointStates(members, spans)
+    in_slots = isinstance(members[0], SlotKVCache)
+    return JointCache(members, spans, mode, padded if in_slots else None)
+
+
+class JointCache:
+    """Stands in for the caches of one layer, and for the keys and values in them.
+
+    Args:
+        members: per sequence its cache.
+        spans: per sequence its rows.
+        mode: the model's.
+        padded: the rows of the first sequences, whose caches stand in slots.
+    """
+
+    offset = 0
+    """Rows have absolute positions."""
+
+    def __init__(
+        self,
+        members: Sequence[Any],
+        spans: Sequence[slice],
+        mode: JointMode,
+        padded: PaddedRows | None = None,
+    ) -> None:
+        pairs = list(zip(members, spans, strict=True))
+        seated = len(padded.slots) if padded else 0
+        self._seated, self._alone = pairs[:seated], pairs[seated:]
+        self._mode = mode
+        self._padded = padded
+        self._entries: list[tuple[Any, Any]] = []
+        """Keys and values of each sequence that is served by itself."""
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        """The masks for :meth:`attend`, or one that hides the sequences from each other."""
+        masks = [
+            cache.make_mask(
+                span.stop - span.start, return_array=return_array, window_size=window_size
+            )
+            for cache, span in self._alone
+        ]
+        if self._mode is JointMode.BLOCK:
+            return _block(masks)
+        return [self._padded.mask(window_size), *masks] if self._padded else masks
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Append each sequence's rows to its cache; the keys and values that rows may see."""
+        if self._padded:
+            self._padded.write(self._seated[0][0].slots, keys, values)
+            for cache, span in self._seated:
+                cache.offset += span.stop - span.start
+        self._entries = [
+            cache.update_and_fetch(keys[:, :, span], values[:, :, span])
+            for cache, span in self._alone
+        ]
+        return self.state
+
+    @property
+    def state(self) -> tuple[Any, Any]:
+        """What the last :meth:`update_and_fetch` returned; layers may share it."""
+        if self._mode is JointMode.SPLIT:
+            return self, self
+        keys, values = zip(*self._entries, strict=True)
+        return mx.concatenate([*keys], axis=2), mx.concatenate([*values], axis=2)
+
+    def attend(
+        self,
+        attention: Callable[..., mx.array],
+        queries: mx.array,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attention of each sequence over its own keys and values.
+
+        Args:
+            attention: mlx-lm's function, whose other arguments follow.
+            queries: of all rows, (1, heads, rows, head_dim).
+            mask: from :meth:`make_mask`, or one for each sequence.
+
+        Returns:
+            as the function, for all rows.
+        """
+        own = functools.partial(attention, scale=scale, sinks=sinks)
+        masks = [*mask] if isinstance(mask, list) else [mask] * (1 + len(self._alone))
+        outputs = []
+        if self._padded:
+            keys_and_values = self._padded.held(self._seated[0][0].slots)
+            rows = self._padded.spread(queries)
+            rows = own(rows, *keys_and_values, cache=None, mask=masks.pop(0))
+            outputs.append(self._padded.gathered(rows))
+        for (member, span), held, own_mask in zip(self._alone, self._entries, masks, strict=False):
+            outputs.append(own(queries[:, :, span], *held, cache=member, mask=own_mask))
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+
+
+def _block(masks: Sequence[mx.array]) -> mx.array:
+    """One mask from those of all sequences, (rows of all, entries of all)."""
+    width = sum(mask.shape[-1] for mask in masks)
+    rows, start = [], 0
+    for mask in masks:
+        end = start + mask.shape[-1]
+        rows.append(mx.pad(mask, [(0, 0), (start, width - end)]))
+        start = end
+    return mx.concatenate(rows)
+
+
+class StateRead(TypeError):
+    """A block reads the states of several sequences, where it can take those of a batch."""
+
+
+_readers: set[Callable[..., Any]] = set()
+"""The blocks that have turned out to read states themselves."""
+
+
+class JointStates:
+    """Stands in for the recurrent states of one layer.
+
+    A state goes from row to row, so the rows of several sequences cannot follow each other in a
+    block. Those of sequences with equally many rows become a batch.
+
+    Args:
+        members: per sequence its cache.
+        spans: per sequence its rows; together they are all rows of the forward, in order.
+    """
+
+    def __init__(self, members: Sequence[ArraysCache], spans: Sequence[slice]) -> None:
+        batches: dict[Any, list[int]] = {}
+        for index, (member, span) in enumerate(zip(members, spans, strict=True)):
+            begun = tuple(array is not None for array in member.cache)
+            batches.setdefault((span.stop - span.start, begun), []).append(index)
+        self._batches = [[members[index] for index in batch] for batch in batches.values()]
+        rows = [
+            [row for index in batch for row in range(spans[index].start, spans[index].stop)]
+            for batch in batches.values()
+        ]
+        self._rows = [mx.array(each) for each in rows]
+        self._n_rows = spans[-1].stop
+        order = [row for each in rows for row in each]
+        self._places = mx.array(sorted(range(len(order)), key=order.__getitem__))
+        """Where each row stands among those of the batches, one batch after another."""
+
+    def make_mask(self, N: int) -> None:
+        """A batch has no padding to be hidden."""
+
+    def __getitem__(self, index: int) -> Any:
+        raise StateRead("the states of several sequences are no arrays")
+
+    def run_block(
+        self, block: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]
+    ) -> Any:
+        """Call a block: for each batch, if it reads states itself, and does not just pass them on.
+
+        Args:
+            block: returns an array, or several.
+            args, named: its arguments. One is this object; arrays of all rows, (1, rows, …), are
+                divided, and others passed on.
+
+        Returns:
+            as the block, for all rows.
+        """
+        if block not in _readers:
+            try:
+                return block(*args, **named)
+            except StateRead:
+                _readers.add(block)
+        outputs = []
+        for members, rows in zip(self._batches, self._rows, strict=True):
+            states = _joined(members)
+            own = functools.partial(self._of_batch, states, rows.reshape(len(members), -1))
+            outputs.append(block(*map(own, args), **{name: own(named[name]) for name in named}))
+            for place, member in enumerate(members):
+                member.cache = [
+                    None if array is None else array[place : place + 1] for array in states.cache
+                ]
+        if isinstance(outputs[0], mx.array):
+            return self._gathered(outputs)
+        return tuple(map(self._gathered, zip(*outputs, strict=True)))
+
+    def _of_batch(self, states: ArraysCache, rows: mx.array, argument: Any) -> Any:
+        """A block's argument for one batch.
+
+        Args:
+            states: of the batch.
+            rows: (sequences, rows of each), among the rows of all.
+            argument: as the block got it.
+        """
+        if argument is self:
+            return states
+        if isinstance(argument, mx.array) and argument.shape[:2] == (1, self._n_rows):
+            return argument[0, rows]
+        return argument
+
+    def _gathered(self, outputs: Sequence[mx.array]) -> mx.array:
+        """The rows of all, (1, rows, …), from the batches' (sequences, rows of each, …)."""
+        rows = [output.reshape(-1, *output.shape[2:]) for output in outputs]
+        return mx.concatenate(rows)[self._places][None]
+
+
+def _joined(members: Sequence[ArraysCache]) -> ArraysCache:
+    """The states of a batch, one after another along the first axis."""
+    joined = ArraysCache(len(members[0].cache))
+    joined.cache = [
+        None if arrays[0] is None else mx.concatenate(list(arrays))
+        for arrays in zip(*(member.cache for member in members), strict=True)
+    ]
+    return joined
 
 
 class PaddedRows:
@@ -335,6 +555,11 @@ class PaddedRows:
         """
         slots.write(self._places, self.longest, self.spread(keys), self.spread(values))
 
+    def held(self, slots: Slots) -> tuple[mx.array, mx.array]:
+        """A layer's keys and values, with the rows of this forward."""
+        held = slice(self.n_slots), slice(None), slice(self.longest)
+        return slots.keys[held], slots.values[held]
+
     def spread(self, rows: mx.array) -> mx.array:
         """Rows of all, (1, heads, rows, dim), as (slots, heads, most rows, dim)."""
         if self.are_batch:
@@ -395,166 +620,3 @@ class PaddedRows:
             )
             seen &= position[:, None] > (lengths + depth)[:, :, None] - window_size
         return seen[:, None]
-
-
-def _joint(
-    members: Sequence[Any], spans: Sequence[slice], mode: JointMode, padded: PaddedRows | None
-) -> Any:
-    if isinstance(members[0], CacheList):
-        lists = zip(*(member.caches for member in members), strict=True)
-        return CacheList(*(_joint(each, spans, mode, padded) for each in lists))
-    if isinstance(members[0], ArraysCache):
-        return JointStates(members, spans)
-    in_slots = isinstance(members[0], SlotKVCache)
-    return _JointCache(members, spans, mode, padded if in_slots else None)
-
-
-class _JointCache:
-    """Stands in for the caches of one layer during a joint forward.
-
-    Args:
-        members: per sequence its cache.
-        spans: per sequence its rows.
-        mode: the model's.
-        padded: the rows of the first sequences, whose caches stand in slots.
-    """
-
-    offset = 0
-    """Rows have absolute positions."""
-
-    def __init__(
-        self,
-        members: Sequence[Any],
-        spans: Sequence[slice],
-        mode: JointMode,
-        padded: PaddedRows | None = None,
-    ) -> None:
-        self._members = members
-        self._spans = spans
-        self._mode = mode
-        self._padded = padded
-        self._alone = len(padded.slots) if padded else 0
-        """The first sequence that is served by itself."""
-        self._entries: list[tuple[Any, Any]] = []
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Append each sequence's rows to its cache; the keys and values that rows may see."""
-        if self._padded:
-            self._padded.write(self._members[0].slots, keys, values)
-            for member, span in zip(self._members[: self._alone], self._spans, strict=False):
-                member.offset += span.stop - span.start
-        alone = slice(self._alone, None)
-        self._entries = [
-            member.update_and_fetch(keys[:, :, span], values[:, :, span])
-            for member, span in zip(self._members[alone], self._spans[alone], strict=True)
-        ]
-        return self.state
-
-    @property
-    def state(self) -> tuple[Any, Any]:
-        """What the last :meth:`update_and_fetch` returned; layers may share it."""
-        if self._mode is JointMode.BLOCK:
-            keys, values = zip(*self._entries, strict=True)
-            return mx.concatenate([*keys], axis=2), mx.concatenate([*values], axis=2)
-        alone = slice(self._alone, None)
-        entries = JointEntries(
-            self._spans[alone],
-            self._entries,
-            self._members[alone],
-            self._padded,
-            self._members[0].slots if self._padded else None,
-        )
-        return entries, entries
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """The masks of all sequences, or one that hides each from the others."""
-        alone = slice(self._alone, None)
-        masks = [
-            member.make_mask(
-                span.stop - span.start, return_array=return_array, window_size=window_size
-            )
-            for member, span in zip(self._members[alone], self._spans[alone], strict=True)
-        ]
-        if self._mode is JointMode.BLOCK:
-            return _block(masks)
-        return JointMask(masks, self._padded.mask(window_size) if self._padded else None)
-
-
-class JointMask(NamedTuple):
-    """What rows of a joint forward see.
-
-    Attributes:
-        masks: per sequence that is served by itself, as its cache makes it.
-        padded: of the others, from :class:`PaddedRows`.
-    """
-
-    masks: list[Any]
-    padded: mx.array | None
-
-
-class JointEntries(NamedTuple):
-    """In place of one layer's keys, and of its values: those of each sequence.
-
-    Attributes:
-        spans, entries, caches: per sequence that is served by itself its rows, its keys and
-            values, and its cache.
-        padded: the rows of the others, which come first.
-        slots: their keys and values.
-    """
-
-    spans: Sequence[slice]
-    entries: Sequence[tuple[Any, Any]]
-    caches: Sequence[Any]
-    padded: PaddedRows | None
-    slots: Slots | None
-
-
-def _block(masks: Sequence[mx.array]) -> mx.array:
-    """One mask from those of all sequences, (rows of all, entries of all)."""
-    width = sum(mask.shape[-1] for mask in masks)
-    rows, start = [], 0
-    for mask in masks:
-        end = start + mask.shape[-1]
-        rows.append(mx.pad(mask, [(0, 0), (start, width - end)]))
-        start = end
-    return mx.concatenate(rows)
-
-
-_attention: Callable[..., mx.array] = base.scaled_dot_product_attention
-
-
-def _attention_of_each(
-    queries: mx.array, keys: Any, values: Any, *args: Any, **kwargs: Any
-) -> mx.array:
-    """mlx-lm's attention, or that of each sequence for keys of a joint forward."""
-    if not isinstance(keys, JointEntries):
-        return _attention(queries, keys, values, *args, **kwargs)
-    # cache, scale, mask and sinks, by position or by name
-    named = dict(zip(("cache", "scale", "mask", "sinks"), args, strict=False)) | kwargs
-    mask = named["mask"]
-    if not isinstance(mask, JointMask):
-        mask = JointMask([mask] * len(keys.spans), mask)
-    outputs = []
-    if keys.padded and keys.slots:
-        held = slice(keys.padded.n_slots), slice(None), slice(keys.padded.longest)
-        rows = _attention(
-            keys.padded.spread(queries),
-            keys.slots.keys[held],
-            keys.slots.values[held],
-            **named | {"cache": None, "mask": mask.padded},
-        )
-        outputs.append(keys.padded.gathered(rows))
-    for span, own, cache, own_mask in zip(
-        keys.spans, keys.entries, keys.caches, mask.masks, strict=True
-    ):
-        own_named = named | {"cache": cache, "mask": own_mask}
-        outputs.append(_attention(queries[:, :, span], *own, **own_named))
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
-
-
-def _dispatch_attention(model: nn.Module) -> None:
-    """Let the modules that define a model's layers look for keys of joint forwards."""
-    for module in {type(module).__module__ for module in model.modules()}:
-        names = vars(sys.modules[module])
-        if names.get("scaled_dot_product_attention") is _attention:
-            names["scaled_dot_product_attention"] = _attention_of_each
