@@ -120,11 +120,7 @@ class Joint:
             all_in_slots=len(members) == len(self._seated) and self._in_slots_only,
         )
         seats = {self._seated[slot]: slot for slot in padded.slots} if padded else {}
-        order = sorted(
-            range(len(members)),
-            key=lambda index: seats.get(members[index].target, len(self._seated)),
-        )
-        ordered = [members[index] for index in order]
+        ordered = sorted(members, key=lambda member: seats.get(member.target, len(self._seated)))
         rows = [target.begin_forward(tokens, tree) for target, tokens, tree in ordered]
         positions: list[int] = []
         with ExitStack() as masked:
@@ -135,10 +131,11 @@ class Joint:
                     mask = TreeRows(tree, target.mask)
                     masked.enter_context(masked_for(mask, target.trimmable))
             logits, spans = self.logits(rows, positions, [t.cache for t, *_ in ordered], padded)
-        own = [slice(0)] * len(members)
-        for index, span in zip(order, spans, strict=True):
-            own[index] = slice(span.start + len(members[index].target.pending), span.stop)
-        return logits, own
+        own = {
+            target: slice(span.start + len(target.pending), span.stop)
+            for (target, *_), span in zip(ordered, spans, strict=True)
+        }
+        return logits, [own[target] for target, *_ in members]
 
     def logits(
         self,
@@ -388,19 +385,19 @@ class JointStates:
     """
 
     def __init__(self, members: Sequence[ArraysCache], spans: Sequence[slice]) -> None:
-        batches: dict[Any, list[int]] = {}
-        for index, (member, span) in enumerate(zip(members, spans, strict=True)):
+        batches: dict[Any, list[tuple[ArraysCache, range]]] = {}
+        for member, span in zip(members, spans, strict=True):
             begun = tuple(array is not None for array in member.cache)
-            batches.setdefault((span.stop - span.start, begun), []).append(index)
-        self._batches = [[members[index] for index in batch] for batch in batches.values()]
-        rows = [
-            [row for index in batch for row in range(spans[index].start, spans[index].stop)]
+            own = range(span.start, span.stop)
+            batches.setdefault((len(own), begun), []).append((member, own))
+        self._batches = [
+            ([member for member, _ in batch], mx.array([[*own] for _, own in batch]))
             for batch in batches.values()
         ]
-        self._rows = [mx.array(each) for each in rows]
+        """The caches of each, and their rows, (sequences, rows of each), among those of all."""
         self._n_rows = spans[-1].stop
-        order = [row for each in rows for row in each]
-        self._places = mx.array(sorted(range(len(order)), key=order.__getitem__))
+        order = [row for batch in batches.values() for _, own in batch for row in own]
+        self._places = mx.array(np.argsort(order))
         """Where each row stands among those of the batches, one batch after another."""
 
     def make_mask(self, N: int) -> None:
@@ -428,9 +425,9 @@ class JointStates:
             except StateRead:
                 _readers.add(block)
         outputs = []
-        for members, rows in zip(self._batches, self._rows, strict=True):
+        for members, rows in self._batches:
             states = _joined(members)
-            own = functools.partial(self._of_batch, states, rows.reshape(len(members), -1))
+            own = functools.partial(self._of_batch, states, rows)
             outputs.append(block(*map(own, args), **{name: own(named[name]) for name in named}))
             for place, member in enumerate(members):
                 member.cache = [
@@ -481,7 +478,6 @@ class PaddedRows:
 
     Attributes:
         slots: those that have rows here.
-        n_slots: how many slots there are in all.
         longest: how many positions the longest context has with its rows.
         are_batch: whether the rows stand in the model's batch dimension: one of each slot, and no
             others. That saves moving them there and back in each layer.
@@ -493,28 +489,20 @@ class PaddedRows:
         trees: Sequence[DraftTree | None],
         all_in_slots: bool = False,
     ) -> None:
-        self._lengths, self._trees = lengths, trees
-        sizes = [len(tree) if tree else 0 for tree in trees]
-        self.slots = [slot for slot, size in enumerate(sizes) if size]
-        self.n_slots = len(trees)
-        self._rows, self._most = sum(sizes), max(sizes)
+        sizes = np.array([len(tree) if tree else 0 for tree in trees])
+        self.slots = np.flatnonzero(sizes).tolist()
+        self._trees, self._most = trees, int(sizes.max())
         self.longest = max(lengths) + self._most
-        self._equal = min(sizes) == self._most
+        self._equal = bool(sizes.min() == self._most)
         self.are_batch = all_in_slots and self._equal and self._most == 1
         if not self._equal:
-            ends = list(itertools.accumulate(sizes))
+            row, starts = np.arange(self._most), np.cumsum(sizes) - sizes
             # Any row will do as padding: what comes of it is dropped.
-            padded = [
-                max(0, end - size + min(row, size - 1))
-                for size, end in zip(sizes, ends, strict=True)
-                for row in range(self._most)
-            ]
-            kept = [
-                slot * self._most + row for slot, size in enumerate(sizes) for row in range(size)
-            ]
-            self._padded, self._kept = mx.array(padded), mx.array(kept)
-        starts = mx.array(list(lengths))[:, None]
-        self._places = (starts + mx.arange(self._most))[:, None, :, None]
+            padded = starts[:, None] + np.minimum(row, sizes[:, None] - 1)
+            self._padded = mx.array(np.maximum(0, padded).ravel())
+            self._kept = mx.array(np.flatnonzero(row < sizes[:, None]))
+        self._lengths = mx.array(list(lengths))[:, None]
+        self._places = (self._lengths + mx.arange(self._most))[:, None, :, None]
         self._masks: dict[int | None, mx.array] = {}
 
     @classmethod
@@ -557,7 +545,7 @@ class PaddedRows:
 
     def held(self, slots: Slots) -> tuple[mx.array, mx.array]:
         """A layer's keys and values, with the rows of this forward."""
-        held = slice(self.n_slots), slice(None), slice(self.longest)
+        held = slice(len(self._trees)), slice(None), slice(self.longest)
         return slots.keys[held], slots.values[held]
 
     def spread(self, rows: mx.array) -> mx.array:
@@ -565,13 +553,11 @@ class PaddedRows:
         if self.are_batch:
             return rows
         each = rows.transpose(2, 1, 0, 3)  # (rows, heads, 1, dim)
-        if not self._equal:
-            each = each[self._padded]
-        elif len(each) > self._rows:
-            each = each[: self._rows]
+        n_slots = len(self._trees)
+        each = each[: n_slots * self._most] if self._equal else each[self._padded]
         if self._most == 1:
             return each
-        return each.reshape(self.n_slots, self._most, *rows.shape[1::2]).swapaxes(1, 2)
+        return each.reshape(n_slots, self._most, *rows.shape[1::2]).swapaxes(1, 2)
 
     def gathered(self, spread: mx.array) -> mx.array:
         """The inverse of :meth:`spread`, without the rows that are not padded."""
@@ -596,14 +582,14 @@ class PaddedRows:
 
     def _mask(self, window_size: int | None) -> mx.array:
         entries = mx.arange(self.longest)
-        lengths = mx.array(list(self._lengths))[:, None]
+        lengths = self._lengths
         behind = entries - lengths  # (slots, longest): the row that an entry belongs to
         if self._most == 1:
             seen = (behind <= 0)[:, None]
             if window_size is not None:
                 seen &= (entries > lengths - window_size)[:, None]
             return seen[:, None]
-        shape = self.n_slots, self._most
+        shape = len(self._trees), self._most
         related, depths = np.zeros((*shape, self._most), bool), np.zeros(shape, np.int32)
         for slot, tree in enumerate(self._trees):
             if tree:
