@@ -1,26 +1,27 @@
 """The one place where mlx-lm is patched.
 
-mlx-lm's layers take all rows of a forward for consecutive positions of one sequence. The rows of a
-tree are not consecutive, and a joint forward has rows of several sequences. So some functions have
-to look at what they are given first:
+mlx-lm's layers take the rows of a forward for consecutive positions of one sequence. The rows of a
+tree are not consecutive, and a joint forward has rows of several sequences. Three kinds of
+functions are wrapped for them:
 
-- RoPE modules rotate each row by a position of its own;
-- ``scaled_dot_product_attention`` leaves attention to keys that have a method ``attend``;
-- blocks with a recurrent state leave themselves to a state that has a method ``run_block``.
+- ``__call__`` of RoPE modules, to rotate each row by a position of its own;
+- ``scaled_dot_product_attention`` in the modules that define layers, to call ``keys.attend`` if
+  the keys have such a method (:class:`~mlxspec.engine.joint.JointCache`);
+- ``__call__`` of the modules that take a cache, in models with recurrent states, to call
+  ``run_block`` of an argument that has it (:class:`~mlxspec.engine.joint.JointStates`).
 
-:func:`install` wraps these functions: the attention function in the modules that define a model's
-layers, the others as ``__call__`` of their classes. It does so once, and they stay wrapped. The
-wrappers do all this in forwards of :func:`forward_at` only. Any other forward, of whatever model
-and in whatever thread, costs one look-up for each wrapped call.
+:func:`install` wraps them once for the whole process; nothing unwraps them. The wrappers act only
+inside :func:`forward_at`. Elsewhere they call the wrapped function, at the cost of reading one
+context variable: mlx-lm's own generation is not affected, not even with the same model in another
+thread.
 
-``tests/engine/test_patches.py`` checks what this relies on in mlx-lm.
+``tests/engine/test_patches.py`` checks the behaviour of mlx-lm that this relies on.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
 from typing import Any
@@ -33,6 +34,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 _positions: ContextVar[mx.array | None] = ContextVar("positions", default=None)
 """Of the rows of the forward that is being run, (rows,)."""
+
+_ATTENTION = "scaled_dot_product_attention"
 
 _installed: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _wrappers: set[Callable[..., Any]] = set()
@@ -60,24 +63,26 @@ def forward_at(
 
 
 def install(model: nn.Module) -> None:
-    """Wrap the functions of a model's layers that have to look at what they are given."""
-    # Without a lock: of two threads that wrap a function at once, the later one's wrapper stays.
+    """Wrap the functions that a model's layers call, and the layers themselves, where needed."""
     if _installed.get(id(model)) is model:
         return
-    kinds = {type(module) for module in model.modules()}
-    for source in {kind.__module__ for kind in kinds}:
-        names = vars(sys.modules[source])
-        if names.get("scaled_dot_product_attention") is base.scaled_dot_product_attention:
-            _wrap(sys.modules[source], "scaled_dot_product_attention", _attend)
-    for rope in _rope_classes(model):
-        _wrap(rope, "__call__", _rotate)
+    # Without a lock: if two threads wrap the same function, the second wrapper replaces the first.
+    layers: set[Any] = {type(module) for module in model.modules() if callable(module)}
+    for kind in layers:
+        names = inspect.unwrap(kind.__call__).__globals__
+        if names.get(_ATTENTION) is base.scaled_dot_product_attention:
+            names[_ATTENTION] = _wrapped(base.scaled_dot_product_attention, _attend)
+    for kind in _rope_classes(model):
+        kind.__call__ = _wrapped(kind.__call__, _rotate)
     if any(isinstance(cache, ArraysCache | CacheList) for cache in make_prompt_cache(model)):
-        for kind in filter(_takes_a_cache, kinds):
-            _wrap(kind, "__call__", _run_block)
+        for kind in layers:
+            if "cache" in inspect.signature(kind.__call__).parameters:
+                kind.__call__ = _wrapped(kind.__call__, _run_block)
     _installed[id(model)] = model
 
 
-def _rope_classes(model: nn.Module) -> set[type]:
+def _rope_classes(model: nn.Module) -> set[Any]:
+    """Of the children that have "rope" in their name, or in that of their class."""
     return {
         type(child)
         for module in model.modules()
@@ -88,21 +93,15 @@ def _rope_classes(model: nn.Module) -> set[type]:
     }
 
 
-def _takes_a_cache(kind: type) -> bool:
-    call = kind.__call__
-    return inspect.isfunction(call) and "cache" in inspect.signature(call).parameters
-
-
-def _wrap(place: Any, name: str, instead: Callable[..., Any]) -> None:
-    """Let a function of a class or a module be replaced in the forwards of :func:`forward_at`.
+def _wrapped(function: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls another one instead of this one inside :func:`forward_at`.
 
     Args:
-        place, name: where it is found.
-        instead: is called with the positions, the function, and the function's arguments.
+        function: a wrapped one is returned as it is.
+        instead: called with the positions, the function, and the function's arguments.
     """
-    function = getattr(place, name)
     if function in _wrappers:
-        return
+        return function
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -111,8 +110,8 @@ def _wrap(place: Any, name: str, instead: Callable[..., Any]) -> None:
             return function(*args, **kwargs)
         return instead(positions, function, *args, **kwargs)
 
-    _wrappers.add(wrapper)  # first: an interrupt in between must not let it be wrapped again
-    setattr(place, name, wrapper)
+    _wrappers.add(wrapper)
+    return wrapper
 
 
 def _rotate(
@@ -141,14 +140,14 @@ def _attend(
     *args: Any,
     **kwargs: Any,
 ) -> mx.array:
-    """Attention, or what the keys make of it."""
+    """Attention, computed by the keys if they do that themselves."""
     if hasattr(keys, "attend"):
         return keys.attend(attention, queries, *args, **kwargs)
     return attention(queries, keys, *args, **kwargs)
 
 
 def _run_block(_: mx.array, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a block, or leave it to the state that it is given."""
+    """Run a block, or let the state among its arguments run it."""
     for argument in (*args[1:], *kwargs.values()):
         if hasattr(argument, "run_block"):
             return argument.run_block(block, args, kwargs)

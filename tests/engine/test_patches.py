@@ -6,6 +6,7 @@ would break.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 import threading
@@ -22,6 +23,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 import mlxspec
 from mlxspec.engine import patches
 from mlxspec.engine.caches import for_steps
+from mlxspec.engine.capability import joint_mode
 from mlxspec.engine.joint import Joint, JointMode
 from mlxspec.engine.patches import forward_at, install
 from tests.support.architectures import ARCHITECTURES
@@ -173,6 +175,18 @@ def test_functions_are_wrapped_once_and_stay_wrapped() -> None:
     assert llama.scaled_dot_product_attention is attention
     assert inspect.unwrap(rope).__module__ == nn.RoPE.__module__
     assert base.scaled_dot_product_attention not in patches._wrappers
+
+
+def test_a_model_that_comes_from_a_file_of_its_own_is_patched_too() -> None:
+    """mlx-lm runs the ``model_file`` of a checkpoint without registering it as a module."""
+    spec = importlib.util.spec_from_file_location("mlx_lm.models.own_file", llama.__file__)
+    assert spec
+    assert spec.loader
+    file = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(file)
+    model = file.Model(file.ModelArgs(**vars(random_model("llama").args)))
+    assert joint_mode(model) is JointMode.SPLIT
+    assert file.scaled_dot_product_attention in patches._wrappers
 
 
 def test_a_forward_in_another_thread_and_the_next_one_have_positions_in_a_row() -> None:
