@@ -35,9 +35,10 @@ from ..errors import OptionError
 from .caches import TREE_CACHES, for_steps, is_trimmable, parts, smallest_window
 from .joint import Joint, JointMode
 from .params import CacheOptions
+from .patches import forward_at, install
 from .positions import crossings, named_positions, sparse_crossing
 from .target import Capability, Target, target_for, together, vocabulary_size
-from .tree_attention import RowPositions, TreeRows
+from .tree_attention import TreeRows
 
 _PREFIX = (3, 1, 4)  # in front of a trial step
 _ROWS_DIFFER = "several rows in one forward give other logits than one by one"
@@ -425,11 +426,13 @@ def tree_agrees(model: nn.Module, start: int, noise: float, fill: bool) -> bool:
     rows = TreeRows(tree)
     for part in parts(caches):
         part.rows = rows
+    install(model)
+    tokens = mx.array(tree.tokens)[None]
     try:
-        with RowPositions(model).follow(rows.depths):
-            found = logits(model, tree.tokens, caches)
+        found = forward_at(model, tokens, caches, rows.depths)[0]
     except (TypeError, ValueError):
         return False  # a RoPE that takes one integer offset only
+    found = finite(found.astype(mx.float32))
     for index, branch in enumerate(_BRANCHES):
         nodes = mx.array([0, *range(1 + index * _DEPTH, 1 + (index + 1) * _DEPTH)])
         expected = logits(model, (_ROOT, *branch), copy.deepcopy(before))

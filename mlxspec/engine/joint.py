@@ -1,18 +1,23 @@
-"""Rows of several sequences in one forward.
+"""A joint forward: from the rows of several sequences to their logits.
 
-The rows of all sequences stand side by side in the model's row dimension, so whatever a layer does
-to each row by itself it does to all at once. Every row has its own position, and attention is
-computed for each sequence with its own cache: :class:`_JointCache` stands in for the caches of one
-layer and hands out keys and values that know their sequences, and mlx-lm's attention function,
-which model modules import by name, is made to look for these. For layers with a recurrent state
-see :mod:`mlxspec.engine.joint_states`.
+The rows of all sequences stand side by side in the model's row dimension, so a layer computes what
+it does to each row by itself for all at once. The file follows a forward from the outside to the
+inside:
+
+1. :class:`Joint` concatenates the rows, with a position each, and runs the model.
+2. The model finds one :class:`JointCache` or :class:`JointStates` a layer in place of the caches.
+   With a JointCache, attention is computed for each sequence over its own cache. With
+   JointStates, a recurrent block runs once for each number of rows.
+   (:mod:`mlxspec.engine.patches` makes attention and blocks ask these.)
+3. Where caches of several sequences stand in slots, :class:`PaddedRows` computes attention for all
+   of them in one call.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -20,15 +25,14 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models import base
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..draft.drafter import DraftTree
 from .caches import TreeKVCache, masked_for
-from .joint_states import JointStates, dispatch_states
+from .patches import forward_at, install
 from .slots import SlotKVCache, Slots
 from .target import Target
-from .tree_attention import RowPositions, TreeRows
+from .tree_attention import TreeRows
 
 # Contexts in slots are padded to the longest. Of what attention reads then, at most so many times
 # what is needed may be read, and so many positions more.
@@ -78,21 +82,86 @@ class Joint:
     def __init__(self, model: nn.Module, mode: JointMode) -> None:
         self.model = model
         self.mode = mode
-        self._positions = RowPositions(model)
         self._slots: list[Slots] = []
         self._seated: list[Target] = []
         """The targets whose caches stand in slots, in the order of these."""
         self._in_slots_only = False
         """Whether these have no other caches."""
-        if mode is JointMode.SPLIT:
-            _dispatch_attention(model)
-        dispatch_states(model)
+        install(model)
 
     def takes(self, target: Target) -> bool:
         """Whether a target's rows can be in a forward with those of others."""
         # Keys that are copied together have to be of one kind; and models that compute attention
         # in their own way hardly ever take quantised ones.
         return self.mode is JointMode.SPLIT or not target.quantized
+
+    def prefill(self, prompts: Sequence[tuple[Target, Sequence[int]]]) -> None:
+        """Put prompt tokens of several sequences into their caches in one forward.
+
+        Args:
+            prompts: per sequence its target, with ``prefills_jointly``, and the tokens.
+        """
+        positions = [target.length + n for target, tokens in prompts for n in range(len(tokens))]
+        rows = [mx.array(list(tokens)) for _, tokens in prompts]
+        self.logits(rows, positions, [target.cache for target, _ in prompts])
+        for target, tokens in prompts:
+            target.prefilled(len(tokens))
+
+    def forward(self, members: Sequence[JointRows]) -> tuple[mx.array, list[slice]]:
+        """Run the rows of several sequences, without waiting for the result.
+
+        Returns:
+            lazy logits, (rows of all, vocabulary), and per member its rows, without those of
+            pending tokens.
+        """
+        trees = {target: _with_pending(target, tree) for target, _, tree in members}
+        padded = PaddedRows.of(
+            [(_held(target), trees.get(target)) for target in self._seated],
+            all_in_slots=len(members) == len(self._seated) and self._in_slots_only,
+        )
+        seats = {self._seated[slot]: slot for slot in padded.slots} if padded else {}
+        ordered = sorted(members, key=lambda member: seats.get(member.target, len(self._seated)))
+        rows = [target.begin_forward(tokens, tree) for target, tokens, tree in ordered]
+        positions: list[int] = []
+        with ExitStack() as masked:
+            for target, *_ in ordered:
+                tree = trees[target]
+                positions += [_held(target) + depth for depth in tree.depths]
+                if self.mode is JointMode.BLOCK or not tree.is_chain:
+                    mask = TreeRows(tree, target.mask)
+                    masked.enter_context(masked_for(mask, target.trimmable))
+            logits, spans = self.logits(rows, positions, [t.cache for t, *_ in ordered], padded)
+        own = {
+            target: slice(span.start + len(target.pending), span.stop)
+            for (target, *_), span in zip(ordered, spans, strict=True)
+        }
+        return logits, [own[target] for target, *_ in members]
+
+    def logits(
+        self,
+        tokens: Sequence[mx.array],
+        positions: Sequence[int],
+        caches: Sequence[Sequence[Any]],
+        padded: PaddedRows | None = None,
+    ) -> tuple[mx.array, list[slice]]:
+        """One forward.
+
+        Args:
+            tokens: per sequence, (rows,).
+            positions: of all rows.
+            caches: per sequence its caches, one a layer.
+            padded: the rows of the first sequences, whose caches stand in slots in this order.
+
+        Returns:
+            lazy logits, (rows of all, vocabulary), and per sequence its rows.
+        """
+        ends = list(itertools.accumulate(map(len, tokens)))
+        spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        layers = [_of_layer(each, spans, self.mode, padded) for each in zip(*caches, strict=True)]
+        rows = mx.concatenate(list(tokens))
+        batch = rows[:, None] if padded and padded.are_batch else rows[None]
+        logits = forward_at(self.model, batch, layers, mx.array(list(positions), dtype=mx.int32))
+        return logits.reshape(len(rows), -1), spans
 
     def join(self, target: Target) -> None:
         """Let a target's caches stand in slots beside the others', where that saves time.
@@ -156,77 +225,6 @@ class Joint:
             if slots.capacity > needed + _SHORT:
                 slots.cut(len(self._seated), max(held))
 
-    def prefill(self, prompts: Sequence[tuple[Target, Sequence[int]]]) -> None:
-        """Put prompt tokens of several sequences into their caches in one forward.
-
-        Args:
-            prompts: per sequence its target, with ``prefills_jointly``, and the tokens.
-        """
-        positions = [target.length + n for target, tokens in prompts for n in range(len(tokens))]
-        rows = [mx.array(list(tokens)) for _, tokens in prompts]
-        self.logits(rows, positions, [target.cache for target, _ in prompts])
-        for target, tokens in prompts:
-            target.prefilled(len(tokens))
-
-    def forward(self, members: Sequence[JointRows]) -> tuple[mx.array, list[slice]]:
-        """Run the rows of several sequences, without waiting for the result.
-
-        Returns:
-            lazy logits, (rows of all, vocabulary), and per member its rows, without those of
-            pending tokens.
-        """
-        trees = {target: _with_pending(target, tree) for target, _, tree in members}
-        padded = PaddedRows.of(
-            [(_held(target), trees.get(target)) for target in self._seated],
-            all_in_slots=len(members) == len(self._seated) and self._in_slots_only,
-        )
-        seats = {self._seated[slot]: slot for slot in padded.slots} if padded else {}
-        order = sorted(
-            range(len(members)),
-            key=lambda index: seats.get(members[index].target, len(self._seated)),
-        )
-        ordered = [members[index] for index in order]
-        rows = [target.begin_forward(tokens, tree) for target, tokens, tree in ordered]
-        positions: list[int] = []
-        with ExitStack() as masked:
-            for target, *_ in ordered:
-                tree = trees[target]
-                positions += [_held(target) + depth for depth in tree.depths]
-                if self.mode is JointMode.BLOCK or not tree.is_chain:
-                    mask = TreeRows(tree, target.mask)
-                    masked.enter_context(masked_for(mask, target.trimmable))
-            logits, spans = self.logits(rows, positions, [t.cache for t, *_ in ordered], padded)
-        own = [slice(0)] * len(members)
-        for index, span in zip(order, spans, strict=True):
-            own[index] = slice(span.start + len(members[index].target.pending), span.stop)
-        return logits, own
-
-    def logits(
-        self,
-        tokens: Sequence[mx.array],
-        positions: Sequence[int],
-        caches: Sequence[Sequence[Any]],
-        padded: PaddedRows | None = None,
-    ) -> tuple[mx.array, list[slice]]:
-        """One forward.
-
-        Args:
-            tokens: per sequence, (rows,).
-            positions: of all rows.
-            caches: per sequence its caches, one a layer.
-            padded: the rows of the first sequences, whose caches stand in slots in this order.
-
-        Returns:
-            lazy logits, (rows of all, vocabulary), and per sequence its rows.
-        """
-        ends = list(itertools.accumulate(map(len, tokens)))
-        spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        layers = [_joint(each, spans, self.mode, padded) for each in zip(*caches, strict=True)]
-        rows = mx.concatenate(list(tokens))
-        batch = rows[:, None] if padded and padded.are_batch else rows[None]
-        with self._positions.follow(mx.array(list(positions), dtype=mx.int32)):
-            return self.model(batch, cache=layers).reshape(len(rows), -1), spans
-
 
 def _held(target: Target) -> int:
     """How many positions a target's caches hold."""
@@ -250,6 +248,225 @@ def _unseated(cache: Any) -> Any:
     return own
 
 
+def _of_layer(
+    members: Sequence[Any], spans: Sequence[slice], mode: JointMode, padded: PaddedRows | None
+) -> Any:
+    """What stands in for the caches of one layer; the arguments are those of JointCache."""
+    if isinstance(members[0], CacheList):
+        lists = zip(*(member.caches for member in members), strict=True)
+        return CacheList(*(_of_layer(each, spans, mode, padded) for each in lists))
+    if isinstance(members[0], ArraysCache):
+        return JointStates(members, spans)
+    in_slots = isinstance(members[0], SlotKVCache)
+    return JointCache(members, spans, mode, padded if in_slots else None)
+
+
+class JointCache:
+    """Stands in for the caches of one layer, and for the keys and values in them.
+
+    Args:
+        members: per sequence its cache.
+        spans: per sequence its rows.
+        mode: the model's.
+        padded: the rows of the first sequences, whose caches stand in slots.
+    """
+
+    offset = 0
+    """Rows have absolute positions."""
+
+    def __init__(
+        self,
+        members: Sequence[Any],
+        spans: Sequence[slice],
+        mode: JointMode,
+        padded: PaddedRows | None = None,
+    ) -> None:
+        pairs = list(zip(members, spans, strict=True))
+        seated = len(padded.slots) if padded else 0
+        self._seated, self._alone = pairs[:seated], pairs[seated:]
+        self._mode = mode
+        self._padded = padded
+        self._entries: list[tuple[Any, Any]] = []
+        """Keys and values of each sequence that is served by itself."""
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        """The masks for :meth:`attend`, or one that hides the sequences from each other."""
+        masks = [
+            cache.make_mask(
+                span.stop - span.start, return_array=return_array, window_size=window_size
+            )
+            for cache, span in self._alone
+        ]
+        if self._mode is JointMode.BLOCK:
+            return _block(masks)
+        return [self._padded.mask(window_size), *masks] if self._padded else masks
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Append each sequence's rows to its cache; the keys and values that rows may see."""
+        if self._padded:
+            self._padded.write(self._seated[0][0].slots, keys, values)
+            for cache, span in self._seated:
+                cache.offset += span.stop - span.start
+        self._entries = [
+            cache.update_and_fetch(keys[:, :, span], values[:, :, span])
+            for cache, span in self._alone
+        ]
+        return self.state
+
+    @property
+    def state(self) -> tuple[Any, Any]:
+        """What the last :meth:`update_and_fetch` returned; layers may share it."""
+        if self._mode is JointMode.SPLIT:
+            return self, self
+        keys, values = zip(*self._entries, strict=True)
+        return mx.concatenate([*keys], axis=2), mx.concatenate([*values], axis=2)
+
+    def attend(
+        self,
+        attention: Callable[..., mx.array],
+        queries: mx.array,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attention of each sequence over its own keys and values.
+
+        Args:
+            attention: mlx-lm's function, whose other arguments follow.
+            queries: of all rows, (1, heads, rows, head_dim).
+            mask: from :meth:`make_mask`, or one for each sequence.
+
+        Returns:
+            as the function, for all rows.
+        """
+        own = functools.partial(attention, scale=scale, sinks=sinks)
+        masks = [*mask] if isinstance(mask, list) else [mask] * (1 + len(self._alone))
+        outputs = []
+        if self._padded:
+            keys_and_values = self._padded.held(self._seated[0][0].slots)
+            rows = self._padded.spread(queries)
+            rows = own(rows, *keys_and_values, cache=None, mask=masks.pop(0))
+            outputs.append(self._padded.gathered(rows))
+        for (member, span), held, own_mask in zip(self._alone, self._entries, masks, strict=False):
+            outputs.append(own(queries[:, :, span], *held, cache=member, mask=own_mask))
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+
+
+def _block(masks: Sequence[mx.array]) -> mx.array:
+    """One mask from those of all sequences, (rows of all, entries of all)."""
+    width = sum(mask.shape[-1] for mask in masks)
+    rows, start = [], 0
+    for mask in masks:
+        end = start + mask.shape[-1]
+        rows.append(mx.pad(mask, [(0, 0), (start, width - end)]))
+        start = end
+    return mx.concatenate(rows)
+
+
+class StateRead(TypeError):
+    """A block reads the states of several sequences, where it can take those of a batch."""
+
+
+_readers: set[Callable[..., Any]] = set()
+"""The blocks that have turned out to read states themselves."""
+
+
+class JointStates:
+    """Stands in for the recurrent states of one layer.
+
+    A state goes from row to row, so the rows of several sequences cannot follow each other in a
+    block. Those of sequences with equally many rows become a batch.
+
+    Args:
+        members: per sequence its cache.
+        spans: per sequence its rows; together they are all rows of the forward, in order.
+    """
+
+    def __init__(self, members: Sequence[ArraysCache], spans: Sequence[slice]) -> None:
+        batches: dict[Any, list[tuple[ArraysCache, range]]] = {}
+        for member, span in zip(members, spans, strict=True):
+            begun = tuple(array is not None for array in member.cache)
+            own = range(span.start, span.stop)
+            batches.setdefault((len(own), begun), []).append((member, own))
+        self._batches = [
+            ([member for member, _ in batch], mx.array([[*own] for _, own in batch]))
+            for batch in batches.values()
+        ]
+        """The caches of each, and their rows, (sequences, rows of each), among those of all."""
+        self._n_rows = spans[-1].stop
+        order = [row for batch in batches.values() for _, own in batch for row in own]
+        self._places = mx.array(np.argsort(order))
+        """Where each row stands among those of the batches, one batch after another."""
+
+    def make_mask(self, N: int) -> None:
+        """A batch has no padding to be hidden."""
+
+    def __getitem__(self, index: int) -> Any:
+        raise StateRead("the states of several sequences are no arrays")
+
+    def run_block(
+        self, block: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]
+    ) -> Any:
+        """Call a block: for each batch, if it reads states itself, and does not just pass them on.
+
+        Args:
+            block: returns an array, or several.
+            args, named: its arguments. One is this object; arrays of all rows, (1, rows, …), are
+                divided, and others passed on.
+
+        Returns:
+            as the block, for all rows.
+        """
+        if block not in _readers:
+            try:
+                return block(*args, **named)
+            except StateRead:
+                _readers.add(block)
+        outputs = []
+        for members, rows in self._batches:
+            states = _joined(members)
+            own = functools.partial(self._of_batch, states, rows)
+            outputs.append(block(*map(own, args), **{name: own(named[name]) for name in named}))
+            for place, member in enumerate(members):
+                member.cache = [
+                    None if array is None else array[place : place + 1] for array in states.cache
+                ]
+        if isinstance(outputs[0], mx.array):
+            return self._gathered(outputs)
+        return tuple(map(self._gathered, zip(*outputs, strict=True)))
+
+    def _of_batch(self, states: ArraysCache, rows: mx.array, argument: Any) -> Any:
+        """A block's argument for one batch.
+
+        Args:
+            states: of the batch.
+            rows: (sequences, rows of each), among the rows of all.
+            argument: as the block got it.
+        """
+        if argument is self:
+            return states
+        if isinstance(argument, mx.array) and argument.shape[:2] == (1, self._n_rows):
+            return argument[0, rows]
+        return argument
+
+    def _gathered(self, outputs: Sequence[mx.array]) -> mx.array:
+        """The rows of all, (1, rows, …), from the batches' (sequences, rows of each, …)."""
+        rows = [output.reshape(-1, *output.shape[2:]) for output in outputs]
+        return mx.concatenate(rows)[self._places][None]
+
+
+def _joined(members: Sequence[ArraysCache]) -> ArraysCache:
+    """The states of a batch, one after another along the first axis."""
+    joined = ArraysCache(len(members[0].cache))
+    joined.cache = [
+        None if arrays[0] is None else mx.concatenate(list(arrays))
+        for arrays in zip(*(member.cache for member in members), strict=True)
+    ]
+    return joined
+
+
 class PaddedRows:
     """The rows of sequences whose caches stand in slots, padded to the same number in each slot.
 
@@ -261,7 +478,6 @@ class PaddedRows:
 
     Attributes:
         slots: those that have rows here.
-        n_slots: how many slots there are in all.
         longest: how many positions the longest context has with its rows.
         are_batch: whether the rows stand in the model's batch dimension: one of each slot, and no
             others. That saves moving them there and back in each layer.
@@ -273,28 +489,20 @@ class PaddedRows:
         trees: Sequence[DraftTree | None],
         all_in_slots: bool = False,
     ) -> None:
-        self._lengths, self._trees = lengths, trees
-        sizes = [len(tree) if tree else 0 for tree in trees]
-        self.slots = [slot for slot, size in enumerate(sizes) if size]
-        self.n_slots = len(trees)
-        self._rows, self._most = sum(sizes), max(sizes)
+        sizes = np.array([len(tree) if tree else 0 for tree in trees])
+        self.slots = np.flatnonzero(sizes).tolist()
+        self._trees, self._most = trees, int(sizes.max())
         self.longest = max(lengths) + self._most
-        self._equal = min(sizes) == self._most
+        self._equal = bool(sizes.min() == self._most)
         self.are_batch = all_in_slots and self._equal and self._most == 1
         if not self._equal:
-            ends = list(itertools.accumulate(sizes))
+            row, starts = np.arange(self._most), np.cumsum(sizes) - sizes
             # Any row will do as padding: what comes of it is dropped.
-            padded = [
-                max(0, end - size + min(row, size - 1))
-                for size, end in zip(sizes, ends, strict=True)
-                for row in range(self._most)
-            ]
-            kept = [
-                slot * self._most + row for slot, size in enumerate(sizes) for row in range(size)
-            ]
-            self._padded, self._kept = mx.array(padded), mx.array(kept)
-        starts = mx.array(list(lengths))[:, None]
-        self._places = (starts + mx.arange(self._most))[:, None, :, None]
+            padded = starts[:, None] + np.minimum(row, sizes[:, None] - 1)
+            self._padded = mx.array(np.maximum(0, padded).ravel())
+            self._kept = mx.array(np.flatnonzero(row < sizes[:, None]))
+        self._lengths = mx.array(list(lengths))[:, None]
+        self._places = (self._lengths + mx.arange(self._most))[:, None, :, None]
         self._masks: dict[int | None, mx.array] = {}
 
     @classmethod
@@ -335,18 +543,21 @@ class PaddedRows:
         """
         slots.write(self._places, self.longest, self.spread(keys), self.spread(values))
 
+    def held(self, slots: Slots) -> tuple[mx.array, mx.array]:
+        """A layer's keys and values, with the rows of this forward."""
+        held = slice(len(self._trees)), slice(None), slice(self.longest)
+        return slots.keys[held], slots.values[held]
+
     def spread(self, rows: mx.array) -> mx.array:
         """Rows of all, (1, heads, rows, dim), as (slots, heads, most rows, dim)."""
         if self.are_batch:
             return rows
         each = rows.transpose(2, 1, 0, 3)  # (rows, heads, 1, dim)
-        if not self._equal:
-            each = each[self._padded]
-        elif len(each) > self._rows:
-            each = each[: self._rows]
+        n_slots = len(self._trees)
+        each = each[: n_slots * self._most] if self._equal else each[self._padded]
         if self._most == 1:
             return each
-        return each.reshape(self.n_slots, self._most, *rows.shape[1::2]).swapaxes(1, 2)
+        return each.reshape(n_slots, self._most, *rows.shape[1::2]).swapaxes(1, 2)
 
     def gathered(self, spread: mx.array) -> mx.array:
         """The inverse of :meth:`spread`, without the rows that are not padded."""
@@ -371,14 +582,14 @@ class PaddedRows:
 
     def _mask(self, window_size: int | None) -> mx.array:
         entries = mx.arange(self.longest)
-        lengths = mx.array(list(self._lengths))[:, None]
+        lengths = self._lengths
         behind = entries - lengths  # (slots, longest): the row that an entry belongs to
         if self._most == 1:
             seen = (behind <= 0)[:, None]
             if window_size is not None:
                 seen &= (entries > lengths - window_size)[:, None]
             return seen[:, None]
-        shape = self.n_slots, self._most
+        shape = len(self._trees), self._most
         related, depths = np.zeros((*shape, self._most), bool), np.zeros(shape, np.int32)
         for slot, tree in enumerate(self._trees):
             if tree:
@@ -395,166 +606,3 @@ class PaddedRows:
             )
             seen &= position[:, None] > (lengths + depth)[:, :, None] - window_size
         return seen[:, None]
-
-
-def _joint(
-    members: Sequence[Any], spans: Sequence[slice], mode: JointMode, padded: PaddedRows | None
-) -> Any:
-    if isinstance(members[0], CacheList):
-        lists = zip(*(member.caches for member in members), strict=True)
-        return CacheList(*(_joint(each, spans, mode, padded) for each in lists))
-    if isinstance(members[0], ArraysCache):
-        return JointStates(members, spans)
-    in_slots = isinstance(members[0], SlotKVCache)
-    return _JointCache(members, spans, mode, padded if in_slots else None)
-
-
-class _JointCache:
-    """Stands in for the caches of one layer during a joint forward.
-
-    Args:
-        members: per sequence its cache.
-        spans: per sequence its rows.
-        mode: the model's.
-        padded: the rows of the first sequences, whose caches stand in slots.
-    """
-
-    offset = 0
-    """Rows have absolute positions."""
-
-    def __init__(
-        self,
-        members: Sequence[Any],
-        spans: Sequence[slice],
-        mode: JointMode,
-        padded: PaddedRows | None = None,
-    ) -> None:
-        self._members = members
-        self._spans = spans
-        self._mode = mode
-        self._padded = padded
-        self._alone = len(padded.slots) if padded else 0
-        """The first sequence that is served by itself."""
-        self._entries: list[tuple[Any, Any]] = []
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Append each sequence's rows to its cache; the keys and values that rows may see."""
-        if self._padded:
-            self._padded.write(self._members[0].slots, keys, values)
-            for member, span in zip(self._members[: self._alone], self._spans, strict=False):
-                member.offset += span.stop - span.start
-        alone = slice(self._alone, None)
-        self._entries = [
-            member.update_and_fetch(keys[:, :, span], values[:, :, span])
-            for member, span in zip(self._members[alone], self._spans[alone], strict=True)
-        ]
-        return self.state
-
-    @property
-    def state(self) -> tuple[Any, Any]:
-        """What the last :meth:`update_and_fetch` returned; layers may share it."""
-        if self._mode is JointMode.BLOCK:
-            keys, values = zip(*self._entries, strict=True)
-            return mx.concatenate([*keys], axis=2), mx.concatenate([*values], axis=2)
-        alone = slice(self._alone, None)
-        entries = JointEntries(
-            self._spans[alone],
-            self._entries,
-            self._members[alone],
-            self._padded,
-            self._members[0].slots if self._padded else None,
-        )
-        return entries, entries
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """The masks of all sequences, or one that hides each from the others."""
-        alone = slice(self._alone, None)
-        masks = [
-            member.make_mask(
-                span.stop - span.start, return_array=return_array, window_size=window_size
-            )
-            for member, span in zip(self._members[alone], self._spans[alone], strict=True)
-        ]
-        if self._mode is JointMode.BLOCK:
-            return _block(masks)
-        return JointMask(masks, self._padded.mask(window_size) if self._padded else None)
-
-
-class JointMask(NamedTuple):
-    """What rows of a joint forward see.
-
-    Attributes:
-        masks: per sequence that is served by itself, as its cache makes it.
-        padded: of the others, from :class:`PaddedRows`.
-    """
-
-    masks: list[Any]
-    padded: mx.array | None
-
-
-class JointEntries(NamedTuple):
-    """In place of one layer's keys, and of its values: those of each sequence.
-
-    Attributes:
-        spans, entries, caches: per sequence that is served by itself its rows, its keys and
-            values, and its cache.
-        padded: the rows of the others, which come first.
-        slots: their keys and values.
-    """
-
-    spans: Sequence[slice]
-    entries: Sequence[tuple[Any, Any]]
-    caches: Sequence[Any]
-    padded: PaddedRows | None
-    slots: Slots | None
-
-
-def _block(masks: Sequence[mx.array]) -> mx.array:
-    """One mask from those of all sequences, (rows of all, entries of all)."""
-    width = sum(mask.shape[-1] for mask in masks)
-    rows, start = [], 0
-    for mask in masks:
-        end = start + mask.shape[-1]
-        rows.append(mx.pad(mask, [(0, 0), (start, width - end)]))
-        start = end
-    return mx.concatenate(rows)
-
-
-_attention: Callable[..., mx.array] = base.scaled_dot_product_attention
-
-
-def _attention_of_each(
-    queries: mx.array, keys: Any, values: Any, *args: Any, **kwargs: Any
-) -> mx.array:
-    """mlx-lm's attention, or that of each sequence for keys of a joint forward."""
-    if not isinstance(keys, JointEntries):
-        return _attention(queries, keys, values, *args, **kwargs)
-    # cache, scale, mask and sinks, by position or by name
-    named = dict(zip(("cache", "scale", "mask", "sinks"), args, strict=False)) | kwargs
-    mask = named["mask"]
-    if not isinstance(mask, JointMask):
-        mask = JointMask([mask] * len(keys.spans), mask)
-    outputs = []
-    if keys.padded and keys.slots:
-        held = slice(keys.padded.n_slots), slice(None), slice(keys.padded.longest)
-        rows = _attention(
-            keys.padded.spread(queries),
-            keys.slots.keys[held],
-            keys.slots.values[held],
-            **named | {"cache": None, "mask": mask.padded},
-        )
-        outputs.append(keys.padded.gathered(rows))
-    for span, own, cache, own_mask in zip(
-        keys.spans, keys.entries, keys.caches, mask.masks, strict=True
-    ):
-        own_named = named | {"cache": cache, "mask": own_mask}
-        outputs.append(_attention(queries[:, :, span], *own, **own_named))
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
-
-
-def _dispatch_attention(model: nn.Module) -> None:
-    """Let the modules that define a model's layers look for keys of joint forwards."""
-    for module in {type(module).__module__ for module in model.modules()}:
-        names = vars(sys.modules[module])
-        if names.get("scaled_dot_product_attention") is _attention:
-            names["scaled_dot_product_attention"] = _attention_of_each

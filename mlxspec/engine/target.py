@@ -7,7 +7,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
@@ -37,7 +36,8 @@ from .caches import (
     parts,
 )
 from .params import CacheOptions
-from .tree_attention import OpenMask, RowPositions, TreeRows
+from .patches import forward_at, install
+from .tree_attention import OpenMask, TreeRows
 
 
 class Capability(enum.Enum):
@@ -311,8 +311,9 @@ class Target:
         if tree.is_chain:
             return self.model(rows[None], cache=self.cache)[0, len(self.pending) :]
         masked = TreeRows(tree, self.mask)
-        with masked_for(masked, self.trimmable), self._positions.follow(masked.depths):
-            return self.model(rows[None], cache=self.cache)[0]
+        install(self.model)
+        with masked_for(masked, self.trimmable):
+            return forward_at(self.model, rows[None], self.cache, masked.depths)[0]
 
     def begin_forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
         """Note what a forward will do; returns all its tokens, pending ones first, (rows,).
@@ -491,10 +492,6 @@ class Target:
             maybe_quantize_kv_cache(quantized, 0, options.kv_group_size, options.kv_bits)
             self.use(quantized)
             self._quantizes_later = False
-
-    @cached_property
-    def _positions(self) -> RowPositions:
-        return RowPositions(self.model)
 
     def use(self, caches: list[Any]) -> None:
         """Run on these caches from now on, sorted by whether they can be cut back."""

@@ -1,14 +1,8 @@
-"""Masks and positions of a tree's rows, shared by all layers."""
+"""Masks of a tree's rows, shared by all layers."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import create_attention_mask
 
 from ..draft.drafter import DraftTree
@@ -109,72 +103,3 @@ class TreeSteps:
     def index(self, position: int) -> int:
         """Where in the arrays the entry of a position stands."""
         return position
-
-
-class _RowRoPE:
-    """Stands in for a RoPE module during a tree step: row i gets the position offset + depth_i.
-
-    ``mx.fast.rope`` takes one offset per batch entry, so the rows move onto the batch axis.
-    Other threads that run the model meanwhile are served by the module itself, and so is
-    everybody once the step is over.
-    """
-
-    def __init__(self, rope: nn.Module, positions: RowPositions) -> None:
-        self._rope = rope
-        self._positions = positions
-
-    def __call__(self, x: mx.array, offset: int | mx.array = 0, **kwargs: Any) -> mx.array:
-        depths = self._positions.depths_here()
-        if depths is None:
-            return self._rope(x, offset=offset, **kwargs)
-        positions = depths if isinstance(offset, int) and offset == 0 else offset + depths
-        if len(x) > 1:  # rows of several sequences that are a batch already
-            return self._rope(x, offset=positions, **kwargs)
-        # x: (1, heads, rows, head_dim) -> (rows, heads, 1, head_dim) and back
-        rotated = self._rope(x.transpose(2, 1, 0, 3), offset=positions, **kwargs)
-        return rotated.transpose(2, 1, 0, 3)
-
-
-class RowPositions:
-    """Gives rows their own positions in a model whose positions come from RoPE modules.
-
-    Generations in several threads may share a model: one tree step at a time has its modules.
-    """
-
-    _exchange = threading.Lock()
-
-    def __init__(self, model: nn.Module) -> None:
-        self._step: tuple[int, mx.array] | None = None
-        """The thread that runs a tree step, and the depths of its rows, (rows,)."""
-        with self._exchange:
-            self._ropes = [
-                (parent, name, child)
-                for _, parent in model.named_modules()
-                for name, child in parent.children().items()
-                if isinstance(child, nn.Module)
-                and "rope" in f"{name} {type(child).__name__}".lower()
-                and len(child.modules()) == 1  # none that only has one inside
-            ]
-
-    @contextmanager
-    def follow(self, depths: mx.array) -> Iterator[None]:
-        """While entered, the model's RoPE modules position each row by its depth, (rows,).
-
-        The model computes as before afterwards, whatever happens in between.
-        """
-        with self._exchange:
-            try:
-                self._step = threading.get_ident(), depths
-                for parent, name, rope in self._ropes:
-                    parent[name] = _RowRoPE(rope, self)  # as setattr does, which takes longer
-                yield
-            finally:
-                # First of all, since an interrupt of what follows leaves stand-ins in the model.
-                self._step = None
-                for parent, name, rope in self._ropes:
-                    parent[name] = rope
-
-    def depths_here(self) -> mx.array | None:
-        """Of the rows of the tree step that this thread runs; None if it runs none."""
-        step = self._step
-        return step[1] if step and step[0] == threading.get_ident() else None

@@ -9,13 +9,13 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import RotatingKVCache, create_attention_mask
 
-from .tree_attention import TreeRows
+from .tree_attention import TreeSteps
 
 _STEP = 256  # entries that the buffers grow by
 _SLACK = 16  # entries beyond the window that stay when others are dropped
 
 
-class WindowKVCache:
+class WindowKVCache(TreeSteps):
     """The keys and values of the latest positions, and of the first few where those are kept.
 
     mlx-lm's rotating cache overwrites its oldest entry with each new one, so what a rejected
@@ -32,12 +32,6 @@ class WindowKVCache:
         max_size: how many positions a row sees at most.
         keep: how many of them are the context's first ones, which are never dropped.
     """
-
-    rows: TreeRows | None = None
-    """The rows of the tree step that is being run."""
-
-    place = slice(None)
-    """Where along the first axis of the buffers the sequence stands."""
 
     def __init__(self, max_size: int, keep: int = 0) -> None:
         self.max_size = max_size

@@ -6,7 +6,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache
 
-from mlxspec.engine.joint_states import JointStates, dispatch_states
+from mlxspec.engine.joint import JointStates
+from mlxspec.engine.patches import install
 from tests.support.architectures import ARCHITECTURES
 
 
@@ -26,7 +27,7 @@ def test_each_sequence_goes_on_from_its_own_state() -> None:
     spans = [slice(0, 2), slice(2, 3), slice(3, 5), slice(5, 7)]
     x = mx.arange(7, dtype=mx.float32)[None, :, None]
     states = JointStates(caches, spans)
-    sums, same = states.run(running_sums, (x,), {"scale": 2.0, "cache": states})
+    sums, same = states.run_block(running_sums, (x,), {"scale": 2.0, "cache": states})
     assert sums[0, :, 0].tolist() == [100, 102, 204, 6, 14, 410, 422]
     assert mx.array_equal(same, x)
     assert [cache[0].item() for cache in caches] == [102, 204, 14, 422]
@@ -38,5 +39,5 @@ def test_a_model_computes_as_before_with_caches_of_its_own(name: str) -> None:
     tokens = mx.array([[3, 1, 4, 1, 5]])
     before = model(tokens, cache=model.make_cache())
     for _ in range(2):  # the second time, nothing is left to do
-        dispatch_states(model)
+        install(model)
     assert mx.array_equal(model(tokens, cache=model.make_cache()), before)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -13,9 +11,12 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.draft.drafter import DraftTree
+from mlxspec.engine import patches
+from mlxspec.engine.target import Target
 from mlxspec.engine.tree_attention import TreeRows
 from tests.draft.test_drafter import path, trees
 from tests.support.harness import new_target
+from tests.support.interrupts import functions_of, interrupted_anywhere
 from tests.support.random_models import LLAMA_3_SCALING, YARN_SCALING, random_model
 
 PROMPT = [5, 9, 2, 6, 1]
@@ -57,32 +58,25 @@ def test_the_model_is_as_before_after_a_tree_step() -> None:
     assert all(new is modules[name] for name, new in model.named_modules())
 
 
-@pytest.mark.parametrize("changes", range(5))
-def test_the_model_computes_as_before_if_ctrl_c_hits_its_modules_exchange(
-    changes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = random_model("llama")
-    target = new_target(model)
-    target.prefill(PROMPT)
-    before = model(mx.array(PROMPT)[None], cache=make_prompt_cache(model))
+def test_the_model_computes_as_before_wherever_ctrl_c_hits_a_tree_step() -> None:
+    patches.install(random_model("llama"))
     tree = DraftTree.from_branches(1, [[2, 3], [4]])
-    left = changes
 
-    def interrupt(self: nn.Module, name: str, value: object) -> None:
-        nonlocal left
-        if name == "rope":
-            left -= 1
-            if left < 0:
-                raise KeyboardInterrupt
-        dict.__setitem__(self, name, value)
+    def prepared() -> Target:
+        target = new_target(random_model("llama"))
+        target.prefill(PROMPT)
+        return target
 
-    monkeypatch.setattr(nn.Module, "__setitem__", interrupt, raising=False)
-    # Both layers' modules are exchanged, and exchanged back.
-    with pytest.raises(KeyboardInterrupt) if changes < 4 else nullcontext():
-        target.forward(mx.array(tree.tokens), tree)
-    monkeypatch.undo()
-    after = model(mx.array(PROMPT)[None], cache=make_prompt_cache(model))
-    assert mx.array_equal(before, after).item()
+    expected = logits_of(prepared().model)
+    for target in interrupted_anywhere(
+        functions_of(patches), prepared, lambda target: target.forward(mx.array(tree.tokens), tree)
+    ):
+        assert logits_of(target.model) == expected
+
+
+def logits_of(model: nn.Module) -> bytes:
+    """Of the prompt in a forward of mlx-lm's."""
+    return bytes(np.array(model(mx.array(PROMPT)[None], cache=make_prompt_cache(model))))
 
 
 def test_a_truncated_cache_has_no_tree_left_that_an_interrupt_left_there() -> None:
