@@ -31,6 +31,7 @@ from ..engine.costs import KeptCosts, costs_for
 from ..engine.joint import JointMode
 from ..engine.positions import context_length
 from ..engine.prompt_cache import Loan
+from ..engine.step import PositionLimits
 from ..engine.step import Sequence as EngineSequence
 from ..engine.target import (
     Capability,
@@ -435,14 +436,13 @@ class Decoder:
                 target,
                 tokens,
                 drafter,
-                Chooser(checked.sampling),
+                Chooser(checked.sampling, grammar),
                 max_tokens=max_tokens,
                 ends=output.add,
                 n_cached=n_cached,
-                first_crossing=self._first_crossing,
-                draft_end=lambda: self.draft_end,
-                grammar=grammar,
-                chunks_matter=self.chunks_matter,
+                limits=PositionLimits(
+                    self._first_crossing, lambda: self.draft_end, self.chunks_matter
+                ),
             )
 
         owner = around(self._owner(tokens, drafter, checked), tokens)
