@@ -121,8 +121,8 @@ class HiddenStates:
     Args:
         model: an mlx-lm model.
         body: from :func:`find_body`.
-        layers: indices of layers whose output is to be noted, too; that of layer i is what enters
-            layer i + 1.
+        layers: indices in the body's list of those layers whose output is to be noted, too; that
+            of layer i is what enters layer i + 1.
 
     Attributes:
         model: returns the same as the given one, whose weights it shares.
@@ -178,13 +178,14 @@ def _copied_along(model: nn.Module, path: str) -> nn.Module:
 
 def _watch(module: nn.Module, note: Callable[[Any], None]) -> None:
     """Let a module, which is nobody else's, pass on what it returns."""
-    module.__class__ = _watched_kind(type(module))
+    kind: Any = type(module)
+    module.__class__ = _watched_kind(kind)
     object.__setattr__(module, "_note", note)
 
 
 @cache
-def _watched_kind(kind: type) -> type:
-    class Watched(kind):  # type: ignore[misc]
+def _watched_kind(kind: Any) -> Any:
+    class Watched(kind):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             output = super().__call__(*args, **kwargs)
             self._note(output)
