@@ -21,7 +21,6 @@ from .caches import (
     are_quantized,
     cached_length,
     can_be_cut,
-    check_cut,
     compact,
     cut,
     drop_unseen,
@@ -228,7 +227,10 @@ class ContextCache:
         if self._is_before_quantization(length):
             raise ValueError(f"the cache was quantised, and is not at {length} positions")
         try:
-            check_cut(self.trimmable, length)
+            if any(
+                length < cache.offset and not can_be_cut(cache, length) for cache in self.trimmable
+            ):
+                raise ValueError(f"what is seen from {length} positions on has been dropped")
             self.truncate(length)
         except ValueError:
             self.length = length

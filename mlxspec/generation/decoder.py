@@ -143,7 +143,7 @@ class Decoder:
     @cached_property
     def joint_mode(self) -> JointMode:
         """How several sequences share one forward; found out with small forwards."""
-        mode = examine_joint(self.model, self.chain_capability).mode
+        mode, _ = examine_joint(self.model, self.chain_capability)
         _log.info("how several sequences share forwards: %s", mode.value)
         return mode
 
@@ -159,7 +159,7 @@ class Decoder:
     @cached_property
     def _chunk_end(self) -> int | None:
         """The length up to which a prompt gives the same in any chunks; None if all do."""
-        return examine_chunks(self.model, self.chain_capability, self.draft_end).end
+        return examine_chunks(self.model, self.chain_capability, self.draft_end)[0]
 
     def chunks_matter(self, length: int, caches: Sequence[Any]) -> bool:
         """Whether a prompt gives something else in other chunks than mlx-lm's.
