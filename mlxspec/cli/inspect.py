@@ -68,8 +68,8 @@ def _report(model: nn.Module) -> dict[str, Any]:
     from ..engine.target import vocabulary_size
 
     identity, finding = model_identity(model), examine(model)
-    joint = examine_joint(model, finding.capability)
-    chunks = examine_chunks(model, finding.capability, finding.draft_end)
+    joint, joint_reason = examine_joint(model, finding.capability)
+    chunk_end, chunk_reason = examine_chunks(model, finding.capability, finding.draft_end)
     return {
         "type": identity["type"],
         "parameters": identity["parameters"],
@@ -82,10 +82,10 @@ def _report(model: nn.Module) -> dict[str, Any]:
         "tier": finding.capability.value,
         "draft_end": finding.draft_end,
         "reason": finding.reason,
-        "joint": joint.mode.value,
-        "joint_reason": joint.reason,
-        "chunk_end": chunks.end,
-        "chunk_reason": chunks.reason,
+        "joint": joint.value,
+        "joint_reason": joint_reason,
+        "chunk_end": chunk_end,
+        "chunk_reason": chunk_reason,
         "blas": machine_identity().get("blas"),
     }
 

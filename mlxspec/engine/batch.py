@@ -15,7 +15,7 @@ from ..plan.live_costs import LiveCosts
 from ..plan.planner import NO_PLAN, Planner, log_fault
 from ..plan.sharing import share_rows
 from .joint import Joint, JointMode
-from .step import DecodedStep, Faults, Sequence, begin_together, joint_step, step
+from .step import DecodedStep, Sequence, begin_together, joint_step, step
 
 _Made = TypeVar("_Made")
 
@@ -66,10 +66,11 @@ class Batch:
         short = 0 < len(sequence.to_prefill) <= _SHORT
         return short and sequence.target.prefills_jointly and not sequence.prefills_as_mlx_lm
 
-    def begin(self, sequences: Several[Sequence]) -> Faults:
-        """Run short prompts together, as :func:`mlxspec.engine.step.begin_together`."""
+    def begin(self, sequences: Several[Sequence]) -> dict[Sequence, Exception]:
+        """Run short prompts together; returns what drafters have raised."""
         assert self._joint
-        return begin_together(sequences, self._joint)
+        begin_together(sequences, self._joint)
+        return {sequence: sequence.fault for sequence in sequences if sequence.fault}
 
     def join(self, sequence: Sequence) -> None:
         """A sequence that has begun takes part from now on."""

@@ -250,18 +250,6 @@ def first_positions(cache: Any, length: int, room: int) -> Any:
     return taken_over
 
 
-def check_cut(caches: Iterable[Any], length: int) -> None:
-    """Check that caches, once they are cut, still hold what the next rows should see.
-
-    Raises:
-        ValueError: chunked attention has dropped some of it. (A window refuses the cut itself.)
-    """
-    for cache in caches:
-        shorter = isinstance(cache, ChunkedKVCache) and length < cache.offset
-        if shorter and not can_be_cut(cache, length):
-            raise ValueError(f"the chunk at {length} positions has been dropped")
-
-
 class Snapshot:
     """What caches that cannot be cut held at one moment; cheap, since arrays are shared.
 

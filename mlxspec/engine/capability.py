@@ -455,25 +455,12 @@ _JOINT_STEPS = (((1, 5, 2, 6), (7,), (2, 1)), ((3,), (4, 1), (5,)))
 """Per trial step the rows of each sequence."""
 
 
-@dataclass(frozen=True)
-class JointFinding:
-    """How several sequences share a forward of a model, and what keeps them from a cheaper way.
-
-    Attributes:
-        mode: the cheapest that gives each sequence what a forward of its own gives.
-        reason: in words.
-    """
-
-    mode: JointMode
-    reason: str
-
-
 def joint_mode(model: nn.Module) -> JointMode:
     """How several sequences share one forward of the model, from :func:`examine_joint`."""
-    return examine_joint(model, chain_capability(model)).mode
+    return examine_joint(model, chain_capability(model))[0]
 
 
-def examine_joint(model: nn.Module, capability: Capability) -> JointFinding:
+def examine_joint(model: nn.Module, capability: Capability) -> tuple[JointMode, str]:
     """Find out with small forwards how several sequences share one forward of the model.
 
     Sequences with unequal numbers of rows are tried, the first at the beginning of a context and
@@ -483,26 +470,27 @@ def examine_joint(model: nn.Module, capability: Capability) -> JointFinding:
         model: the target.
         capability: of drafts, from :func:`examine` or :func:`chain_capability`. With PLAIN the
             rows of one sequence change each other already, and nothing is tried.
+
+    Returns:
+        the cheapest mode that gives each sequence what a forward of its own gives, and in words
+        what keeps the model from a cheaper one.
     """
     if hasattr(model, "leader"):
-        return JointFinding(JointMode.ALONE, "the model is split over machines")
+        return JointMode.ALONE, "the model is split over machines"
     if capability is Capability.PLAIN:
-        return JointFinding(JointMode.ALONE, _ROWS_DIFFER)
+        return JointMode.ALONE, _ROWS_DIFFER
     caches = parts(map(for_steps, make_prompt_cache(model)))
     joins = (*TREE_CACHES, ArraysCache)
     if others := [cache for cache in caches if not isinstance(cache, joins)]:
-        reason = f"{_names(others)} takes the rows of one sequence only"
-        return JointFinding(JointMode.ALONE, reason)
+        return JointMode.ALONE, f"{_names(others)} takes the rows of one sequence only"
     noise = rounding_noise(model)
     if (position := _failing_joint(model, JointMode.SPLIT, noise)) is None:
-        return JointFinding(
-            JointMode.SPLIT, "a joint forward gives each sequence what it gets alone"
-        )
+        return JointMode.SPLIT, "a joint forward gives each sequence what it gets alone"
     if _failing_joint(model, JointMode.BLOCK, noise) is None:
         reason = f"without the mask it does not give what each gets alone at position {position}"
-        return JointFinding(JointMode.BLOCK, reason)
+        return JointMode.BLOCK, reason
     reason = f"a joint forward does not give what each gets alone at position {position}"
-    return JointFinding(JointMode.ALONE, reason)
+    return JointMode.ALONE, reason
 
 
 def _failing_joint(model: nn.Module, mode: JointMode, noise: float) -> int | None:
@@ -580,35 +568,28 @@ def _joint_logits(
 # --- prompts in chunks ---
 
 
-@dataclass(frozen=True)
-class ChunkFinding:
-    """Up to which length a prompt gives the same in whatever chunks it runs.
-
-    Attributes:
-        end: in positions; None if every prompt does.
-        reason: in words.
-    """
-
-    end: int | None
-    reason: str
-
-
-def examine_chunks(model: nn.Module, capability: Capability, end: int | None) -> ChunkFinding:
+def examine_chunks(
+    model: nn.Module, capability: Capability, end: int | None
+) -> tuple[int | None, str]:
     """Find out with a few forwards whether prompts of the model may run in any chunks.
 
     Args:
         model: the target.
         capability, end: from :func:`examine`. Rows that differ in a draft differ in a chunk, too.
+
+    Returns:
+        the length in positions up to which a prompt gives the same in whatever chunks it runs, None
+        if every prompt does; and the reason in words.
     """
     if capability is Capability.PLAIN:
-        return ChunkFinding(0, _ROWS_DIFFER)
+        return 0, _ROWS_DIFFER
     window = smallest_window(make_prompt_cache(model))
     if window is not None and _windows_depend_on_chunks(model):
         reason = "rows in one chunk see more of the window than one by one"
-        return ChunkFinding(min(window, window if end is None else end), reason)
+        return min(window, window if end is None else end), reason
     if end is not None:
-        return ChunkFinding(end, f"from position {end} on {_ROWS_DIFFER}")
-    return ChunkFinding(None, "rows give the same in chunks of any size")
+        return end, f"from position {end} on {_ROWS_DIFFER}"
+    return None, "rows give the same in chunks of any size"
 
 
 def _windows_depend_on_chunks(model: nn.Module) -> bool:

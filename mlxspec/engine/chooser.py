@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from .params import Sampler, SamplingParams
 from .sampling import KeyedRandom, filtered
 from .shaping import History, processors_of, reach_of, shaped
+
+if TYPE_CHECKING:
+    from .grammar import GrammarState
 
 
 class Chooser:
@@ -21,13 +25,17 @@ class Chooser:
 
     Args:
         params: how to pick.
+        grammar: what constrains the output, at its beginning; None without a constraint.
     """
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, grammar: GrammarState | None = None) -> None:
         self.params = params
+        self.grammar = grammar
         self._processors = processors_of(params)
         self.greedy = params.temp == 0 and params.sampler is None
         """Whether the choice is the most likely token."""
+        self.takes_argmax = self.greedy and not self._processors and not grammar
+        """Whether it is of the logits as they are: wherever the row stands, whatever it follows."""
         self.looks_ahead = not params.allows_drafts
         """Whether it is asked for one token more than is emitted, as mlx-lm's plain decoding
         does; a processor or sampler may count its calls."""

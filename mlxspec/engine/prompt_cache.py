@@ -201,7 +201,7 @@ class Loan:
                 self.give_back(self._context)
             elif self._state is _State.PAUSED:
                 assert self._target is not None
-                with self._target.undone_at_the_end():
+                with self._target.rolled_back():
                     self._return(complete=True)
                 self._given = _contents(self._caches)
 

@@ -1,15 +1,15 @@
-"""One step of decoding: propose, verify, accept, commit."""
+"""One step of decoding: propose, forward, choose, accept, keep, settle."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections import abc
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -21,13 +21,29 @@ from .chooser import Chooser
 from .joint import Joint, JointRows
 from .target import Capability, Progress, Target
 
-if TYPE_CHECKING:
-    from .grammar import GrammarState
+_Result = TypeVar("_Result")
 
 _STEPS_BETWEEN_CLEARING = 256  # as mlx-lm: buffers of outgrown caches go back to the system
 
 _NEAR = 64  # positions before the first crossing; hardly any draft is deeper
 _NEXT = DraftTree.chain(-1)  # the one row after a token that is not known yet
+
+
+@dataclass(frozen=True)
+class PositionLimits:
+    """What a model does otherwise at some positions; see :mod:`mlxspec.engine.capability`.
+
+    Attributes:
+        first_crossing: the first position after which it might verify no drafts.
+        draft_end: called once the context comes near that; returns the position from which on
+            nothing is drafted, or None if there is none.
+        chunks_matter: given the length of a prompt and the target's caches, returns whether the
+            prompt has to run in mlx-lm's chunks, since others give something else.
+    """
+
+    first_crossing: int = sys.maxsize
+    draft_end: Callable[[], int | None] = lambda: None
+    chunks_matter: Callable[[int, list[Any]], bool] = lambda length, caches: False
 
 
 class Sequence:
@@ -45,21 +61,21 @@ class Sequence:
         max_tokens: how many tokens to emit at most, at least 1.
         ends: called with each emitted token in order; True ends the output after it.
         n_cached: how many of the prompt's first tokens the target's cache holds; less than all.
-        first_crossing: the first position after which the model might verify no drafts; see
-            :func:`mlxspec.engine.capability.first_crossing`.
-        draft_end: called once the context comes near that; returns the position from which on
-            nothing is drafted, or None if there is none.
-        grammar: what constrains the output, at its beginning; None without a constraint.
-        chunks_matter: told how many positions the prompt has and the target's caches, whether it
-            gives something else in other chunks than mlx-lm's.
+        limits: of the model.
 
     Attributes:
         length: positions of the context, the last token included.
         remaining: how many tokens may still be emitted.
         finished: whether the output has ended.
+        tree: the rows of the step.
+        forward: over these rows.
         ahead: the next step's forward, if it was dispatched in the last step.
         proposed: how many draft tokens were proposed last.
+        fault: what its drafter, a processor or the like has raised in a step; it has to be closed.
     """
+
+    tree: DraftTree
+    forward: Forward
 
     def __init__(
         self,
@@ -71,10 +87,7 @@ class Sequence:
         max_tokens: int,
         ends: Callable[[int], bool],
         n_cached: int = 0,
-        first_crossing: int = sys.maxsize,
-        draft_end: Callable[[], int | None] = lambda: None,
-        grammar: GrammarState | None = None,
-        chunks_matter: Callable[[int, list[Any]], bool] = lambda length, caches: False,
+        limits: PositionLimits | None = None,
     ) -> None:
         self.prompt = tuple(prompt)  # a copy, which no drafter can change
         self.target = target
@@ -85,14 +98,12 @@ class Sequence:
         self.last = self.prompt[-1]
         self.remaining = max_tokens
         self.finished = False
-        self.ahead: PendingForward | UnchosenForward | None = None
+        self.ahead: Forward | None = None
         self.proposed = 0
+        self.fault: Exception | None = None
         self.ends = ends
-        self.grammar = grammar
         self._n_cached = n_cached
-        self._first_crossing = first_crossing
-        self._draft_end = draft_end
-        self._chunks_matter = chunks_matter
+        self._limits = limits or PositionLimits()
         self._steps = 0
         self._open = False
         self._uncounted = 0.0  # seconds that the drafter's last ``observe`` took
@@ -123,14 +134,14 @@ class Sequence:
                 yield done, len(self.to_prefill)
 
     def open_drafter(self) -> None:
-        """Tell the drafter of the prompt: what a sequence begins with."""
+        """Pass the prompt to the drafter; every sequence begins with it."""
         self.drafter.begin(list(self.prompt))
         self._open = True
 
     @cached_property
     def prefills_as_mlx_lm(self) -> bool:
         """Whether the prompt has to run in mlx-lm's chunks; to be asked before it has begun."""
-        return self._chunks_matter(self.length - 1, self.target.cache)
+        return self._limits.chunks_matter(self.length - 1, self.target.cache)
 
     @property
     def to_prefill(self) -> tuple[int, ...]:
@@ -152,10 +163,11 @@ class Sequence:
             with mx.stream(generation_stream):
                 mx.eval(self.target.arrays)  # those of an interrupted step are lazy
 
-    def propose(self) -> DraftTree:
-        """The rows to verify next; where the step's forward is dispatched already, its one row.
+    def propose(self) -> None:
+        """Propose the rows of the step.
 
-        A draft that is proposed then has to wait for the next step.
+        Where its forward is dispatched already they are the one row of that, and the draft has to
+        wait for the next step.
         """
         self._started = time.perf_counter() - self._uncounted
         max_depth = self.max_depth
@@ -163,62 +175,113 @@ class Sequence:
         on_gpu = mx.default_device().type == mx.gpu
         self._drafting = 0.0 if on_gpu else time.perf_counter() - self._started
         self.proposed = len(tree) - 1
-        return DraftTree.chain(self.last) if self.proposed and self.ahead else tree
+        self.tree = DraftTree.chain(self.last) if self.proposed and self.ahead else tree
 
     @property
     def max_depth(self) -> int:
         """How deep the next draft may be."""
-        return min(self.remaining - 1, self.target.max_depth, self._room())
+        limits, length = self._limits, self.target.length
+        room = limits.first_crossing - 1 - length
+        if room < _NEAR:
+            end = limits.draft_end()
+            room = sys.maxsize if end is None else end - 1 - length
+        return min(self.remaining - 1, self.target.max_depth, max(0, room))
 
     @property
     def may_go_on(self) -> bool:
         """Whether there may be a step after the proposed one."""
         return self.remaining > 1 or self.chooser.looks_ahead
 
-    @property
-    def pipelined(self) -> bool:
+    def is_pipelined(self) -> bool:
         """Whether the next forward may be dispatched before the proposed step's token is known."""
         return not self.proposed and self.drafter.pipelined
 
-    def accept(self, tree: DraftTree, forward: PendingForward) -> Accepted:
-        """Wait for the target's choices; what they accept is to be settled.
+    def _fitting(self, tree: object, max_depth: int) -> DraftTree:
+        """Cut a proposal down to what the target can verify and the output can still hold."""
+        if not isinstance(tree, DraftTree) or tree.tokens[0] != self.last:
+            raise not_a_draft(tree, self.drafter, self.last)
+        if len(tree) == 1:
+            return tree
+        # First, since nothing that follows has to know ids that the model lacks.
+        tree = tree.pruned(max_depth, self.target.vocab_size)
+        # The rows of lookahead's window are no drafts and need not satisfy the grammar.
+        if self.chooser.grammar and not window_rows_of(self.drafter):
+            tree = self.chooser.grammar.allowed(tree)
+        return tree if self.target.capability is Capability.TREE else tree.first_chain()
+
+    def take_ahead(self) -> None:
+        """Let the forward that was dispatched in the last step be this step's."""
+        assert self.ahead
+        if self.ahead.logits is not None:
+            with mx.stream(generation_stream):
+                self.choose(self.ahead, JointRows(self.target, mx.array([self.last]), self.tree))
+                mx.async_eval(self.ahead.arrays)
+        self.forward, self.ahead = self.ahead, None
+
+    def choose(self, forward: Forward, rows: JointRows, unknown: bool = False) -> None:
+        """Choose the target's token after each row of a forward, lazily, where that is to be done.
+
+        Which tokens a constraint allows after a row depends on its token. So nothing is chosen
+        before that is known.
 
         Args:
-            tree: the rows, from :meth:`propose`.
-            forward: over these rows.
+            forward: of this sequence.
+            rows: of it.
+            unknown: whether the token of its single row has not been read yet.
         """
-        choices = cast(list[int], forward.choices.tolist())
-        greedy = forward.argmaxes is forward.choices
-        argmaxes = choices if greedy else cast(list[int], forward.argmaxes.tolist())
-        accepted, tokens = accept(tree, choices)
+        grammar = self.chooser.grammar
+        if forward.logits is None or (grammar and unknown):
+            return
+        _, tokens, tree = rows
+        following = self.length + unknown
+        choices, logprobs = self.chooser.choose(
+            forward.logits,
+            [following + depth for depth in tree.depths],
+            self.history.contexts(tree, tokens if unknown else None) if self.history else None,
+            grammar.masks(tree) if grammar else None,
+        )
+        forward.is_chosen(choices, logprobs, self.chooser.greedy)
+
+    def accept(self) -> None:
+        """Wait for the target's choices and walk the tree along them."""
+        nodes, tokens = accept(self.tree, cast(list[int], self.forward.choices.tolist()))
         self.finished = len(tokens) >= self.remaining
         for count, token in enumerate(tokens, start=1):
             if self.ends(token):
                 tokens, self.finished = tokens[:count], True
                 break
-        return Accepted(tree, forward, choices, argmaxes, accepted[: len(tokens)], tokens)
+        self._accepted = nodes[: len(tokens)], tokens
 
-    def settle(self, accepted: Accepted) -> DecodedStep:
+    @property
+    def kept_rows(self) -> tuple[int, ...]:
+        """The rows of the step that stay in the caches."""
+        nodes, tokens = self._accepted
+        return 0, *nodes[: len(tokens) - 1]
+
+    def settle(self) -> DecodedStep:
         """Commit what the target has accepted, whose rows are moved already; tell the drafter."""
-        tree, forward, choices, argmaxes, nodes, tokens = accepted
+        tree, forward, (nodes, tokens) = self.tree, self.forward, self._accepted
         if len(tree) > 1:
             with mx.stream(generation_stream):
-                self.target.commit_moved(accepted.rows)
+                self.target.commit_moved(self.kept_rows)
         self.length += len(tokens)
         self.remaining -= len(tokens)
         self.last = tokens[-1]
         if self.history:
             self.history.extend(tokens)
-        if self.grammar and not self.finished:
-            self.grammar.accept(tokens)
+        if self.chooser.grammar and not self.finished:
+            self.chooser.grammar.accept(tokens)
         self._steps += 1
         if self._steps % _STEPS_BETWEEN_CLEARING == 0:
             mx.clear_cache()
+        choices = tuple(cast(list[int], forward.choices.tolist()))
+        greedy = forward.argmaxes is forward.choices
+        argmaxes = choices if greedy else tuple(cast(list[int], forward.argmaxes.tolist()))
         ended = time.perf_counter()
         verified = VerifiedStep(
             tree,
-            tuple(choices),
-            tuple(argmaxes),
+            choices,
+            argmaxes,
             nodes,
             tokens,
             pending=len(self.target.pending),
@@ -230,142 +293,59 @@ class Sequence:
             ahead=self.ahead is not None,
             context=self.length,
         )
+        del self.forward  # and what it holds
         self.drafter.observe(verified)
         self._uncounted = time.perf_counter() - ended
-        return DecodedStep(verified, forward.logprobs_of(verified))
-
-    def _room(self) -> int:
-        """How deep a draft may be before it stands where the model verifies none."""
-        room = self._first_crossing - 1 - self.target.length
-        if room < _NEAR:
-            end = self._draft_end()
-            room = sys.maxsize if end is None else end - 1 - self.target.length
-        return max(0, room)
-
-    def _fitting(self, tree: object, max_depth: int) -> DraftTree:
-        """Cut a proposal down to what the target can verify and the output can still hold."""
-        if not isinstance(tree, DraftTree) or tree.tokens[0] != self.last:
-            raise not_a_draft(tree, self.drafter, self.last)
-        if len(tree) == 1:
-            return tree
-        # First, since nothing that follows has to know ids that the model lacks.
-        tree = tree.pruned(max_depth, self.target.vocab_size)
-        # The rows of lookahead's window are no drafts: nobody minds what they are.
-        if self.grammar and not window_rows_of(self.drafter):
-            tree = self.grammar.allowed(tree)
-        return tree if self.target.capability is Capability.TREE else tree.first_chain()
-
-    def choose(
-        self, logits: mx.array, tree: DraftTree, unknown: mx.array | None = None
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        """The target's choices after the rows of a forward, lazily.
-
-        Args:
-            logits: (rows, vocabulary).
-            tree: its rows.
-            unknown: as for :func:`dispatch`.
-
-        Returns:
-            as in :class:`PendingForward`: choices, argmaxes and log-probabilities.
-        """
-        chooser = self.chooser
-        following = self.length + (unknown is not None)
-        positions = [following + depth for depth in tree.depths]
-        contexts = self.history.contexts(tree, unknown) if self.history else None
-        allowed = self.grammar.masks(tree) if self.grammar else None
-        choices, logprobs = chooser.choose(logits, positions, contexts, allowed)
-        argmaxes = choices if chooser.greedy else mx.argmax(logprobs, axis=-1)
-        return choices, argmaxes, logprobs.squeeze(0) if len(tree) == 1 else logprobs
-
-    def chosen(self, ahead: PendingForward | UnchosenForward) -> PendingForward:
-        """The forward that was dispatched in the last step, with the choice after its row."""
-        if isinstance(ahead, PendingForward):
-            return ahead
-        with mx.stream(generation_stream):
-            chosen = self.choose(ahead.logits, DraftTree.chain(self.last))
-            mx.async_eval(chosen)
-        return PendingForward(*chosen, ahead.rows, ahead.sequences, pipelined=True)
+        return DecodedStep(verified, forward.logprobs_after(self.kept_rows))
 
 
-class Accepted(NamedTuple):
-    """What the target's choices make of a step's rows.
+@dataclass
+class Forward:
+    """A forward over the rows of a sequence, which has been dispatched.
 
-    Attributes:
-        tree: the rows.
-        forward: over them.
-        choices, argmaxes: per row a token.
-        nodes: the accepted ones, from the root's child downwards.
-        tokens: the emitted ones, to the end of the output at most.
-    """
-
-    tree: DraftTree
-    forward: PendingForward
-    choices: abc.Sequence[int]
-    argmaxes: abc.Sequence[int]
-    nodes: tuple[int, ...]
-    tokens: tuple[int, ...]
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Those that stay in the caches."""
-        return 0, *self.nodes[: len(self.tokens) - 1]
-
-
-class PendingForward(NamedTuple):
-    """A forward that has been dispatched, with the choices after its rows.
-
-    Attributes:
-        choices, argmaxes: (rows,).
-        logprobs: (rows, vocabulary), of one row (vocabulary,).
+    Args:
+        logits: (rows, vocabulary); None once tokens are chosen after the rows.
         rows: how many rows the forward has, those of other sequences and pending ones included.
         sequences: how many sequences share it.
         pipelined: whether it was dispatched during the step before its own.
+
+    Attributes:
+        choices, argmaxes: (rows,), once they are chosen.
+        logprobs: (rows, vocabulary), of one row (vocabulary,).
     """
 
-    choices: mx.array
-    argmaxes: mx.array
-    logprobs: mx.array
+    logits: mx.array | None
     rows: int
     sequences: int
     pipelined: bool
+    choices: mx.array = field(init=False)
+    argmaxes: mx.array = field(init=False)
+    logprobs: mx.array = field(init=False)
+
+    def is_chosen(self, choices: mx.array, logprobs: mx.array, greedy: bool) -> None:
+        """Note the tokens chosen after the rows, (rows,), and from what, (rows, vocabulary)."""
+        self.logits, self.choices = None, choices
+        self.argmaxes = choices if greedy else mx.argmax(logprobs, axis=-1)
+        self.logprobs = logprobs.squeeze(0) if len(logprobs) == 1 else logprobs
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
         """All that is to be computed."""
+        if self.logits is not None:
+            return (self.logits,)
         return self.choices, self.argmaxes, self.logprobs
 
-    def logprobs_of(self, verified: VerifiedStep) -> list[mx.array]:
-        """Per emitted token, the log-probabilities from which it was chosen, (vocabulary,).
+    def logprobs_after(self, rows: abc.Sequence[int]) -> list[mx.array]:
+        """Per row, the log-probabilities from which a token was chosen, (vocabulary,).
 
         Each is an array of its own: a slice would keep all rows in memory.
         """
-        if len(verified.tree) == 1:
+        if self.logprobs.ndim == 1:
             return [self.logprobs]
-        rows = (0, *verified.accepted)[: len(verified.tokens)]
         with mx.stream(generation_stream):
             taken = [mx.take(self.logprobs, mx.array(row), axis=0) for row in rows]
         mx.async_eval(taken)
         return taken
-
-
-class UnchosenForward(NamedTuple):
-    """A forward over a row that was not known yet, of a sequence whose output is constrained.
-
-    Which tokens may follow the row depends on its token, so nothing is chosen before that is read.
-
-    Attributes:
-        logits: (1, vocabulary).
-        rows, sequences: as in :class:`PendingForward`.
-    """
-
-    logits: mx.array
-    rows: int
-    sequences: int
-
-    @property
-    def arrays(self) -> tuple[mx.array, ...]:
-        """All that is to be computed."""
-        return (self.logits,)
 
 
 @dataclass(frozen=True)
@@ -382,31 +362,36 @@ class DecodedStep:
     logprobs: abc.Sequence[mx.array]
 
 
-Faults = dict[Sequence, Exception]
-"""What sequences have raised in a step; the others go on without them."""
+def each(
+    phase: Callable[[Sequence], _Result], sequences: Iterable[Sequence]
+) -> dict[Sequence, _Result]:
+    """Run one phase of several sequences; the others go on without those that have a fault.
+
+    Returns:
+        what the phase has returned for each sequence that goes on.
+    """
+    results = {}
+    for sequence in sequences:
+        if not sequence.fault:
+            try:
+                results[sequence] = phase(sequence)
+            except Exception as error:
+                sequence.fault = error
+    return results
 
 
-def begin_together(sequences: abc.Sequence[Sequence], joint: Joint) -> Faults:
+def begin_together(sequences: abc.Sequence[Sequence], joint: Joint) -> None:
     """Begin several sequences: run their prompts, all but the last tokens, in one forward.
+
+    Where a drafter raises something, that is the sequence's ``fault``.
 
     Args:
         sequences: of one model; their targets have ``prefills_jointly``.
         joint: runs the forward.
-
-    Returns:
-        what drafters have raised.
     """
-    faults: Faults = {}
-    for sequence in sequences:
-        try:
-            sequence.open_drafter()
-        except Exception as error:
-            faults[sequence] = error
-    begun = [sequence for sequence in sequences if sequence not in faults]
-    if begun:
+    if begun := each(Sequence.open_drafter, sequences):
         with mx.stream(generation_stream):
             joint.prefill([(sequence.target, sequence.to_prefill) for sequence in begun])
-    return faults
 
 
 def step(sequence: Sequence) -> DecodedStep:
@@ -434,128 +419,101 @@ def joint_step(
         per sequence its step, or what its drafter, a processor or the like has raised. That
         sequence has to be closed; the others go on.
     """
-    faults: Faults = {}
-    trees: dict[Sequence, DraftTree] = {}
-    for sequence in sequences:
-        try:
-            trees[sequence] = sequence.propose()
-        except Exception as error:
-            faults[sequence] = error
-    forwards: dict[Sequence, PendingForward] = {}
-    for sequence in trees:
-        if sequence.ahead:
-            try:
-                forwards[sequence] = sequence.chosen(sequence.ahead)
-            except Exception as error:
-                faults[sequence] = error
-    others = {s: (tree, None) for s, tree in trees.items() if not s.ahead}
-    for sequence, forward in dispatch(others, joint, faults).items():
-        assert isinstance(forward, PendingForward)  # over rows that are known
-        forwards[sequence] = forward
-    for sequence in forwards:
-        sequence.ahead = None
-    # All go on together or none: two forwards of a few rows take longer than one.
-    going_on = [sequence for sequence in forwards if sequence.may_go_on]
-    pipelined = True
-    for sequence in going_on:
-        try:
-            pipelined &= sequence.pipelined
-        except Exception as error:
-            faults[sequence] = error
-    if pipelined:
-        next_rows = {s: (_NEXT, forwards[s].choices) for s in going_on if s not in faults}
-        for sequence, ahead in dispatch(next_rows, joint, faults).items():
-            sequence.ahead = ahead
-    accepted: dict[Sequence, Accepted] = {}
-    for sequence, forward in forwards.items():
-        if sequence not in faults:
-            try:
-                accepted[sequence] = sequence.accept(trees[sequence], forward)
-            except Exception as error:
-                faults[sequence] = error
-    moved = [s.target.kept(own.rows) for s, own in accepted.items() if len(own.tree) > 1]
-    if moved:
-        with mx.stream(generation_stream):
-            move_rows(moved)
-    steps: dict[Sequence, DecodedStep] = {}
-    for sequence, own in accepted.items():
-        try:
-            steps[sequence] = sequence.settle(own)
-        except Exception as error:
-            faults[sequence] = error
-    return [faults.get(sequence) or steps[sequence] for sequence in sequences]
+    proposed = each(Sequence.propose, sequences)
+    waiting = [sequence for sequence in proposed if not sequence.ahead]
+    ready = each(Sequence.take_ahead, [sequence for sequence in proposed if sequence.ahead])
+    running = [*ready, *dispatch(waiting, joint)]
+    dispatch_next(running, joint)
+    accepted = each(Sequence.accept, running)
+    keep(accepted)
+    steps = each(Sequence.settle, accepted)
+    return [sequence.fault or steps[sequence] for sequence in sequences]
 
 
 def dispatch(
-    members: abc.Mapping[Sequence, tuple[DraftTree, mx.array | None]],
-    joint: Joint | None,
-    faults: Faults,
-) -> dict[Sequence, PendingForward | UnchosenForward]:
-    """Start a forward over the trees of one or more sequences, without waiting for it.
+    sequences: abc.Sequence[Sequence], joint: Joint | None, ahead: bool = False
+) -> Iterable[Sequence]:
+    """Start a forward over rows of one or more sequences, and choose, without waiting for it.
 
     The only row of a plain step stays whatever is chosen after it. So it is committed at once, and
     the next forward can be dispatched after it.
 
     Args:
-        members: per sequence, the rows to verify, and (1,), what stands in for the token of a
-            single row that is not known yet.
+        sequences: that have proposed rows.
         joint: runs the forward where there are several sequences.
-        faults: gets what a sequence's processor, sampler or constraint raises.
+        ahead: run the row after each sequence's plain step, whose token is not known yet.
 
     Returns:
-        per sequence its forward: an :class:`UnchosenForward` where the output is constrained and
-        its row is not known.
+        those sequences that go on.
     """
-    if not members:
-        return {}
-    rows = [
-        JointRows(sequence.target, mx.array(tree.tokens) if unknown is None else unknown, tree)
-        for sequence, (tree, unknown) in members.items()
-    ]
-    n_rows = sum(len(target.pending) + len(tree) for target, _, tree in rows)
-    forwards: dict[Sequence, PendingForward | UnchosenForward] = {}
+    if not sequences:
+        return ()
+    rows = {sequence: _rows_of(sequence, ahead) for sequence in sequences}
+    n_rows = sum(len(target.pending) + len(tree) for target, _, tree in rows.values())
     with mx.stream(generation_stream):
-        if len(rows) == 1:
-            ((target, tokens, tree),) = rows
-            logits, spans = target.forward(tokens, tree), [slice(len(tree))]
-        else:
-            assert joint is not None
-            logits, spans = joint.forward(rows)
-        if any(sequence.grammar for sequence in members):
+        logits, spans = _forward([*rows.values()], joint)
+        forwards = {
+            sequence: Forward(logits if span is None else logits[span], n_rows, len(rows), ahead)
+            for sequence, span in zip(rows, spans, strict=True)
+        }
+        if any(sequence.chooser.grammar for sequence in rows):
             mx.async_eval(logits)  # which are computed while the masks are
-        alike = len(rows) > 1 and all(
-            s.chooser.greedy and not s.history and not s.grammar for s in members
-        )
-        together = next(iter(members)).chooser.choose(logits, ()) if alike else None
-        for span, (sequence, (tree, unknown)) in zip(spans, members.items(), strict=True):
-            own_logits = logits[span] if len(rows) > 1 else logits
-            if sequence.grammar and unknown is not None:
-                forwards[sequence] = UnchosenForward(own_logits, n_rows, len(rows))
-                continue
-            if together:
-                choices, logprobs = together
-                own = choices[span], logprobs[span.start if len(tree) == 1 else span]
-                chosen = own[0], *own
-            else:
-                try:
-                    chosen = sequence.choose(own_logits, tree, unknown)
-                except Exception as error:
-                    faults[sequence] = error
-                    continue
-            forwards[sequence] = PendingForward(
-                *chosen, n_rows, len(rows), pipelined=unknown is not None
-            )
+        if len(rows) > 1 and all(sequence.chooser.takes_argmax for sequence in rows):
+            choices, logprobs = sequences[0].chooser.choose(logits, ())
+            for forward, span in zip(forwards.values(), spans, strict=True):
+                forward.is_chosen(choices[span], logprobs[span], greedy=True)
+        chosen = each(lambda s: s.choose(forwards[s], rows[s], ahead), rows)
     # Everything that outlives the step, since lazy arrays can be read in this thread only.
     # (The choices need not depend on all of the caches: a recurrent layer's last state, or the
     # keys of a sparse layer's index.)
     mx.async_eval(
-        [forward.arrays for forward in forwards.values()],
-        held_arrays(cache for sequence in members for cache in parts(sequence.target.cache)),
+        [forwards[sequence].arrays for sequence in chosen],
+        held_arrays(cache for target, *_ in rows.values() for cache in parts(target.cache)),
     )
-    for sequence in forwards:
-        if len(members[sequence][0]) == 1:
+    for sequence in chosen:
+        if ahead:
+            sequence.ahead = forwards[sequence]
+        else:
+            sequence.forward = forwards[sequence]
+        if len(rows[sequence].tree) == 1:
             sequence.target.commit_moved((0,))
-    return forwards
+    return chosen
+
+
+def _rows_of(sequence: Sequence, ahead: bool) -> JointRows:
+    if ahead:
+        return JointRows(sequence.target, sequence.forward.choices, _NEXT)
+    return JointRows(sequence.target, mx.array(sequence.tree.tokens), sequence.tree)
+
+
+def _forward(
+    rows: abc.Sequence[JointRows], joint: Joint | None
+) -> tuple[mx.array, abc.Sequence[slice | None]]:
+    """Lazy logits of all rows, and where each sequence's are; None for one that is alone."""
+    if len(rows) > 1:
+        assert joint is not None
+        return joint.forward(rows)
+    ((target, tokens, tree),) = rows
+    return target.forward(tokens, tree), [None]
+
+
+def dispatch_next(sequences: Iterable[Sequence], joint: Joint | None) -> None:
+    """Dispatch the next plain step of all sequences that go on, unless one of them drafts.
+
+    All or none: two forwards of a few rows take longer than one.
+    """
+    going_on = [sequence for sequence in sequences if sequence.may_go_on]
+    pipelined = each(Sequence.is_pipelined, going_on)
+    if all(pipelined.values()):
+        dispatch([*pipelined], joint, ahead=True)
+
+
+def keep(sequences: Iterable[Sequence]) -> None:
+    """Move the rows that stay in the caches together."""
+    moved = [s.target.kept(s.kept_rows) for s in sequences if len(s.tree) > 1]
+    if moved:
+        with mx.stream(generation_stream):
+            move_rows(moved)
 
 
 def decode(

@@ -31,6 +31,7 @@ from ..engine.costs import KeptCosts, costs_for
 from ..engine.joint import JointMode
 from ..engine.positions import context_length
 from ..engine.prompt_cache import Loan
+from ..engine.step import PositionLimits
 from ..engine.step import Sequence as EngineSequence
 from ..engine.target import (
     Capability,
@@ -142,7 +143,7 @@ class Decoder:
     @cached_property
     def joint_mode(self) -> JointMode:
         """How several sequences share one forward; found out with small forwards."""
-        mode = examine_joint(self.model, self.chain_capability).mode
+        mode, _ = examine_joint(self.model, self.chain_capability)
         _log.info("how several sequences share forwards: %s", mode.value)
         return mode
 
@@ -158,7 +159,7 @@ class Decoder:
     @cached_property
     def _chunk_end(self) -> int | None:
         """The length up to which a prompt gives the same in any chunks; None if all do."""
-        return examine_chunks(self.model, self.chain_capability, self.draft_end).end
+        return examine_chunks(self.model, self.chain_capability, self.draft_end)[0]
 
     def chunks_matter(self, length: int, caches: Sequence[Any]) -> bool:
         """Whether a prompt gives something else in other chunks than mlx-lm's.
@@ -435,14 +436,13 @@ class Decoder:
                 target,
                 tokens,
                 drafter,
-                Chooser(checked.sampling),
+                Chooser(checked.sampling, grammar),
                 max_tokens=max_tokens,
                 ends=output.add,
                 n_cached=n_cached,
-                first_crossing=self._first_crossing,
-                draft_end=lambda: self.draft_end,
-                grammar=grammar,
-                chunks_matter=self.chunks_matter,
+                limits=PositionLimits(
+                    self._first_crossing, lambda: self.draft_end, self.chunks_matter
+                ),
             )
 
         owner = around(self._owner(tokens, drafter, checked), tokens)

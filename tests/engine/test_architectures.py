@@ -112,7 +112,7 @@ def test_nothing_passes_where_rows_together_differ_by_more_than_rounding(name: s
     noise, spread = mx.max(mx.abs(together - apart)), mx.max(apart) - mx.min(apart)
     if (noise > 1e-3 * spread).item():
         assert finding.capability is Capability.PLAIN
-        assert examine_joint(model, finding.capability).mode is JointMode.ALONE
+        assert examine_joint(model, finding.capability)[0] is JointMode.ALONE
 
 
 def test_no_page_says_plain_beside_joint() -> None:
@@ -123,7 +123,7 @@ def test_no_page_says_plain_beside_joint() -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_prompts_give_the_same_in_any_chunks_that_are_allowed(name: str) -> None:
     model, finding = examined(name)
-    end = examine_chunks(model, finding.capability, finding.draft_end).end
+    end, _ = examine_chunks(model, finding.capability, finding.draft_end)
     last = min(len(LONG_PROMPT), sys.maxsize if end is None else end)
 
     def after(*cuts: int) -> mx.array:

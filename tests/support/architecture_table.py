@@ -74,10 +74,10 @@ def row(architecture: Architecture, finding: Finding, model: nn.Module | None = 
     )
     if model is None:
         return line
-    joint = examine_joint(model, finding.capability)
-    chunks = examine_chunks(model, finding.capability, finding.draft_end)
-    chunked = "any" if chunks.end is None else "mlx-lm's"
-    return f"{line} {joint.mode.value} | {chunked} |"
+    joint, _ = examine_joint(model, finding.capability)
+    chunk_end, _ = examine_chunks(model, finding.capability, finding.draft_end)
+    chunked = "any" if chunk_end is None else "mlx-lm's"
+    return f"{line} {joint.value} | {chunked} |"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,177 @@
+"""A context's caches against a list of tokens, without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
+
+from mlxspec.draft.drafter import DraftTree
+from mlxspec.engine.caches import parts
+from mlxspec.engine.context_cache import ContextCache
+from mlxspec.engine.params import CacheOptions
+from tests.support.examples import examples
+
+KINDS: dict[str, tuple[Any, bool]] = {
+    "attention": (lambda: [KVCache(), KVCache()], False),
+    "replayed attention": (lambda: [KVCache(), KVCache()], True),
+    "states": (lambda: [ArraysCache(1), ArraysCache(1)], True),
+    "both": (lambda: [CacheList(KVCache(), ArraysCache(1)), KVCache()], True),
+}
+TOKENS = st.integers(0, 99)
+STEPS = st.tuples(st.just("step"), st.lists(st.tuples(TOKENS, st.integers(0, 9)), max_size=6))
+LENGTHS = st.integers(0, 40)
+ACTIONS = st.lists(
+    st.one_of(
+        STEPS,
+        STEPS,
+        st.tuples(st.sampled_from(["truncate", "rewind", "copy", "interrupt", "flush"]), LENGTHS),
+        st.tuples(st.just("prefill"), st.lists(TOKENS, min_size=1, max_size=30)),
+    ),
+    max_size=14,
+)
+
+
+def write(caches: list[Any], rows: mx.array) -> None:
+    """Append rows to caches, as a model's layers do."""
+    for cache in parts(caches):
+        if isinstance(cache, ArraysCache):
+            cache[0] = rows if cache[0] is None else mx.concatenate([cache[0], rows])
+        else:
+            keys = mx.broadcast_to(rows[None, None, :, None], (1, 1, len(rows), 32))
+            cache.update_and_fetch(keys.astype(mx.float32), keys.astype(mx.float32))
+
+
+def held(cache: Any) -> list[int]:
+    if isinstance(cache, ArraysCache):
+        return [] if cache[0] is None else cache[0].tolist()
+    return [] if cache.keys is None else cache.keys_and_values()[0][0, 0, :, 0].tolist()
+
+
+class Checked:
+    """A context cache, and the tokens that it should hold."""
+
+    def __init__(self, kind: str) -> None:
+        make, replays = KINDS[kind]
+        self.cache = ContextCache(make(), CacheOptions(), replays, marks=2)
+        self.replays = replays
+        self.tokens: list[int] = []
+        self.prefill([1, 2, 3])
+
+    def check(self) -> None:
+        cache = self.cache
+        assert cache.length == len(self.tokens)
+        in_caches = self.tokens[: len(self.tokens) - len(cache.pending)]
+        assert [*in_caches, *cache.pending] == self.tokens
+        for part in parts(cache.cache):
+            assert held(part) == in_caches
+
+    def prefill(self, tokens: list[int]) -> None:
+        self.flush()
+        write(self.cache.cache, mx.array(tokens))
+        self.cache.prefilled(len(tokens))
+        self.tokens += tokens
+        self.cache.mark()
+
+    def step(self, nodes: list[tuple[int, int]]) -> None:
+        """Run a tree, or a chain where states replay, and keep a path that the nodes determine."""
+        parents = [-1, *(n if self.replays else p % (n + 1) for n, (_, p) in enumerate(nodes))]
+        tree = DraftTree((50, *(token for token, _ in nodes)), tuple(parents))
+        write(self.cache.cache, self.cache.begin_forward(mx.array(tree.tokens), tree))
+        node, path = (nodes[0][1] if nodes else 0) % len(tree), []
+        while node >= 0:
+            path.insert(0, node)
+            node = tree.parents[node]
+        if len(self.cache.pending) + len(path) > 15 and self.replays:
+            path = [*range(len(tree))]
+        self.cache.commit(path)
+        self.tokens += [tree.tokens[row] for row in path]
+
+    def interrupt(self, layers: int) -> None:
+        """A forward that some of the layers have not seen."""
+        tree = DraftTree.chain(60, [61, 62])
+        rows = self.cache.begin_forward(mx.array(tree.tokens), tree)
+        write(parts(self.cache.cache)[: layers % 3], rows)
+        self.cache.truncate(self.cache.length)
+
+    def truncate(self, length: int) -> None:
+        length = min(length, len(self.tokens))
+        try:
+            self.cache.truncate(length)
+        except ValueError:  # of more forwards than can be undone
+            assert self.replays
+        else:
+            assert self.cache.length <= length
+            assert self.replays or self.cache.length == length
+        del self.tokens[self.cache.length :]
+
+    def rewind(self, length: int) -> None:
+        length = min(length, len(self.tokens))
+        try:
+            self.cache.rewind(length)
+        except ValueError:
+            assert self.replays
+            self.__init__("both")  # type: ignore[misc]
+            return
+        assert self.cache.length == length or (self.replays and self.cache.length < length)
+        del self.tokens[self.cache.length :]
+
+    def copy(self, length: int) -> None:
+        reach = self.cache.reach(length)
+        assert reach <= length
+        if reach:
+            for part in parts(self.cache.copied(reach, room=0)):
+                kept = held(part) if isinstance(part, ArraysCache) else copied(part)
+                assert kept == self.tokens[:reach]
+
+    def flush(self, _: int = 0) -> None:
+        """Run what is pending, as a target does."""
+        pending, self.cache.pending = self.cache.pending, ()
+        self.cache._checkpoints.clear()
+        if pending:
+            write(self.cache.cache, mx.array(pending))
+
+
+def copied(cache: Any) -> list[int]:
+    return [] if cache.keys is None else cache.keys[0, 0, : cache.offset, 0].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_happens_the_caches_hold_the_context(kind: str) -> None:
+    @settings(max_examples=examples(60, long=1000), deadline=None)
+    @given(ACTIONS)
+    def check(actions: list[tuple[str, Any]]) -> None:
+        checked = Checked(kind)
+        for name, argument in actions:
+            getattr(checked, name)(argument)
+            checked.check()
+
+    check()
+
+
+def test_caches_are_quantised_once_they_are_long_enough_and_not_rewound_to_before() -> None:
+    options = CacheOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=5)
+    cache = ContextCache([KVCache()], options, replays=False)
+    for length in range(1, 7):
+        tree = DraftTree.chain(length)
+        write(cache.cache, cache.begin_forward(mx.array([length]), tree))
+        cache.commit((0,))
+        assert isinstance(cache.cache[0], QuantizedKVCache) == (length >= 5)
+        assert cache.quantized
+    assert cache.reach(5) == 5
+    assert cache.reach(4) == 0
+    with pytest.raises(ValueError, match="quantised"):
+        cache.rewind(4)
+
+
+def test_what_is_used_for_a_while_is_rolled_back() -> None:
+    checked = Checked("both")
+    with checked.cache.rolled_back():
+        write(checked.cache.cache, mx.array([9, 9]))
+        checked.cache.prefilled(2)
+        checked.cache.mark()
+    checked.check()
