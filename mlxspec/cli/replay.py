@@ -25,9 +25,8 @@ from .output import (
 
 if TYPE_CHECKING:
     from ..eval.comparison import Comparison, JointComparison
-    from ..eval.joint_replay import JointReport
     from ..eval.policies import Policy
-    from ..eval.replay import ReplayReport
+    from ..eval.replay import JointReport, ReplayReport
     from ..plan.chips import Chip
 
 _ALL = "all"

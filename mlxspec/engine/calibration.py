@@ -72,17 +72,10 @@ def calibrate(
         )
     plan = plan.within(window - context)
     with wired_limit(model, [generation_stream]):
-        each = [ModelSteps(model, context, on_prefill) for _ in range(sequences)]
-        steps = each[0] if sequences == 1 else SharedSteps(each, Batch(model, mode))
+        steps = ModelSteps(model, context, on_prefill, sequences, mode)
         # The context grows by one token per step, and the widest step must fit at its end.
-        room = min(each[0].target.max_rows, window - context - plan.tokens)
+        room = min(steps.target.max_rows, window - context - plan.tokens)
         return measure(steps, plan, max(1, room), started, time.perf_counter, on_progress)
-
-
-def _target(model: nn.Module) -> Target:
-    """An empty target that verifies chains, if the model does."""
-    capability = chain_capability(model)
-    return target_for(model, capability, vocabulary_size(model))
 
 
 class ModelSteps:
@@ -95,79 +88,70 @@ class ModelSteps:
         model: an mlx-lm model.
         context: tokens before the first step.
         on_prefill: called with tokens done and tokens in all.
+        sequences: how many share each step, every one with a context of its own.
+        mode: how they share it.
+
+    Attributes:
+        target: of the first sequence.
     """
 
-    def __init__(self, model: nn.Module, context: int, on_prefill: Progress | None = None) -> None:
-        self.target = _target(model)
-        self.drafter = _RandomChains(self.target.vocab_size)
-        self.sequence = Sequence(
-            self.target,
-            self.drafter.tokens(context),
-            self.drafter,
-            Chooser(SamplingParams()),
-            max_tokens=_UNENDING,
-            ends=lambda token: False,
-        )
-        self.sequence.begin(on_prefill)
-        step(self.sequence)
-
-    def plain(self, tokens: int) -> list[float]:
-        """Seconds of each of ``tokens`` pipelined plain steps."""
-        self.drafter.pipelined, self.drafter.rows = True, 1
-        times: list[float] = []
-        while len(times) < tokens:
-            verified = step(self.sequence).verified
-            if verified.pipelined:
-                times.append(verified.seconds)
-        return times
-
-    def drafted(self, rows: int) -> float:
-        """Seconds of one whole drafted step: proposal, forward, reading, acceptance, commit."""
-        self.drafter.pipelined, self.drafter.rows = False, rows
-        while True:  # a plain step that was dispatched before comes first
-            verified = step(self.sequence).verified
-            if verified.rows == rows:
-                return verified.seconds
-
-
-class SharedSteps:
-    """Runs steps that several sequences share to time them.
-
-    Args:
-        each: the sequences, with a drafter each.
-        batch: runs their steps; they join.
-    """
-
-    def __init__(self, each: abc.Sequence[ModelSteps], batch: Batch) -> None:
-        self._each = each
-        self._batch = batch
-        for one in each:
-            batch.join(one.sequence)
+    def __init__(
+        self,
+        model: nn.Module,
+        context: int,
+        on_prefill: Progress | None = None,
+        sequences: int = 1,
+        mode: JointMode = JointMode.ALONE,
+    ) -> None:
+        self._batch = Batch(model, mode)
+        self._drafters: list[_RandomChains] = []
+        self._sequences: list[Sequence] = []
+        for _ in range(sequences):
+            # It verifies chains, if the model does.
+            target = target_for(model, chain_capability(model), vocabulary_size(model))
+            drafter = _RandomChains(target.vocab_size)
+            sequence = Sequence(
+                target,
+                drafter.tokens(context),
+                drafter,
+                Chooser(SamplingParams()),
+                max_tokens=_UNENDING,
+                ends=lambda token: False,
+            )
+            sequence.begin(on_prefill)
+            step(sequence)
+            self._batch.join(sequence)
+            self._drafters.append(drafter)
+            self._sequences.append(sequence)
+        self.target: Target = self._sequences[0].target
 
     def plain(self, tokens: int) -> list[float]:
         """Seconds of each of ``tokens`` pipelined plain steps."""
         times: list[float] = []
         while len(times) < tokens:
-            seconds, verified = self._step([1] * len(self._each), pipelined=True)
+            seconds, verified = self._step([1] * len(self._sequences), pipelined=True)
             if verified.pipelined:
                 times.append(seconds)
         return times
 
     def drafted(self, rows: int) -> float:
-        """Seconds of one whole step with ``rows - 1`` rows of drafts, as equal as can be."""
-        count = len(self._each)
+        """Seconds of one whole drafted step: proposal, forward, reading, acceptance, commit.
+
+        Its ``rows - 1`` rows of drafts are shared among the sequences as equally as can be.
+        """
+        count = len(self._sequences)
         wanted = [1 + (rows - 1 + index) // count for index in range(count)]
-        while True:
+        while True:  # a plain step that was dispatched before comes first
             seconds, verified = self._step(wanted, pipelined=False)
             if verified.rows == sum(wanted):
                 return seconds
 
     def _step(self, rows: abc.Sequence[int], pipelined: bool) -> tuple[float, VerifiedStep]:
-        """One step with so many rows of each sequence: its seconds, and what one verified."""
-        for one, own in zip(self._each, rows, strict=True):
-            one.drafter.pipelined, one.drafter.rows = pipelined, own
+        """One step with so many rows of each sequence: its seconds, and what the first verified."""
+        for drafter, own in zip(self._drafters, rows, strict=True):
+            drafter.pipelined, drafter.rows = pipelined, own
         started = time.perf_counter()
-        outcomes = self._batch.step([one.sequence for one in self._each])
+        outcomes = self._batch.step(self._sequences)
         seconds = time.perf_counter() - started
         for outcome in outcomes:
             if isinstance(outcome, Exception):

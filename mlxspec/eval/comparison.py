@@ -16,10 +16,19 @@ from ..plan.chips import ESTIMATED, Chip
 from ..plan.cost_curve import CostCurve
 from ..plan.experience import Experience
 from ..plan.suffix_source import Earlier
-from .joint_replay import JointReport, joint_report, replay_jointly, replay_plain_batch
 from .page import Bar, BarChart, render
 from .policies import HINDSIGHT, POLICIES, Policy, Task
-from .replay import SLOW, ReplayedCompletion, ReplayReport, replay, replay_report
+from .replay import (
+    SLOW,
+    JointReport,
+    Replayed,
+    ReplayReport,
+    joint_report,
+    replay,
+    replay_jointly,
+    replay_plain_batch,
+    replay_report,
+)
 from .traces import Completion
 
 _WIDEST = 1024  # rows; far more than any draft has
@@ -112,7 +121,7 @@ def compare(
     done, total = itertools.count(1), replays * len(completions)
     reports: dict[str, dict[str, ReplayReport]] = {chip: {} for chip in curves}
     for name, policy in policies.items():
-        replayed: list[tuple[str, ReplayedCompletion]] = []
+        replayed: list[tuple[str, Replayed]] = []
         for chip, curve in curves.items():
             if policy.follows_costs or not replayed:  # without costs all chips have the same steps
                 replayed, make_drafter = [], _drafters(policy, curve, classes)
@@ -188,13 +197,12 @@ def compare_jointly(
     for chip, curve in curves.items():
         reports[chip] = {}
         for name, policy in policies.items():
-            alone = []
-            make_drafter = _drafters(policy, curve, classes)
-            for one in completions:
-                alone.append(replay(one.prompt, one.output, make_drafter(one)))
-                count()
-            make_drafter = _drafters(policy, curve, classes)
-            joint = replay_jointly(completions, make_drafter, curve, concurrency, count)
+            alone, joint = (
+                replay_jointly(
+                    completions, _drafters(policy, curve, classes), curve, at_once, count
+                )
+                for at_once in (1, concurrency)
+            )
             reports[chip][name] = joint_report(joint, plain, alone, curve)
     return reports
 

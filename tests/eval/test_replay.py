@@ -6,7 +6,7 @@ import pytest
 
 from mlxspec.draft.drafter import DraftTree, NoDraft, VerifiedStep
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
-from mlxspec.eval.replay import ReplayedCompletion, replay, replay_report
+from mlxspec.eval.replay import Replayed, replay, replay_report
 from mlxspec.plan.cost_curve import CostCurve
 
 
@@ -79,10 +79,10 @@ def test_prompt_lookup_copies_ten_tokens_a_step() -> None:
 
 def test_sets_count_alike_and_completions_by_their_time() -> None:
     replayed = [
-        ("a", ReplayedCompletion(8, (2, 2, 2, 2))),  # 8 tokens in a cost of 6
-        ("b", ReplayedCompletion(2, (1, 1))),
-        ("a", ReplayedCompletion(3, (2, 2, 2, 2))),  # 3 tokens in a cost of 6
-        ("c", ReplayedCompletion(1, (2, 2))),  # below 0.98, but by two plain steps only
+        ("a", Replayed(8, (2, 2, 2, 2))),  # 8 tokens in a cost of 6
+        ("b", Replayed(2, (1, 1))),
+        ("a", Replayed(3, (2, 2, 2, 2))),  # 3 tokens in a cost of 6
+        ("c", Replayed(1, (2, 2))),  # below 0.98, but by two plain steps only
     ]
     figures = replay_report(replayed, lambda rows: {1: 1.0, 2: 1.5}[rows])
     assert figures.sets["a"].speedup == pytest.approx(11 / 12)

@@ -14,16 +14,16 @@ from mlxspec.eval.comparison import (
     joint_verdict,
     jointly_chosen,
 )
-from mlxspec.eval.joint_replay import (
-    JointReplay,
+from mlxspec.eval.policies import AUTO, HINDSIGHT, POLICIES
+from mlxspec.eval.replay import (
+    Replayed,
     extended,
     joint_curve,
     joint_report,
+    replay,
     replay_jointly,
     replay_plain_batch,
 )
-from mlxspec.eval.policies import AUTO, HINDSIGHT, POLICIES
-from mlxspec.eval.replay import ReplayedCompletion, replay
 from mlxspec.eval.traces import Completion
 from mlxspec.plan.cost_curve import CostCurve
 from tests.eval.test_replay import Scripted
@@ -51,7 +51,7 @@ def test_two_sequences_add_their_rows_in_each_step() -> None:
     work = outputs([2, 3, 4, 5], [6, 7, 8])
     joint = replay_jointly(work, scripted(first, second), FLAT, 2)
     spans = ((4, range(2)), (3, range(2)))
-    assert joint == JointReplay(7, sequences=(2, 2), rows=(3 + 2, 1 + 2), spans=spans)
+    assert joint == Replayed(7, sequences=(2, 2), rows=(3 + 2, 1 + 2), spans=spans)
     assert [step.tokens for step in first.steps] == [(2, 3, 4), (5,)]
     assert [step.tokens for step in second.steps] == [(6,), (7, 8)]
     assert {(step.rows, step.sequences) for step in second.steps} == {(5, 2), (3, 2)}
@@ -65,7 +65,7 @@ def test_the_next_output_takes_the_place_of_one_that_ended() -> None:
     joint = replay_plain_batch(work, 2)
     # 2 and 4; 3 and 5; 6 and 8; 7.
     spans = ((1, range(1)), (2, range(2)), (1, range(2, 3)), (3, range(1, 4)))
-    assert joint == JointReplay(7, (2, 2, 2, 1), (2, 2, 2, 1), spans)
+    assert joint == Replayed(7, (2, 2, 2, 1), (2, 2, 2, 1), spans)
     assert replay_plain_batch(work, 10**30).sequences == (4, 2, 1)
 
 
@@ -171,9 +171,9 @@ def test_rows_beyond_a_curve_cost_at_least_their_share() -> None:
 def test_speeds_are_against_one_plain_sequence() -> None:
     curve = CostCurve([(1, 1), (2, 1.25), (4, 2)])
     # In a time of 4; a plain joint step takes 1.25.
-    joint = JointReplay(8, (2, 2), (4, 4), spans=((5, range(2)), (3, range(2))))
-    plain = JointReplay(8, (2, 2, 2, 2), (2, 2, 2, 2), spans=())  # of 5
-    alone = [ReplayedCompletion(4, (2, 2, 1)), ReplayedCompletion(4, (2, 2))]  # of 6
+    joint = Replayed(8, (4, 4), (2, 2), spans=((5, range(2)), (3, range(2))))
+    plain = Replayed(8, (2, 2, 2, 2), (2, 2, 2, 2), spans=())  # of 5
+    alone = Replayed(8, (2, 2, 1, 2, 2))  # of 6
     report = joint_report(joint, plain, alone, curve)
     assert report.speedup == pytest.approx(2)
     assert report.plain_batching == pytest.approx(8 / 5)
