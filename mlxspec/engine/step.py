@@ -22,6 +22,8 @@ from .joint import Joint, JointRows
 from .target import Capability, Progress, Target
 
 if TYPE_CHECKING:
+    from ..plan.planner import Planner
+    from ..plan.sharing import Plan
     from .grammar import GrammarState
 
 _STEPS_BETWEEN_CLEARING = 256  # as mlx-lm: buffers of outgrown caches go back to the system
@@ -152,14 +154,21 @@ class Sequence:
             with mx.stream(generation_stream):
                 mx.eval(self.target.arrays)  # those of an interrupted step are lazy
 
-    def propose(self) -> DraftTree:
+    def propose(self, plan: Plan | None = None) -> DraftTree:
         """The rows to verify next; where the step's forward is dispatched already, its one row.
 
         A draft that is proposed then has to wait for the next step.
+
+        Args:
+            plan: the drafter's, who is a planner, made together with those of others.
         """
         self._started = time.perf_counter() - self._uncounted
         max_depth = self.max_depth
-        tree = self._fitting(self.drafter.propose(max_depth), max_depth)
+        if plan is None:
+            proposed = self.drafter.propose(max_depth)
+        else:
+            proposed = cast("Planner", self.drafter).draft(plan)
+        tree = self._fitting(proposed, max_depth)
         on_gpu = mx.default_device().type == mx.gpu
         self._drafting = 0.0 if on_gpu else time.perf_counter() - self._started
         self.proposed = len(tree) - 1
@@ -418,7 +427,9 @@ def step(sequence: Sequence) -> DecodedStep:
 
 
 def joint_step(
-    sequences: abc.Sequence[Sequence], joint: Joint | None = None
+    sequences: abc.Sequence[Sequence],
+    joint: Joint | None = None,
+    plans: abc.Mapping[Sequence, Plan] | None = None,
 ) -> list[DecodedStep | Exception]:
     """Run one step of each sequence: all are dispatched before the first is waited for.
 
@@ -429,16 +440,18 @@ def joint_step(
     Args:
         sequences: of one model; none is finished.
         joint: runs the rows of all sequences in one forward; needed where there are several.
+        plans: of those sequences whose drafts were planned together.
 
     Returns:
         per sequence its step, or what its drafter, a processor or the like has raised. That
         sequence has to be closed; the others go on.
     """
+    plans = plans or {}
     faults: Faults = {}
     trees: dict[Sequence, DraftTree] = {}
     for sequence in sequences:
         try:
-            trees[sequence] = sequence.propose()
+            trees[sequence] = sequence.propose(plans.get(sequence))
         except Exception as error:
             faults[sequence] = error
     forwards: dict[Sequence, PendingForward] = {}

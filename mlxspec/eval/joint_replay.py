@@ -6,11 +6,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import cast
 
 from ..draft.drafter import Drafter, DraftTree, NoDraft
 from ..plan.cost_curve import CostCurve, FixedCosts
 from ..plan.planner import Planner
-from ..plan.sharing import share_rows
+from ..plan.sharing import Plan, plan_drafts
 from .replay import MAX_DEPTH, ReplayedCompletion, is_slow, verify
 from .traces import Completion
 
@@ -187,8 +188,13 @@ class _Batch:
     def step(self) -> int:
         """Run a joint step; returns its rows."""
         count = len(self.active)
-        self._share_rows()
-        proposals = [one.drafter.propose(MAX_DEPTH) for one in self.active]
+        plans = self._plans()
+        proposals = [
+            cast(Planner, one.drafter).draft(plans[one])
+            if one in plans
+            else one.drafter.propose(MAX_DEPTH)
+            for one in self.active
+        ]
         # A plain step that was dispatched ahead runs first, whatever is proposed meanwhile.
         trees = [one.plain_row() for one in self.active] if self._ahead else proposals
         self._ahead = all(
@@ -214,16 +220,18 @@ class _Batch:
         for one in self.active:
             one.drafter.end()
 
-    def _share_rows(self) -> None:
+    def _plans(self) -> dict[_Output, Plan]:
         """Let the planners plan together; one alone plans by itself."""
         count = len(self.active)
-        planners = [one.drafter for one in self.active if isinstance(one.drafter, Planner)]
+        planners = {one: one.drafter for one in self.active if isinstance(one.drafter, Planner)}
         if count == 1 or not planners:
-            return
+            return {}
         if count not in self._costs:
             self._costs[count] = FixedCosts(joint_curve(self._curve, count))
         depths = [MAX_DEPTH] * len(planners)
-        share_rows(planners, depths, self._costs[count], sequences=count)
+        costs = self._costs[count]
+        plans = plan_drafts(list(planners.values()), depths, costs, sequences=count)
+        return dict(zip(planners, plans, strict=True))
 
 
 def replay_plain_batch(
