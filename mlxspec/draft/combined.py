@@ -1,4 +1,4 @@
-"""Two drafters in one tree: the first one's draft, and beside it the second one's."""
+"""Several drafts in one tree."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class CombinedDrafter(Drafter):
 
     def propose(self, max_depth: int) -> DraftTree:
         first = self.first.propose(max_depth)
-        merged = _Merger(first.tokens[0], self.max_rows)
-        merged.add(first)
         fill = getattr(self.second, "propose_beside", None)
         if fill:
-            second = fill(len(merged), max_depth, self.max_rows)
+            rows = len(merge([first], self.max_rows)[0])
+            second = fill(rows, max_depth, self.max_rows)
         else:
             second = self.second.propose(max_depth)
-        merged.add(second)
         self._parts = first, second
-        self._merged = merged
-        return merged.tree()
+        merged, self._nodes = merge(self._parts, self.max_rows)
+        self._n_rows = len(merged)
+        # Checked, and without probabilities: drafters that share rows may be anybody's.
+        return DraftTree(tuple(merged.tokens), tuple(merged.parents))
 
     def observe(self, step: VerifiedStep) -> None:
         first, second = self._parts
@@ -65,9 +65,9 @@ class CombinedDrafter(Drafter):
 
     def origins(self) -> tuple[str, ...]:
         """Per node of the tree proposed last, its origin, by the first drafter that has one."""
-        origins = ["root"] + [""] * (len(self._merged) - 1)
+        origins = ["root"] + [""] * (self._n_rows - 1)
         for drafter, tree, nodes in zip(
-            (self.first, self.second), self._parts, self._merged.nodes, strict=True
+            (self.first, self.second), self._parts, self._nodes, strict=True
         ):
             own = origins_of(drafter, tree)
             for node, origin in zip(nodes, own, strict=True):
@@ -77,7 +77,7 @@ class CombinedDrafter(Drafter):
 
     def window_rows(self) -> dict[tuple[int, int], int]:
         rows: dict[tuple[int, int], int] = {}
-        for drafter, nodes in zip((self.first, self.second), self._merged.nodes, strict=True):
+        for drafter, nodes in zip((self.first, self.second), self._nodes, strict=True):
             for row, own in window_rows_of(drafter).items():
                 node = nodes[own]
                 if node is not None:
@@ -103,14 +103,8 @@ def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
     for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
         above = verified[parent]
         verified.append(None if above is None else children.get((above, token)))
-    kept = [node for node, same in enumerate(verified) if same is not None]
     rows = [same for same in verified if same is not None]
-    if len(kept) < len(tree):
-        renumbered = {node: index for index, node in enumerate(kept)} | {-1: -1}
-        tree = DraftTree(
-            tuple(tree.tokens[node] for node in kept),
-            tuple(renumbered[tree.parents[node]] for node in kept),
-        )
+    tree = tree.kept([same is not None for same in verified])
     own = {same: node for node, same in reversed(list(enumerate(rows)))}
     accepted = [own[node] for node in step.accepted if node in own]
     return replace(
@@ -122,21 +116,60 @@ def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
     )
 
 
-class _Merger(TreeBuilder):
-    """Grows a tree from several, up to a number of rows.
+def merge(
+    trees: Sequence[DraftTree], max_rows: int = sys.maxsize
+) -> tuple[TreeBuilder, list[list[int | None]]]:
+    """Merge drafts for one token; common prefixes share their nodes.
 
-    ``nodes`` has, per tree that was added, its nodes' numbers here, None for what was cut.
+    A node that several trees propose keeps its highest probability, as far as its siblings leave
+    room for that. The probability of a node that only a later tree proposes, given its parent, is
+    scaled by the probability that none of the earlier trees' siblings is right.
+
+    Args:
+        trees: what comes first has the first rows.
+        max_rows: the size of the merged tree at most, the root included.
+
+    Returns:
+        the merged tree, with origins where all have them and probabilities where all have them;
+        and per tree, its nodes' numbers there, None for what was cut.
     """
-
-    def __init__(self, root: int, max_rows: int) -> None:
-        super().__init__(root)
-        self.nodes: list[list[int | None]] = []
-        self._max_rows = max_rows
-
-    def add(self, tree: DraftTree) -> None:
+    merged, p_reached = TreeBuilder(trees[0].tokens[0]), list[float]()
+    below = [0.0]  # per node, the probability that a child of it is accepted
+    numbers: list[list[int | None]] = []
+    for tree in trees:
+        own = tree.p_reached or (0.0,) * (len(tree) - 1)
+        origins = tree.origins or (None,) * (len(tree) - 1)
+        # Per node, the share of its probability that the earlier trees' children leave.
+        left = [
+            max(0.0, 1 - p_children / p_node) if p_node else 0.0
+            for p_node, p_children in zip([1.0, *p_reached], below, strict=True)
+        ]
         nodes: list[int | None] = [0]
-        for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
+        numbers.append(nodes)
+        drafted = zip(tree.tokens[1:], tree.parents[1:], own, origins, strict=True)
+        for token, parent, p_own, origin in drafted:
             above = nodes[parent]
-            room = above is not None and (len(self) < self._max_rows or self.has(above, token))
-            nodes.append(self.child(above, token) if above is not None and room else None)
-        self.nodes.append(nodes)
+            node = None if above is None else merged.find(above, token)
+            if above is None or (node is None and len(merged) >= max_rows):
+                nodes.append(None)
+                continue
+            p_above = p_reached[above - 1] if above else 1.0
+            p_parent = own[parent - 1] if parent else 1.0
+            p_node = p_above * p_own / p_parent if p_parent else 0.0
+            room = max(0.0, p_above - below[above])
+            if node is None:
+                gained = min(p_node * left[above], room)
+                node = merged.child(above, token, origin=origin)
+                p_reached.append(gained)
+                below.append(0.0)
+                left.append(1.0)
+            else:
+                gained = max(0.0, min(p_node - p_reached[node - 1], room))
+                p_reached[node - 1] = min(p_reached[node - 1] + gained, p_above)
+            below[above] += gained
+            nodes.append(node)
+    if all(tree.p_reached or len(tree) == 1 for tree in trees):
+        merged.p_reached = p_reached
+    if not all(tree.origins or len(tree) == 1 for tree in trees):
+        merged.origins = []
+    return merged, numbers

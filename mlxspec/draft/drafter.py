@@ -1,12 +1,13 @@
-"""Draft trees, their acceptance by a step, and the base class of the drafters that propose them.
+"""Draft trees, their acceptance by a step, and the interface of the drafters that propose them.
 
 Derive your own drafter from :class:`Drafter`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import index
 
@@ -21,36 +22,53 @@ class DraftTree:
     a token proposed to follow its parent. Parents come before their children, so a loop over
     the nodes meets all ancestors of a node before it.
 
+    Trees are equal if their tokens and parents are.
+
     Args:
         tokens: one token id per node, the root's first; any sequence of integers.
         parents: the index of each node's parent; -1 for the root.
+        p_reached: per node but the root, the probability that it is accepted, at most its
+            parent's; empty where the drafter does not know it.
+        origins: per node but the root, a word for where it came from; empty where nothing says.
 
     Raises:
-        TypeError: a token or a parent is no integer.
-        ValueError: the two differ in length, or a parent does not come before its child.
+        TypeError: a token or a parent is not an integer.
+        ValueError: tokens and parents differ in length, a parent does not come before its child,
+            or probabilities or origins do not fit the nodes.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
+    p_reached: tuple[float, ...] = field(default=(), compare=False, repr=False)
+    origins: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         # Lists and NumPy's integers become what the comparisons here and MLX understand.
         object.__setattr__(self, "tokens", tuple(map(index, self.tokens)))
         object.__setattr__(self, "parents", tuple(map(index, self.parents)))
+        object.__setattr__(self, "p_reached", tuple(map(float, self.p_reached)))
+        object.__setattr__(self, "origins", tuple(self.origins))
         if not self.tokens or len(self.tokens) != len(self.parents):
             raise ValueError("a draft tree needs one parent per token and at least the root")
         if self.parents[0] != -1:
             raise ValueError("node 0 of a draft tree is its root, whose parent is -1")
         if any(not 0 <= parent < node for node, parent in enumerate(self.parents) if node):
             raise ValueError("in a draft tree parents come before their children")
+        if {len(self.p_reached), len(self.origins)} - {0, len(self) - 1}:
+            raise ValueError("a draft tree needs one probability and one origin per drafted token")
+        p_parent = (1.0, *self.p_reached)
+        for probability, parent in zip(self.p_reached, self.parents[1:], strict=False):
+            if not 0 <= probability <= p_parent[parent]:
+                raise ValueError("a draft's probabilities lie between 0 and the parent's")
 
     @classmethod
-    def chain(cls, root: int, draft: Iterable[int] = ()) -> DraftTree:
+    def chain(cls, root: int, draft: Iterable[int] = (), origin: str | None = None) -> DraftTree:
         """The tree whose only branch is ``draft``; without one, the root alone."""
         tokens = (index(root), *draft)
         if len(tokens) == 1:
             return _root_alone(tokens[0])
-        return cls(tokens, tuple(range(-1, len(tokens) - 1)))
+        origins = () if origin is None else (origin,) * (len(tokens) - 1)
+        return cls(tokens, tuple(range(-1, len(tokens) - 1)), origins=origins)
 
     @classmethod
     def from_branches(cls, root: int, branches: Iterable[Sequence[int]]) -> DraftTree:
@@ -58,7 +76,25 @@ class DraftTree:
         builder = TreeBuilder(root)
         for branch in branches:
             builder.add_branch(branch)
-        return builder.tree()
+        return cls(tuple(builder.tokens), tuple(builder.parents))  # checks the tokens
+
+    @classmethod
+    def _of(
+        cls,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        p_reached: Sequence[float],
+        origins: Sequence[str],
+    ) -> DraftTree:
+        """A tree of parts that are known to fit: checking them takes longer than choosing them."""
+        tree = object.__new__(cls)
+        vars(tree).update(
+            tokens=tuple(tokens),
+            parents=tuple(parents),
+            p_reached=tuple(p_reached),
+            origins=tuple(origins),
+        )
+        return tree
 
     def __len__(self) -> int:
         """The number of rows that a forward over this tree has, the root's included."""
@@ -99,12 +135,51 @@ class DraftTree:
         """The chain of first children: the part of a tree for a target that verifies chains."""
         if self.is_chain:
             return self
-        draft, node = [], 0
+        return self.kept([node in self._first_branch for node in range(len(self))])
+
+    @cached_property
+    def _first_branch(self) -> dict[int, None]:
+        """The root, its first child, the first child of that, and so on."""
+        branch, node = {0: None}, 0
         for other in range(1, len(self)):
             if self.parents[other] == node:
-                draft.append(self.tokens[other])
+                branch[other] = None
                 node = other
-        return DraftTree.chain(self.tokens[0], draft)
+        return branch
+
+    def p_first_branch(self) -> list[float]:
+        """``p_reached`` of the root's first child, the first child of that, and so on."""
+        return [self.p_reached[node - 1] for node in self._first_branch if node]
+
+    def p_by_depth(self, n_draft: int) -> list[float]:
+        """The probabilities that at least 1, 2, … of the first ``n_draft`` nodes are accepted."""
+        depths = self.depths[1 : n_draft + 1]
+        p_by_depth = [0.0] * max(depths, default=0)
+        for depth, probability in zip(depths, self.p_reached, strict=False):
+            p_by_depth[depth - 1] += probability
+        return p_by_depth
+
+    def first(self, n_draft: int) -> DraftTree:
+        """The tree of the root and the ``n_draft`` nodes after it."""
+        if n_draft >= len(self) - 1:
+            return self
+        if n_draft == 0:
+            return _root_alone(self.tokens[0])
+        rows = n_draft + 1
+        return self._of(
+            self.tokens[:rows],
+            self.parents[:rows],
+            self.p_reached[:n_draft],
+            self.origins[:n_draft],
+        )
+
+    def best_first(self, max_nodes: int = sys.maxsize) -> DraftTree:
+        """The ``max_nodes`` nodes with the highest ``p_reached``, the likeliest first.
+
+        Equal ones keep their order, so that parents come before children.
+        """
+        order = sorted(range(1, len(self)), key=lambda node: -self.p_reached[node - 1])
+        return self._renumbered([0, *order[:max_nodes]])
 
     def pruned(self, max_depth: int, vocab_size: int) -> DraftTree:
         """Drop nodes deeper than ``max_depth`` or outside the vocabulary, with their subtrees."""
@@ -121,15 +196,23 @@ class DraftTree:
         """The nodes that are to be kept, of which the root is one, and whose parents are kept."""
         if all(keeps):
             return self
-        renumbered = {-1: -1}
-        tokens: list[int] = []
-        parents: list[int] = []
-        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
-            if parent in renumbered and keeps[node]:
-                renumbered[node] = len(tokens)
-                tokens.append(token)
-                parents.append(renumbered[parent])
-        return DraftTree(tuple(tokens), tuple(parents))
+        nodes = [0]
+        kept = {0}
+        for node in range(1, len(self)):
+            if keeps[node] and self.parents[node] in kept:
+                nodes.append(node)
+                kept.add(node)
+        return self._renumbered(nodes)
+
+    def _renumbered(self, nodes: Sequence[int]) -> DraftTree:
+        """These nodes in this order: the root first, and parents before their children."""
+        number = {-1: -1} | {node: place for place, node in enumerate(nodes)}
+        return self._of(
+            [self.tokens[node] for node in nodes],
+            [number[self.parents[node]] for node in nodes],
+            [self.p_reached[node - 1] for node in nodes[1:]] if self.p_reached else (),
+            [self.origins[node - 1] for node in nodes[1:]] if self.origins else (),
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -211,6 +294,38 @@ class VerifiedStep:
         return len(self.tree) - 1
 
 
+class Limits(int):
+    """The limits of a draft: an integer, how deep it may be, with all else that bounds it.
+
+    Attributes:
+        nodes: how many nodes it may have, the root not counted.
+        branching: whether a node may have several children.
+        least_p: ``least_p[n]`` is the probability below which no node beyond the first n pays,
+            even if a plain step's time is worth one token; see
+            :attr:`mlxspec.plan.cost_curve.CostCurve.cheapest_rows`.
+        costs: ``costs[rows]`` is T(rows) / T(1), which tells what the time is worth; empty where
+            other sequences have a say in that.
+    """
+
+    nodes: int
+    branching: bool
+    least_p: Sequence[float]
+    costs: Sequence[float]
+
+    def __new__(
+        cls,
+        max_depth: int,
+        nodes: int,
+        branching: bool,
+        least_p: Sequence[float],
+        costs: Sequence[float] = (),
+    ) -> Limits:
+        limits = super().__new__(cls, max_depth)
+        limits.nodes, limits.branching = nodes, branching
+        limits.least_p, limits.costs = least_p, costs
+        return limits
+
+
 class Drafter:
     """Proposes draft trees. It can change the speed of decoding, never its output.
 
@@ -238,7 +353,9 @@ class Drafter:
         """Draft what follows the context, at most ``max_depth`` tokens deep.
 
         The root of the tree is the context's last token; :meth:`DraftTree.chain` makes a tree
-        of tokens in a row, and of the root alone where there is nothing to draft.
+        of tokens in a row, and of the root alone where there is nothing to draft. A planner
+        passes :class:`mlxspec.draft.drafter.Limits`, an integer that knows further limits. It
+        takes a tree's ``p_reached``, and learns how likely the nodes of other trees are right.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method propose")
 
@@ -252,7 +369,7 @@ class Drafter:
     def origins(self) -> tuple[str, ...] | None:
         """Per node of the tree proposed last, a word for where it came from; the root's is "root".
 
-        None means "draft" for all other nodes.
+        None means what the tree's own ``origins`` say, or "draft" for all other nodes.
         """
         return None
 
@@ -287,8 +404,8 @@ class NoDraft(Drafter):
 
 def origins_of(drafter: Drafter, tree: DraftTree) -> tuple[str, ...]:
     """Per node of the tree that a drafter proposed last, where it came from."""
-    told = drafter.origins() if hasattr(drafter, "origins") else None
-    return told or ("root", *["draft"] * (len(tree) - 1))
+    said = drafter.origins() if hasattr(drafter, "origins") else None
+    return said or ("root", *(tree.origins or ["draft"] * (len(tree) - 1)))
 
 
 def window_rows_of(drafter: Drafter) -> Mapping[tuple[int, int], int]:
@@ -306,46 +423,60 @@ class TreeBuilder:
 
     Args:
         root: the last emitted token, node 0.
+
+    Attributes:
+        tokens, parents, p_reached, origins: of the nodes so far, as in :class:`DraftTree`.
     """
 
     def __init__(self, root: int) -> None:
-        self._tokens = [root]
-        self._parents = [-1]
+        self.tokens = [root]
+        self.parents = [-1]
+        self.p_reached: list[float] = []
+        self.origins: list[str] = []
         self._children: dict[tuple[int, int], int] = {}
 
     @classmethod
     def of(cls, tree: DraftTree) -> TreeBuilder:
-        """A builder that starts from a tree."""
+        """A builder that starts from a tree, without its probabilities."""
         builder = cls(tree.tokens[0])
-        builder._tokens, builder._parents = list(tree.tokens), list(tree.parents)
+        builder.tokens, builder.parents = list(tree.tokens), list(tree.parents)
+        builder.origins = list(tree.origins)
         for node in range(len(tree) - 1, 0, -1):  # so that the first of equal siblings counts
             builder._children[tree.parents[node], tree.tokens[node]] = node
         return builder
 
     def __len__(self) -> int:
         """The number of nodes, the root included."""
-        return len(self._tokens)
+        return len(self.tokens)
 
-    def has(self, parent: int, token: int) -> bool:
-        """Whether a node has a child with this token."""
-        return (parent, token) in self._children
+    def find(self, parent: int, token: int) -> int | None:
+        """The child of a node with this token; None if there is none."""
+        return self._children.get((parent, token))
 
-    def child(self, parent: int, token: int) -> int:
+    def child(
+        self, parent: int, token: int, p_reached: float | None = None, origin: str | None = None
+    ) -> int:
         """The child of a node with this token; it is added if there is none."""
-        key = parent, token
-        node = self._children.get(key)
+        node = self._children.get((parent, token))
         if node is None:
-            node = self._children[key] = len(self._tokens)
-            self._tokens.append(token)
-            self._parents.append(parent)
+            node = self._children[parent, token] = len(self.tokens)
+            self.tokens.append(token)
+            self.parents.append(parent)
+            if p_reached is not None:
+                self.p_reached.append(p_reached)
+            if origin is not None:
+                self.origins.append(origin)
         return node
 
-    def add_branch(self, tokens: Iterable[int]) -> None:
+    def add_branch(self, tokens: Iterable[int], origin: str | None = None) -> None:
         """Add a continuation of the root; it shares the nodes of a common prefix."""
         node = 0
         for token in tokens:
-            node = self.child(node, token)
+            node = self.child(node, token, origin=origin)
 
     def tree(self) -> DraftTree:
-        """The tree so far."""
-        return DraftTree(tuple(self._tokens), tuple(self._parents))
+        """The tree so far, with what is known of all its nodes."""
+        drafted = len(self.tokens) - 1
+        p_reached = self.p_reached if len(self.p_reached) == drafted else ()
+        origins = self.origins if len(self.origins) == drafted else ()
+        return DraftTree._of(self.tokens, self.parents, p_reached, origins)

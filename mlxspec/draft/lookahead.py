@@ -11,6 +11,9 @@ from itertools import islice
 from ..errors import OptionError
 from .drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
 
+GUESS, WINDOW = "guess", "window"
+"""The origins of drafts from the pool and from the window."""
+
 MOST_GUESSES = 64
 """Guesses kept for one first token where no limit is set. In a text of few symbols a token may
 have thousands; verifying them all would take longer than they could save."""
@@ -157,11 +160,11 @@ def add_window(
     """
     trunk = [0]
     for token in levels[0][1:columns]:
-        trunk.append(tree.child(trunk[-1], token))
+        trunk.append(tree.child(trunk[-1], token, origin=WINDOW))
     rows = [trunk]
     for level in levels[1:]:
         pairs = zip(rows[-1], level, strict=False)
-        rows.append([tree.child(node, token) for node, token in pairs])
+        rows.append([tree.child(node, token, origin=WINDOW) for node, token in pairs])
     return rows
 
 
@@ -260,12 +263,11 @@ class LookaheadDrafter(Drafter):
         limit = max(max_rows - rows, 0) // max(depth, 1)
         tree = TreeBuilder(self._current)
         for guess in self._pool.guesses(self._current, limit):
-            tree.add_branch(guess[:depth])
-        self._n_guessed = len(tree) - 1
+            tree.add_branch(guess[:depth], GUESS)
         self._rows: list[list[int]] = []
         if self._window and self._window.depth <= max_depth:
             # The window's first row is the root's, which every step has.
-            left = max_rows - rows - self._n_guessed + 1
+            left = max_rows - rows - len(tree) + 2
             columns = min(self._window.columns, left // len(self._window.levels))
             if columns > 0:
                 self._rows = add_window(tree, self._window.levels, columns)
@@ -280,10 +282,6 @@ class LookaheadDrafter(Drafter):
 
     def end(self) -> None:
         del self._pool, self._window
-
-    def origins(self) -> tuple[str, ...]:
-        n_window = len(self._draft) - 1 - self._n_guessed
-        return "root", *["guess"] * self._n_guessed, *["window"] * n_window
 
     def window_rows(self) -> dict[tuple[int, int], int]:
         return by_place(self._rows)

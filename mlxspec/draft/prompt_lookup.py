@@ -95,11 +95,7 @@ class PromptLookupDrafter(Drafter):
 
     def propose(self, max_depth: int) -> DraftTree:
         draft = self._index.continuation(min(max_depth, self.n_draft))
-        self._drafted = len(draft)
-        return DraftTree.chain(self._index.tokens[-1], draft)
-
-    def origins(self) -> tuple[str, ...]:
-        return "root", *["lookup"] * self._drafted
+        return DraftTree.chain(self._index.tokens[-1], draft, "lookup")
 
     def observe(self, step: VerifiedStep) -> None:
         self._index.extend(step.tokens)

@@ -12,8 +12,8 @@ import mlx.nn as nn
 
 from ..draft.drafter import VerifiedStep
 from ..plan.live_costs import LiveCosts
-from ..plan.planner import NO_PLAN, Planner, log_fault
-from ..plan.sharing import share_rows
+from ..plan.planner import Planner, log_fault
+from ..plan.sharing import NO_PLAN, Plan, plan_drafts
 from .joint import Joint, JointMode
 from .step import DecodedStep, Sequence, begin_together, joint_step, step
 
@@ -100,11 +100,11 @@ class Batch:
         if not sequences:
             return []
         started = time.perf_counter()
-        costs = self._planned(lambda: self._share(sequences)) if self._costs else None
-        if self._costs and costs is None:
-            for planner in _planners(sequences).values():
-                planner.plan_is(NO_PLAN)
-        outcomes = joint_step(sequences, self._joint)
+        costs, plans = None, dict[Sequence, Plan]()
+        if self._costs:
+            planned = self._planned(lambda: self._plan(sequences))
+            costs, plans = planned or (None, dict.fromkeys(_planners(sequences), NO_PLAN))
+        outcomes = joint_step(sequences, self._joint, plans)
         steps = [outcome.verified for outcome in outcomes if isinstance(outcome, DecodedStep)]
         together = [step for step in steps if step.sequences == len(sequences)]
         if costs and len(together) == len(sequences):
@@ -136,25 +136,26 @@ class Batch:
             self._costs_of[count] = self._costs.for_sequences(count)
         return self._costs_of[count]
 
-    def _share(self, sequences: Several[Sequence]) -> LiveCosts:
-        """Plan the drafts of all sequences together."""
+    def _plan(self, sequences: Several[Sequence]) -> tuple[LiveCosts, dict[Sequence, Plan]]:
+        """Plan the drafts of all sequences together; what such steps cost, and the plans."""
         count = len(sequences)
         costs = self._costs_for(count)
         costs.move_to(max(sequence.length for sequence in sequences))
         planned = _planners(sequences)
-        if planned:
-            # Others are asked in the step itself: what they propose now is about what they did.
-            others = [sequence for sequence in sequences if sequence not in planned]
-            pending = sum(len(sequence.target.pending) for sequence in sequences)
-            share_rows(
-                list(planned.values()),
-                [sequence.max_depth for sequence in planned],
-                costs,
-                sequences=count,
-                rows_taken=pending + sum(sequence.proposed for sequence in others),
-                patient=self._patient,
-            )
-        return costs
+        if not planned:
+            return costs, {}
+        # Others are asked in the step itself: what they propose now is about what they did.
+        others = [sequence for sequence in sequences if sequence not in planned]
+        pending = sum(len(sequence.target.pending) for sequence in sequences)
+        plans = plan_drafts(
+            list(planned.values()),
+            [sequence.max_depth for sequence in planned],
+            costs,
+            sequences=count,
+            rows_taken=pending + sum(sequence.proposed for sequence in others),
+            patient=self._patient,
+        )
+        return costs, dict(zip(planned, plans, strict=True))
 
 
 def _planners(sequences: Several[Sequence]) -> dict[Sequence, Planner]:

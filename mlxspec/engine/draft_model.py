@@ -79,15 +79,11 @@ class DraftModelDrafter(Drafter):
                 rows = self._next_token(rows)
                 drafted.append(rows)
         self._draft = cast(list[int], mx.concatenate(drafted).tolist()) if drafted else []
-        return DraftTree.chain(self._context[-1], self._draft)
+        return DraftTree.chain(self._context[-1], self._draft, "draft model")
 
     def propose_beside(self, rows: int, max_depth: int, max_rows: int) -> DraftTree:
         """Draft for a step that has ``rows`` rows already; nothing, if one of them is a draft."""
         return self.propose(min(max_depth, max_rows - rows) if rows == 1 else 0)
-
-    def origins(self) -> tuple[str, ...]:
-        """Per node of the tree proposed last, where it came from."""
-        return "root", *["draft model"] * len(self._draft)
 
     def observe(self, step: VerifiedStep) -> None:
         right = 0

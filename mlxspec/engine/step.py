@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -20,6 +20,10 @@ from .caches import held_arrays, move_rows, parts
 from .chooser import Chooser
 from .joint import Joint, JointRows
 from .target import Capability, Progress, Target
+
+if TYPE_CHECKING:
+    from ..plan.planner import Planner
+    from ..plan.sharing import Plan
 
 _Result = TypeVar("_Result")
 
@@ -163,15 +167,22 @@ class Sequence:
             with mx.stream(generation_stream):
                 mx.eval(self.target.arrays)  # those of an interrupted step are lazy
 
-    def propose(self) -> None:
+    def propose(self, plan: Plan | None = None) -> None:
         """Propose the rows of the step.
 
         Where its forward is dispatched already they are the one row of that, and the draft has to
         wait for the next step.
+
+        Args:
+            plan: the drafter's, who is a planner, made together with those of others.
         """
         self._started = time.perf_counter() - self._uncounted
         max_depth = self.max_depth
-        tree = self._fitting(self.drafter.propose(max_depth), max_depth)
+        if plan is None:
+            proposed = self.drafter.propose(max_depth)
+        else:
+            proposed = cast("Planner", self.drafter).draft(plan)
+        tree = self._fitting(proposed, max_depth)
         on_gpu = mx.default_device().type == mx.gpu
         self._drafting = 0.0 if on_gpu else time.perf_counter() - self._started
         self.proposed = len(tree) - 1
@@ -403,7 +414,9 @@ def step(sequence: Sequence) -> DecodedStep:
 
 
 def joint_step(
-    sequences: abc.Sequence[Sequence], joint: Joint | None = None
+    sequences: abc.Sequence[Sequence],
+    joint: Joint | None = None,
+    plans: abc.Mapping[Sequence, Plan] | None = None,
 ) -> list[DecodedStep | Exception]:
     """Run one step of each sequence: all are dispatched before the first is waited for.
 
@@ -414,12 +427,14 @@ def joint_step(
     Args:
         sequences: of one model; none is finished.
         joint: runs the rows of all sequences in one forward; needed where there are several.
+        plans: of those sequences whose drafts were planned together.
 
     Returns:
         per sequence its step, or what its drafter, a processor or the like has raised. That
         sequence has to be closed; the others go on.
     """
-    proposed = each(Sequence.propose, sequences)
+    plans = plans or {}
+    proposed = each(lambda sequence: sequence.propose(plans.get(sequence)), sequences)
     waiting = [sequence for sequence in proposed if not sequence.ahead]
     ready = each(Sequence.take_ahead, [sequence for sequence in proposed if sequence.ahead])
     running = [*ready, *dispatch(waiting, joint)]

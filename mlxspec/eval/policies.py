@@ -7,23 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from ..draft.drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
+from ..draft.drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
 from ..draft.prompt_lookup import NgramIndex, PromptLookupDrafter
 from ..draft.suffix_index import SuffixIndex
 from ..memory.memory import MAX_TOKENS
 from ..plan.cost_curve import CostCurve, FixedCosts
-from ..plan.drafter_source import DrafterSource
 from ..plan.experience import Experience
 from ..plan.p_accept import AcceptanceModel
-from ..plan.planner import Limits, Planner, Source
+from ..plan.planner import Planner
 from ..plan.policy import trees_pay
 from ..plan.suffix_source import (
     CONTEXT,
     Earlier,
     Evidence,
     OnOutput,
-    SuffixCandidates,
     SuffixSource,
+    SuffixTree,
 )
 from .replay import verify
 
@@ -288,10 +287,10 @@ class Hindsight(Drafter):
         evidence = Evidence(CONTEXT, text.tokens, text.occurrences(), self._acceptance)
         # What is improbable may turn out to be right.
         least_p, depth = [0.0] * self.curve.widest, min(max_depth, len(following))
-        limits = Limits(self.curve.widest - 1, depth, self.branching, least_p)
-        self._candidates = SuffixCandidates(text.tokens[-1], [evidence], limits)
-        everything = self._candidates.draft(len(self._candidates.p_reached))
-        return self._candidates.draft(self._best_n_draft(verify(everything, following).accepted))
+        limits = Limits(depth, self.curve.widest - 1, self.branching, least_p)
+        self._candidates = SuffixTree(text.tokens[-1], [evidence], limits)
+        everything = self._candidates.tree()
+        return everything.first(self._best_n_draft(verify(everything, following).accepted))
 
     def observe(self, step: VerifiedStep) -> None:
         self._candidates.learn(step.tokens)
@@ -348,7 +347,7 @@ class Policy:
     memory_tokens: int | None = 0
 
 
-def _planned(task: Task, *others: Source) -> Planner:
+def _planned(task: Task, *others: Drafter) -> Planner:
     experience = task.experience or Experience()
     suffixes = SuffixSource(
         earlier=[task.memory] if task.memory else [],
@@ -445,7 +444,7 @@ def policies_with(drafter: type[Drafter]) -> dict[str, Policy]:
         f"auto+{name}": Policy(
             f"auto+{name}",
             "the default decoder, which drafts with it too",
-            lambda task: _planned(task, DrafterSource(drafter())),
+            lambda task: _planned(task, drafter()),
             follows_costs=True,
         ),
     }

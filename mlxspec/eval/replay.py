@@ -6,15 +6,16 @@ Outputs run one at a time, or several at once in joint steps; one is the case of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean, geometric_mean
+from typing import cast
 
 from ..draft.drafter import Drafter, DraftTree, NoDraft, VerifiedStep, accept
 from ..plan.cost_curve import CostCurve, FixedCosts
 from ..plan.planner import Planner
-from ..plan.sharing import share_rows
+from ..plan.sharing import Plan, plan_drafts
 from .traces import Completion
 
 SLOW = 0.98
@@ -108,11 +109,8 @@ def replay_jointly(
                 active.append(_Output(completion, make_drafter(completion)))
             if not active:
                 break
-            planners = [one.drafter for one in active if isinstance(one.drafter, Planner)]
-            if len(active) > 1 and planners:
-                depths = [MAX_DEPTH] * len(planners)
-                share_rows(planners, depths, costs(len(active)), sequences=len(active))
-            step_rows, ahead = _step(active, ahead)
+            plans = _plans(active, costs(len(active))) if len(active) > 1 else {}
+            step_rows, ahead = _step(active, ahead, plans)
             rows.append(step_rows)
             sequences.append(len(active))
             ended = [one for one in active if one.finished]
@@ -180,9 +178,24 @@ class _Output:
         self.drafter.observe(replace(step, rows=rows, sequences=sequences))
 
 
-def _step(active: Sequence[_Output], ahead: bool) -> tuple[int, bool]:
+def _plans(active: Sequence[_Output], costs: FixedCosts) -> dict[_Output, Plan]:
+    """Plan the drafts of those outputs together that have a planner."""
+    planners = {one: one.drafter for one in active if isinstance(one.drafter, Planner)}
+    depths = [MAX_DEPTH] * len(planners)
+    plans = plan_drafts(list(planners.values()), depths, costs, sequences=len(active))
+    return dict(zip(planners, plans, strict=True))
+
+
+def _step(
+    active: Sequence[_Output], ahead: bool, plans: Mapping[_Output, Plan]
+) -> tuple[int, bool]:
     """Run a step of all outputs; returns its rows, and whether the next one is dispatched in it."""
-    proposals = [one.drafter.propose(MAX_DEPTH) for one in active]
+    proposals = [
+        cast(Planner, one.drafter).draft(plans[one])
+        if one in plans
+        else one.drafter.propose(MAX_DEPTH)
+        for one in active
+    ]
     # A plain step that was dispatched ahead runs first, whatever is proposed meanwhile.
     trees = [DraftTree.chain(one.last) for one in active] if ahead else proposals
     ahead = all(

@@ -31,7 +31,7 @@ from ..plan.drafter_source import DrafterSource
 from ..plan.experience import Experience
 from ..plan.experience_file import KeptExperience, experience_path
 from ..plan.lookahead_source import LookaheadKnowledge, LookaheadSource
-from ..plan.planner import Planner, Source
+from ..plan.planner import Planner
 from ..plan.policy import trees_pay
 from ..plan.suffix_source import Earlier, SuffixSource
 from ..store.store import open_store
@@ -71,7 +71,7 @@ class _PlannedDecoder(Decoder):
 
     def _plan(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[Drafter],
         experience: Experience,
         *,
         branching: bool,
@@ -169,13 +169,13 @@ class AutoDecoder(_PlannedDecoder):
     def _token_classes(self) -> bytes:
         return vocabulary_classes(self.tokenizer)
 
-    def new_drafter(self, session: Session | None, others: Sequence[Source] = ()) -> Drafter:
+    def new_drafter(self, session: Session | None, others: Sequence[Drafter] = ()) -> Drafter:
         """Look-ups, the extra drafter and other sources."""
         extra = self._extra() if self._extra else None
         if isinstance(extra, DraftModelDrafter):
             return self.look_ups_beside(session, extra, others)
         if extra is not None:
-            others = [DrafterSource(extra), *others]
+            others = [extra, *others]
         return self._look_ups(session, others)
 
     def drafting_with(self, *, prediction: Sequence[int] = ()) -> MakeDrafter:
@@ -187,7 +187,7 @@ class AutoDecoder(_PlannedDecoder):
         return lambda session: self.new_drafter(session, _predicted(prediction))
 
     def _look_ups(
-        self, session: Session | None, others: Sequence[Source] = (), costs: Costs | None = None
+        self, session: Session | None, others: Sequence[Drafter] = (), costs: Costs | None = None
     ) -> Planner:
         """A planner that looks up text that repeats, and asks other sources too."""
         if self.memory:
@@ -212,7 +212,7 @@ class AutoDecoder(_PlannedDecoder):
             self.memory.add(output, earned, prompt)
 
     def look_ups_beside(
-        self, session: Session | None, drafter: DraftModelDrafter, others: Sequence[Source] = ()
+        self, session: Session | None, drafter: DraftModelDrafter, others: Sequence[Drafter] = ()
     ) -> Drafter:
         """Look-ups, and a draft model where they find nothing.
 
@@ -391,7 +391,7 @@ class LookaheadDecoder(_PlannedDecoder):
         looks_ahead = _lookahead(*sizes, self._knowledge)
 
         def new_drafter(session: Session | None) -> Drafter:
-            if isinstance(looks_ahead, Drafter):
+            if isinstance(looks_ahead, LookaheadDrafter):
                 return looks_ahead
             branching = self.capability is Capability.TREE
             return self._plan([looks_ahead], self._experience, branching=branching)
@@ -493,13 +493,13 @@ class CombinedDecoder(AutoDecoder):
         looks_ahead = _lookahead(*sizes, self._knowledge)
 
         def new_drafter(session: Session | None) -> Drafter:
-            if isinstance(looks_ahead, Drafter):
+            if isinstance(looks_ahead, LookaheadDrafter):
                 look_ups = self.new_drafter(session, _predicted(prediction))
                 first = look_ups if drafter is None else checked_drafter(drafter)
                 return CombinedDrafter(first, looks_ahead)
             if drafter is None:
                 return self.new_drafter(session, [*_predicted(prediction), looks_ahead])
-            sources = [DrafterSource(drafter), looks_ahead]
+            sources = [drafter, looks_ahead]
             # A draft model's forwards are in the steps' times.
             costs = self._fixed_costs() if isinstance(drafter, DraftModelDrafter) else None
             branching = self.capability is Capability.TREE
@@ -516,8 +516,8 @@ def _check_same(kept: TokenizerIdentity, identity: TokenizerIdentity) -> None:
         )
 
 
-def _predicted(prediction: Sequence[int]) -> list[Source]:
-    """The source of drafts from a text that the output is expected to follow, if there is one."""
+def _predicted(prediction: Sequence[int]) -> list[Drafter]:
+    """What drafts from a text that the output is expected to follow, if there is one."""
     return [DrafterSource(PredictionDrafter(prediction), "prediction")] if prediction else []
 
 

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..draft.context_index import common_length
-from ..draft.drafter import TreeBuilder, VerifiedStep
-from ..draft.lookahead import JacobiWindow, NgramPool, add_window, by_place
-from .planner import Candidates, Limits, Source, best_first
+from ..draft.drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
+from ..draft.lookahead import GUESS, JacobiWindow, NgramPool, add_window, by_place
 from .policy import Policy, price_of_time
 
 # Where these come from: docs/planner-notes.md, "Constants".
@@ -104,8 +103,8 @@ class LiveGuesses:
         self._live, self._guesses, self._streak = [], [], 0
 
 
-class GuessTree:
-    """Guesses merged into a tree of candidates; it knows the agreement and rank of each node.
+class GuessTree(TreeBuilder):
+    """Guesses merged into a tree; it knows the agreement and rank of each node.
 
     Args:
         current: the token before the guesses.
@@ -114,9 +113,6 @@ class GuessTree:
         max_depth: of the deepest node.
         least_p: less likely nodes below the first level are left out.
         branching: whether nodes may have siblings.
-
-    Attributes:
-        candidates: the nodes, the likeliest first.
     """
 
     def __init__(
@@ -129,39 +125,39 @@ class GuessTree:
         least_p: float,
         branching: bool,
     ) -> None:
+        super().__init__(current)
         self._odds = odds
-        self._children: list[dict[int, int]] = [{}]
-        self._agreements = [0]
-        nodes = Candidates(current)
+        self._cells = [(0, 0)]  # per node its agreement and rank
+        n_children = [0]
         ranks = _RANKS if branching else 1
         for tail, agreement in guesses:
             node, p_node = 0, 1.0
             for depth, token in enumerate(tail[:max_depth]):
-                siblings = self._children[node]
-                if token not in siblings:
-                    rank = len(siblings)
+                child = self.find(node, token)
+                if child is None:
+                    rank = n_children[node]
                     if rank >= ranks:
                         break
                     p_reached = p_node * odds.probability(agreement + depth, rank)
                     if p_reached < least_p and node:
                         break
-                    siblings[token] = nodes.add(token, node, p_reached)
-                    self._children.append({})
-                    self._agreements.append(agreement + depth)
-                node = siblings[token]
-                p_node = nodes.p_reached[node - 1]
-        self.candidates = Candidates(current, "guess")
-        best_first(nodes, self.candidates)
+                    child = self.child(node, token, p_reached, GUESS)
+                    n_children[node] += 1
+                    n_children.append(0)
+                    self._cells.append((agreement + depth, rank))
+                node = child
+                p_node = self.p_reached[node - 1]
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Learn from the tokens that followed."""
-        node = 0
+        node: int | None = 0
         for token in tokens:
-            for rank, (guess, child) in enumerate(self._children[node].items()):
-                self._odds.learn(self._agreements[child], rank, guess == token)
-            if token not in self._children[node]:
-                break
-            node = self._children[node][token]
+            for child, parent in enumerate(self.parents):
+                if parent == node:
+                    self._odds.learn(*self._cells[child], self.tokens[child] == token)
+            node = None if node is None else self.find(node, token)
+            if node is None:
+                return
 
 
 def _logit(probability: float) -> float:
@@ -272,10 +268,10 @@ class LookaheadKnowledge:
         self.gain = WindowGain()
 
 
-class LookaheadSource(Source):
+class LookaheadSource(Drafter):
     """Lookahead decoding whose sizes follow what rows cost; often there is no window.
 
-    The candidates are the pool's guesses. A window is verified beside them where the tokens that
+    It drafts the pool's guesses. A window is verified beside them where the tokens that
     windows have lately earned pay for its rows. So W, N and G change from step to step; where
     each row costs as much as a plain step, nothing is drafted.
 
@@ -285,8 +281,6 @@ class LookaheadSource(Source):
         pool_from_prompt: whether the pool starts with the prompt's n-grams.
         knowledge: what was learned from earlier generations of the same target.
     """
-
-    name = "guess"
 
     def __init__(
         self,
@@ -306,13 +300,14 @@ class LookaheadSource(Source):
         self._pool = NgramPool(self._ngram_size, self._guess_set_size)
         self._pool.read(prompt if self._pool_from_prompt else prompt[-1:])
         self._live = LiveGuesses(self._pool, self._ngram_size)
+        self._guesses: GuessTree | None = None
         self._knowledge.odds.begin()
         self._size: WindowSize | None = None
         self._window: JacobiWindow | None = None
         self._rows: list[list[int]] = []  # of the window: the node of each (level, column)
         self._steps = 0
 
-    def candidates(self, limits: Limits) -> Candidates:
+    def propose(self, limits: Limits) -> DraftTree:  # type: ignore[override]  # a planner's
         self._rows = []
         self._branching, least_p = limits.branching, limits.least_p[0]
         self._hopeless = least_p >= _SUREST
@@ -320,16 +315,26 @@ class LookaheadSource(Source):
             self._text[-1],
             () if self._hopeless else self._live.at(self._text[-1]),
             self._knowledge.odds,
-            max_depth=min(limits.depth, self._ngram_size - 1),
+            max_depth=min(limits, self._ngram_size - 1),
             least_p=least_p,
             branching=limits.branching,
         )
-        self._guesses.candidates.cut(limits.nodes)
-        return self._guesses.candidates
+        return self._guesses.tree().best_first(limits.nodes)
 
     def rows_beside(
         self, expected: Sequence[float], costs: Sequence[float], policy: Policy, max_depth: int
     ) -> tuple[int, float]:
+        """The window's rows to verify beside the guesses.
+
+        Args:
+            expected: E(n) of the candidates.
+            costs: ``costs[rows]`` is T(rows) / T(1), as far as there is room.
+            policy: the planner's.
+            max_depth: how deep these rows may be.
+
+        Returns:
+            how many rows, and the tokens per step that they earn.
+        """
         if self._hopeless or not self._branching:
             self._window = self._size = None
             return 0, 0.0
@@ -342,6 +347,7 @@ class LookaheadSource(Source):
         return self._size.rows, self._knowledge.gain.of(self._size)
 
     def add_rows(self, tree: TreeBuilder) -> None:
+        """Add these rows to the draft."""
         if self._window:
             self._rows = add_window(tree, self._window.levels)
             self._tree_size = len(tree)
@@ -349,11 +355,12 @@ class LookaheadSource(Source):
     def window_rows(self) -> dict[tuple[int, int], int]:
         return by_place(self._rows)
 
-    def observe(self, step: VerifiedStep, searched: bool) -> None:
+    def observe(self, step: VerifiedStep) -> None:
         tokens = step.tokens
         self._steps += 1
-        if searched and not self._hopeless:
-            self._guesses.learn(tokens)
+        guesses, self._guesses = self._guesses, None
+        if guesses and not self._hopeless:
+            guesses.learn(tokens)
             self._live.advance(tokens)
         else:
             self._live.forget()

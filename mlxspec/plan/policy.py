@@ -7,7 +7,10 @@ from: docs/planner-notes.md, "Constants".
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from ..draft.drafter import VerifiedStep
 from .cost_curve import USUAL_SYNC_OVERHEAD, CostCurve
@@ -114,35 +117,26 @@ class Policy:
         expected: Sequence[float],
         costs: Sequence[float],
         p_by_depth: Callable[[int], Sequence[float]],
-        restart_cost: float = 0.0,
-        *,
-        earned: float = 0.0,
-        gained: float = 0.0,
         guarded: bool = True,
     ) -> tuple[float, int]:
-        """The greatest gain that the guard allows, and the number of nodes that has it.
-
-        All numbers of nodes are compared, since cost curves have stairs.
+        """The greatest gain of one sequence that the guard allows, and its number of nodes.
 
         Args:
             expected: E(n), the tokens that a step emits on average with the first ``n`` nodes.
             costs: ``costs[rows]`` is T(rows) / T(1).
             p_by_depth: given a number of first nodes, the probabilities that at least 1, 2, …
                 of them are accepted.
-            restart_cost: what any draft costs besides its rows.
-            earned: tokens in ``expected`` that do not depend on the nodes.
-            gained: the gain of these tokens, the time of their rows included.
             guarded: whether to ask the guard.
 
         Returns:
             0.0 and 0 where no draft gains anything.
         """
-        gains = gains_of(expected, costs, self.rate, restart_cost)
-        for gain, n_draft in sorted(gains, reverse=True):
-            shortfall = expected_shortfall(costs[n_draft + 1], p_by_depth(n_draft)) - earned
-            if not guarded or self.allows(shortfall, gain + gained):
-                return gain, n_draft
-        return 0.0, 0
+
+        def allows(gain: float, n_draft: int) -> bool:
+            shortfall = expected_shortfall(costs[n_draft + 1], p_by_depth(n_draft))
+            return not guarded or self.allows(shortfall, gain)
+
+        return best_allowed(gains_of(expected, costs, self.rate, 0.0), allows)
 
     def allows(self, shortfall: float, gain: float) -> bool:
         """Whether the guard lets a draft of this expected shortfall and gain be verified."""
@@ -246,6 +240,50 @@ def expected_shortfall(cost: float, p_by_depth: Sequence[float]) -> float:
             break
         shortfall -= probability * min(1.0, cost - depth)
     return shortfall
+
+
+def shortfall_of_all(cost: float, drafts: Sequence[Sequence[float]]) -> float:
+    """As :func:`expected_shortfall`, for the drafts of several sequences together.
+
+    Args:
+        cost: 1 and the time that the step takes beyond a plain one, from all sequences.
+        drafts: per sequence, the probabilities that at least 1, 2, … of its tokens are accepted.
+    """
+    if len(drafts) <= 1:
+        return expected_shortfall(cost, drafts[0] if drafts else ())
+    accepted = np.ones(1)  # the probabilities that 0, 1, … are accepted in all
+    for p_by_depth in drafts:
+        at_least = np.minimum.accumulate(np.array([1.0, *p_by_depth, 0.0]))
+        accepted = np.convolve(accepted, at_least[:-1] - at_least[1:])
+    missing = cost - 1 - np.arange(len(accepted))
+    return float(accepted @ np.maximum(missing, 0.0))
+
+
+def best_allowed(
+    gains: Sequence[tuple[float, int]],
+    allows: Callable[[float, int], bool],
+    halving: bool = False,
+) -> tuple[float, int]:
+    """The greatest gain that is allowed, and the number of nodes that has it.
+
+    All numbers of nodes are compared, since cost curves have stairs.
+
+    Args:
+        gains: from :func:`gains_of`.
+        allows: whether a gain with a number of nodes is allowed.
+        halving: after a refusal, try half as many nodes at most.
+
+    Returns:
+        0.0 and 0 where nothing is.
+    """
+    most = sys.maxsize
+    for gain, n_draft in sorted(gains, reverse=True):
+        if n_draft <= most:
+            if allows(gain, n_draft):
+                return gain, n_draft
+            if halving:
+                most = n_draft // 2
+    return 0.0, 0
 
 
 def allowed_shortfall(banks: Sequence[float], gain: float) -> float:

@@ -1,36 +1,74 @@
-"""Sharing the rows of a joint step: each row goes to the sequence that needs it most."""
+"""Planning the drafts of a step: each row goes to the sequence that needs it most."""
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
+from ..draft.drafter import DraftTree, Limits
 from .cost_curve import Costs
-from .planner import Candidates, JointStep, Limits, Plan, Planner
-from .policy import allowed_shortfall, expected_tokens, gains_of
+from .policy import (
+    allowed_shortfall,
+    best_allowed,
+    expected_tokens,
+    gains_of,
+    price_of_time,
+    shortfall_of_all,
+)
+
+if TYPE_CHECKING:
+    from .planner import Planner
 
 
-def share_rows(
+class Plan(NamedTuple):
+    """What a sequence verifies in one step.
+
+    Attributes:
+        candidates: for the current token, the likeliest first; None where none were searched for.
+        n_draft: how many of them to verify.
+        gain: what these gain, in tokens.
+        rows_beside: rows of a window that are verified beside them.
+        pipelined: whether the next step may be dispatched before this one's tokens are known, if
+            nothing is drafted.
+        joint: what steps of so many sequences cost; None for a step of the sequence alone.
+        charge: the part of a joint step's time that the sequence's guard pays, in plain steps.
+        fault: what has failed in planning it.
+    """
+
+    candidates: DraftTree | None = None
+    n_draft: int = 0
+    gain: float = 0.0
+    rows_beside: int = 0
+    pipelined: bool = True
+    joint: Costs | None = None
+    charge: float = 1.0
+    fault: Exception | None = None
+
+
+NO_PLAN = Plan()
+"""A plain step."""
+
+
+def plan_drafts(
     planners: Sequence[Planner],
     max_depths: Sequence[int],
     costs: Costs,
     *,
-    sequences: int,
+    sequences: int = 1,
     rows_taken: int = 0,
     patient: bool = False,
-) -> None:
-    """Plan the next step of several sequences together.
+) -> list[Plan]:
+    """Plan the drafts of the next step, of one sequence or of several together.
 
     The candidates of all of them are sorted by their probabilities, and the number is chosen at
     which the tokens expected of all sequences less the price of the step's time are greatest, as
-    far as the guard allows: for one sequence that is what :class:`Planner` does. A token counts
-    by the time that it saves, the less the faster its sequence is: what is easily copied waits,
-    and is still there to be copied.
+    far as the guard allows. A token counts by the time that it saves, the less the faster its
+    sequence is: what is easily copied waits, and is still there to be copied.
 
-    Everybody waits for a draft, so there are two guards. The sequences share their banks: what
+    Everybody waits for a draft, so several sequences have two guards. They share their banks: what
     these hold in all pays for a step that fails, and what a step costs beyond a plain one is
     charged to those who draft, in proportion to their rows. And none waits for the others longer
     than its patience: all in all a few plain joint steps, and a tenth of its time.
@@ -38,143 +76,194 @@ def share_rows(
     Args:
         planners: of the sequences that plan their drafts, in the middle of a generation.
         max_depths: per planner, how deep its draft may be.
-        costs: of joint steps of so many sequences: one row is a plain step of all, each further
-            row is one of a draft.
+        costs: of steps of so many sequences: one row is a plain step of all, each further row is
+            one of a draft.
         sequences: how many sequences share the step, those without a planner included.
         rows_taken: rows that the step has in any case, beside one of each sequence.
         patient: whether sequences may wait for others as long as all gain together.
+
+    Returns:
+        per planner its plan; where its drafters have raised something, that as the plan's fault.
     """
-    curve = costs.hopeful
-    max_nodes = max(0, curve.widest - 1 - rows_taken)
-    weights = _weights(planners)
-    found: list[Candidates | None] = []
-    for planner, max_depth, weight in zip(planners, max_depths, weights, strict=True):
-        # A row takes time from all sequences.
-        least_p = [sequences / weight * cost for cost in curve.cheapest_rows]
-        try:
-            limits = Limits(max_nodes, max_depth, planner.branching, least_p)
-            found.append(planner.search(curve, limits))
-        except Exception as error:  # the others go on
-            planner.fails_with(error)
-            found.append(None)
-    table = [0.0, *curve.table[1 + min(rows_taken, curve.widest - 1) :]]
-    drafting = {
-        index: candidates
-        for index, (planner, candidates) in enumerate(zip(planners, found, strict=True))
-        if candidates is not None and not planner.policy.probes
-    }
-    # In the order in which they are chosen; a node's parent is before it.
-    best_first = heapq.merge(
-        *(
-            [(-p * weights[index], index) for p in candidates.p_reached]
-            for index, candidates in drafting.items()
+    step = _Step(planners, costs, sequences, rows_taken)
+    plans = step.search(max_depths)
+    if step.alone and not step.drafting:
+        return plans
+    window, earned = step.window(max_depths[0]) if step.alone else (0, 0.0)
+    choice = step.choose(window, earned, patient)
+    n_draft = sum(choice.shares.values())
+    pipelined = not n_draft and not choice.window and step.is_pipelined(plans)
+    if step.alone:
+        own = plans[0].candidates
+        return [Plan(own, n_draft, choice.gain, choice.window, pipelined)]
+    parts = [choice.shares[index] / n_draft if n_draft else 0.0 for index in range(len(plans))]
+    return [
+        plan._replace(
+            n_draft=choice.shares[index],
+            gain=part * choice.gain,
+            pipelined=pipelined,
+            joint=costs,
+            charge=1 + part * step.further(n_draft),
         )
-    )
-    order = [(index, -p) for p, index in best_first][:max_nodes]
-    gain, shares = _best(
-        order, drafting, table, planners, weights, sequences, costs.sync_overhead, patient
-    )
-    n_draft = sum(shares.values())
-    further = sequences * (table[n_draft + 1] / table[1] - 1)
-    # A probe of one sequence is not waited for by the others, so all plain steps are pipelined.
-    pipelined = not n_draft and (
-        costs.wants_plain_steps
-        or _gain_of_waiting(planners, found, table, sequences, costs.sync_overhead)
-        <= sequences * costs.sync_overhead
-    )
-    for index, (planner, candidates) in enumerate(zip(planners, found, strict=True)):
-        part = shares[index] / n_draft if n_draft else 0.0
-        joint = JointStep(costs, 1 + part * further, pipelined)
-        planner.plan_is(Plan(candidates, shares[index], part * gain, joint=joint))
+        for index, (plan, part) in enumerate(zip(plans, parts, strict=True))
+    ]
 
 
-def _weights(planners: Sequence[Planner]) -> list[float]:
-    """What a token of each sequence counts, 1 on average: the time that it usually takes."""
-    times = [1 / planner.policy.rate for planner in planners]
-    return [time * len(times) / sum(times) for time in times]
+class _Choice(NamedTuple):
+    """What is verified in a step: its gain in tokens, each planner's nodes, and a window's rows."""
+
+    gain: float
+    shares: Counter[int]
+    window: int
 
 
-def _gain_of_waiting(
-    planners: Sequence[Planner],
-    found: Sequence[Candidates | None],
-    table: Sequence[float],
-    sequences: int,
-    sync_overhead: float,
-) -> float:
-    """What drafts after the next tokens gain, if the step waits for these."""
-    gain = sum(planner.policy.gain for planner in planners)
-    if gain > sequences * sync_overhead:
-        return gain
-    # Whoever drafts pays for what its rows take from all.
-    costs = [0.0, *(1 + sequences * (cost / table[1] - 1) for cost in table[1:])]
-    return sum(
-        planner.gain_of_waiting(candidates, costs, sync_overhead)
-        for planner, candidates in zip(planners, found, strict=True)
-    )
-
-
-def _best(
-    order: Sequence[tuple[int, float]],
-    drafting: Mapping[int, Candidates],
-    table: Sequence[float],
-    planners: Sequence[Planner],
-    weights: Sequence[float],
-    sequences: int,
-    sync_overhead: float,
-    patient: bool,
-) -> tuple[float, Counter[int]]:
-    """The greatest gain that the guard allows, and each planner's part of the nodes that have it.
+class _Step:
+    """A step whose drafts are planned.
 
     Args:
-        order: of the nodes, the best first: whose each is, and its probability times its weight.
-        drafting: the candidates of those who may draft.
-        table: ``table[1 + n]`` is what a step with ``n`` nodes costs, in plain joint steps.
-        weights: what a token of each planner's sequence counts.
-        patient: as for :func:`share_rows`.
+        planners, costs, sequences, rows_taken: as for :func:`plan_drafts`.
+
+    Attributes:
+        alone: whether one sequence has the step for itself.
+        drafting: by the planner's number, the candidates of those who may draft.
     """
-    policies = [planner.policy for planner in planners]
-    expected = [sequences - 1 + tokens for tokens in expected_tokens([p for _, p in order])]
-    rates = (policy.rate * weight for policy, weight in zip(policies, weights, strict=True))
-    rate = sum(rates) + sequences - len(policies)
-    restart = min((policy.restart_cost(sync_overhead) for policy in policies), default=0.0)
-    if any(policy.ahead for policy in policies):  # who has just joined does not know it
-        restart = sync_overhead
-    gains = gains_of(expected, table, rate, restart)
-    guarded = any(policy.guarded for policy in policies)
-    banks = [policy.bank for policy in policies]
-    while gains:
-        gain, n = max(gains)
-        shares = Counter(index for index, _ in order[:n])
-        further = table[n + 1] / table[1] - 1
-        shortfall = _joint_shortfall(
-            sequences * further,
-            [drafting[index].p_by_depth(own) for index, own in shares.items()],
-        )
+
+    def __init__(
+        self, planners: Sequence[Planner], costs: Costs, sequences: int, rows_taken: int
+    ) -> None:
+        self.alone = sequences == 1
+        self.drafting: dict[int, DraftTree] = {}
+        self._planners = planners
+        self._policies = [planner.policy for planner in planners]
+        self._costs = costs
+        self._curve = costs.hopeful
+        self._sequences = sequences
+        self._max_nodes = max(0, self._curve.widest - 1 - rows_taken)
+        # What a token of each sequence counts, 1 on average: the time that it usually takes.
+        times = [1 / policy.rate for policy in self._policies]
+        self._weights = [time * len(times) / sum(times) for time in times]
+        self._table: Sequence[float] = self._curve.table
+        if not self.alone:
+            taken = min(rows_taken, self._curve.widest - 1)
+            self._table = [0.0, *self._curve.table[1 + taken :]]
+
+    def search(self, max_depths: Sequence[int]) -> list[Plan]:
+        """Ask each planner for its candidates: plans that verify none of them yet."""
+        plans: list[Plan] = []
+        for planner, max_depth, weight in zip(
+            self._planners, max_depths, self._weights, strict=True
+        ):
+            least_p, costs = self._curve.cheapest_rows, self._curve.table
+            if not self.alone:  # a row takes time from all sequences
+                least_p = [self._sequences / weight * cost for cost in least_p]
+                costs = []
+            try:
+                limits = Limits(max_depth, self._max_nodes, planner.branching, least_p, costs)
+                plans.append(Plan(planner.search(self._curve, limits)))
+            except Exception as error:  # the others go on
+                plans.append(Plan(fault=error))
+        self.drafting = {
+            index: plan.candidates
+            for index, (plan, policy) in enumerate(zip(plans, self._policies, strict=True))
+            if plan.candidates is not None and not policy.probes
+        }
+        self._sort()
+        return plans
+
+    def _sort(self) -> None:
+        """Sort all nodes, the best first; a node's parent is before it."""
+        if self.alone:
+            p_reached: Sequence[float] = self.drafting[0].p_reached if self.drafting else ()
+            self._owners = [0] * len(p_reached)
+        else:
+            best_first = heapq.merge(
+                *(
+                    [(-p * self._weights[index], index) for p in candidates.p_reached]
+                    for index, candidates in self.drafting.items()
+                )
+            )
+            order = list(islice(best_first, self._max_nodes))
+            p_reached = [-p for p, _ in order]
+            self._owners = [index for _, index in order]
+        self._expected = [self._sequences - 1 + n for n in expected_tokens(p_reached)]
+        if self.alone:
+            self._table = self._planners[0].step_costs(self._expected, self._table)
+
+    def window(self, max_depth: int) -> tuple[int, float]:
+        """The rows of a window that one sequence may verify, and the tokens that they earn."""
+        (planner,) = self._planners
+        return planner.window_beside(self._expected, self._table, max_depth)
+
+    def choose(self, window: int, earned: float, patient: bool) -> _Choice:
+        """The greatest gain that the guard allows.
+
+        Args:
+            window: rows of a window that are verified in any case.
+            earned: tokens that these earn.
+            patient: as for :func:`plan_drafts`.
+        """
+        costs, expected, gained = self._table, self._expected, 0.0
+        policies, overhead = self._policies, self._costs.sync_overhead
+        rate = sum(one.rate * weight for one, weight in zip(policies, self._weights, strict=True))
+        rate += self._sequences - len(policies)
+        restart = min((policy.restart_cost(overhead) for policy in policies), default=0.0)
+        if any(policy.ahead for policy in policies):  # who has just joined does not know it
+            restart = overhead
+        if window:
+            costs = [0.0, *costs[1 + window :]]
+            expected = [tokens + earned for tokens in expected[: len(costs) - 1]]
+            gained = earned - price_of_time(expected, costs, rate) * (costs[1] - self._table[1])
+        guarded = any(policy.guarded for policy in policies)
+        banks = [policy.bank for policy in policies]
+
+        def allows(gain: float, n_draft: int) -> bool:
+            shares = Counter(self._owners[:n_draft])
+            cost = costs[n_draft + 1] if self.alone else 1 + self.further(n_draft)
+            drafts = [self.drafting[index].p_by_depth(own) for index, own in shares.items()]
+            shortfall = shortfall_of_all(cost, drafts) - earned
+            allowed = not guarded or shortfall <= allowed_shortfall(banks, gain + gained)
+            return allowed and (self.alone or patient or self._is_endured(n_draft, shares))
+
+        gains = gains_of(expected, costs, rate, restart)
+        # Several have few tries, since each takes a while: a little less would hardly be safer.
+        gain, n_draft = best_allowed(gains, allows, halving=not self.alone)
+        gain += gained
+        if window and not n_draft and not allows(0.0, 0):
+            return _Choice(0.0, Counter(), 0)
+        return _Choice(max(gain, 0.0), Counter(self._owners[:n_draft]), window)
+
+    def further(self, n_draft: int) -> float:
+        """The time that so many nodes take beyond a plain step, from all sequences together."""
+        return self._sequences * (self._table[n_draft + 1] / self._table[1] - 1)
+
+    def _is_endured(self, n_draft: int, shares: Counter[int]) -> bool:
+        """Whether nobody waits for these nodes longer than its patience."""
+        further = self.further(n_draft) / self._sequences
         waits = (
-            further - sum(drafting[index].p_reached[: shares[index]]) if shares[index] else further
-            for index in range(len(policies))
+            further - sum(self.drafting[index].p_reached[: shares[index]])
+            if shares[index]
+            else further
+            for index in range(len(self._policies))
         )
-        endured = patient or all(
-            wait <= policy.patience for wait, policy in zip(waits, policies, strict=True)
+        return all(
+            wait <= policy.patience for wait, policy in zip(waits, self._policies, strict=True)
         )
-        allowed = not guarded or shortfall <= allowed_shortfall(banks, gain)
-        if allowed and endured:
-            return gain, shares
-        # Few tries, since each takes a while: a little less would hardly be safer.
-        gains = [(fewer_gain, fewer) for fewer_gain, fewer in gains if fewer <= n // 2]
-    return 0.0, Counter()
 
-
-def _joint_shortfall(cost: float, drafts: Sequence[Sequence[float]]) -> float:
-    """The expected part of a time that accepted drafts do not earn: E[max(0, cost - accepted)].
-
-    Args:
-        cost: the time that a step of all takes beyond a plain one, in tokens.
-        drafts: per sequence, the probabilities that at least 1, 2, … of its tokens are accepted.
-    """
-    accepted = np.ones(1)  # the probabilities that 0, 1, … are accepted in all
-    for p_by_depth in drafts:
-        at_least = np.minimum.accumulate(np.array([1.0, *p_by_depth, 0.0]))
-        accepted = np.convolve(accepted, at_least[:-1] - at_least[1:])
-    missing = cost - np.arange(len(accepted))
-    return float(accepted @ np.maximum(missing, 0.0))
+    def is_pipelined(self, plans: Sequence[Plan]) -> bool:
+        """Whether a step without drafts need not wait for its tokens, since drafts after these
+        would hardly gain more than the wait costs."""
+        costs, overhead = self._costs, self._costs.sync_overhead
+        if not self.alone and costs.wants_plain_steps:
+            # A probe of one sequence is not waited for by the others.
+            return True
+        most = self._sequences * overhead
+        if sum(policy.gain for policy in self._policies) > most:
+            return False
+        table: Sequence[float] | None = None
+        if not self.alone:  # whoever drafts pays for what its rows take from all
+            table = [0.0, *(1 + self.further(n) for n in range(len(self._table) - 1))]
+        gains = (
+            planner.gain_of_waiting(plan.candidates, table, overhead)
+            for planner, plan in zip(self._planners, plans, strict=True)
+        )
+        return sum(gains) <= most

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..draft.context_index import ContextIndex
-from ..draft.drafter import VerifiedStep
+from ..draft.drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
 from ..draft.suffix_index import (
     EXCERPT_TOKENS,
     MAX_LENGTH,
@@ -23,7 +23,6 @@ from ..draft.suffix_index import (
 )
 from .experience import Experience
 from .p_accept import AcceptanceModel, Estimate
-from .planner import Candidates, Limits, Source
 from .policy import SHARE_OF_NOW
 
 CONTEXT = "context"
@@ -62,8 +61,8 @@ class Earlier:
         self.experience = Experience()
 
 
-class SuffixSource(Source):
-    """Continuations of the earlier occurrences of the text's end.
+class SuffixSource(Drafter):
+    """Drafts continuations of the earlier occurrences of the text's end.
 
     They are looked up in the context, and in earlier texts such as a memory of outputs or a store.
     How likely each of these is right is learned from every emitted token, drafted or not.
@@ -80,8 +79,6 @@ class SuffixSource(Source):
         earned: the generation's figures: its "steps" and "tokens", and how many accepted drafts
             came from the context, from each of the earlier texts, and from others.
     """
-
-    name = CONTEXT
 
     def __init__(
         self,
@@ -103,6 +100,7 @@ class SuffixSource(Source):
         self._context = self._kept_context or ContextIndex()
         self._context.begin(prompt)
         self._index: SuffixIndex | None = None
+        self._tree: SuffixTree | None = None
         self._acceptance.begin(
             self._experience.of_kind(prompt),
             self._context.output_start,
@@ -112,14 +110,14 @@ class SuffixSource(Source):
             acceptance.begin(one.experience.of_kind(prompt))
         self.earned: Counter[str] = Counter()
 
-    def candidates(self, limits: Limits) -> Candidates:
+    def propose(self, limits: Limits) -> DraftTree:  # type: ignore[override]  # a planner's
         index = self._text()
         self._acceptance.refresh()
         evidence = [Evidence(CONTEXT, index.tokens, index.occurrences(), self._acceptance)]
         self._excerpts: dict[str, tuple[Earlier, Excerpts]] = {}
         tail = index.tokens[-MAX_LENGTH:] if self._earlier else ()
         for one, acceptance in self._earlier:
-            depth = min(limits.depth, limits.nodes, EXCERPT_TOKENS)
+            depth = min(limits, limits.nodes, EXCERPT_TOKENS)
             excerpts = one.texts.look_up(tail, _EARLIER_OCCURRENCES, depth)
             if excerpts.occurrences:
                 acceptance.refresh()
@@ -127,13 +125,14 @@ class SuffixSource(Source):
                 evidence.append(
                     Evidence(one.name, excerpts.tokens, excerpts.occurrences, acceptance)
                 )
-        self._tree = SuffixCandidates(index.tokens[-1], evidence, limits)
-        return self._tree
+        self._tree = SuffixTree(index.tokens[-1], evidence, limits)
+        return self._tree.tree()
 
-    def observe(self, step: VerifiedStep, searched: bool) -> None:
-        self._count(step, searched)
-        if searched:
-            self._tree.learn(step.tokens)
+    def observe(self, step: VerifiedStep) -> None:
+        tree, self._tree = self._tree, None
+        self._count(step, tree)
+        if tree:
+            tree.learn(step.tokens)
         self._text().extend(step.tokens)
 
     def end(self) -> None:
@@ -146,20 +145,23 @@ class SuffixSource(Source):
             self._index = self._context.index
         return self._index
 
-    def _count(self, step: VerifiedStep, searched: bool) -> None:
+    def _count(self, step: VerifiedStep, tree: SuffixTree | None) -> None:
         """Count the step, and its accepted drafts by where they came from."""
         self.earned["steps"] += 1
         self.earned["tokens"] += len(step.tokens)
-        node: int | None = 0 if searched else None
+        node: int | None = 0
         for accepted in step.accepted:
-            if node is not None:
-                node = self._tree.child(node, step.tree.tokens[accepted])
-            name = OTHERS if node is None else self._tree.names[node - 1]
+            if tree and node is not None:
+                node = tree.find(node, step.tree.tokens[accepted])
+            if not tree or node is None:
+                self.earned[OTHERS] += 1
+                continue
+            name = tree.origins[node - 1]
             self.earned[name] += 1
-            if node is not None and name in self._excerpts:
+            if name in self._excerpts:
                 earlier, excerpts = self._excerpts[name]
                 if earlier.on_used:
-                    first = excerpts.occurrences.index(self._tree.first_occurrence(node))
+                    first = excerpts.occurrences.index(tree.first_occurrence(node))
                     earlier.on_used(excerpts.sources[first])
 
 
@@ -187,7 +189,7 @@ _Saying = tuple[AcceptanceModel, Sequence[int], Sequence[Estimate]]
 _Child = tuple[float, int, int, list[list[Occurrence]]]
 
 
-class SuffixCandidates(Candidates):
+class SuffixTree(TreeBuilder):
     """A tree of continuations, grown best first.
 
     A child's probability is its parent's, times those of its better siblings being wrong, times
@@ -202,9 +204,6 @@ class SuffixCandidates(Candidates):
         root: the current token.
         evidence: where it occurred before, in one or several texts.
         limits: of the tree.
-
-    Attributes:
-        names: per node but the root, the origin of its draft token.
     """
 
     def __init__(
@@ -214,29 +213,20 @@ class SuffixCandidates(Candidates):
         limits: Limits,
     ) -> None:
         super().__init__(root)
-        self.names: list[str] = []
         self._evidence = evidence
-        self._max_nodes, self._max_depth, _, self._least_p, self._costs = limits
+        self._max_nodes, self._max_depth = limits.nodes, int(limits)
+        self._least_p, self._costs = limits.least_p, limits.costs
         self._most_children = _CHILDREN if limits.branching else 1
         self._expected = self._best_rate = self._price = 1.0
         self._branch = 0  # the end of the first branch
-        # Per node, what each text said of its children; and the node of each child.
-        self._sayings: list[Sequence[_Saying]] = []
-        self._children: dict[tuple[int, int], int] = {}
+        self._sayings: list[Sequence[_Saying]] = []  # per node, what each text said of its children
         self._firsts: list[Occurrence] = []  # per node but the root, the best occurrence
         self._nowhere: list[list[Occurrence]] = [[] for _ in evidence]
         self._serial = 0  # decides between equals: the older entry comes first
         self._grow()
 
-    def origins(self, n_draft: int) -> list[str]:
-        return self.names[:n_draft]
-
-    def child(self, node: int, token: int) -> int | None:
-        """The child of a node with this token."""
-        return self._children.get((node, token))
-
     def first_occurrence(self, node: int) -> Occurrence:
-        """The best of the occurrences that a node continues, in the text that ``names`` tells."""
+        """The best of the occurrences that a node continues, in the text that its origin names."""
         return self._firsts[node - 1]
 
     def learn(self, emitted: Sequence[int]) -> None:
@@ -248,7 +238,7 @@ class SuffixCandidates(Candidates):
             for acceptance, tokens, estimates in self._sayings[node]:
                 right = tokens.index(token) if token in tokens else None
                 acceptance.learn(estimates, right, at_root=node == 0)
-            node = self._children.get((node, token))
+            node = self.find(node, token)
 
     def _grow(self) -> None:
         """Best-first search from the root."""
@@ -285,8 +275,7 @@ class SuffixCandidates(Candidates):
         self, token: int, parent: int, p_reached: float, number: int, occurrence: Occurrence
     ) -> int:
         """Add a node that a text proposes."""
-        node = self._children[parent, token] = self.add(token, parent, p_reached)
-        self.names.append(self._evidence[number].name)
+        node = self.child(parent, token, p_reached, self._evidence[number].name)
         self._firsts.append(occurrence)
         if parent == self._branch:
             self._branch = node

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from mlxspec.draft.drafter import Drafter, DraftTree, VerifiedStep
-from mlxspec.draft.forced import with_forced
-from mlxspec.plan.planner import Candidates, guided
+from mlxspec.draft.drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
+from mlxspec.draft.forced import guided, with_forced
 
 
 class Spelled:
@@ -57,7 +56,7 @@ def chain(text: str) -> DraftTree:
     return DraftTree.chain(0, map(ord, text))
 
 
-def text_of(candidates: Candidates, node: int) -> str:
+def text_of(candidates: DraftTree, node: int) -> str:
     text = ""
     while node:
         text = chr(candidates.tokens[node]) + text
@@ -81,12 +80,13 @@ def test_forced_tokens_come_first_and_each_drafter_sees_its_own(branching: bool)
 
 
 def test_candidates_that_may_not_come_are_left_out_and_forced_ones_are_put_in() -> None:
-    candidates = Candidates(0, "lookup")
-    a = candidates.add(ord("a"), 0, 0.5)
-    b = candidates.add(ord("b"), a, 0.4)
-    candidates.add(ord("z"), 0, 0.3)
-    candidates.add(ord("x"), b, 0.2)
-    candidates.add(ord("q"), b, 0.1)
+    builder = TreeBuilder(0)
+    a = builder.child(0, ord("a"), 0.5, "lookup")
+    b = builder.child(a, ord("b"), 0.4, "lookup")
+    builder.child(0, ord("z"), 0.3, "lookup")
+    builder.child(b, ord("x"), 0.2, "lookup")
+    builder.child(b, ord("q"), 0.1, "lookup")
+    candidates = builder.tree()
     found = guided(candidates, Spelled("abxcd", "abyef"), 16, 16)
     texts = [text_of(found, node) for node in range(1, len(found.tokens))]
     reached = dict(zip(texts, found.p_reached, strict=True))
@@ -95,6 +95,6 @@ def test_candidates_that_may_not_come_are_left_out_and_forced_ones_are_put_in() 
     assert reached["ab"] == pytest.approx(0.99**2)
     assert reached["abx"] == pytest.approx(0.99**2 * 0.5)
     assert reached["abxcd"] == pytest.approx(0.99**4 * 0.5)
-    assert found.origins(5) == ["grammar", "grammar", "lookup", "grammar", "grammar"]
+    assert found.origins == ("grammar", "grammar", "lookup", "grammar", "grammar")
     assert len(guided(candidates, Spelled("abxcd", "abyef"), 3, 16).tokens) == 4
     assert max(guided(candidates, Spelled("abxcd", "abyef"), 16, 4).depths) == 4

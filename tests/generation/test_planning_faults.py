@@ -13,8 +13,8 @@ import mlxspec
 from mlxspec.draft.drafter import Drafter, DraftTree, VerifiedStep
 from mlxspec.engine import batch
 from mlxspec.generation.scheduler import Job, Scheduler
-from mlxspec.plan.planner import Planner
 from mlxspec.plan.policy import Policy
+from mlxspec.plan.sharing import _Step
 from mlxspec.plan.suffix_source import SuffixSource
 from tests.support.demo import FLAT, GivenCosts, given_costs, stand_in_decoder
 
@@ -33,9 +33,9 @@ LINE = re.compile(
 OF_ONE = [
     (GivenCosts, "move_to"),
     (SuffixSource, "begin"),
-    (SuffixSource, "candidates"),
+    (SuffixSource, "propose"),
     (Policy, "best"),
-    (Planner, "_is_pipelined"),
+    (_Step, "is_pipelined"),
     (Policy, "settle"),
     (SuffixSource, "observe"),
     (GivenCosts, "record"),
@@ -44,7 +44,7 @@ OF_ONE = [
 ]
 OF_SEVERAL = [
     *OF_ONE,
-    (batch, "share_rows"),
+    (batch, "plan_drafts"),
     (GivenCosts, "for_sequences"),
 ]
 

@@ -8,20 +8,21 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxspec.draft.combined import merge
+from mlxspec.draft.drafter import DraftTree, Limits, TreeBuilder
 from mlxspec.draft.suffix_index import SuffixIndex
 from mlxspec.plan.cost_curve import CostCurve
 from mlxspec.plan.p_accept import AcceptanceModel
-from mlxspec.plan.planner import Candidates, Limits, best_first, merged
 from mlxspec.plan.policy import Policy, expected_tokens
-from mlxspec.plan.suffix_source import Evidence, SuffixCandidates
+from mlxspec.plan.suffix_source import Evidence, SuffixTree
 
 Path = tuple[int, ...]
 
 
 @st.composite
-def candidates(draw: st.DrawFn, name: str) -> Candidates:
+def candidates(draw: st.DrawFn, name: str) -> DraftTree:
     """What a source may say: siblings exclude each other, and the likeliest stand first."""
-    grown = Candidates(9)
+    grown = TreeBuilder(9)
     left, p_reached = [1.0], [1.0]
     for parent, token, share in draw(
         st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3), st.floats(0.05, 0.95)), max_size=7)
@@ -30,13 +31,15 @@ def candidates(draw: st.DrawFn, name: str) -> Candidates:
             p_reached.append(p_reached[parent] * left[parent] * share)
             left[parent] *= 1 - share
             left.append(1.0)
-            grown.add(token, parent, p_reached[-1])
-    sorted_ones = Candidates(9, name)
-    best_first(grown, sorted_ones)
-    return sorted_ones
+            grown.child(parent, token, p_reached[-1], name)
+    return grown.tree().best_first()
 
 
-def paths(of: Candidates) -> list[Path]:
+def merged(sources: list[DraftTree], max_nodes: int) -> DraftTree:
+    return merge(sources)[0].tree().best_first(max_nodes)
+
+
+def paths(of: DraftTree | TreeBuilder) -> list[Path]:
     """The tokens that lead to each node, the root's first."""
     found: list[Path] = [()]
     for token, parent in zip(of.tokens[1:], of.parents[1:], strict=True):
@@ -46,14 +49,14 @@ def paths(of: Candidates) -> list[Path]:
 
 @given(candidates("first"), candidates("second"), candidates("third"), st.integers(0, 9))
 def test_merged_candidates_are_all_paths_with_probabilities_that_add_up(
-    first: Candidates, second: Candidates, third: Candidates, max_nodes: int
+    first: DraftTree, second: DraftTree, third: DraftTree, max_nodes: int
 ) -> None:
-    sources = {source.name: source for source in (first, second, third)}
+    sources = {"first": first, "second": second, "third": third}
     found = merged([first, second, third], 99)
     p_of = dict(zip(paths(found), [1.0, *found.p_reached], strict=True))
     assert len(p_of) == len(found.tokens)
     assert p_of.keys() == {path for source in sources.values() for path in paths(source)}
-    assert found.p_reached == sorted(found.p_reached, reverse=True)
+    assert [*found.p_reached] == sorted(found.p_reached, reverse=True)
     siblings: dict[Path, float] = defaultdict(float)
     for path in paths(found)[1:]:
         siblings[path[:-1]] += p_of[path]
@@ -61,7 +64,7 @@ def test_merged_candidates_are_all_paths_with_probabilities_that_add_up(
     assert all(total <= p_of[above] + 1e-9 for above, total in siblings.items())
     for path, p_first in zip(paths(first)[1:], first.p_reached, strict=True):
         assert p_of[path] >= p_first * (1 - 1e-9)
-    for path, origin in zip(paths(found)[1:], found.origins(99), strict=True):
+    for path, origin in zip(paths(found)[1:], found.origins, strict=True):
         assert origin == next(name for name in sources if path in paths(sources[name]))
     cut = merged([first, second, third], max_nodes)
     assert paths(cut) == paths(found)[: max_nodes + 1]
@@ -91,15 +94,15 @@ def test_the_nodes_that_are_left_out_are_in_no_best_draft(
 
     def best(least_p: list[float], costs: list[float]) -> tuple[float, int]:
         model.refresh()
-        limits = Limits(curve.widest - 1, 50, branching, least_p, costs)
-        tree = SuffixCandidates(text[-1], evidence, limits)
+        limits = Limits(50, curve.widest - 1, branching, least_p, costs)
+        tree = SuffixTree(text[-1], evidence, limits).tree()
         return policy.best(expected_tokens(tree.p_reached), curve.table, tree.p_by_depth)
 
     whole = best([0.0] * curve.widest, [])
     assert best(curve.cheapest_rows, curve.table) == whole
 
 
-class OneByOne(SuffixCandidates):
+class OneByOne(SuffixTree):
     """The same tree, each node of which comes from the frontier."""
 
     def _follow(self, node, p_reached, number, occurrences, path, frontier):
@@ -140,16 +143,16 @@ def test_a_path_that_goes_on_alone_is_grown_as_if_node_by_node(
         found = other.occurrences_of(context)
         texts.append(Evidence("earlier", other.tokens, found, models[1]))
 
-    def grown(kind: type[SuffixCandidates]) -> SuffixCandidates:
+    def grown(kind: type[SuffixTree]) -> SuffixTree:
         for model in models:
             model.refresh()
-        limits = Limits(max_nodes, max_depth, branching, [least_p] * (max_nodes + 1), costs)
+        limits = Limits(max_depth, max_nodes, branching, [least_p] * (max_nodes + 1), costs)
         return kind(context[-1], texts, limits)
 
-    grown(SuffixCandidates).learn(emitted)
+    grown(SuffixTree).learn(emitted)
 
-    def content(tree: SuffixCandidates) -> dict[str, object]:
+    def content(tree: SuffixTree) -> dict[str, object]:
         said = [[(a, [*tokens], [*p]) for a, tokens, p in one] for one in tree._sayings]
         return {**vars(tree), "_sayings": said, "_serial": None}  # which tells equals apart
 
-    assert content(grown(SuffixCandidates)) == content(grown(OneByOne))
+    assert content(grown(SuffixTree)) == content(grown(OneByOne))

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from mlxspec.draft.drafter import Drafter, DraftTree, VerifiedStep
+from mlxspec.draft.drafter import Drafter, DraftTree, Limits, VerifiedStep
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
 from mlxspec.plan.cost_curve import CostCurve, FixedCosts
 from mlxspec.plan.drafter_source import DrafterSource
-from mlxspec.plan.planner import Limits, Planner
+from mlxspec.plan.planner import Planner
 
 
 class Always(Drafter):
@@ -33,8 +33,8 @@ def test_no_draft_becomes_certain_or_impossible(token: int, first: float) -> Non
     source.begin([token])
     step = VerifiedStep(DraftTree.chain(token), (token,), (token,), (), (token,))
     for _ in range(400):
-        found = source.candidates(Limits(12, 100, True, []))
-        source.observe(step, searched=True)
+        found = source.propose(Limits(100, 12, True, []))
+        source.observe(step)
     assert found.p_reached[0] == pytest.approx(first)
 
 

@@ -162,9 +162,10 @@ def test_odds_are_learned_from_what_came() -> None:
 
 def test_the_likeliest_nodes_hang_together() -> None:
     guesses = [((1, 2, 3), 4), ((1, 2, 4), 3), ((5, 6), 1), ((1, 7), 1)]
-    tree = GuessTree(9, guesses, GuessOdds(), max_depth=3, least_p=0.0, branching=True).candidates
-    assert tree.p_reached == sorted(tree.p_reached, reverse=True)
+    tree = GuessTree(9, guesses, GuessOdds(), max_depth=3, least_p=0.0, branching=True).tree()
+    tree = tree.best_first()
+    assert [*tree.p_reached] == sorted(tree.p_reached, reverse=True)
     assert len(tree.p_reached) == 7
     for n_draft in range(1, 8):
-        assert len(tree.draft(n_draft)) == n_draft + 1
+        assert len(tree.first(n_draft)) == n_draft + 1
         assert sum(tree.p_by_depth(n_draft)) == pytest.approx(sum(tree.p_reached[:n_draft]))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from mlxspec.draft.context_index import ContextIndex
-from mlxspec.draft.drafter import DraftTree, VerifiedStep
+from mlxspec.draft.drafter import DraftTree, Limits, VerifiedStep
 from mlxspec.draft.suffix_index import SEPARATOR, Excerpts, Occurrence, SuffixIndex
 from mlxspec.eval.replay import MAX_DEPTH, replay, verify
 from mlxspec.memory import Memory
@@ -19,9 +19,9 @@ from mlxspec.plan.experience import Corrections
 from mlxspec.plan.live_costs import LiveCosts
 from mlxspec.plan.live_curve import KnownTime
 from mlxspec.plan.p_accept import AcceptanceModel
-from mlxspec.plan.planner import Limits, Planner
+from mlxspec.plan.planner import Planner
 from mlxspec.plan.policy import allowed_shortfall
-from mlxspec.plan.suffix_source import Earlier, Evidence, SuffixCandidates, SuffixSource
+from mlxspec.plan.suffix_source import Earlier, Evidence, SuffixSource, SuffixTree
 from tests.support.planners import suffix_planner
 
 FLAT = CostCurve([(1, 1), (32, 1.3)])
@@ -298,10 +298,10 @@ def test_where_texts_agree_a_child_has_the_higher_probability() -> None:
     every_token = range(1000)
     sure, unsure = (Corrections(dict.fromkeys(every_token, by)) for by in (0.3, -0.3))
 
-    def candidates(*evidence: Evidence, branching: bool = True) -> SuffixCandidates:
+    def candidates(*evidence: Evidence, branching: bool = True) -> SuffixTree:
         for one in evidence:
             one.acceptance.refresh()
-        return SuffixCandidates(5, evidence, Limits(8, 4, branching, [0.0] * 9))
+        return SuffixTree(5, evidence, Limits(4, 8, branching, [0.0] * 9))
 
     def says(name: str, tokens: list[int], taught: Corrections) -> Evidence:
         model = AcceptanceModel(earlier=True)
@@ -314,12 +314,12 @@ def test_where_texts_agree_a_child_has_the_higher_probability() -> None:
     assert alone.tokens == [5, 1, 2]
     assert set(both.tokens) == {5, 1, 2, 3}
     assert both.p_reached[0] == pytest.approx(alone.p_reached[0])
-    assert both.names[:2] == ["high", "high"]
+    assert both.origins[:2] == ["high", "high"]
     below = [p for p, parent in zip(both.p_reached, both.parents[1:], strict=True) if parent]
     assert sum(below) <= both.p_reached[0]
     chain = candidates(low, high, branching=False)
     assert chain.tokens == [5, 1, 2]
-    assert chain.draft(2).is_chain
+    assert chain.tree().is_chain
 
 
 def test_an_abandoned_generation_leaves_the_drafter_usable() -> None:

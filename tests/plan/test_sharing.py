@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.draft.drafter import VerifiedStep, accept
-from mlxspec.plan.cost_curve import CostCurve, FixedCosts
+from mlxspec.draft.drafter import DraftTree, VerifiedStep, accept
+from mlxspec.plan.cost_curve import CostCurve, Costs, FixedCosts
 from mlxspec.plan.live_costs import LiveCosts
 from mlxspec.plan.live_curve import KnownTime
 from mlxspec.plan.planner import Planner
-from mlxspec.plan.sharing import share_rows
+from mlxspec.plan.sharing import plan_drafts
 from mlxspec.plan.suffix_source import SuffixSource
 from tests.plan.test_live_costs import ANY_TIME
 from tests.support.planners import suffix_planner
@@ -25,11 +27,16 @@ DEAR = CostCurve([(1, 1), (2, 1.5), (9, 1.5), (10, 20), (64, 80)])
 TEXT = list(range(100, 130)) * 2 + list(range(100, 110))
 
 
+def trees(planners: Sequence[Planner], costs: Costs, **options: Any) -> list[DraftTree]:
+    """The drafts that are planned together."""
+    plans = plan_drafts(planners, [64] * len(planners), costs, **options)
+    return [planner.draft(plan) for planner, plan in zip(planners, plans, strict=True)]
+
+
 def drafts(*planners: Planner) -> list[int]:
     """How many nodes each gets, after an equal text."""
     costs = FixedCosts(FOUR_FREE, sync_overhead=0.0)
-    share_rows(planners, [64] * len(planners), costs, sequences=len(planners))
-    return [len(planner.propose(64)) - 1 for planner in planners]
+    return [len(tree) - 1 for tree in trees(planners, costs, sequences=len(planners))]
 
 
 def copying(rate: float) -> Planner:
@@ -72,8 +79,7 @@ def test_a_forward_that_is_dispatched_is_interrupted_for_all_or_for_none() -> No
     def drafted(ahead: bool) -> int:
         planners = [copying(1.2), copying(1.2)]
         planners[0].policy.ahead = ahead  # the other one has just joined
-        share_rows(planners, [64, 64], costs, sequences=2)
-        return sum(len(planner.propose(64)) - 1 for planner in planners)
+        return sum(len(tree) - 1 for tree in trees(planners, costs, sequences=2))
 
     assert drafted(ahead=False) == 4
     assert drafted(ahead=True) == 0
@@ -88,11 +94,11 @@ def test_nobody_waits_long_for_the_drafts_of_others(patient: bool) -> None:
     waits.policy.patience = 0.1  # has waited already
     costs = FixedCosts(DEAR, sync_overhead=0.0)
     waits.policy.patience = 0.3
-    share_rows([copies, waits], [64, 64], costs, sequences=2, patient=patient)
-    assert (len(copies.propose(64)) > 1) is patient
+    copied, _ = trees([copies, waits], costs, sequences=2, patient=patient)
+    assert (len(copied) > 1) is patient
     waits.policy.patience = 4.0
-    share_rows([copies, waits], [64, 64], costs, sequences=2, patient=patient)
-    assert len(copies.propose(64)) > 1
+    copied, _ = trees([copies, waits], costs, sequences=2, patient=patient)
+    assert len(copied) > 1
 
 
 @given(
@@ -116,10 +122,11 @@ def test_no_step_times_make_planning_fail(
         planner.begin(TEXT)
     for number, taken in enumerate(seconds):
         alone = number % 2
-        if not alone:
-            share_rows(planners, [64, 64], together, sequences=3, rows_taken=rows_taken)
-        for planner in planners:
-            tree = planner.propose(64)
+        if alone:
+            drafted = [planner.propose(64) for planner in planners]
+        else:
+            drafted = trees(planners, together, sequences=3, rows_taken=rows_taken)
+        for planner, tree in zip(planners, drafted, strict=True):
             nodes, tokens = accept(tree, [TEXT[30 + number]] * len(tree))
             rows, sequences = (len(tree), 1) if alone else (len(tree) + 2, 3)
             step = VerifiedStep(
