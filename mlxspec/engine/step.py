@@ -380,20 +380,6 @@ def each(
     return results
 
 
-def begin_together(sequences: abc.Sequence[Sequence], joint: Joint) -> None:
-    """Begin several sequences: run their prompts, all but the last tokens, in one forward.
-
-    Where a drafter raises something, that is the sequence's ``fault``.
-
-    Args:
-        sequences: of one model; their targets have ``prefills_jointly``.
-        joint: runs the forward.
-    """
-    if begun := each(Sequence.open_drafter, sequences):
-        with mx.stream(generation_stream):
-            joint.prefill([(sequence.target, sequence.to_prefill) for sequence in begun])
-
-
 def step(sequence: Sequence) -> DecodedStep:
     """Run one step of one sequence."""
     (outcome,) = joint_step([sequence])
