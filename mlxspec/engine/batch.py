@@ -78,7 +78,7 @@ class Batch:
         if begun := each(Sequence.open_drafter, sequences):
             with mx.stream(generation_stream):
                 self._joint.prefill([(own.target, own.to_prefill) for own in begun])
-        return {sequence: sequence.fault for sequence in sequences if sequence.fault}
+        return {own: own.fault for own in sequences if own.fault is not None}
 
     def join(self, sequence: Sequence) -> None:
         """A sequence that has begun takes part from now on."""
