@@ -8,14 +8,16 @@ from collections.abc import Sequence as Several
 from functools import partial
 from typing import TypeVar
 
+import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.generate import generation_stream
 
 from ..draft.drafter import VerifiedStep
 from ..plan.live_costs import LiveCosts
 from ..plan.planner import Planner, log_fault
 from ..plan.sharing import NO_PLAN, Plan, plan_drafts
 from .joint import Joint, JointMode
-from .step import DecodedStep, Sequence, begin_together, joint_step, step
+from .step import DecodedStep, Sequence, each, joint_step, step
 
 _Made = TypeVar("_Made")
 
@@ -67,10 +69,16 @@ class Batch:
         return short and sequence.target.prefills_jointly and not sequence.prefills_as_mlx_lm
 
     def begin(self, sequences: Several[Sequence]) -> dict[Sequence, Exception]:
-        """Run short prompts together; returns what drafters have raised."""
+        """Run prompts, all but the last tokens, in one forward; returns what drafters have raised.
+
+        Args:
+            sequences: that :meth:`begins_together`.
+        """
         assert self._joint
-        begin_together(sequences, self._joint)
-        return {sequence: sequence.fault for sequence in sequences if sequence.fault}
+        if begun := each(Sequence.open_drafter, sequences):
+            with mx.stream(generation_stream):
+                self._joint.prefill([(own.target, own.to_prefill) for own in begun])
+        return {own: own.fault for own in sequences if own.fault is not None}
 
     def join(self, sequence: Sequence) -> None:
         """A sequence that has begun takes part from now on."""

@@ -251,7 +251,7 @@ class Sequence:
             self.history.contexts(tree, tokens if unknown else None) if self.history else None,
             grammar.masks(tree) if grammar else None,
         )
-        forward.is_chosen(choices, logprobs, self.chooser.greedy)
+        forward.set_choices(choices, logprobs, self.chooser.greedy)
 
     def accept(self) -> None:
         """Wait for the target's choices and walk the tree along them."""
@@ -270,7 +270,7 @@ class Sequence:
         return 0, *nodes[: len(tokens) - 1]
 
     def settle(self) -> DecodedStep:
-        """Commit what the target has accepted, whose rows are moved already; tell the drafter."""
+        """Commit what the target has accepted, whose rows are moved already; inform the drafter."""
         tree, forward, (nodes, tokens) = self.tree, self.forward, self._accepted
         if len(tree) > 1:
             with mx.stream(generation_stream):
@@ -333,8 +333,8 @@ class Forward:
     argmaxes: mx.array = field(init=False)
     logprobs: mx.array = field(init=False)
 
-    def is_chosen(self, choices: mx.array, logprobs: mx.array, greedy: bool) -> None:
-        """Note the tokens chosen after the rows, (rows,), and from what, (rows, vocabulary)."""
+    def set_choices(self, choices: mx.array, logprobs: mx.array, greedy: bool) -> None:
+        """Set the tokens chosen after the rows, (rows,), from what, (rows, vocabulary)."""
         self.logits, self.choices = None, choices
         self.argmaxes = choices if greedy else mx.argmax(logprobs, axis=-1)
         self.logprobs = logprobs.squeeze(0) if len(logprobs) == 1 else logprobs
@@ -383,26 +383,12 @@ def each(
     """
     results = {}
     for sequence in sequences:
-        if not sequence.fault:
+        if sequence.fault is None:
             try:
                 results[sequence] = phase(sequence)
             except Exception as error:
                 sequence.fault = error
     return results
-
-
-def begin_together(sequences: abc.Sequence[Sequence], joint: Joint) -> None:
-    """Begin several sequences: run their prompts, all but the last tokens, in one forward.
-
-    Where a drafter raises something, that is the sequence's ``fault``.
-
-    Args:
-        sequences: of one model; their targets have ``prefills_jointly``.
-        joint: runs the forward.
-    """
-    if begun := each(Sequence.open_drafter, sequences):
-        with mx.stream(generation_stream):
-            joint.prefill([(sequence.target, sequence.to_prefill) for sequence in begun])
 
 
 def step(sequence: Sequence) -> DecodedStep:
@@ -442,7 +428,7 @@ def joint_step(
     accepted = each(Sequence.accept, running)
     keep(accepted)
     steps = each(Sequence.settle, accepted)
-    return [sequence.fault or steps[sequence] for sequence in sequences]
+    return [steps[own] if own.fault is None else own.fault for own in sequences]
 
 
 def dispatch(
@@ -476,7 +462,7 @@ def dispatch(
         if len(rows) > 1 and all(sequence.chooser.takes_argmax for sequence in rows):
             choices, logprobs = sequences[0].chooser.choose(logits, ())
             for forward, span in zip(forwards.values(), spans, strict=True):
-                forward.is_chosen(choices[span], logprobs[span], greedy=True)
+                forward.set_choices(choices[span], logprobs[span], greedy=True)
         chosen = each(lambda s: s.choose(forwards[s], rows[s], ahead), rows)
     # Everything that outlives the step, since lazy arrays can be read in this thread only.
     # (The choices need not depend on all of the caches: a recurrent layer's last state, or the
@@ -496,6 +482,7 @@ def dispatch(
 
 
 def _rows_of(sequence: Sequence, ahead: bool) -> JointRows:
+    """The rows that a sequence has proposed, or the one after its plain step."""
     if ahead:
         return JointRows(sequence.target, sequence.forward.choices, _NEXT)
     return JointRows(sequence.target, mx.array(sequence.tree.tokens), sequence.tree)
@@ -504,7 +491,7 @@ def _rows_of(sequence: Sequence, ahead: bool) -> JointRows:
 def _forward(
     rows: abc.Sequence[JointRows], joint: Joint | None
 ) -> tuple[mx.array, abc.Sequence[slice | None]]:
-    """Lazy logits of all rows, and where each sequence's are; None for one that is alone."""
+    """Run rows; returns lazy logits, and each sequence's span of them, None for one alone."""
     if len(rows) > 1:
         assert joint is not None
         return joint.forward(rows)

@@ -58,7 +58,7 @@ class Checked:
     def __init__(self, kind: str) -> None:
         make, replays = KINDS[kind]
         self.cache = ContextCache(make(), CacheOptions(), replays, marks=2)
-        self.replays = replays
+        self.kind, self.replays = kind, replays
         self.tokens: list[int] = []
         self.prefill([1, 2, 3])
 
@@ -115,7 +115,7 @@ class Checked:
             self.cache.rewind(length)
         except ValueError:
             assert self.replays
-            self.__init__("both")  # type: ignore[misc]
+            self.__init__(self.kind)  # type: ignore[misc]
             return
         assert self.cache.length == length or (self.replays and self.cache.length < length)
         del self.tokens[self.cache.length :]
@@ -123,6 +123,8 @@ class Checked:
     def copy(self, length: int) -> None:
         reach = self.cache.reach(length)
         assert reach <= length
+        if self.kind == "replayed attention":
+            assert reach == min(length, len(self.tokens) - len(self.cache.pending))
         if reach:
             for part in parts(self.cache.copied(reach, room=0)):
                 kept = held(part) if isinstance(part, ArraysCache) else copied(part)
@@ -168,6 +170,37 @@ def test_caches_are_quantised_once_they_are_long_enough_and_not_rewound_to_befor
         cache.rewind(4)
 
 
+def test_states_return_to_marks_until_these_are_cut_off() -> None:
+    checked = Checked("states")
+    checked.prefill([4, 5])
+    for _ in range(3):
+        checked.step([])
+    assert [checked.cache.reach(length) for length in (2, 3, 4, 5, 8)] == [0, 3, 3, 5, 5]
+    checked.copy(4)
+    checked.copy(8)
+    checked.rewind(5)  # three forwards, of which two can be undone
+    checked.check()
+    assert len(checked.tokens) == 5
+    with pytest.raises(ValueError, match="not been kept"):
+        checked.cache.truncate(4)
+    checked.rewind(4)
+    checked.check()
+    assert len(checked.tokens) == 3
+    for _ in range(3):
+        checked.step([])
+    assert checked.cache.reach(6) == 3
+
+
+def test_a_mark_is_forgotten_with_what_it_stands_in() -> None:
+    checked = Checked("states")
+    checked.step([])
+    checked.cache.mark()
+    checked.truncate(3)
+    checked.step([])
+    checked.step([])
+    assert checked.cache.reach(5) == 3
+
+
 def test_what_is_used_for_a_while_is_rolled_back() -> None:
     checked = Checked("both")
     with checked.cache.rolled_back():
@@ -175,3 +208,6 @@ def test_what_is_used_for_a_while_is_rolled_back() -> None:
         checked.cache.prefilled(2)
         checked.cache.mark()
     checked.check()
+    for _ in range(3):
+        checked.step([])
+    assert checked.cache.reach(6) == 3

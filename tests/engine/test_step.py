@@ -13,11 +13,14 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+import mlxspec
 from mlxspec.draft.drafter import Drafter, DraftTree, NoDraft, VerifiedStep
 from mlxspec.draft.prompt_lookup import PromptLookupDrafter
-from mlxspec.engine.capability import Capability
+from mlxspec.engine.capability import Capability, joint_mode
 from mlxspec.engine.chooser import Chooser
+from mlxspec.engine.joint import Joint
 from mlxspec.engine.sampling import SamplingParams
+from mlxspec.engine.step import DecodedStep, Sequence, joint_step
 from mlxspec.engine.target import Target
 from mlxspec.generation.responses import StepTimes
 from tests.support.drafters import HostileDrafter, Oracle
@@ -358,3 +361,79 @@ def test_what_a_drafter_takes_counts_for_the_next_step_and_the_consumer_for_none
         seconds.append(step.verified.seconds)
         Slow.now += 50.0
     assert seconds == [0.0, 3.0, 3.0]
+
+
+class Quiet(RuntimeError):
+    """Is false, as an exception with a length of 0 is."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("phase", ["propose", "pipelined", "choose", "observe", "end"])
+def test_a_fault_in_any_phase_is_one_sequences_alone(model: nn.Module, phase: str) -> None:
+    class Broken(NoDraft):
+        steps = 0
+
+        def propose(self, max_depth: int) -> DraftTree:
+            self.fail_in("propose")
+            return super().propose(max_depth)
+
+        @property
+        def pipelined(self) -> bool:  # type: ignore[override]
+            self.fail_in("pipelined")
+            return True
+
+        def observe(self, step: VerifiedStep) -> None:
+            super().observe(step)
+            self.fail_in("observe")
+            self.steps += 1
+
+        def fail_in(self, where: str) -> None:
+            if where == phase and self.steps == 3:
+                raise Quiet(where)
+
+    def processor(context: mx.array, logits: mx.array) -> mx.array:
+        if phase == "choose" and len(context) == len(PROMPT) + 3:
+            raise Quiet("choose")
+        return logits
+
+    def ends(token: int) -> bool:
+        if phase == "end" and len(broken.prompt) + 4 == broken.length + 1:
+            raise Quiet("end")
+        return False
+
+    truth = plain(model, PROMPT, max_tokens=12)
+    params = SamplingParams(logits_processors=[mlxspec.pure(processor)])
+    broken = Sequence(
+        *(new_target(model), PROMPT, Broken(), Chooser(params)), max_tokens=12, ends=ends
+    )
+    others = [
+        Sequence(
+            *(new_target(model), PROMPT, NoDraft(), Chooser(SamplingParams())),
+            max_tokens=12,
+            ends=lambda token: False,
+        )
+        for _ in range(2)
+    ]
+    for sequence in (broken, *others):
+        sequence.begin()
+    joint, running = Joint(model, joint_mode(model)), [others[0], broken, others[1]]
+    tokens: dict[Sequence, list[int]] = {sequence: [] for sequence in running}
+    while running:
+        for sequence, outcome in zip(running.copy(), joint_step(running, joint), strict=True):
+            if isinstance(outcome, Quiet):
+                assert sequence is broken
+                assert str(outcome) == phase
+            else:
+                assert isinstance(outcome, DecodedStep)
+                tokens[sequence] += outcome.verified.tokens
+            if sequence.finished or isinstance(outcome, Quiet):
+                running.remove(sequence)
+                sequence.close()
+    assert broken.fault is not None
+    written = tokens.pop(broken)
+    assert 2 <= len(written) < 5
+    assert written == truth[: len(written)]
+    assert [*tokens.values()] == [truth, truth]
+    assert_holds_exactly(broken.target, PROMPT + truth[: broken.length - len(PROMPT)])
