@@ -216,15 +216,7 @@ class AcceptanceModel:
         """
         _, matched, newest, agreed = found[rank]
         agreeing = len(agreed)
-        form, gap = int(len(found) > 1), _NO_GAP
-        if rank > 0:
-            weights, form = self._lower_ranked, _LOWER_RANKED
-            z = weights.by_rank[min(rank, 4)]
-        elif form:
-            weights, gap = self._divided, min(matched - found[1].length, _NO_GAP - 1)
-            z = weights.by_gap[gap]  # which ends with the gap below _NO_GAP
-        else:
-            weights, z = self._unanimous, 0.0
+        weights, form, gap, z = self._form_of(found, rank)
         z += self._standing[weights]
         z += weights.share * agreeing / occurrences
         z += weights.log_agreeing * _LOG[agreeing]
@@ -269,13 +261,26 @@ class AcceptanceModel:
                 TOKEN_FEATURES + token,
             )
             p_accept = 1 / (1 + exp(-logit - correct(features)))
-            if p_accept > _HIGHEST:
-                p_accept = _HIGHEST
-            elif p_accept < _LOWEST:
-                p_accept = _LOWEST
+            p_accept = _HIGHEST if p_accept > _HIGHEST else max(p_accept, _LOWEST)
             return Estimate(p_accept, kind, length_class, logit, features)
 
         return estimate
+
+    def _form_of(
+        self, found: Sequence[Continuation], rank: int
+    ) -> tuple[_Weights, int, int, float]:
+        """The weights of a continuation, its form, the gap to the next, and their logit."""
+        if rank > 0:
+            return (
+                self._lower_ranked,
+                _LOWER_RANKED,
+                _NO_GAP,
+                self._lower_ranked.by_rank[min(rank, 4)],
+            )
+        if len(found) == 1:
+            return self._unanimous, 0, _NO_GAP, 0.0
+        gap = min(found[0].length - found[1].length, _NO_GAP - 1)
+        return self._divided, 1, gap, self._divided.by_gap[gap]  # which ends below _NO_GAP
 
     def learn(self, estimates: Sequence[Estimate], right: int | None, *, at_root: bool) -> None:
         """Learn which of a node's continuations was right.
