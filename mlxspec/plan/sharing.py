@@ -225,14 +225,12 @@ class _Step:
     def _is_endured(self, n_draft: int, shares: Counter[int]) -> bool:
         """Whether nobody waits for these nodes longer than its patience."""
         further = self.further(n_draft) / self._sequences
-        waits = (
-            further - sum(self.drafting[index].p_reached[: shares[index]])
-            if shares[index]
-            else further
-            for index in range(len(self._policies))
-        )
+        tokens = [0.0] * len(self._policies)
+        for index, own in shares.items():
+            tokens[index] = sum(self.drafting[index].p_reached[:own])
         return all(
-            wait <= policy.patience for wait, policy in zip(waits, self._policies, strict=True)
+            further - own <= policy.patience
+            for own, policy in zip(tokens, self._policies, strict=True)
         )
 
     def is_pipelined(self, plans: Sequence[Plan]) -> bool:
