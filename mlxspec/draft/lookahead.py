@@ -98,6 +98,8 @@ class JacobiWindow:
         drawn = self._draw(window_size + ngram_size - 3)
         self.levels: list[list[int]] = [[text[-1], *drawn]]
         """``levels[l][i]``, the oldest level first; ``levels[0][0]`` is the current token."""
+        self.rows: list[list[int]] = []
+        """The nodes of its rows in the current draft, as from :func:`add_window`."""
 
     @property
     def columns(self) -> int:
@@ -108,6 +110,28 @@ class JacobiWindow:
     def depth(self) -> int:
         """How far after the current token its deepest row is."""
         return self.columns + len(self.levels) - 2
+
+    def add_to(self, tree: TreeBuilder, columns: int | None = None) -> None:
+        """Add rows to a draft that has all its other nodes; see :func:`add_window`."""
+        self.rows = add_window(tree, self.levels, columns)
+        self._tree_size = len(tree)
+
+    def by_place(self) -> dict[tuple[int, int], int]:
+        """The nodes of the rows by (level, column)."""
+        return {
+            (level, column): node
+            for level, nodes in enumerate(self.rows)
+            for column, node in enumerate(nodes)
+        }
+
+    def observe(self, step: VerifiedStep) -> list[tuple[int, ...]]:
+        """Learn from a step; returns the n-grams that it completed."""
+        rows, self.rows = self.rows, []
+        current = step.tokens[-1]
+        if not rows or len(step.tree) != self._tree_size:  # another step, or the tree was cut
+            self.skip(current)
+            return []
+        return self.advance([step.argmaxes[node] for node in rows[-1]], current)
 
     def advance(self, argmaxes: Sequence[int], current: int) -> list[tuple[int, ...]]:
         """Learn from a step.
@@ -166,15 +190,6 @@ def add_window(
         pairs = zip(rows[-1], level, strict=False)
         rows.append([tree.child(node, token, origin=WINDOW) for node, token in pairs])
     return rows
-
-
-def by_place(rows: Sequence[Sequence[int]]) -> dict[tuple[int, int], int]:
-    """The nodes of a window's rows, as from :func:`add_window`, by (level, column)."""
-    return {
-        (level, column): node
-        for level, nodes in enumerate(rows)
-        for column, node in enumerate(nodes)
-    }
 
 
 _LONGEST_NGRAM = 64  # as for prompt lookup
@@ -264,19 +279,17 @@ class LookaheadDrafter(Drafter):
         tree = TreeBuilder(self._current)
         for guess in self._pool.guesses(self._current, limit):
             tree.add_branch(guess[:depth], GUESS)
-        self._rows: list[list[int]] = []
         if self._window and self._window.depth <= max_depth:
             # The window's first row is the root's, which every step has.
             left = max_rows - rows - len(tree) + 2
             columns = min(self._window.columns, left // len(self._window.levels))
             if columns > 0:
-                self._rows = add_window(tree, self._window.levels, columns)
-        self._draft = tree.tree()
-        return self._draft
+                self._window.add_to(tree, columns)
+        return tree.tree()
 
     def observe(self, step: VerifiedStep) -> None:
-        if self._window:
-            self._advance(self._window, step)
+        for ngram in self._window.observe(step) if self._window else ():
+            self._pool.add(ngram)
         self._pool.read(step.tokens)
         self._current = step.tokens[-1]
 
@@ -284,12 +297,4 @@ class LookaheadDrafter(Drafter):
         del self._pool, self._window
 
     def window_rows(self) -> dict[tuple[int, int], int]:
-        return by_place(self._rows)
-
-    def _advance(self, window: JacobiWindow, step: VerifiedStep) -> None:
-        if not self._rows or step.tree != self._draft:  # another step ran, or the tree was cut
-            window.skip(step.tokens[-1])
-            return
-        argmaxes = [step.argmaxes[node] for node in self._rows[-1]]
-        for ngram in window.advance(argmaxes, step.tokens[-1]):
-            self._pool.add(ngram)
+        return self._window.by_place() if self._window else {}

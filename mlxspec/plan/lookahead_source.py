@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..draft.context_index import common_length
 from ..draft.drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
-from ..draft.lookahead import GUESS, JacobiWindow, NgramPool, add_window, by_place
+from ..draft.lookahead import GUESS, JacobiWindow, NgramPool
 from .policy import Policy, price_of_time
 
 # Where these come from: docs/planner-notes.md, "Constants".
@@ -304,11 +304,9 @@ class LookaheadSource(Drafter):
         self._knowledge.odds.begin()
         self._size: WindowSize | None = None
         self._window: JacobiWindow | None = None
-        self._rows: list[list[int]] = []  # of the window: the node of each (level, column)
         self._steps = 0
 
     def propose(self, limits: Limits) -> DraftTree:  # type: ignore[override]  # a planner's
-        self._rows = []
         self._branching, least_p = limits.branching, limits.least_p[0]
         self._hopeless = least_p >= _SUREST
         self._guesses = GuessTree(
@@ -349,11 +347,10 @@ class LookaheadSource(Drafter):
     def add_rows(self, tree: TreeBuilder) -> None:
         """Add these rows to the draft."""
         if self._window:
-            self._rows = add_window(tree, self._window.levels)
-            self._tree_size = len(tree)
+            self._window.add_to(tree)
 
     def window_rows(self) -> dict[tuple[int, int], int]:
-        return by_place(self._rows)
+        return self._window.by_place() if self._window else {}
 
     def observe(self, step: VerifiedStep) -> None:
         tokens = step.tokens
@@ -370,7 +367,6 @@ class LookaheadSource(Drafter):
             self._knowledge.gain.relax()
         self._pool.read(tokens)
         self._text += tokens
-        self._rows = []
 
     def end(self) -> None:
         del self._text, self._pool, self._live, self._window
@@ -392,11 +388,7 @@ class LookaheadSource(Drafter):
             self._window = JacobiWindow(size.columns, size.ngram_size, self._text) if size else None
 
     def _advance(self, window: JacobiWindow, size: WindowSize, step: VerifiedStep) -> None:
-        if not self._rows or len(step.tree) != self._tree_size:  # another step ran, or a part of it
-            window.skip(step.tokens[-1])
-            return
-        argmaxes = [step.argmaxes[node] for node in self._rows[-1]]
-        ngrams = window.advance(argmaxes, step.tokens[-1])
+        ngrams = window.observe(step)
         if ngrams:
             self._knowledge.gain.learn(size, self._earned(step))
         for ngram in ngrams:

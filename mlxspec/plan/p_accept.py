@@ -215,28 +215,15 @@ class AcceptanceModel:
             a function of a token, the depth of the node that it follows, and that node's token.
         """
         _, matched, newest, agreed = found[rank]
-        agreeing = len(agreed)
-        form, gap = int(len(found) > 1), _NO_GAP
-        if rank > 0:
-            weights, form = self._lower_ranked, _LOWER_RANKED
-            z = weights.by_rank[min(rank, 4)]
-        elif form:
-            weights, gap = self._divided, min(matched - found[1].length, _NO_GAP - 1)
-            z = weights.by_gap[gap]  # which ends with the gap below _NO_GAP
-        else:
-            weights, z = self._unanimous, 0.0
+        weights, form, gap, kind = self._form_of(found, rank)
+        z = weights.by_rank[min(rank, 4)] if rank else weights.by_gap[gap]
         z += self._standing[weights]
-        z += weights.share * agreeing / occurrences
-        z += weights.log_agreeing * _LOG[agreeing]
+        z += weights.share * len(agreed) / occurrences
+        z += weights.log_agreeing * _LOG[len(agreed)]
         z += weights.log_occurrences * _LOG[occurrences]
-        kind, prompt_depth = 2 if rank else 0, 0
-        if self._earlier:
-            z += weights.earlier
-        else:
-            z += weights.log_age * math.log(end - newest + 1)
-            kind += newest < self._conversation_end
-            prompt_depth = self._output_start - newest
+        z += weights.earlier if self._earlier else weights.log_age * math.log(end - newest + 1)
         z += self._kind_biases[kind]
+        prompt_depth = 0 if self._earlier else self._output_start - newest
         # What follows runs for each node of a long copy, so nothing is looked up there twice.
         by_length, by_class = weights.by_length, weights.by_class
         by_class_before, of_first = weights.by_class_before, weights.first
@@ -246,7 +233,7 @@ class AcceptanceModel:
         of_hits, of_gap, of_prompt = _LAST_HITS + self._last_hits, _GAP + gap, _IN_PROMPT + form
         of_length_at_depth = _LENGTH_AT_DEPTH + _N_DEPTHS * match_class
         of_length = _LENGTH + _FORMS * match_class + form
-        of_agreeing = _AGREEING + _FORMS * min(agreeing, _MOST_AGREEING) + form
+        of_agreeing = _AGREEING + _FORMS * min(len(agreed), _MOST_AGREEING) + form
 
         def estimate(token: int, depth: int, before: int) -> Estimate:
             length = min(matched + depth, _MAX_LENGTH)
@@ -269,13 +256,22 @@ class AcceptanceModel:
                 TOKEN_FEATURES + token,
             )
             p_accept = 1 / (1 + exp(-logit - correct(features)))
-            if p_accept > _HIGHEST:
-                p_accept = _HIGHEST
-            elif p_accept < _LOWEST:
-                p_accept = _LOWEST
+            p_accept = _HIGHEST if p_accept > _HIGHEST else max(p_accept, _LOWEST)
             return Estimate(p_accept, kind, length_class, logit, features)
 
         return estimate
+
+    def _form_of(self, found: Sequence[Continuation], rank: int) -> tuple[_Weights, int, int, int]:
+        """The weights of a continuation, its form, the gap to the next one, and its kind."""
+        if rank > 0:
+            weights, form, gap = self._lower_ranked, _LOWER_RANKED, _NO_GAP
+        elif len(found) > 1:
+            gap = min(found[0].length - found[1].length, _NO_GAP - 1)
+            weights, form = self._divided, 1
+        else:
+            weights, form, gap = self._unanimous, 0, _NO_GAP
+        abandoned = not self._earlier and found[rank].newest < self._conversation_end
+        return weights, form, gap, 2 * (rank > 0) + abandoned
 
     def learn(self, estimates: Sequence[Estimate], right: int | None, *, at_root: bool) -> None:
         """Learn which of a node's continuations was right.
@@ -314,10 +310,10 @@ class _Weights:
             constant + linear * x + square * x * x + inverse / (n + 1) for n, x in enumerate(logs)
         ]
         self.by_rank: list[float] = [0.0, 0.0, *prior.get("rank", ())]
-        if "gap" in prior:
-            # How much longer the match is than the second best: 0, 1, 2 to 3, 4 or more tokens.
-            none, one, few, many = prior["gap"]
-            self.by_gap = [none, one, few, few, many]
+        # How much longer the match is than the second best: 0, 1, 2 to 3, 4 or more tokens; and
+        # where there is no second.
+        none, one, few, many = prior.get("gap", (0.0,) * 4)
+        self.by_gap = [none, one, few, few, many, 0.0]
         self.by_class: list[float] = prior["class"]
         self.by_class_before: list[float] = prior["class_before"]
         self.share: float = prior.get("share", 0.0)

@@ -89,32 +89,22 @@ def plan_drafts(
     plans = step.search(max_depths)
     if step.alone and not step.drafting:
         return plans
-    window, earned = step.window(max_depths[0]) if step.alone else (0, 0.0)
-    choice = step.choose(window, earned, patient)
-    n_draft = sum(choice.shares.values())
-    pipelined = not n_draft and not choice.window and step.is_pipelined(plans)
+    gain, shares, window = step.choose(max_depths, patient)
+    n_draft = sum(shares.values())
+    pipelined = not n_draft and not window and step.is_pipelined(plans)
     if step.alone:
-        own = plans[0].candidates
-        return [Plan(own, n_draft, choice.gain, choice.window, pipelined)]
-    parts = [choice.shares[index] / n_draft if n_draft else 0.0 for index in range(len(plans))]
+        return [Plan(plans[0].candidates, n_draft, gain, window, pipelined)]
+    parts = [shares[index] / n_draft if n_draft else 0.0 for index in range(len(plans))]
     return [
         plan._replace(
-            n_draft=choice.shares[index],
-            gain=part * choice.gain,
+            n_draft=shares[index],
+            gain=part * gain,
             pipelined=pipelined,
             joint=costs,
             charge=1 + part * step.further(n_draft),
         )
         for index, (plan, part) in enumerate(zip(plans, parts, strict=True))
     ]
-
-
-class _Choice(NamedTuple):
-    """What is verified in a step: its gain in tokens, each planner's nodes, and a window's rows."""
-
-    gain: float
-    shares: Counter[int]
-    window: int
 
 
 class _Step:
@@ -189,20 +179,16 @@ class _Step:
         if self.alone:
             self._table = self._planners[0].step_costs(self._expected, self._table)
 
-    def window(self, max_depth: int) -> tuple[int, float]:
-        """The rows of a window that one sequence may verify, and the tokens that they earn."""
-        (planner,) = self._planners
-        return planner.window_beside(self._expected, self._table, max_depth)
-
-    def choose(self, window: int, earned: float, patient: bool) -> _Choice:
+    def choose(self, max_depths: Sequence[int], patient: bool) -> tuple[float, Counter[int], int]:
         """The greatest gain that the guard allows.
 
-        Args:
-            window: rows of a window that are verified in any case.
-            earned: tokens that these earn.
-            patient: as for :func:`plan_drafts`.
+        Returns:
+            the gain in tokens, by planner the number of nodes, and the rows of a window.
         """
-        costs, expected, gained = self._table, self._expected, 0.0
+        costs, expected, gained, window, earned = self._table, self._expected, 0.0, 0, 0.0
+        if self.alone:  # a window is verified beside the draft of one sequence only
+            (planner,), (max_depth,) = self._planners, max_depths
+            window, earned = planner.window_beside(expected, costs, max_depth)
         policies, overhead = self._policies, self._costs.sync_overhead
         rate = sum(one.rate * weight for one, weight in zip(policies, self._weights, strict=True))
         rate += self._sequences - len(policies)
@@ -229,8 +215,8 @@ class _Step:
         gain, n_draft = best_allowed(gains, allows, halving=not self.alone)
         gain += gained
         if window and not n_draft and not allows(0.0, 0):
-            return _Choice(0.0, Counter(), 0)
-        return _Choice(max(gain, 0.0), Counter(self._owners[:n_draft]), window)
+            return 0.0, Counter(), 0
+        return max(gain, 0.0), Counter(self._owners[:n_draft]), window
 
     def further(self, n_draft: int) -> float:
         """The time that so many nodes take beyond a plain step, from all sequences together."""
@@ -239,14 +225,12 @@ class _Step:
     def _is_endured(self, n_draft: int, shares: Counter[int]) -> bool:
         """Whether nobody waits for these nodes longer than its patience."""
         further = self.further(n_draft) / self._sequences
-        waits = (
-            further - sum(self.drafting[index].p_reached[: shares[index]])
-            if shares[index]
-            else further
-            for index in range(len(self._policies))
-        )
+        tokens = [0.0] * len(self._policies)
+        for index, own in shares.items():
+            tokens[index] = sum(self.drafting[index].p_reached[:own])
         return all(
-            wait <= policy.patience for wait, policy in zip(waits, self._policies, strict=True)
+            further - own <= policy.patience
+            for own, policy in zip(tokens, self._policies, strict=True)
         )
 
     def is_pipelined(self, plans: Sequence[Plan]) -> bool:

@@ -1,4 +1,4 @@
-"""Candidates from text that repeats: what followed where the text's end occurred before."""
+"""Drafts from text that repeats: what followed where the text's end occurred before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Candidates of several sources, merged: one tree of all paths, with probabilities that add up."""
+"""Trees of several drafters, merged: one tree of all paths, with probabilities that add up."""
 
 from __future__ import annotations
 

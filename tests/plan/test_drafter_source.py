@@ -64,3 +64,20 @@ def test_the_time_that_a_drafter_takes_is_no_cost_of_rows(
         planner.observe(VerifiedStep(tree, tokens, tokens, (), tokens, **times))
     planner.end()
     assert recorded == pytest.approx([0.04] * 3)
+
+
+def test_probabilities_that_a_drafter_knows_are_taken_and_a_limit_is_an_integer() -> None:
+    class Knowing(Always):
+        def propose(self, max_depth: int) -> DraftTree:
+            depth = min(max_depth, 2)
+            return DraftTree((self._last, *[1] * depth), range(-1, depth), (0.9, 0.3)[:depth])
+
+    source = DrafterSource(Knowing())
+    source.begin([2])
+    step = VerifiedStep(DraftTree.chain(2), (2,), (2,), (), (2,))
+    for _ in range(3):
+        found = source.propose(Limits(100, 12, True, []))
+        source.observe(step)
+    assert found.p_reached == (0.9, 0.3)
+    assert found.origins == ("Knowing",) * 2
+    assert source.propose(Limits(1, 12, True, [])).p_reached == (0.9,)
