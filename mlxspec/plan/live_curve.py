@@ -18,7 +18,7 @@ WIDEST = 64
 _MACHINE_VARIANCE = 0.3**2  # a machine's speed may change while nobody measures
 _DRAFTED_VARIANCE = 0.15**2  # real drafts have to be proposed, and have other tokens than measured
 _OWN_SHARE = 0.5  # of the variance of a measured time; drafted steps have the rest in common
-_UNSEEN_VARIANCE = 0.1**2  # of a number of rows between two that were measured
+_UNSEEN_VARIANCE = 0.15**2  # of a number of rows between two that were measured
 # Of a change from step to step:
 _MACHINE_CHANGE = 0.008**2
 _DRAFTED_CHANGE = 0.002**2
@@ -78,7 +78,7 @@ class KnownTime:
         return KnownTime(self.rows, seconds, min(max(0.0, self.uncertainty), MOST_UNCERTAINTY))
 
 
-@dataclass
+@dataclass(slots=True)
 class _Rows:
     """What is known of one number of rows.
 
@@ -87,6 +87,7 @@ class _Rows:
         variance: of ``value``.
         power: what the shared exponent is multiplied by.
         assumed: whether it was neither measured nor run.
+        in_curve: logarithm of its whole cost in the latest curve.
         recent: errors of its latest steps.
         fitted: the latest step of these rows that took the predicted time; 0 for none.
         off_since: the first of those that have not since then; 0 for none.
@@ -96,6 +97,7 @@ class _Rows:
     variance: float
     power: float = 0.0
     assumed: bool = False
+    in_curve: float = 0.0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     fitted: int = 0
     off_since: int = 0
@@ -129,13 +131,10 @@ class LiveCurve:
         times = {time.rows: time.bounded for time in known if time.rows <= WIDEST}
         self._usual = plain = times.pop(1)
         # What steps share: the machine's speed, what drafted ones have in common, the exponent.
-        self._shared = [math.log(plain.seconds), 0.0, _USUAL_EXPONENT]
+        self._shared = math.log(plain.seconds), 0.0, _USUAL_EXPONENT
         drafted = _DRAFTED_VARIANCE + plain.uncertainty**2
-        self._covariance = [
-            [_MACHINE_VARIANCE, 0.0, 0.0],
-            [0.0, drafted, 0.0],
-            [0.0, 0.0, _EXPONENT_VARIANCE],
-        ]
+        # The upper triangle of their covariance matrix, row by row.
+        self._covariance = _MACHINE_VARIANCE, 0.0, 0.0, drafted, 0.0, _EXPONENT_VARIANCE
         self._plain = _Rows(0.0, 0.0)
         self._rows = {
             rows: _Rows(math.log(time.seconds / plain.seconds), _OWN_SHARE * time.uncertainty**2)
@@ -181,7 +180,7 @@ class LiveCurve:
 
         It becomes small only where both plain and drafted steps run.
         """
-        return math.sqrt(max(self._covariance[1][1], 0.0))
+        return math.sqrt(max(self._covariance[3], 0.0))
 
     @property
     def noise(self) -> float:
@@ -199,22 +198,24 @@ class LiveCurve:
         own = self._plain if rows == 1 else self._rows.get(rows)
         if own is None:
             own = self._rows[rows] = self._unseen(rows)
-            self._in_curve.append((own, self._log_cost(own)))
-        covariance = self._covariance
-        covariance[0][0] += _MACHINE_CHANGE
-        if rows > 1:
-            covariance[1][1] += _DRAFTED_CHANGE
-            own.variance += _ROWS_CHANGE
+            own.in_curve = self._log_cost(own)
         error = math.log(seconds) - self._shared[0]
-        if rows > 1:
+        mm, md, me, dd, de, ee = self._covariance
+        mm += _MACHINE_CHANGE
+        # Covariances of what steps share with the logarithm of this one's time, and its variance.
+        if rows == 1:
+            shared, variance = (mm, md, me), mm
+        else:
             error -= self._log_cost(own)
-        # Covariances of what steps share with this step's time, then the variance of that.
-        weights = (1.0, 1.0, own.power) if rows > 1 else (1.0, 0.0, 0.0)
-        shared = [sum(c * w for c, w in zip(row, weights, strict=True)) for row in covariance]
+            dd += _DRAFTED_CHANGE
+            own.variance += _ROWS_CHANGE
+            power = own.power
+            shared = mm + md + power * me, md + dd + power * de, me + de + power * ee
+            variance = shared[0] + shared[1] + power * shared[2]
+        self._covariance = mm, md, me, dd, de, ee
         doubt = self._doubt if rows > self._beyond else 0.0
         # Rounding may leave a little less than nothing of what is known well.
-        predicted = max(sum(c * w for c, w in zip(shared, weights, strict=True)), 0.0)
-        variance = predicted + own.variance + doubt + self._noise
+        variance = max(variance, 0.0) + own.variance + doubt + self._noise
         if own.recent:
             self._learn_noise(error - own.recent[-1])
         own.recent.append(error)
@@ -227,8 +228,8 @@ class LiveCurve:
                 return
             variance += _MACHINE_VARIANCE
             if self._blames_machine(own):
-                covariance[0][0] += _MACHINE_VARIANCE
-                shared[0] += _MACHINE_VARIANCE
+                self._covariance = mm + _MACHINE_VARIANCE, md, me, dd, de, ee
+                shared = shared[0] + _MACHINE_VARIANCE, shared[1], shared[2]
             else:
                 own.variance += _MACHINE_VARIANCE
         own.fitted, own.off_since = self._step, 0
@@ -248,7 +249,8 @@ class LiveCurve:
 
     def reopen(self) -> None:
         """Expect the machine's speed to have changed: no step was measured for some time."""
-        self._covariance[0][0] = max(self._covariance[0][0], _MACHINE_VARIANCE)
+        machine, md, me, dd, de, ee = self._covariance
+        self._covariance = max(machine, _MACHINE_VARIANCE), md, me, dd, de, ee
 
     def known(self, stddev: float = 0.0, *, assumed: bool = True) -> list[KnownTime]:
         """What is now known, as times at the machine's usual speed.
@@ -257,7 +259,7 @@ class LiveCurve:
             stddev: relative uncertainty to add, for use at another context length.
             assumed: whether what was neither measured nor told by a step counts, too.
         """
-        exponent = max(self._covariance[2][2], 0.0)
+        exponent = max(self._covariance[5], 0.0)
         times = [KnownTime(1, self._usual.seconds, math.hypot(self.stddev, stddev))]
         for rows, own in sorted(self._rows.items()):
             if assumed or not own.assumed:
@@ -272,23 +274,23 @@ class LiveCurve:
 
     def _rebuild(self) -> None:
         """Make the curves of what is known now."""
-        points, hopeful, self._in_curve = [(1, 1.0)], [(1, 1.0)], []
+        points, hopeful = [(1, 1.0)], [(1, 1.0)]
         for rows, own in sorted(self._rows.items()):
-            value = self._log_cost(own)
-            self._in_curve.append((own, value))
+            value = own.in_curve = self._log_cost(own)
             points.append((rows, math.exp(value)))
             hopeful.append((rows, math.exp(value - self._hope(rows, own))))
         self._curve = _extended(points)
         self._hopeful = self._curve if hopeful == points else _extended(hopeful)
+        self._in_curve = self._shared
         self._stale = False
 
     def _hope(self, rows: int, own: _Rows) -> float:
         """By how much the logarithm of a cost may plausibly be too high."""
         if rows > self._reach:
             return 0.0
-        _, drafted, exponent = self._covariance
+        _, _, _, drafted, both, exponent = self._covariance
         variance = own.variance + (self._doubt if rows > self._beyond else 0.0)
-        variance += drafted[1] + own.power * (2 * drafted[2] + own.power * exponent[2])
+        variance += drafted + own.power * (2 * both + own.power * exponent)
         return _HOPE * max(math.sqrt(max(variance, 0.0)) - _USUAL_ERROR, 0.0)
 
     def _unseen(self, rows: int) -> _Rows:
@@ -323,7 +325,12 @@ class LiveCurve:
         return True
 
     def _correct(
-        self, own: _Rows, error: float, shared: list[float], doubt: float, variance: float
+        self,
+        own: _Rows,
+        error: float,
+        shared: tuple[float, float, float],
+        doubt: float,
+        variance: float,
     ) -> None:
         """Spread an error over all that the step's time is the sum of, the uncertain ones first.
 
@@ -335,13 +342,17 @@ class LiveCurve:
             variance: of the logarithm, the step's noise included.
         """
         gain = error / variance
-        # Replaced at once, so that an interrupt leaves a whole.
-        self._shared, self._covariance = (
-            [value + c * gain for value, c in zip(self._shared, shared, strict=True)],
-            [
-                [value - c * d / variance for value, d in zip(row, shared, strict=True)]
-                for row, c in zip(self._covariance, shared, strict=True)
-            ],
+        (machine, drafted, exponent), (m, d, e) = self._shared, shared
+        mm, md, me, dd, de, ee = self._covariance
+        self._shared = machine + m * gain, drafted + d * gain, exponent + e * gain
+        share_m, share_d, share_e = m / variance, d / variance, e / variance
+        self._covariance = (
+            mm - m * share_m,
+            md - m * share_d,
+            me - m * share_e,
+            dd - d * share_d,
+            de - d * share_e,
+            ee - e * share_e,
         )
         own.value += own.variance * gain
         own.variance -= own.variance**2 / variance
@@ -352,8 +363,14 @@ class LiveCurve:
                     other.value += doubt * gain
             self._doubt -= doubt**2 / variance
             self._stale = True
-        if any(abs(self._log_cost(one) - value) > _NOTICEABLE for one, value in self._in_curve):
-            self._stale = True
+        # The other costs have changed by what they share with this one.
+        _, drafted, exponent = (a - b for a, b in zip(self._shared, self._in_curve, strict=True))
+        most = (
+            abs(exponent) * math.log(WIDEST),
+            abs(drafted),
+            abs(self._log_cost(own) - own.in_curve),
+        )
+        self._stale |= max(most) > _NOTICEABLE
 
 
 def _extended(points: list[tuple[int, float]]) -> CostCurve:
