@@ -59,7 +59,7 @@ _Costs = TypeVar("_Costs", bound="LiveCosts")
 _SHORTEST_RANGE = 1024
 _RANGE_FACTOR = 4
 _PLAIN_STEPS_PER_LESSON = 8  # in a row; learning from each would slow them down
-_MOST_STDDEV = 0.05  # that drafted steps' costs have in common, before plain steps are wanted
+_MOST_STDDEV = 0.04  # that drafted steps' costs have in common, before plain steps are wanted
 _OTHER_SEQUENCES = 0.15  # of a cost that was measured with another number of sequences
 _OTHER_CONTEXT = 0.15  # relative uncertainty of a cost that was measured in another range
 

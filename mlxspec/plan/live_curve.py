@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median_low
-
-import numpy as np
 
 from .cost_curve import CostCurve
 
@@ -17,25 +14,22 @@ WIDEST = 64
 """Rows up to which costs are predicted; wider steps pay on no chip whose costs are known."""
 
 # Where these come from: docs/planner-notes.md, "Constants".
-# Variances, all of natural logarithms of seconds. Of a part at first:
+# Variances, all of natural logarithms of seconds. At first:
 _MACHINE_VARIANCE = 0.3**2  # a machine's speed may change while nobody measures
-_DRAFTED_VARIANCE = 0.08**2  # real drafts have to be proposed, and have other tokens than measured
-_UNSEEN_VARIANCE = 0.1**2  # of a number of rows between two that were measured
-_BETWEEN_VARIANCE = 0.02**2  # of one between two that are near, from the line between these
-# Of a part's change from step to step:
+_DRAFTED_VARIANCE = 0.15**2  # real drafts have to be proposed, and have other tokens than measured
+_OWN_SHARE = 0.5  # of the variance of a measured time; drafted steps have the rest in common
+_UNSEEN_VARIANCE = 0.15**2  # of a number of rows between two that were measured
+# Of a change from step to step:
 _MACHINE_CHANGE = 0.008**2
 _DRAFTED_CHANGE = 0.002**2
 _ROWS_CHANGE = 0.002**2
 # Of the noise of one step:
 _LEAST_NOISE, _FIRST_NOISE, _MOST_NOISE = 0.02**2, 0.07**2, 0.4**2
 
-_NEAR = 1.4  # times as many rows: hardly a stair in between, which would tell on both
-_TIED_VARIANCE = 0.2**2  # where both sides are known no better, an error is likelier theirs
-
 # What rows cost where nobody has measured it: the square root of their number, half-way between
 # rows that cost nothing and rows that cost a plain step each; published curves lie around it
 # (docs/planner-notes.md, "Costs that nobody knows"). The exponent's standard error reaches both.
-_USUAL_EXPONENT, _EXPONENT_ERROR = 0.5, 0.35
+_USUAL_EXPONENT, _EXPONENT_VARIANCE = 0.5, 0.35**2
 _USUAL_ROWS = (2, 4, 8, 16, 32)
 _WIDE = 8  # rows; where these were measured, wider steps follow from them
 
@@ -84,24 +78,44 @@ class KnownTime:
         return KnownTime(self.rows, seconds, min(max(0.0, self.uncertainty), MOST_UNCERTAINTY))
 
 
-# The first parts of the logarithm of a step's time; what each number of rows adds comes after.
-_MACHINE, _DRAFTED = 0, 1
+@dataclass(slots=True)
+class _Rows:
+    """What is known of one number of rows.
+
+    Attributes:
+        value: logarithm of its cost beside what all drafted steps share.
+        variance: of ``value``.
+        power: what the shared exponent is multiplied by.
+        assumed: whether it was neither measured nor run.
+        in_curve: logarithm of its whole cost in the latest curve.
+        recent: errors of its latest steps.
+        fitted: the latest step of these rows that took the predicted time; 0 for none.
+        off_since: the first of those that have not since then; 0 for none.
+    """
+
+    value: float
+    variance: float
+    power: float = 0.0
+    assumed: bool = False
+    in_curve: float = 0.0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    fitted: int = 0
+    off_since: int = 0
 
 
 class LiveCurve:
     """T(rows) at about one context length, corrected by every step.
 
-    The logarithm of a step's time is modelled as a sum of parts: the machine's speed now (the time
-    of a plain step), what drafted steps have in common, and what this number of rows adds. A
-    Kalman filter (Kalman 1960) corrects all parts by each step's time, the uncertain ones most.
-    It keeps their covariances: where a drafted step takes longer than predicted, the next plain
-    steps tell whether the machine or the costs have changed. So a hot or busy machine changes the
-    first part and not the costs, which are ratios, and the first step with a number of rows that
-    was never measured settles most of its cost. Where it is between two that are near, the three
-    are tied: otherwise a single slow step would bar the rows behind it for good.
+    The logarithm of a step's time is modelled as a sum: the machine's speed now (the time of a
+    plain step), what drafted steps have in common, and what this number of rows adds. A Kalman
+    filter (Kalman 1960) corrects all of them by each step's time, the uncertain ones most. It
+    keeps the covariances of what steps share: where a drafted step takes longer than predicted,
+    the next plain steps tell whether the machine or the costs have changed. So a hot or busy
+    machine changes the first and not the costs, which are ratios. What a number of rows adds has
+    a variance of its own, and its first step settles most of it.
 
-    Where wide steps were never measured, the curve begins with what rows usually cost, which is
-    very uncertain, and for all rows in the same direction: one real step corrects them all.
+    Where wide steps were never measured, the curve begins with what rows usually cost: a power of
+    their number whose exponent is shared, too, so one real step corrects them all.
 
     A step that is far off is ignored, until most of the recent steps with as many rows are.
 
@@ -116,29 +130,26 @@ class LiveCurve:
     def __init__(self, known: Iterable[KnownTime]) -> None:
         times = {time.rows: time.bounded for time in known if time.rows <= WIDEST}
         self._usual = plain = times.pop(1)
-        shared_variance = _DRAFTED_VARIANCE + plain.uncertainty**2
-        # Few numbers of rows ever run, and a small matrix stays in the processor's cache.
-        self._parts = self._in_curve = np.array([math.log(plain.seconds), 0.0])
-        self._covariance = np.diag([_MACHINE_VARIANCE, shared_variance])
-        # Allocated once, and filled in place: allocating a kilobyte between two steps can make
-        # the C library tidy up what the forward has freed, which takes longer than the lesson.
-        # (Multiplying by broadcasting would allocate, too.)
-        self._correction = np.empty_like(self._covariance)
-        self._part_of_rows: dict[int, int] = {}
-        for rows, time in sorted(times.items()):
-            self._add_part(rows, math.log(time.seconds / plain.seconds), time.uncertainty**2)
-        self._assumed: set[int] = set()  # rows that were not measured, and of which no step told
-        self._assume_usual_costs()
+        # What steps share: the machine's speed, what drafted ones have in common, the exponent.
+        self._shared = math.log(plain.seconds), 0.0, _USUAL_EXPONENT
+        drafted = _DRAFTED_VARIANCE + plain.uncertainty**2
+        # The upper triangle of their covariance matrix, row by row.
+        self._covariance = _MACHINE_VARIANCE, 0.0, 0.0, drafted, 0.0, _EXPONENT_VARIANCE
+        self._plain = _Rows(0.0, 0.0)
+        self._rows = {
+            rows: _Rows(math.log(time.seconds / plain.seconds), _OWN_SHARE * time.uncertainty**2)
+            for rows, time in sorted(times.items())
+        }
+        self._measured = max(self._rows, default=1)
+        if self._measured < _WIDE:
+            for rows in _USUAL_ROWS:
+                if rows > self._measured:
+                    self._rows[rows] = self._unseen(rows)
         self._steps_since_doubt, self._widest_since_doubt, self._reach = 0, 1, _FIRST_REACH
-        self._doubt = 0.0  # variance of what drafted steps have in common
+        self._doubt, self._beyond = 0.0, WIDEST  # variance of the costs of more rows than these
         # Where plain steps scattered so much that T(1) is hardly known, others will scatter, too.
         self._noise = min(max(_FIRST_NOISE, plain.uncertainty**2), _MOST_NOISE)
         self._step = 0
-        # Per number of rows: the errors of recent steps, the last step that took the predicted
-        # time, and the first of those that have not since then.
-        self._recent: dict[int, deque[float]] = {}
-        self._fitted: dict[int, int] = {}
-        self._off_since: dict[int, int] = {}
         self._rebuild()
 
     @property
@@ -161,16 +172,15 @@ class LiveCurve:
     @property
     def slowdown(self) -> float:
         """Time of a plain step now against the measured one; above 1 on a hot or busy machine."""
-        return math.exp(self._parts[_MACHINE]) / self._usual.seconds
+        return math.exp(self._shared[0]) / self._usual.seconds
 
     @property
     def stddev(self) -> float:
         """Relative standard error that the costs of all drafted steps have in common.
 
-        It becomes small only where both plain and drafted steps run. What is doubted because none
-        of the latter ran lately is left out: the first of them will tell.
+        It becomes small only where both plain and drafted steps run.
         """
-        return math.sqrt(max(self._covariance[_DRAFTED, _DRAFTED] - self._doubt, 0.0))
+        return math.sqrt(max(self._covariance[3], 0.0))
 
     @property
     def noise(self) -> float:
@@ -179,40 +189,51 @@ class LiveCurve:
 
     def seconds(self, rows: int) -> float:
         """The wall time that a step over ``rows`` rows would take now."""
-        return math.exp(self._parts[_MACHINE]) * self.curve(rows)
+        return math.exp(self._shared[0]) * self.curve(rows)
 
     def record(self, rows: int, seconds: float) -> None:
         """Learn from a step over ``rows`` rows, 1 being a pipelined plain step."""
         if not 1 <= rows <= WIDEST or not STEP_SECONDS[0] <= seconds <= STEP_SECONDS[1]:
             return
-        parts = self._parts_of(rows)
-        for part in parts:
-            self._covariance[part, part] += _change(part)
-        error = math.log(seconds) - sum(self._parts[part] for part in parts)
-        shared = sum((self._covariance[part] for part in parts), np.zeros(len(self._parts)))
+        own = self._plain if rows == 1 else self._rows.get(rows)
+        if own is None:
+            own = self._rows[rows] = self._unseen(rows)
+            own.in_curve = self._log_cost(own)
+        error = math.log(seconds) - self._shared[0]
+        mm, md, me, dd, de, ee = self._covariance
+        mm += _MACHINE_CHANGE
+        # Covariances of what steps share with the logarithm of this one's time, and its variance.
+        if rows == 1:
+            shared, variance = (mm, md, me), mm
+        else:
+            error -= self._log_cost(own)
+            dd += _DRAFTED_CHANGE
+            own.variance += _ROWS_CHANGE
+            power = own.power
+            shared = mm + md + power * me, md + dd + power * de, me + de + power * ee
+            variance = shared[0] + shared[1] + power * shared[2]
+        self._covariance = mm, md, me, dd, de, ee
+        doubt = self._doubt if rows > self._beyond else 0.0
         # Rounding may leave a little less than nothing of what is known well.
-        variance = max(sum(shared[part] for part in parts), 0.0) + self._noise
-        recent = self._recent[rows]
-        if recent:
-            self._learn_noise(error - recent[-1])
-        recent.append(error)
-        limit = _OUTLIER * math.sqrt(variance)
+        variance = max(variance, 0.0) + own.variance + doubt + self._noise
+        if own.recent:
+            self._learn_noise(error - own.recent[-1])
+        own.recent.append(error)
         self._step += 1
+        limit = _OUTLIER * math.sqrt(variance)
         if abs(error) > limit:
-            self._off_since.setdefault(rows, self._step)
-            error = median_low(recent)
-            if len(recent) <= _RECENT // 2 or abs(error) <= limit:
+            own.off_since = own.off_since or self._step
+            error = median_low(own.recent)
+            if len(own.recent) <= _RECENT // 2 or abs(error) <= limit:
                 return
-            blamed = self._blame(rows, parts)
-            shared[blamed] += _MACHINE_VARIANCE
             variance += _MACHINE_VARIANCE
-        self._fitted[rows] = self._step
-        self._off_since.pop(rows, None)
-        self._correct(error, shared, variance)
-        self._assumed.discard(rows)
-        if rows > 1:
-            self._doubt = 0.0
-            self._stale |= rows in self._hoped_for  # there is less to hope for now
+            if self._blames_machine(own):
+                self._covariance = mm + _MACHINE_VARIANCE, md, me, dd, de, ee
+                shared = shared[0] + _MACHINE_VARIANCE, shared[1], shared[2]
+            else:
+                own.variance += _MACHINE_VARIANCE
+        own.fitted, own.off_since = self._step, 0
+        self._correct(own, error, shared, doubt, variance)
 
     def ran(self, rows: int) -> None:
         """Take note of a step, recorded or not: costs of wider ones become doubtful."""
@@ -220,21 +241,16 @@ class LiveCurve:
         self._steps_since_doubt += 1
         if self._steps_since_doubt < _STEPS_PER_DOUBT:
             return
-        if self._widest_since_doubt == 1:
-            doubted = [_DRAFTED]  # it stands for all
-        else:
-            beyond = self._widest_since_doubt
-            doubted = [part for rows, part in self._part_of_rows.items() if rows > beyond]
-        doubted = [part for part in doubted if self._covariance[part, part] < _MOST_DOUBT]
-        self._covariance[np.ix_(doubted, doubted)] += _DOUBT_VARIANCE
-        self._doubt += _DOUBT_VARIANCE if _DRAFTED in doubted else 0.0
+        self._doubt = min(self._doubt + _DOUBT_VARIANCE, _MOST_DOUBT)
+        self._beyond = self._widest_since_doubt
         self._reach = max(_FIRST_REACH, 2 * self._widest_since_doubt)
         self._steps_since_doubt, self._widest_since_doubt = 0, 1
         self._stale = True
 
     def reopen(self) -> None:
         """Expect the machine's speed to have changed: no step was measured for some time."""
-        self._widen(_MACHINE, _MACHINE_VARIANCE - self._covariance[_MACHINE, _MACHINE])
+        machine, md, me, dd, de, ee = self._covariance
+        self._covariance = max(machine, _MACHINE_VARIANCE), md, me, dd, de, ee
 
     def known(self, stddev: float = 0.0, *, assumed: bool = True) -> list[KnownTime]:
         """What is now known, as times at the machine's usual speed.
@@ -243,105 +259,49 @@ class LiveCurve:
             stddev: relative uncertainty to add, for use at another context length.
             assumed: whether what was neither measured nor told by a step counts, too.
         """
-        common = math.sqrt(max(self._covariance[_DRAFTED, _DRAFTED], 0.0))
-        times = [KnownTime(1, self._usual.seconds, math.hypot(common, stddev))]
-        for rows, part in sorted(self._part_of_rows.items()):
-            if rows in self._assumed and not assumed:
-                continue
-            cost = math.exp(self._parts[_DRAFTED] + self._parts[part])
-            uncertainty = math.sqrt(max(self._covariance[part, part], 0.0) + stddev**2)
-            times.append(KnownTime(rows, self._usual.seconds * cost, uncertainty))
+        exponent = max(self._covariance[5], 0.0)
+        times = [KnownTime(1, self._usual.seconds, math.hypot(self.stddev, stddev))]
+        for rows, own in sorted(self._rows.items()):
+            if assumed or not own.assumed:
+                cost = math.exp(self._log_cost(own))
+                variance = own.variance + exponent * own.power**2
+                uncertainty = math.sqrt(variance + stddev**2)
+                times.append(KnownTime(rows, self._usual.seconds * cost, uncertainty))
         return times
 
+    def _log_cost(self, own: _Rows) -> float:
+        return self._shared[1] + own.value + self._shared[2] * own.power
+
     def _rebuild(self) -> None:
-        """Make the curves of the parts as they are now."""
-        numbers = sorted(self._part_of_rows)
-        parts = [self._part_of_rows[rows] for rows in numbers]
-        costs = np.exp(self._parts[_DRAFTED] + self._parts[parts])
-        hopes = np.where(np.array(numbers) <= self._reach, self._hopes(parts), 0.0)
-        self._hoped_for = {rows for rows, hope in zip(numbers, hopes, strict=True) if hope}
-        self._curve = _extended(numbers, costs)
-        self._hopeful = _extended(numbers, costs * np.exp(-hopes)) if any(hopes) else self._curve
-        self._in_curve = self._parts.copy()
+        """Make the curves of what is known now."""
+        points, hopeful = [(1, 1.0)], [(1, 1.0)]
+        for rows, own in sorted(self._rows.items()):
+            value = own.in_curve = self._log_cost(own)
+            points.append((rows, math.exp(value)))
+            hopeful.append((rows, math.exp(value - self._hope(rows, own))))
+        self._curve = _extended(points)
+        self._hopeful = self._curve if hopeful == points else _extended(hopeful)
+        self._in_curve = self._shared
         self._stale = False
 
-    def _hopes(self, parts: list[int]) -> np.ndarray:
-        """By how much the logarithms of costs may plausibly be too high, given their parts."""
-        own, common = self._covariance[parts, parts], self._covariance[_DRAFTED, parts]
-        variances = self._covariance[_DRAFTED, _DRAFTED] + own + 2 * common
-        return _HOPE * np.maximum(np.sqrt(np.maximum(variances, 0.0)) - _USUAL_ERROR, 0.0)
+    def _hope(self, rows: int, own: _Rows) -> float:
+        """By how much the logarithm of a cost may plausibly be too high."""
+        if rows > self._reach:
+            return 0.0
+        _, _, _, drafted, both, exponent = self._covariance
+        variance = own.variance + (self._doubt if rows > self._beyond else 0.0)
+        variance += drafted + own.power * (2 * both + own.power * exponent)
+        return _HOPE * max(math.sqrt(max(variance, 0.0)) - _USUAL_ERROR, 0.0)
 
-    def _assume_usual_costs(self) -> None:
-        """Add parts for steps that are wider than the measured ones, where these are narrow."""
-        widest = max(self._part_of_rows, default=1)
-        if widest >= _WIDE:
-            return
-        last = self._part_of_rows.get(widest)
-        value = 0.0 if last is None else self._parts[last]
-        variance = 0.0 if last is None else self._covariance[last, last]
-        for rows in _USUAL_ROWS:
-            if rows <= widest:
-                continue
-            distance = math.log(rows / widest)
-            shared = np.zeros(len(self._parts))
-            for known, part in self._part_of_rows.items():
-                if known >= widest:
-                    other = math.log(known / widest)
-                    shared[part] = variance + _EXPONENT_ERROR**2 * distance * other
-            own = variance + (_EXPONENT_ERROR * distance) ** 2 + _UNSEEN_VARIANCE
-            self._add_part(rows, value + _USUAL_EXPONENT * distance, own, shared)
-            self._assumed.add(rows)
-
-    def _add_unseen(self, rows: int) -> None:
-        """Add the part of a number of rows that no step had."""
-        value = math.log(self.curve(rows)) - self._parts[_DRAFTED]
-        known = sorted(self._part_of_rows)
-        after = bisect(known, rows)
-        if 0 < after < len(known):
-            left, right = known[after - 1 : after + 1]
-            weights = np.array([right - rows, rows - left]) / (right - left)
-            neighbours = [self._part_of_rows[left], self._part_of_rows[right]]
-            shared = weights @ self._covariance[neighbours]
-            variance, is_near = float(shared[neighbours] @ weights), right <= _NEAR * left
-            if is_near or variance > _TIED_VARIANCE:
-                own = _BETWEEN_VARIANCE if is_near else _UNSEEN_VARIANCE
-                self._add_part(rows, value, variance + own, shared)
-                return
-        variance = max(self._covariance.diagonal()[_DRAFTED + 1 :], default=0.0)
-        self._add_part(rows, value, variance + _UNSEEN_VARIANCE)
-
-    def _add_part(
-        self, rows: int, value: float, variance: float, shared: np.ndarray | None = None
-    ) -> None:
-        """Add the part of a number of rows.
-
-        Args:
-            value, variance: its own.
-            shared: its covariances with the parts so far; by default none.
-        """
-        parts, in_curve = np.append(self._parts, value), np.append(self._in_curve, value)
-        covariance = np.pad(self._covariance, (0, 1))
-        if shared is not None:
-            covariance[-1, :-1] = covariance[:-1, -1] = shared
-        covariance[-1, -1] = variance
-        correction = np.empty_like(covariance)
-        # All at once, since an interrupt in between would leave arrays of unequal sizes.
-        arrays = parts, in_curve, covariance, correction
-        self._parts, self._in_curve, self._covariance, self._correction = arrays
-        self._part_of_rows[rows] = len(parts) - 1
-
-    def _widen(self, part: int, variance: float) -> None:
-        self._covariance[part, part] += max(variance, 0.0)
-
-    def _parts_of(self, rows: int) -> list[int]:
-        """The parts whose sum is the logarithm of a step's time, by index."""
-        if rows not in self._recent:
-            self._recent[rows] = deque(maxlen=_RECENT)
-        if rows == 1:
-            return [_MACHINE]
-        if rows not in self._part_of_rows:
-            self._add_unseen(rows)
-        return [_MACHINE, _DRAFTED, self._part_of_rows[rows]]
+    def _unseen(self, rows: int) -> _Rows:
+        """What is expected of a number of rows that no step had."""
+        if rows > self._measured and self._measured < _WIDE:
+            last = self._rows.get(self._measured, self._plain)
+            power = math.log(rows / self._measured)
+            return _Rows(last.value, last.variance + _UNSEEN_VARIANCE, power, assumed=True)
+        value = math.log(self.curve(rows)) - self._shared[1]
+        variance = max((own.variance for own in self._rows.values()), default=0.0)
+        return _Rows(value, variance + _UNSEEN_VARIANCE)
 
     def _learn_noise(self, difference: float) -> None:
         """Learn from the difference between two steps of as many rows; their cost cancels out."""
@@ -349,48 +309,75 @@ class LiveCurve:
         noise = self._noise + _NOISE_RATE * (squared - self._noise)
         self._noise = min(max(noise, _LEAST_NOISE), _MOST_NOISE)
 
-    def _blame(self, rows: int, parts: list[int]) -> int:
-        """Find the part to blame for times that have changed, make it uncertain, and return it.
+    def _blames_machine(self, own: _Rows) -> bool:
+        """Whether the machine has changed, where the times of these rows have; forget their errors.
 
         Where steps with other numbers of rows still take the predicted time, it is not the
         machine.
         """
-        if any(step > self._off_since[rows] for step in self._fitted.values()):
-            self._recent[rows].clear()
-            blamed = parts[-1]
-        else:
-            self._recent.clear()  # these errors were relative to the former speed
-            self._off_since.clear()
-            blamed = _MACHINE
-        self._widen(blamed, _MACHINE_VARIANCE)
-        return blamed
+        every = [self._plain, *self._rows.values()]
+        if any(other.fitted > own.off_since for other in every):
+            own.recent.clear()
+            return False
+        for other in every:  # these errors were relative to the former speed
+            other.recent.clear()
+            other.off_since = 0
+        return True
 
-    def _correct(self, error: float, shared: np.ndarray, variance: float) -> None:
-        """Spread an error over the parts, the uncertain ones first.
+    def _correct(
+        self,
+        own: _Rows,
+        error: float,
+        shared: tuple[float, float, float],
+        doubt: float,
+        variance: float,
+    ) -> None:
+        """Spread an error over all that the step's time is the sum of, the uncertain ones first.
 
         Args:
-            error: of the logarithm of a step's time.
-            shared: covariance of each part with that logarithm.
+            own: what is known of the step's rows.
+            error: of the logarithm of its time.
+            shared: covariance of each number that steps share with that logarithm.
+            doubt: variance that the costs of all rows have in common that did not run lately.
             variance: of the logarithm, the step's noise included.
         """
-        self._parts += shared * (error / variance)
-        np.dot(shared[:, None], shared[None, :] / variance, out=self._correction)
-        self._covariance -= self._correction
-        if np.abs(self._parts - self._in_curve)[1:].max() > _NOTICEABLE:
+        gain = error / variance
+        (machine, drafted, exponent), (m, d, e) = self._shared, shared
+        mm, md, me, dd, de, ee = self._covariance
+        self._shared = machine + m * gain, drafted + d * gain, exponent + e * gain
+        share_m, share_d, share_e = m / variance, d / variance, e / variance
+        self._covariance = (
+            mm - m * share_m,
+            md - m * share_d,
+            me - m * share_e,
+            dd - d * share_d,
+            de - d * share_e,
+            ee - e * share_e,
+        )
+        own.value += own.variance * gain
+        own.variance -= own.variance**2 / variance
+        own.assumed = False
+        if doubt:
+            for rows, other in self._rows.items():
+                if rows > self._beyond:
+                    other.value += doubt * gain
+            self._doubt -= doubt**2 / variance
             self._stale = True
+        # The other costs have changed by what they share with this one.
+        _, drafted, exponent = (a - b for a, b in zip(self._shared, self._in_curve, strict=True))
+        most = (
+            abs(exponent) * math.log(WIDEST),
+            abs(drafted),
+            abs(self._log_cost(own) - own.in_curve),
+        )
+        self._stale |= max(most) > _NOTICEABLE
 
 
-def _extended(numbers: list[int], costs: np.ndarray) -> CostCurve:
-    """The curve through the costs of these numbers of rows, and on to ``WIDEST`` rows."""
-    points = [(1, 1.0), *zip(numbers, costs.tolist(), strict=True)]
+def _extended(points: list[tuple[int, float]]) -> CostCurve:
+    """The curve through these points, and on to ``WIDEST`` rows."""
     rows = points[-1][0]
     if rows < WIDEST:
         # In proportion to the rows, as if each further block cost what the first one does: too
         # much where the curve is flat, and right on average where it has stairs.
-        points.append((WIDEST, max(cost for _, cost in points) * WIDEST / rows))
+        points = [*points, (WIDEST, max(cost for _, cost in points) * WIDEST / rows)]
     return CostCurve(points)
-
-
-def _change(part: int) -> float:
-    """The variance of a part's change from step to step."""
-    return {_MACHINE: _MACHINE_CHANGE, _DRAFTED: _DRAFTED_CHANGE}.get(part, _ROWS_CHANGE)

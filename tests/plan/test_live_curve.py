@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from statistics import fmean
 
 import pytest
 from hypothesis import given
@@ -159,22 +158,6 @@ def test_a_stair_that_was_not_measured_hardly_changes_what_was():
     run(live, truth, 60, rows=(1, 9))
     for rows in (9, 12, 16):
         assert live.curve(rows) == pytest.approx(truth(rows), rel=0.1)
-
-
-def test_a_slow_step_among_rows_that_never_ran_is_corrected_by_those_beside_them():
-    truth = CostCurve([(1, 1), (32, 4)])
-    after, later = [], []
-    for seed in range(20):
-        live, generator = measured(truth, rows=(1, 16, 32)), random.Random(seed)
-        for rows in [1, 16, 32] * 30 + [20] + [1, 19, 21] * 20:
-            slow = 1.25 if rows == 20 else 1.0
-            seconds = PLAIN_SECONDS * truth(rows) * slow * generator.lognormvariate(0, 0.08)
-            live.record(rows, seconds)
-            if rows == 20:
-                after.append(live.curve(20) / truth(20))
-        later.append(live.curve(20) / truth(20))  # 20 rows never ran again
-    assert fmean(after) > 1.1
-    assert fmean(later) < 1.05
 
 
 def test_costs_never_fall_with_the_rows():
