@@ -32,13 +32,15 @@ import mlx.nn as nn
 from mlx_lm.models import base
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
+Function = Callable[..., Any]
+
 _positions: ContextVar[mx.array | None] = ContextVar("positions", default=None)
 """Of the rows of the forward that is being run, (rows,)."""
 
 _ATTENTION = "scaled_dot_product_attention"
 
 _installed: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
-_wrappers: set[Callable[..., Any]] = set()
+_wrappers: set[Function] = set()
 
 
 def forward_at(
@@ -71,13 +73,13 @@ def install(model: nn.Module) -> None:
     for kind in layers:
         names = inspect.unwrap(kind.__call__).__globals__
         if names.get(_ATTENTION) is base.scaled_dot_product_attention:
-            names[_ATTENTION] = _wrapped(base.scaled_dot_product_attention, _attend)
+            names[_ATTENTION] = _wrapped(base.scaled_dot_product_attention, _attending)
     for kind in _rope_classes(model):
-        kind.__call__ = _wrapped(kind.__call__, _rotate)
+        kind.__call__ = _wrapped(kind.__call__, _rotating)
     if any(isinstance(cache, ArraysCache | CacheList) for cache in make_prompt_cache(model)):
         for kind in layers:
-            if "cache" in inspect.signature(kind.__call__).parameters:
-                kind.__call__ = _wrapped(kind.__call__, _run_block)
+            if _has_parameter(kind.__call__, "cache"):
+                kind.__call__ = _wrapped(kind.__call__, _running)
     _installed[id(model)] = model
 
 
@@ -89,66 +91,63 @@ def _rope_classes(model: nn.Module) -> set[Any]:
         for name, child in module.children().items()
         if isinstance(child, nn.Module)
         and "rope" in f"{name} {type(child).__name__}".lower()
+        and callable(child)
+        and _has_parameter(type(child).__call__, "offset")
         and len(child.modules()) == 1  # none that only has one inside
     }
 
 
-def _wrapped(function: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls another one instead of this one inside :func:`forward_at`.
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+    return name in inspect.signature(function).parameters
 
-    Args:
-        function: a wrapped one is returned as it is.
-        instead: called with the positions, the function, and the function's arguments.
-    """
-    if function in _wrappers:
-        return function
 
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+def _wrapped(function: Function, wrapper_of: Callable[[Function], Function]) -> Function:
+    """A function in its wrapper; one that is a wrapper already is returned as it is."""
+    if function not in _wrappers:
+        function = functools.wraps(function)(wrapper_of(function))
+        _wrappers.add(function)
+    return function
+
+
+# The wrappers name the arguments that callers always pass: packing them takes time.
+
+
+def _rotating(rope: Function) -> Function:
+    def rotate(
+        module: nn.Module, x: mx.array, offset: int | mx.array = 0, **kwargs: Any
+    ) -> mx.array:
+        """Rotate each row by its own position; x: (1, heads, rows, head_dim)."""
         positions = _positions.get()
         if positions is None:
-            return function(*args, **kwargs)
-        return instead(positions, function, *args, **kwargs)
+            return rope(module, x, offset=offset, **kwargs)
+        if not isinstance(offset, int) or offset != 0:
+            positions = offset + positions
+        if len(x) > 1:  # (rows, heads, 1, head_dim): the rows are a batch already
+            return rope(module, x, offset=positions, **kwargs)
+        # mx.fast.rope takes one offset per batch entry, so the rows move onto the batch axis.
+        rotated = rope(module, x.transpose(2, 1, 0, 3), offset=positions, **kwargs)
+        return rotated.transpose(2, 1, 0, 3)
 
-    _wrappers.add(wrapper)
-    return wrapper
-
-
-def _rotate(
-    positions: mx.array,
-    rope: Callable[..., mx.array],
-    module: nn.Module,
-    x: mx.array,
-    offset: int | mx.array = 0,
-    **kwargs: Any,
-) -> mx.array:
-    """Rotate each row by its own position; x: (1, heads, rows, head_dim)."""
-    if not isinstance(offset, int) or offset != 0:
-        positions = offset + positions
-    if len(x) > 1:  # (rows, heads, 1, head_dim): rows of several sequences that are a batch already
-        return rope(module, x, offset=positions, **kwargs)
-    # mx.fast.rope takes one offset per batch entry, so the rows move onto the batch axis.
-    rotated = rope(module, x.transpose(2, 1, 0, 3), offset=positions, **kwargs)
-    return rotated.transpose(2, 1, 0, 3)
+    return rotate
 
 
-def _attend(
-    _: mx.array,
-    attention: Callable[..., mx.array],
-    queries: mx.array,
-    keys: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> mx.array:
-    """Attention, computed by the keys if they do that themselves."""
-    if hasattr(keys, "attend"):
+def _attending(attention: Function) -> Function:
+    def attend(queries: mx.array, keys: Any, *args: Any, **kwargs: Any) -> mx.array:
+        """Attention, computed by the keys if they do that themselves."""
+        if _positions.get() is None or not hasattr(keys, "attend"):
+            return attention(queries, keys, *args, **kwargs)
         return keys.attend(attention, queries, *args, **kwargs)
-    return attention(queries, keys, *args, **kwargs)
+
+    return attend
 
 
-def _run_block(_: mx.array, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a block, or let the state among its arguments run it."""
-    for argument in (*args[1:], *kwargs.values()):
-        if hasattr(argument, "run_block"):
-            return argument.run_block(block, args, kwargs)
-    return block(*args, **kwargs)
+def _running(block: Function) -> Function:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        """Run a block, or let the state among its arguments run it."""
+        if _positions.get() is not None:
+            for argument in (*args[1:], *kwargs.values()):
+                if hasattr(argument, "run_block"):
+                    return argument.run_block(block, args, kwargs)
+        return block(*args, **kwargs)
+
+    return run

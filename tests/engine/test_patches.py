@@ -60,7 +60,7 @@ def test_rope_takes_an_offset_for_each_entry_of_a_batch(name: str) -> None:
     one_by_one = [rope(x[n : n + 1], offset=offset) for n, offset in enumerate(offsets)]
     assert mx.allclose(at_once, mx.concatenate(one_by_one), atol=1e-6), (
         f"{type(rope).__name__} no longer rotates each entry of a batch by its own offset: "
-        "draft trees and joint steps would have wrong positions (patches._rotate)"
+        "draft trees and joint steps would have wrong positions (patches._rotating)"
     )
 
 
@@ -79,7 +79,7 @@ def test_models_take_their_rope_from_a_child_that_has_rope_in_its_name() -> None
     model(PROMPT, cache=make_prompt_cache(model))
     assert len(calls) == 2 * len(model.layers), (
         "llama no longer calls the module `rope` for queries and keys: "
-        "draft trees would have wrong positions (patches._rotate)"
+        "draft trees would have wrong positions (patches._rotating)"
     )
 
 
@@ -128,7 +128,7 @@ def test_layers_look_up_the_attention_function_in_their_own_module() -> None:
     logits = forward_at(model, PROMPT, caches, mx.arange(PROMPT.size))
     assert [cache for cache, _ in asked] == caches, (
         "llama no longer hands a cache's keys to scaled_dot_product_attention as they are: "
-        "sequences could not share a forward (patches._attend)"
+        "sequences could not share a forward (patches._attending)"
     )
     expected = model(PROMPT, cache=make_prompt_cache(model))
     assert mx.max(mx.abs(logits - expected)).item() < 1e-5
@@ -158,7 +158,7 @@ def test_blocks_read_a_state_that_they_get_as_an_argument_called_cache(name: str
     expected = [model(own[None], cache=make_prompt_cache(model))[0] for own in rows]
     assert mx.max(mx.abs(logits - mx.concatenate(expected))).item() < 1e-4, (
         f"{name}'s recurrent blocks no longer read their state from an ArraysCache that they get "
-        "as `cache`: sequences could not share a forward (patches._run_block)"
+        "as `cache`: sequences could not share a forward (patches._running)"
     )
 
 
