@@ -477,6 +477,8 @@ class TreeBuilder:
     def tree(self) -> DraftTree:
         """The tree so far, with what is known of all its nodes."""
         drafted = len(self.tokens) - 1
+        if not drafted:
+            return _root_alone(self.tokens[0])
         p_reached = self.p_reached if len(self.p_reached) == drafted else ()
         origins = self.origins if len(self.origins) == drafted else ()
         return DraftTree._of(self.tokens, self.parents, p_reached, origins)

@@ -138,18 +138,17 @@ class Planner(Drafter):
         try:
             if plan.fault:
                 raise plan.fault
-            tree = DraftTree.chain(self._last)
-            if plan.candidates is not None and not self.failed:
-                tree = self._with_window(plan)
+            tree = self._tree_of(plan)
         except Exception as error:
             self._fails(error)
             plan, tree = NO_PLAN, DraftTree.chain(self._last)
         self._plan = plan
         return tree
 
-    def _with_window(self, plan: Plan) -> DraftTree:
+    def _tree_of(self, plan: Plan) -> DraftTree:
         """The planned candidates, and the planned rows beside them."""
-        assert plan.candidates is not None
+        if plan.candidates is None or self.failed:
+            return DraftTree.chain(self._last)
         tree = plan.candidates.first(plan.n_draft)
         if not plan.rows_beside:
             return tree

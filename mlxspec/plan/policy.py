@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -177,19 +178,17 @@ class Policy:
         self.patience = min(max(patience, 0.0), _MOST_PATIENCE)
 
 
-def expected_tokens(p_reached: Sequence[float]) -> list[float]:
+def expected_tokens(p_reached: Sequence[float], sequences: int = 1) -> list[float]:
     """E(n): what a step emits on average when the first ``n`` draft nodes are verified.
 
     Args:
         p_reached: per draft node, best first, the probability that it is accepted.
+        sequences: how many share the step.
 
     Returns:
-        E(0), E(1), …; E(0) = 1, the token that every step emits.
+        E(0), E(1), …; E(0) = 1, the token that every step emits of each sequence.
     """
-    expected = [1.0]
-    for probability in p_reached:
-        expected.append(expected[-1] + probability)
-    return expected
+    return list(accumulate(p_reached, initial=float(sequences)))
 
 
 def price_of_time(expected: Sequence[float], costs: Sequence[float], rate: float) -> float:

@@ -89,11 +89,11 @@ def plan_drafts(
     plans = step.search(max_depths)
     if step.alone and not step.drafting:
         return plans
-    gain, shares, window = step.choose(max_depths, patient)
-    n_draft = sum(shares.values())
+    gain, n_draft, window = step.choose(max_depths, patient)
     pipelined = not n_draft and not window and step.is_pipelined(plans)
     if step.alone:
         return [Plan(plans[0].candidates, n_draft, gain, window, pipelined)]
+    shares = step.shares(n_draft)
     parts = [shares[index] / n_draft if n_draft else 0.0 for index in range(len(plans))]
     return [
         plan._replace(
@@ -130,33 +130,32 @@ class _Step:
         self._sequences = sequences
         self._max_nodes = max(0, self._curve.widest - 1 - rows_taken)
         # What a token of each sequence counts, 1 on average: the time that it usually takes.
-        times = [1 / policy.rate for policy in self._policies]
-        self._weights = [time * len(times) / sum(times) for time in times]
+        self._weights = [1.0]
         self._table: Sequence[float] = self._curve.table
         if not self.alone:
+            times = [1 / policy.rate for policy in self._policies]
+            self._weights = [time * len(times) / sum(times) for time in times]
             taken = min(rows_taken, self._curve.widest - 1)
             self._table = [0.0, *self._curve.table[1 + taken :]]
 
     def search(self, max_depths: Sequence[int]) -> list[Plan]:
         """Ask each planner for its candidates: plans that verify none of them yet."""
         plans: list[Plan] = []
-        for planner, max_depth, weight in zip(
-            self._planners, max_depths, self._weights, strict=True
-        ):
-            least_p, costs = self._curve.cheapest_rows, self._curve.table
+        curve, max_nodes = self._curve, self._max_nodes
+        least_p, costs = curve.cheapest_rows, curve.table
+        for index, planner in enumerate(self._planners):
             if not self.alone:  # a row takes time from all sequences
-                least_p = [self._sequences / weight * cost for cost in least_p]
-                costs = []
+                scale = self._sequences / self._weights[index]
+                least_p, costs = [scale * cost for cost in curve.cheapest_rows], []
+            limits = Limits(max_depths[index], max_nodes, planner.branching, least_p, costs)
             try:
-                limits = Limits(max_depth, self._max_nodes, planner.branching, least_p, costs)
-                plans.append(Plan(planner.search(self._curve, limits)))
+                found = planner.search(curve, limits)
             except Exception as error:  # the others go on
                 plans.append(Plan(fault=error))
-        self.drafting = {
-            index: plan.candidates
-            for index, (plan, policy) in enumerate(zip(plans, self._policies, strict=True))
-            if plan.candidates is not None and not policy.probes
-        }
+                continue
+            plans.append(Plan(found))
+            if found is not None and not planner.policy.probes:
+                self.drafting[index] = found
         self._sort()
         return plans
 
@@ -175,20 +174,26 @@ class _Step:
             order = list(islice(best_first, self._max_nodes))
             p_reached = [-p for p, _ in order]
             self._owners = [index for _, index in order]
-        self._expected = [self._sequences - 1 + n for n in expected_tokens(p_reached)]
+        self._expected = expected_tokens(p_reached, self._sequences)
         if self.alone:
             self._table = self._planners[0].step_costs(self._expected, self._table)
 
-    def choose(self, max_depths: Sequence[int], patient: bool) -> tuple[float, Counter[int], int]:
+    def shares(self, n_draft: int) -> Counter[int]:
+        """How many of the first nodes each planner has."""
+        return Counter(self._owners[:n_draft])
+
+    def choose(self, max_depths: Sequence[int], patient: bool) -> tuple[float, int, int]:
         """The greatest gain that the guard allows.
 
         Returns:
-            the gain in tokens, by planner the number of nodes, and the rows of a window.
+            the gain in tokens, the number of nodes, and the rows of a window.
         """
         costs, expected, gained, window, earned = self._table, self._expected, 0.0, 0, 0.0
         if self.alone:  # a window is verified beside the draft of one sequence only
             (planner,), (max_depth,) = self._planners, max_depths
             window, earned = planner.window_beside(expected, costs, max_depth)
+        if len(expected) == 1 and not window:
+            return 0.0, 0, 0
         policies, overhead = self._policies, self._costs.sync_overhead
         rate = sum(one.rate * weight for one, weight in zip(policies, self._weights, strict=True))
         rate += self._sequences - len(policies)
@@ -203,7 +208,7 @@ class _Step:
         banks = [policy.bank for policy in policies]
 
         def allows(gain: float, n_draft: int) -> bool:
-            shares = Counter(self._owners[:n_draft])
+            shares = self.shares(n_draft)
             cost = costs[n_draft + 1] if self.alone else 1 + self.further(n_draft)
             drafts = [self.drafting[index].p_by_depth(own) for index, own in shares.items()]
             shortfall = shortfall_of_all(cost, drafts) - earned
@@ -215,8 +220,8 @@ class _Step:
         gain, n_draft = best_allowed(gains, allows, halving=not self.alone)
         gain += gained
         if window and not n_draft and not allows(0.0, 0):
-            return 0.0, Counter(), 0
-        return max(gain, 0.0), Counter(self._owners[:n_draft]), window
+            return 0.0, 0, 0
+        return max(gain, 0.0), n_draft, window
 
     def further(self, n_draft: int) -> float:
         """The time that so many nodes take beyond a plain step, from all sequences together."""
