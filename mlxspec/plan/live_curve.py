@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from statistics import median_low
+from dataclasses import dataclass
 
 from .cost_curve import CostCurve
 
@@ -45,9 +43,9 @@ _FIRST_REACH = 4  # rows up to which there is hope where no draft ran lately
 _NOISE_RATE = 0.05
 _NOISE_CLIP = 4.0  # variances
 _OUTLIER = 4.0  # standard deviations
-# Recent steps of each number of rows, by which outliers are told from a lasting change; so many
-# that a burst of another program's work does not count as one.
-_RECENT = 15
+# Steps in a row by which a lasting change is told from outliers; so many that a burst of another
+# program's work does not count as one.
+_LASTING = 8
 _NOTICEABLE = 0.02  # relative change of a cost that is worth a new curve
 
 STEP_SECONDS = 1e-6, 1e4
@@ -88,9 +86,8 @@ class _Rows:
         power: what the shared exponent is multiplied by.
         assumed: whether it was neither measured nor run.
         in_curve: logarithm of its whole cost in the latest curve.
-        recent: errors of its latest steps.
-        fitted: the latest step of these rows that took the predicted time; 0 for none.
-        off_since: the first of those that have not since then; 0 for none.
+        latest: error of its latest step; None before the first.
+        off: how many of its latest steps in a row were far off.
     """
 
     value: float
@@ -98,9 +95,8 @@ class _Rows:
     power: float = 0.0
     assumed: bool = False
     in_curve: float = 0.0
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    fitted: int = 0
-    off_since: int = 0
+    latest: float | None = None
+    off: int = 0
 
 
 class LiveCurve:
@@ -117,7 +113,8 @@ class LiveCurve:
     Where wide steps were never measured, the curve begins with what rows usually cost: a power of
     their number whose exponent is shared, too, so one real step corrects them all.
 
-    A step that is far off is ignored, until most of the recent steps with as many rows are.
+    A step that is far off is ignored, until several in a row with as many rows are. Where all
+    others were, too, it is the machine that has changed.
 
     What looks expensive is not drafted, and would never be corrected. So drafts are planned with
     the :attr:`hopeful` curve, and costs that no step has told of lately become uncertain.
@@ -149,7 +146,7 @@ class LiveCurve:
         self._doubt, self._beyond = 0.0, WIDEST  # variance of the costs of more rows than these
         # Where plain steps scattered so much that T(1) is hardly known, others will scatter, too.
         self._noise = min(max(_FIRST_NOISE, plain.uncertainty**2), _MOST_NOISE)
-        self._step = 0
+        self._off = 0  # how many of the latest steps in a row were far off
         self._rebuild()
 
     @property
@@ -216,23 +213,21 @@ class LiveCurve:
         doubt = self._doubt if rows > self._beyond else 0.0
         # Rounding may leave a little less than nothing of what is known well.
         variance = max(variance, 0.0) + own.variance + doubt + self._noise
-        if own.recent:
-            self._learn_noise(error - own.recent[-1])
-        own.recent.append(error)
-        self._step += 1
-        limit = _OUTLIER * math.sqrt(variance)
-        if abs(error) > limit:
-            own.off_since = own.off_since or self._step
-            error = median_low(own.recent)
-            if len(own.recent) <= _RECENT // 2 or abs(error) <= limit:
+        if own.latest is not None:
+            self._learn_noise(error - own.latest)
+        own.latest = error
+        if abs(error) > _OUTLIER * math.sqrt(variance):
+            own.off += 1
+            self._off += 1
+            if own.off < _LASTING:
                 return
             variance += _MACHINE_VARIANCE
-            if self._blames_machine(own):
+            if self._off >= _LASTING:  # no other step was right: it is the machine
                 self._covariance = mm + _MACHINE_VARIANCE, md, me, dd, de, ee
                 shared = shared[0] + _MACHINE_VARIANCE, shared[1], shared[2]
             else:
                 own.variance += _MACHINE_VARIANCE
-        own.fitted, own.off_since = self._step, 0
+        own.off = self._off = 0
         self._correct(own, error, shared, doubt, variance)
 
     def ran(self, rows: int) -> None:
@@ -308,21 +303,6 @@ class LiveCurve:
         squared = min(difference * difference / 2, _NOISE_CLIP * self._noise)
         noise = self._noise + _NOISE_RATE * (squared - self._noise)
         self._noise = min(max(noise, _LEAST_NOISE), _MOST_NOISE)
-
-    def _blames_machine(self, own: _Rows) -> bool:
-        """Whether the machine has changed, where the times of these rows have; forget their errors.
-
-        Where steps with other numbers of rows still take the predicted time, it is not the
-        machine.
-        """
-        every = [self._plain, *self._rows.values()]
-        if any(other.fitted > own.off_since for other in every):
-            own.recent.clear()
-            return False
-        for other in every:  # these errors were relative to the former speed
-            other.recent.clear()
-            other.off_since = 0
-        return True
 
     def _correct(
         self,
