@@ -19,7 +19,7 @@ from mlxspec.engine.capability import Capability
 from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.target import Target
-from mlxspec.generation.responses import StepTimes
+from mlxspec.generation.request import StepTimes
 from tests.support.drafters import HostileDrafter, Oracle
 from tests.support.harness import decode, new_target, plain, run
 
