@@ -27,7 +27,7 @@ import mlxspec  # before mlx_lm, for OpenBLAS
 import mlx_lm
 
 from mlxspec.eval.prompts import bundled_prompts
-from mlxspec.generation.scheduler import Scheduler
+from mlxspec.generation.engine import Engine
 
 _TOKENS = 160
 _COUNTS = (1, 2, 4, 8)
@@ -53,14 +53,15 @@ def prompts_of(categories: tuple[str, ...], tokenizer: mlx_lm.tokenizer_utils.To
 
 def in_joint_steps(decoder: mlxspec.Decoder, prompts: Sequence[list[int]]) -> list[list[int]]:
     """Answer all prompts at once; returns their tokens."""
-    scheduler = Scheduler(decoder, stall=float("inf"))
+    engine = Engine(decoder, stall=float("inf"))
     answers: list[list[mlxspec.GenerationResponse]] = [[] for _ in prompts]
-    jobs = [
-        scheduler.submit(prompt, answer.append, _TOKENS)
+    requests = [
+        decoder.new_request(prompt, _TOKENS, {}, receive=answer.append)
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    scheduler.run()
-    assert not any(job.error for job in jobs)
+    engine.add(*requests)
+    engine.run()
+    assert not any(request.error for request in requests)
     return [[response.token for response in answer] for answer in answers]
 
 

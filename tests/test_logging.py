@@ -46,7 +46,7 @@ def test_models_costs_and_capabilities_are_logged(
 def test_each_generation_is_logged_once_with_its_figures(
     whole: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, "mlxspec.generation.responses")
+    caplog.set_level(logging.DEBUG, "mlxspec.generation.request")
     decoder = stand_in_decoder(mlxspec.PromptLookupDecoder)
     stream = decoder.stream([5, 6, 7, 5, 6], 9)
     last = [*stream][-1] if whole else next(stream)

@@ -1,7 +1,7 @@
 """``mlxspec generate --prompts``: answers a file of prompts, several at a time.
 
 Each line of the file becomes an :class:`_Answer`. As many of them as ``--concurrency`` says run
-in a :class:`Scheduler`; what has ended becomes a line of JSON. A line is written as soon as all
+in an :class:`Engine`; what has ended becomes a line of JSON. A line is written as soon as all
 before it are, so the order of the results is that of the file. A prompt that cannot be answered
 has a result, too, which says why.
 """
@@ -24,17 +24,17 @@ from rich.panel import Panel
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 from rich.text import Text
 
-from ..engine.step import DecodedStep
 from ..errors import MlxspecError, OptionError
 from ..generation.decoder import Decoder
+from ..generation.engine import Engine
 from ..generation.options import check_options
+from ..generation.request import Request
 from ..generation.response import (
     GenerationResponse,
     GenerationResult,
     SpeculationStats,
     Transcript,
 )
-from ..generation.scheduler import Job, Scheduler
 from ..loading.detokenizer import detokenizer_of
 from ..process import INTERRUPTED
 from ..store.learner import Learner
@@ -171,7 +171,7 @@ class _Answer:
         logprobs: as for :class:`Transcript`.
 
     Attributes:
-        job: what answers it, while that runs.
+        request: what answers it, until there is a result.
         prompt_tokens: how many tokens the prompt has.
         trims: whether the first space of the text is the tokenizer's own.
         line: the result as it is written, once there is one.
@@ -180,7 +180,7 @@ class _Answer:
     def __init__(self, number: int, place: dict[str, Any], logprobs: int | None) -> None:
         self.number = number
         self.place = place
-        self.job: Job | None = None
+        self.request: Request | None = None
         self.prompt_tokens = 0
         self.trims = False
         self.line: str | None = None
@@ -200,7 +200,7 @@ class _Answer:
     def write(self, report: dict[str, Any]) -> None:
         """Keep the result alone: responses hold log-probabilities of the whole vocabulary."""
         self.line = json_text({**self.place, **report})
-        del self._transcript, self.job
+        del self._transcript, self.request
 
 
 class Answers:
@@ -235,7 +235,6 @@ class Answers:
         self.totals = Totals()
         self._generation = generation
         self._decoder = decoder
-        self._concurrency = concurrency
         self._prompt = prompt
         self._logprobs = logprobs
         self._learner = learner
@@ -244,8 +243,7 @@ class Answers:
         self._model = model_or_default(generation.model)
         self._first_space = detokenizer_of(decoder.tokenizer).prefix_space
         # No answer is read as it comes, so none suffers while the prompts of others run.
-        self._scheduler = Scheduler(decoder, max_active=concurrency, stall=math.inf)
-        self._scheduler.on_step = self._add_step
+        self._engine = Engine(decoder, max_active=concurrency, stall=math.inf)
         self._begun = 0
         self._running: list[_Answer] = []
         self._held: deque[_Answer] = deque()  # all that are not written, in the file's order
@@ -260,10 +258,10 @@ class Answers:
         started = time.perf_counter()
         interrupted = False
         try:
-            with self._progress() as progress, self._scheduler.running():
+            with self._progress() as progress, self._engine.running():
                 progress(0, lines.count)
                 while self._begin_more(lines.values):
-                    self._scheduler.turn()
+                    self._engine.turn()
                     self._finish_ended()
                     self._write_finished()
                     progress(self.totals.answered + self.totals.failed, lines.count)
@@ -274,7 +272,7 @@ class Answers:
                     self._finish(answer)
             self._write_finished()
         self.totals.seconds = time.perf_counter() - started
-        self.totals.prefill_seconds = self._scheduler.prefill_seconds
+        self.totals.prefill_seconds = self._engine.prefill_seconds
         return interrupted
 
     def _progress(self) -> ProgressBar:
@@ -286,7 +284,7 @@ class Answers:
 
     def _begin_more(self, lines: Iterator[tuple[int, Any]]) -> bool:
         """Begin as many answers as may run; returns whether there is anything left to do."""
-        while len(self._running) < self._concurrency and len(self._held) < _MOST_HELD:
+        while self._engine.room > 0 and len(self._held) < _MOST_HELD:
             line = next(lines, None)
             if line is None:
                 break
@@ -311,35 +309,30 @@ class Answers:
             # there.
             begun = self._prompt.prefill_response
             answer.trims = templated and begun is None and self._first_space
-            answer.job = generation.submit(
-                *(self._scheduler, decoder, tokens, room, answer.add, templated),
-                begun=begun,
+            answer.request = generation.request(
+                *(decoder, tokens, room, answer.add, templated), begun=begun
             )
+            self._engine.add(answer.request)
         except MlxspecError as error:
             self._fail(answer, error)
         else:
             self._running.append(answer)
 
-    def _add_step(self, job: Job, step: DecodedStep) -> None:
-        """Count the time of a step of one answer, and what its tokens would have taken without
-        drafts in steps that as many answers share."""
-        plain_seconds = self._scheduler.plain_seconds(job, step)
-        if plain_seconds is not None:
-            self.totals.plain_seconds += plain_seconds
-            self.totals.decode_seconds += self._scheduler.step_seconds
-
     def _finish_ended(self) -> None:
         """Make results of the answers that have ended."""
-        ended = [answer for answer in self._running if answer.job and answer.job.finished]
+        ended = [answer for answer in self._running if answer.request and answer.request.done]
         for answer in ended:
             self._running.remove(answer)
             self._finish(answer)
 
     def _finish(self, answer: _Answer) -> None:
         """Make a result of what has been generated, or of what has ended that."""
-        if answer.job and answer.job.error:
-            self._fail(answer, answer.job.error)
-            return
+        if request := answer.request:
+            self.totals.plain_seconds += request.plain_seconds
+            self.totals.decode_seconds += request.decode_seconds
+            if request.error:
+                self._fail(answer, request.error)
+                return
         result = answer.result()
         report = result_report(result, self._model)
         del report["step_times"]

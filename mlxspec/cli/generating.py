@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from ..draft.drafter import Drafter
     from ..generation.decoder import Decoder
     from ..generation.options import GenerationOptions
+    from ..generation.request import Request
     from ..generation.response import GenerationResponse
-    from ..generation.scheduler import Job, Scheduler
     from ..store.learner import Learner
     from .memories import Memories
 
@@ -491,20 +491,18 @@ class Generation:
         options = {**self.options(decoder, tokens if templated else None, begun), **more}
         return decoder.stream(tokens, max_tokens, **self.drafter_arguments(), **options)
 
-    def submit(
+    def request(
         self,
-        scheduler: Scheduler,
         decoder: Any,
         tokens: Sequence[int],
         max_tokens: int,
         on_response: Callable[[GenerationResponse], object],
         templated: bool = False,
         begun: str | None = None,
-    ) -> Job:
-        """Add a generation with the decoder of :meth:`load` to its scheduler.
+    ) -> Request:
+        """A request to the decoder of :meth:`load`, for its engine.
 
         Args:
-            scheduler: the decoder's.
             decoder, tokens, max_tokens, templated, begun: as for :meth:`stream`.
             on_response: called with each response.
 
@@ -513,7 +511,10 @@ class Generation:
         """
         make_drafter = decoder.drafting_with(**self.drafter_arguments())
         options = self.options(decoder, tokens if templated else None, begun)
-        return scheduler.submit(tokens, on_response, max_tokens, make_drafter, **options)
+        request: Request = decoder.new_request(
+            tokens, max_tokens, options, make_drafter, on_response
+        )
+        return request
 
     def options(
         self,

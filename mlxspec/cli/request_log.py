@@ -18,7 +18,7 @@ from .output import shown
 
 if TYPE_CHECKING:
     from ..server.errors import ApiError
-    from ..server.tickets import Ticket
+    from ..server.served_request import ServedRequest
 
 _LAST_LINES = 1.0  # seconds that a terminal has at the end to take what is left
 
@@ -42,9 +42,9 @@ class RequestLog:
         self._thread = threading.Thread(target=self._run, name="mlxspec log", daemon=True)
         self._thread.start()
 
-    def ended(self, tickets: Sequence[Ticket]) -> None:
+    def ended(self, requests: Sequence[ServedRequest]) -> None:
         """All generations of a request have ended."""
-        self._add(_record(tickets))
+        self._add(_record(requests))
 
     def refused(self, path: str, error: ApiError) -> None:
         """A request has had an error in place of generations."""
@@ -78,33 +78,33 @@ class RequestLog:
                 self._quiet = True
 
 
-def _record(tickets: Sequence[Ticket]) -> dict[str, Any]:
-    """A request's figures: sums over its generations, and times from the request on."""
-    now, first = time.perf_counter(), tickets[0]
-    tokens, emitted, steps, seconds, plain_seconds = (
-        sum(getattr(ticket, name) for ticket in tickets)
-        for name in ("tokens", "emitted", "steps", "decode_seconds", "plain_seconds")
-    )
-    begun = [ticket.first_token for ticket in tickets if ticket.first_token]
-    errors = [(t.outcome, t.error.message) for t in tickets if t.error]
+def _record(requests: Sequence[ServedRequest]) -> dict[str, Any]:
+    """The figures of a client's requests: their sums, and times from the first on."""
+    now, first = time.perf_counter(), requests[0]
+    emitted = sum(request.stats.emitted for request in requests)
+    steps = sum(request.stats.steps for request in requests)
+    seconds = sum(request.decode_seconds for request in requests)
+    plain_seconds = sum(request.plain_seconds for request in requests)
+    begun = [request.first_token for request in requests if request.first_token]
+    errors = [(r.outcome, r.failure.message) for r in requests if r.failure]
     errors.sort(key=lambda error: error[0] == "cancelled")  # as others are where one has failed
-    outcomes = dict.fromkeys(ticket.outcome or "" for ticket in tickets)
+    outcomes = dict.fromkeys(request.outcome or "" for request in requests)
     # As in the answer's usage: once for all choices of a prompt, of which one has run it.
-    by_prompt: dict[int, list[Ticket]] = {}
-    for ticket in tickets:
-        by_prompt.setdefault(id(ticket.request.prompt), []).append(ticket)
+    by_prompt: dict[int, list[ServedRequest]] = {}
+    for request in requests:
+        by_prompt.setdefault(id(request.prompt), []).append(request)
     known = [
-        [t.cached_tokens for t in some if t.cached_tokens is not None]
+        [r.cached_tokens for r in some if r.cached_tokens is not None]
         for some in by_prompt.values()
     ]
     cached = [min(some) for some in known if some]
     return {
         "model": first.served.name,
         "outcome": errors[0][0] if errors else "/".join(outcomes),
-        "choices": len(tickets),
-        "prompt_tokens": sum(len(some[0].request.prompt) for some in by_prompt.values()),
+        "choices": len(requests),
+        "prompt_tokens": sum(len(some[0].prompt) for some in by_prompt.values()),
         "cached_tokens": sum(cached) if cached else None,
-        "tokens": tokens,
+        "tokens": sum(request.generated for request in requests),
         "seconds": round(now - first.asked, 3),
         "first_token": round(min(begun) - first.asked, 3) if begun else None,
         "tokens_per_step": round(emitted / steps, 2) if steps else None,

@@ -19,14 +19,15 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..engine.caches import parts
 from ..engine.joint import JointMode
 from ..engine.params import LogitsProcessor, Sampler
-from ..engine.positions import context_length
+from ..engine.prompt_cache import lent_caches
 from ..engine.target import Capability, Progress
 from ..errors import OptionError
 from ..generation.decoders import AutoDecoder
-from ..generation.options import GenerationOptions, Prompt, check_options, prompt_ids
+from ..generation.engine import Engine
+from ..generation.options import GenerationOptions, Prompt
 from ..generation.process_end import hold_at_exit
+from ..generation.request import Request
 from ..generation.response import GenerationResponse
-from ..generation.scheduler import Scheduler
 from .generation import decoder_of
 
 if TYPE_CHECKING:
@@ -123,16 +124,17 @@ def prepared(
     for name, given in (("max_tokens", budgets), ("prompt_caches", caches)):
         if len(given) != len(prompts):
             raise OptionError(f"{name} are {len(given)} for {len(prompts)} prompts: give one each")
-    longest = context_length(model)
-    of_model = decoder.tokenizer, decoder.vocab_size, longest, chat_template_kwargs
-    tokens = [prompt_ids(prompt, *of_model) for prompt in prompts]
-    progress = _Progress(prompt_progress_callback, [len(prompt) for prompt in tokens])
+    template = {"chat_template_kwargs": chat_template_kwargs}
     decoding = {name: options[name] for name in _DECODING if name in options}
-    stateful = False
-    for budget, cache in zip(budgets, caches, strict=True):
-        each = cast(GenerationOptions, {**decoding, "prompt_cache": cache})
-        found = check_options(model, decoder.tokenizer, decoder.vocab_size, budget, each)
-        stateful = not found.sampling.allows_drafts
+    requests = [
+        decoder.new_request(
+            *(prompt, budget),
+            cast(GenerationOptions, {**decoding, **template, "prompt_cache": cache}),
+        )
+        for prompt, budget, cache in zip(prompts, budgets, caches, strict=True)
+    ]
+    progress = _Progress(prompt_progress_callback, [len(request.prompt) for request in requests])
+    stateful = any(not request.options.sampling.allows_drafts for request in requests)
     own = make_prompt_cache(model, options.get("max_kv_size"))
     held = [own if cache is None else cache for cache in caches]
     in_turn = len(prompts) > 1 and decoder.joint_mode is JointMode.ALONE
@@ -140,18 +142,18 @@ def prepared(
     # A RoPE that depends on a context's length takes no batch, nor do rows that change each other.
     plain = decoder.chain_capability is Capability.PLAIN
     if batched and not plain and decoder.draft_end is None:
+        tokens = [[*request.prompt] for request in requests]
         args = model, decoder.tokenizer, tokens, prompt_caches, budgets
         return progress.around(partial(generate_in_batch, *args, **options))
     for name in ("prefill_batch_size", "stream"):
         options.pop(name, None)
-    return partial(_at_once, decoder, tokens, caches, budgets, progress, **options)
+    return partial(_at_once, decoder, requests, caches, progress, **options)
 
 
 def _at_once(
     decoder: AutoDecoder,
-    prompts: Sequence[list[int]],
+    requests: Sequence[Request],
     prompt_caches: Sequence[list[Any] | None],
-    budgets: Sequence[int],
     progress: _Progress,
     verbose: bool = False,
     return_prompt_caches: bool = False,
@@ -161,53 +163,31 @@ def _at_once(
     **options: Any,
 ) -> BatchResponse:
     """Answer the prompts with speculation; ``options`` are those of ``decoder.stream``."""
-    scheduler = Scheduler(decoder, max_active=completion_batch_size, stall=math.inf)
+    engine = Engine(decoder, max_active=completion_batch_size, stall=math.inf)
     ends = decoder.tokenizer.eos_token_ids
-    answers = [_Answer(ends, return_logprobs) for _ in prompts]
-    jobs = []
-    for index, answer in enumerate(answers):
-        lent = prompt_caches[index]
-        cache = copy.deepcopy(lent)
-        if cache is None and return_prompt_caches:
-            cache = make_prompt_cache(decoder.model, options.get("max_kv_size"))
-        answer.cache = cache
-        of_prompt = {"prompt_cache": cache, "on_progress": progress.of(index), **options}
-        jobs.append(scheduler.submit(prompts[index], answer.add, budgets[index], **of_prompt))
+    answers = [_Answer(ends, return_logprobs) for _ in requests]
+    for index, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+        answer.cache = copy.deepcopy(prompt_caches[index])
+        if answer.cache is None and return_prompt_caches:
+            answer.cache = make_prompt_cache(decoder.model, options.get("max_kv_size"))
+        lent = answer.cache and lent_caches(answer.cache, decoder.model)
+        of_prompt = request.options._replace(prompt_cache=lent, on_progress=progress.of(index))
+        request.options, request.receive = of_prompt, answer.add
+        engine.add(request)
     started = time.perf_counter()
-    with scheduler.running():
-        finished = -1
-        while scheduler.turn():
-            for job in jobs:
-                if job.error:
-                    raise job.error
-            if verbose and sum(job.finished for job in jobs) != finished:
-                finished = sum(job.finished for job in jobs)
-                _show_progress(finished, len(jobs))
-    for job in jobs:
-        if job.error:
-            raise job.error
+    _run(engine, requests, verbose)
     ended = [answer.last for answer in answers if answer.last]
     stats = BatchStats(
         prompt_tokens=sum(response.prompt_tokens for response in ended),
-        prompt_time=scheduler.prefill_seconds,
+        prompt_time=engine.prefill_seconds,
         generation_tokens=sum(response.generation_tokens for response in ended),
-        generation_steps=scheduler.steps,
+        generation_steps=engine.steps,
         wall_time=time.perf_counter() - started,
         peak_memory=max((response.peak_memory for response in ended), default=0.0),
     )
     stats.decode_time = stats.generation_time
     if verbose:
-        _show_progress(len(jobs), len(jobs))
-        drafted = sum(response.stats.drafted for response in ended)
-        accepted = sum(response.stats.accepted for response in ended)
-        print(
-            f"\n{_LABEL} Prompt: {stats.prompt_tokens} tokens, "
-            f"{stats.prompt_tps:.3f} tokens-per-sec\n"
-            f"{_LABEL} Generation: {stats.generation_tokens} tokens, "
-            f"{stats.generation_tps:.3f} tokens-per-sec\n"
-            f"{_LABEL} Speculation: {accepted} of {drafted} draft tokens accepted\n"
-            f"{_LABEL} Peak memory: {stats.peak_memory:.3f} GB"
-        )
+        _show_figures(stats, ended)
     return BatchResponse(
         texts=[decoder.tokenizer.decode(answer.tokens) for answer in answers],
         stats=stats,
@@ -215,6 +195,22 @@ def _at_once(
         token_ids=[answer.tokens for answer in answers] if return_token_ids else None,
         logprobs=[answer.logprobs for answer in answers] if return_logprobs else None,
     )
+
+
+def _run(engine: Engine, requests: Sequence[Request], verbose: bool) -> None:
+    """Run all requests; the first that fails ends them all."""
+    shown = -1
+    with engine.running():
+        going_on = True
+        while going_on:
+            going_on = engine.turn()
+            for request in requests:
+                if request.error:
+                    raise request.error
+            done = sum(request.done for request in requests)
+            if verbose and done != shown:
+                _show_progress(done, len(requests))
+                shown = done
 
 
 class _Progress:
@@ -283,6 +279,20 @@ class _Answer:
 
 def _show_progress(done: int, count: int) -> None:
     print(f"{_LABEL} Finished processing {done}/{count} ...", end="\r", flush=True)
+
+
+def _show_figures(stats: BatchStats, ended: Sequence[GenerationResponse]) -> None:
+    """mlx-lm's lines, and what speculation did."""
+    drafted = sum(response.stats.drafted for response in ended)
+    accepted = sum(response.stats.accepted for response in ended)
+    print(
+        f"\n{_LABEL} Prompt: {stats.prompt_tokens} tokens, "
+        f"{stats.prompt_tps:.3f} tokens-per-sec\n"
+        f"{_LABEL} Generation: {stats.generation_tokens} tokens, "
+        f"{stats.generation_tps:.3f} tokens-per-sec\n"
+        f"{_LABEL} Speculation: {accepted} of {drafted} draft tokens accepted\n"
+        f"{_LABEL} Peak memory: {stats.peak_memory:.3f} GB"
+    )
 
 
 def _can_be_batched(model: nn.Module, caches: Sequence[list[Any]]) -> bool:

@@ -25,8 +25,8 @@ from ..generation.decoder import Prompt
 from ..generation.decoders import AutoDecoder
 from ..generation.lent_caches import DraftCaches
 from ..generation.options import GenerationOptions
+from ..generation.request import Detokenizer, RecordTime, responses
 from ..generation.response import GenerationResponse, SpeculationStats
-from ..generation.responses import Detokenizer, RecordTime, responses
 from ..memory.memory import Memory
 
 if TYPE_CHECKING:
@@ -149,10 +149,8 @@ def stream_generate(
         progress = _PromptProgress(prompt_progress_callback)
         options["on_progress"], record_time = progress.prefilled, progress.stepped
     if draft_model is None:
-        generation = decoder.new_generation(
-            prompt, max_tokens, options, decoder.new_drafter, record_time=record_time
-        )
-        return responses(generation)
+        request = decoder.new_request(prompt, max_tokens, options, decoder.new_drafter)
+        return responses(request, record_time)
     options.pop("max_kv_size", None)
     return stream_with_draft_model(
         decoder, draft_model, prompt, max_tokens, num_draft_tokens, record_time, **options
@@ -176,21 +174,19 @@ def stream_with_draft_model(
     both = options.get("prompt_cache") or []
     drafts_cache = both[len(make_prompt_cache(decoder.model)) :] or None
     drafter = DraftModelDrafter(draft_model, num_draft_tokens, drafts_cache)
-    generation = decoder.new_generation(
-        prompt,
-        max_tokens,
-        options,
-        lambda session: decoder.look_ups_beside(session, drafter),
-        lambda owner, tokens: DraftCaches(owner, drafter, tokens) if drafter.loan else owner,
-        record_time,
+    request = decoder.new_request(
+        prompt, max_tokens, options, lambda session: decoder.look_ups_beside(session, drafter)
     )
-    return responses(generation)
+    if drafter.loan:
+        tokens = [*request.prompt]
+        request.lease_more = lambda lease: DraftCaches(lease, drafter, tokens)
+    return responses(request, record_time)
 
 
 class _KeptDecoder(AutoDecoder):
     """Is kept as long as its model lives, so it must not keep it alive; writes mlx-lm's text."""
 
-    def _new_detokenizer(self) -> Detokenizer:
+    def new_detokenizer(self) -> Detokenizer:
         return cast(Detokenizer, self.tokenizer.detokenizer)
 
     @property

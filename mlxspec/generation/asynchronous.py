@@ -10,23 +10,29 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 from ..engine.target import Progress
 from ..errors import OptionError
+from .engine import Engine
 from .options import GenerationOptions, MakeDrafter, Prompt
 from .process_end import PATIENCE
+from .request import Request
 from .response import GenerationResponse
-from .scheduler import Decoder, Job, Scheduler
+
+if TYPE_CHECKING:
+    from .decoder import Decoder
 
 _AHEAD = 64  # responses that wait for their consumer; each may hold a row of logits
+_READ = 16  # responses after which the thread hears that they have been read
 
-Command = Callable[[Scheduler], object]
+Command = Callable[[Engine], object]
 
 
 class AsyncGenerations:
     """Runs the generations of a decoder that tasks take, all in one thread of its own.
 
-    They share steps as in a :class:`Scheduler`, whichever event loops their tasks are in. The
+    They share steps as in an :class:`Engine`, whichever event loops their tasks are in. The
     thread lives as long as this object, since MLX compiles anew in each thread.
     """
 
@@ -57,20 +63,16 @@ class AsyncGenerations:
         stream = _Stream()
         if on_progress := options.get("on_progress"):
             options = {**options, "on_progress": stream.in_loop(on_progress)}
-        begin = partial(
-            Scheduler.submit,
-            prompt=prompt,
-            on_response=stream.respond,
-            max_tokens=max_tokens,
-            make_drafter=make_drafter,
-            **options,
+        new_request = partial(
+            decoder.new_request, prompt, max_tokens, options, make_drafter, stream.respond
         )
-        self._start(decoder, stream, partial(stream.begin, begin))
+        self._start(decoder, stream, partial(stream.begin, new_request))
         try:
             while (response := await stream.next()) is not None:
-                if stream.takes():
-                    self._commands.put(stream.go_on)
                 yield response
+                stream.read += 1
+                if stream.read % _READ == 0:
+                    self._commands.put(stream.has_read)
         finally:
             if not stream.ended.is_set():
                 self._commands.put(stream.cancel)
@@ -92,14 +94,14 @@ class AsyncGenerations:
     def _run(self, decoder: Decoder) -> None:
         """Serve the streams until all have ended."""
         try:
-            scheduler = Scheduler(decoder)
-            with scheduler.running():
+            engine = Engine(decoder, max_unread=_AHEAD)
+            with engine.running():
                 busy = False
                 while self._streams:
                     while not busy or not self._commands.empty():
-                        self._commands.get()(scheduler)
+                        self._commands.get()(engine)
                         busy = True
-                    busy = scheduler.turn()
+                    busy = engine.turn()
                     self._end_finished()
         except SystemExit:  # the process ends, and with it the threads of tasks that still wait
             return
@@ -134,7 +136,7 @@ def _stop_all() -> None:
         generations.stop()
 
 
-def _stop(scheduler: Scheduler) -> None:
+def _stop(engine: Engine) -> None:
     raise SystemExit
 
 
@@ -152,16 +154,17 @@ class _Stream:
         loop: the task's.
         ended: set in the loop once the thread is done with the generation, and its caches are
             given back.
+        read: how many responses the task has taken.
+        request: once the thread has made it.
     """
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.ended = asyncio.Event()
         self._queue: asyncio.Queue[GenerationResponse | BaseException | None] = asyncio.Queue()
-        self._job: Job | None = None
+        self.read = 0
+        self.request: Request | None = None
         self._error: BaseException | None = None
-        self._waiting = 0
-        self._counting = threading.Lock()
 
     # --- in the loop ---
 
@@ -176,12 +179,6 @@ class _Stream:
             raise found
         return found
 
-    def takes(self) -> bool:
-        """Count a response as taken; returns whether the generation may go on from now on."""
-        with self._counting:
-            self._waiting -= 1
-            return self._waiting == _AHEAD // 2
-
     def in_loop(self, on_progress: Progress) -> Progress:
         """The function, to be called in the thread and run in the loop."""
 
@@ -192,42 +189,38 @@ class _Stream:
 
     # --- in the thread ---
 
-    def begin(self, submit: Callable[[Scheduler], Job], scheduler: Scheduler) -> None:
-        """Submit the generation, unless it has ended already."""
+    def begin(self, new_request: Callable[[], Request], engine: Engine) -> None:
+        """Make the request, unless its task has left already."""
         if self.has_finished:
             return
         try:
-            self._job = submit(scheduler)
+            self.request = new_request()
+            engine.add(self.request)
         except Exception as error:
             self._error = error
 
     def respond(self, response: GenerationResponse) -> None:
-        """Hand a response over; too many that wait pause the generation."""
-        assert self._job is not None
-        with self._counting:
-            self._waiting += 1
-            if self._waiting >= _AHEAD:
-                self._job.paused = True
+        """Hand a response over."""
         self.loop.call_soon_threadsafe(self._queue.put_nowait, response)
 
-    def go_on(self, scheduler: Scheduler) -> None:
-        """The consumer has taken many of them."""
-        if self._job is not None:
-            scheduler.pause(self._job, False)
+    def has_read(self, engine: Engine) -> None:
+        """The task has taken some more responses."""
+        if self.request:
+            engine.has_read(self.request, _READ)
 
-    def cancel(self, scheduler: Scheduler) -> None:
+    def cancel(self, engine: Engine) -> None:
         """Nobody takes the responses any more."""
-        if self._job is not None:
-            scheduler.cancel(self._job)
+        if self.request:
+            engine.cancel(self.request)
 
     @property
     def has_finished(self) -> bool:
         """Whether nothing more will come."""
-        return self._error is not None or (self._job is not None and self._job.finished)
+        return self._error is not None or (self.request is not None and self.request.done)
 
     def end(self, error: BaseException | None = None) -> None:
         """Let the task know that this is all."""
-        self._error = error or self._error or (self._job.error if self._job else None)
+        self._error = error or self._error or (self.request.error if self.request else None)
         with suppress(RuntimeError):  # the loop is closed: nobody waits
             self.loop.call_soon_threadsafe(self._queue.put_nowait, self._error)
             self.loop.call_soon_threadsafe(self.ended.set)

@@ -55,17 +55,8 @@ from .options import (
     check_options,
     prompt_ids,
 )
+from .request import CacheLease, Detokenizer, RecordTime, Request, StepTimes, responses
 from .response import GenerationResponse, GenerationResult, Transcript
-from .responses import (
-    CacheOwner,
-    Detokenizer,
-    Generation,
-    NewCache,
-    OutputText,
-    RecordTime,
-    StepTimes,
-    responses,
-)
 from .session import Session, SessionTurn
 
 if TYPE_CHECKING:
@@ -223,7 +214,7 @@ class Decoder:
         Raises:
             PromptError, OptionError: as :meth:`decode`.
         """
-        return responses(self.new_generation(prompt, max_tokens, options, self.drafting_with()))
+        return responses(self.new_request(prompt, max_tokens, options))
 
     def astream(
         self,
@@ -346,10 +337,8 @@ class Decoder:
                 draft.
             TypeError: there is no such option.
         """
-        generation = self.new_generation(
-            prompt, max_tokens, options, lambda session: drafter, record_time=record_time
-        )
-        return responses(generation)
+        request = self.new_request(prompt, max_tokens, options, lambda session: drafter)
+        return responses(request, record_time)
 
     def written(
         self, responses: Iterable[GenerationResponse], color: bool = True
@@ -391,92 +380,92 @@ class Decoder:
         """
         return copy.copy(self)
 
-    def new_generation(
+    def new_request(
         self,
         prompt: Prompt,
         max_tokens: int,
         options: GenerationOptions,
-        make_drafter: MakeDrafter,
-        around: Callable[[CacheOwner, list[int]], CacheOwner] = lambda owner, tokens: owner,
-        record_time: RecordTime | None = None,
-    ) -> Generation:
-        """A generation that has not begun.
-
-        The drafter is made once prompt and options are known to be good, since it may measure, and
-        only where drafts can be verified.
+        make_drafter: MakeDrafter | None = None,
+        receive: Callable[[GenerationResponse], object] = lambda response: None,
+    ) -> Request:
+        """A generation that has not begun, for :func:`.request.responses` or an engine.
 
         Args:
             prompt, max_tokens, options: as for :meth:`decode`.
-            make_drafter: given the session.
-            around: wraps the owner of the model's caches in an owner of further caches.
-            record_time: as for :meth:`decode`.
+            make_drafter: makes the drafter, given the session, when the request starts and only
+                where drafts can be verified; by default the decoder drafts as :meth:`stream` does.
+            receive: called with each response in an engine.
+
+        Raises:
+            PromptError, OptionError, PromptCacheError, TypeError: as :meth:`decode`.
         """
-        tokens = prompt_ids(
-            prompt,
-            self.tokenizer,
-            self.vocab_size,
-            context_length(self.model),
-            options.get("chat_template_kwargs"),
-        )
+        longest, template = context_length(self.model), options.get("chat_template_kwargs")
+        tokens = prompt_ids(prompt, self.tokenizer, self.vocab_size, longest, template)
         checked = check_options(self.model, self.tokenizer, self.vocab_size, max_tokens, options)
+        make_drafter = make_drafter or self.drafting_with()
+        return Request(self, tokens, max_tokens, checked, make_drafter, receive)
+
+    def drafter_of(self, request: Request) -> Drafter:
+        """Make a request's drafter, which also drafts what its grammar forces.
+
+        Raises:
+            DrafterError: what ``make_drafter`` made is no drafter.
+        """
         drafter: Drafter = NoDraft()
-        if self.drafts(checked):
-            drafter = checked_drafter(make_drafter(checked.session))
-        grammar = checked.grammar.begin() if checked.grammar else None
+        if self.drafts(request.options):
+            drafter = checked_drafter(request.make_drafter(request.options.session))
         if isinstance(drafter, Planner):
-            drafter.guide = grammar
-        elif grammar and not isinstance(drafter, NoDraft):
-            drafter = with_forced(drafter, grammar)
-        if self.wrap_drafter:
-            drafter = self.wrap_drafter(drafter)
-        output = OutputText(self._new_detokenizer(), checked.stop_tokens, checked.stop, max_tokens)
-
-        def new_sequence(target: Target, n_cached: int) -> EngineSequence:
-            return EngineSequence(
-                target,
-                tokens,
-                drafter,
-                Chooser(checked.sampling, grammar),
-                max_tokens=max_tokens,
-                ends=output.add,
-                n_cached=n_cached,
-                limits=PositionLimits(
-                    self._first_crossing, lambda: self.draft_end, self.chunks_matter
-                ),
-            )
-
-        owner = around(self._owner(tokens, drafter, checked), tokens)
-        record_times = [self.step_times.record, *([record_time] if record_time else [])]
-        return Generation(owner, tokens, new_sequence, output, record_times, checked.on_progress)
+            drafter.guide = request.grammar
+        elif request.grammar and not isinstance(drafter, NoDraft):
+            drafter = with_forced(drafter, request.grammar)
+        return self.wrap_drafter(drafter) if self.wrap_drafter else drafter
 
     def drafts(self, options: CheckedOptions) -> bool:
         """Whether anything can be drafted in a generation with these options."""
         allowed = options.sampling.allows_drafts
         return allowed and self.chain_capability is not Capability.PLAIN
 
-    def _owner(self, tokens: list[int], drafter: Drafter, options: CheckedOptions) -> CacheOwner:
-        """The owner of the generation's caches."""
+    def lease_for(self, request: Request) -> CacheLease:
+        """The caches that a request with a drafter will use."""
+        options, drafter = request.options, request.drafter
+        assert drafter
         # What the model can verify of what this drafter proposes.
         capability = self.capability if drafter.branching else self.chain_capability
-        new_target = partial(target_for, self.model)
         if options.session is not None:
             return SessionTurn(
-                options.session, tokens, self.model, capability, self.vocab_size, options.cache
+                *(options.session, [*request.prompt], self.model, capability),
+                *(self.vocab_size, options.cache),
             )
+        new_target = partial(target_for, self.model)
         if options.prompt_cache is None:
-            return NewCache(lambda: new_target(capability, self.vocab_size, options.cache))
+            return CacheLease(lambda: new_target(capability, self.vocab_size, options.cache))
 
         def continued(caches: Sequence[Any]) -> Target:
             with_them = capability_with(caches, capability)
             return new_target(with_them, self.vocab_size, options.cache, caches)
 
-        return LentCaches(Loan(options.prompt_cache, self.model), len(tokens), continued)
+        return LentCaches(Loan(options.prompt_cache, self.model), len(request.prompt), continued)
+
+    def new_sequence(self, request: Request, target: Target) -> EngineSequence:
+        """The decoding state of a request that has taken its caches."""
+        assert request.drafter
+        return EngineSequence(
+            target,
+            request.prompt,
+            request.drafter,
+            Chooser(request.options.sampling, request.grammar),
+            max_tokens=request.max_tokens,
+            ends=request.output.add,
+            n_cached=request.n_cached,
+            limits=PositionLimits(self._first_crossing, lambda: self.draft_end, self.chunks_matter),
+        )
 
     @cached_property
     def _first_crossing(self) -> int:
         return first_crossing(self.model)
 
-    def _new_detokenizer(self) -> Detokenizer:
+    def new_detokenizer(self) -> Detokenizer:
+        """Turns the tokens of one output into text."""
         return cast(Detokenizer, detokenizer_of(self.tokenizer))
 
 

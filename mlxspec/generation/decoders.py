@@ -37,8 +37,8 @@ from ..plan.suffix_source import Earlier, SuffixSource
 from ..store.store import open_store
 from .decoder import Decoder, MakeDrafter, drafter_maker
 from .options import FurtherOptions, GenerationOptions, Prompt
+from .request import responses
 from .response import GenerationResponse, GenerationResult
-from .responses import responses
 from .session import Session
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ class PromptLookupDecoder(Decoder):
         drafter, note = lookup_drafter(n_draft, ngram_max, ngram_min, prompt_lookup_config)
         if note:
             warnings.warn(note, stacklevel=2)
-        return responses(self.new_generation(prompt, max_tokens, options, lambda session: drafter))
+        return responses(self.new_request(prompt, max_tokens, options, lambda session: drafter))
 
     def drafting_with(
         self, n_draft: int = 10, ngram_max: int = 3, ngram_min: int = 1
@@ -370,7 +370,7 @@ class LookaheadDecoder(_PlannedDecoder):
             PromptError, OptionError: as :meth:`Decoder.decode`.
         """
         make_drafter = self.drafting_with(window_size, ngram_size, guess_set_size, pool_from_prompt)
-        return responses(self.new_generation(prompt, max_tokens, options, make_drafter))
+        return responses(self.new_request(prompt, max_tokens, options, make_drafter))
 
     def drafting_with(
         self,
@@ -467,7 +467,7 @@ class CombinedDecoder(AutoDecoder):
         """
         sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
         make_drafter = self.drafting_with(*sizes, drafter)
-        return responses(self.new_generation(prompt, max_tokens, options, make_drafter))
+        return responses(self.new_request(prompt, max_tokens, options, make_drafter))
 
     def drafting_with(
         self,

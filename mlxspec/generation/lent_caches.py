@@ -8,11 +8,13 @@ from typing import Any
 from ..engine.draft_model import DraftModelDrafter
 from ..engine.prompt_cache import Loan
 from ..engine.target import Target
-from .responses import CacheOwner
+from .request import CacheLease
 
 
-class LentCaches(CacheOwner):
-    """A caller's caches, which hold what the caller has taken; a :class:`CacheOwner`."""
+class LentCaches(CacheLease):
+    """A caller's caches, which hold what the caller has taken."""
+
+    keeps = True
 
     def __init__(
         self, loan: Loan, prompt_tokens: int, continued: Callable[[Sequence[Any]], Target]
@@ -36,7 +38,7 @@ class LentCaches(CacheOwner):
         self._loan.give_back(context, complete=len(context) > self._prompt_tokens)
 
 
-class DraftCaches(CacheOwner):
+class DraftCaches(CacheLease):
     """A caller's caches for a draft model, which also hold what the caller has taken.
 
     Args:
@@ -45,7 +47,9 @@ class DraftCaches(CacheOwner):
         prompt: token ids.
     """
 
-    def __init__(self, owner: CacheOwner, drafter: DraftModelDrafter, prompt: list[int]) -> None:
+    keeps = True
+
+    def __init__(self, owner: CacheLease, drafter: DraftModelDrafter, prompt: list[int]) -> None:
         assert drafter.loan is not None
         self._owner = owner
         self._drafter = drafter

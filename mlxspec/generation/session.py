@@ -35,7 +35,7 @@ from ..engine.prompt_cache_file import (
 )
 from ..engine.target import Capability, Target
 from ..errors import OptionError, PromptCacheError
-from .responses import CacheOwner
+from .request import CacheLease
 
 MARKS = 2
 """Prefills to return to where a cache cannot be cut; each holds its state once more."""
@@ -250,7 +250,7 @@ class Session:
             self._tokens = list(context[: target.length])
 
 
-class SessionTurn(CacheOwner):
+class SessionTurn(CacheLease):
     """A session's part in one generation, whose caches it owns.
 
     Args:
@@ -258,6 +258,8 @@ class SessionTurn(CacheOwner):
         prompt: of the whole conversation.
         model, capability, vocab_size, options: as for :class:`mlxspec.engine.target.Target`.
     """
+
+    keeps = True
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""The server: an OpenAI-compatible API over the scheduler of joint steps."""
+"""The server: an OpenAI-compatible API over an engine of joint steps."""

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from .answer import Answer
 from .errors import ApiError
-from .tickets import EventStream
+from .served_request import EventStream
 
 _log = logging.getLogger("mlxspec.server")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from ..engine.grammar import Grammar, Vocabulary
 from ..engine.params import SamplingParams
-from ..errors import OptionError
-from ..generation.options import GenerationOptions
+from ..errors import MlxspecError, OptionError
+from ..generation.options import GenerationOptions, prompt_ids
 from .answer import Answer
 from .answering import Silence, answered
 from .body import read_body
@@ -32,7 +32,7 @@ from .prompts import (
 )
 from .requests import ChatRequest, CompletionRequest, Request
 from .served_model import ServedModel
-from .tickets import EventStream, GenerationRequest
+from .served_request import EventStream, ServedRequest
 from .worker import Worker
 
 _COMPILING = 4  # requests whose constraints are compiled at a time
@@ -185,30 +185,23 @@ class Generating:
             expected = await self.ids(served, body.prediction, "prediction")
             prediction = tuple(expected[: served.context_length])  # no output is longer
         samplings = await run_in_threadpool(_samplings, served, body)
-        requests: list[GenerationRequest] = []
+        requests: list[ServedRequest] = []
+        shared = {"prediction": prediction, "top_logprobs": body.logprobs, "partition": partition}
         for prompt in prompts:
-            tokens = tuple(prompt.tokens)  # one for all choices
-            max_tokens = self._max_tokens_of(served, len(tokens), body)
+            max_tokens = self._max_tokens_of(served, len(prompt.tokens), body)
+            served.check_fits(len(prompt.tokens), max_tokens, body.param)
             grammar = await self._grammar(served, body, prompt)
-            for sampling in samplings:
-                options: GenerationOptions = {
+            options: list[GenerationOptions] = [
+                {
                     "sampling": sampling,
                     "constraint": grammar,
                     "stop": (*body.stop, *prompt.stop),
                     "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
                 }
-                requests.append(
-                    GenerationRequest(
-                        tokens,
-                        max_tokens,
-                        options,
-                        len(requests),
-                        prediction,
-                        body.logprobs,
-                        partition,
-                        body.param,
-                    )
-                )
+                for sampling in samplings
+            ]
+            args = served, prompt.tokens, max_tokens, options, len(requests), shared
+            requests += await run_in_threadpool(_choices, *args)
         return self._worker.submit(served, requests)
 
     async def _grammar(self, served: ServedModel, body: Request, prompt: Prompt) -> Grammar | None:
@@ -251,3 +244,28 @@ def _samplings(served: ServedModel, body: Request) -> list[SamplingParams]:
     """How to pick the tokens of each of a prompt's choices."""
     vocab_size, special = served.decoder.vocab_size, served.special_tokens
     return [body.sampling.params(vocab_size, choice, special) for choice in range(body.n)]
+
+
+def _choices(
+    served: ServedModel,
+    prompt: Sequence[int],
+    max_tokens: int,
+    options: Sequence[GenerationOptions],
+    first: int,
+    shared: Mapping[str, Any],
+) -> list[ServedRequest]:
+    """The requests for a prompt's choices, of which the first has the index ``first``.
+
+    Raises:
+        ApiError: a token or an option is out of range.
+    """
+    decoder, longest = served.decoder, served.context_length
+    try:
+        # One tuple for all of them, by which the log knows that they share it.
+        tokens = tuple(prompt_ids(prompt, decoder.tokenizer, decoder.vocab_size, longest))
+        return [
+            ServedRequest(served, tokens, max_tokens, one, index=index, **shared)
+            for index, one in enumerate(options, start=first)
+        ]
+    except MlxspecError as error:
+        raise ApiError(str(error)) from error

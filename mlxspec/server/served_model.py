@@ -15,6 +15,7 @@ from ..generation.decoders import AutoDecoder
 from ..generation.options import GenerationOptions
 from ..memory import MAX_TOKENS
 from .admission import Memory
+from .errors import ApiError
 from .prefix_cache import PrefixCache
 
 # Of partitions, and of the tokens that each remembers: some 100 MB in all.
@@ -75,6 +76,35 @@ class ServedModel:
     def predicts(self) -> bool:
         """Whether its drafts can come from a text that a client expects."""
         return isinstance(self.decoder, AutoDecoder)
+
+    def check_fits(self, n_prompt: int, max_tokens: int, param: str) -> None:
+        """Refuse a request that can never run, whatever else does.
+
+        Args:
+            n_prompt: tokens of the prompt.
+            max_tokens: that the answer may have.
+            param: where the body has the prompt.
+
+        Raises:
+            ApiError: 400, the context would be too long; 413, its caches would not fit into memory.
+        """
+        longest = self.context_length
+        if longest is not None and n_prompt + max_tokens > longest:
+            raise ApiError(
+                f"the model's context has {longest} tokens; the prompt has {n_prompt} and the "
+                f"answer may have {max_tokens}: shorten the prompt or ask for fewer",
+                param=param,
+                code="context_length_exceeded",
+            )
+        needed = self.memory.bytes_for(n_prompt + max_tokens)
+        if needed > self.memory.limit:
+            raise ApiError(
+                f"the caches of {n_prompt} prompt tokens and {max_tokens} more need "
+                f"{needed >> 20} MiB, and {self.memory.limit >> 20} MiB are there for them: "
+                "shorten the prompt or ask for fewer tokens",
+                status=413,
+                code="out_of_memory",
+            )
 
     def make_drafter(self, prediction: Sequence[int], partition: str) -> MakeDrafter:
         """What makes the drafter of one generation; called in the worker's thread alone.

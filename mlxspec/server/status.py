@@ -11,6 +11,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from .. import __version__
+from ..generation.request import State
 from .prefix_cache import PrefixCache
 from .worker import Worker
 
@@ -21,11 +22,10 @@ def status_of(worker: Worker) -> dict[str, Any]:
     """All figures of the status page, as JSON."""
     metrics, now = worker.records.metrics, time.perf_counter()
     totals = metrics.totals
-    tickets = worker.records.tickets.copy()
     return {
         "version": __version__,
         "ready": worker.ready.is_set(),
-        "requests": [ticket.figures() for ticket in tickets],
+        "requests": [one.figures() for one in worker.records.requests.copy()],
         "recent": [one | {"ended": now - one["ended"]} for one in worker.records.recent.copy()],
         "totals": totals,
         "tokens_per_step": totals["generated"] / totals["steps"] if totals["steps"] else None,
@@ -81,9 +81,10 @@ class Gauges(Collector):
         self._worker = worker
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        tickets = self._worker.records.tickets.copy()
-        for state in ("queued", "prefill", "decoding"):
-            count = sum(ticket.state == state for ticket in tickets)
+        states = [request.state for request in self._worker.records.requests.copy()]
+        states = [State.DECODE if state is State.PAUSED else state for state in states]
+        for state in (State.WAITING, State.PREFILL, State.DECODE):
+            count = states.count(state)
             name = f"mlxspec_{state}_generations"
             yield GaugeMetricFamily(name, f"Generations now: {state}.", count)
         kept = GaugeMetricFamily("mlxspec_cache_bytes", "Bytes of kept prefixes.", labels=["model"])

@@ -7,20 +7,20 @@ queue, and the events of a step come out together, handed over to the loop that 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple, cast
+from queue import SimpleQueue
+from typing import NamedTuple
 
 from ..errors import MlxspecError
-from ..generation.options import GenerationOptions, check_options
+from ..generation.request import State
 from .errors import ApiError
-from .lane import Lane
+from .model_queue import ModelQueue
 from .records import Records
 from .served_model import ServedModel
-from .tickets import EventStream, GenerationRequest, Ticket
+from .served_request import EventStream, ServedRequest
 
 _log = logging.getLogger("mlxspec.server")
 
@@ -47,25 +47,25 @@ class Worker:
     Args:
         models: those that are served.
         limits: what is taken at once.
-        on_end: called in the worker's thread with the tickets of each request, once all its
-            generations have ended.
+        on_end: called in the worker's thread with all requests of a client's body, once they have
+            ended.
     """
 
     def __init__(
         self,
         models: Sequence[ServedModel],
         limits: Limits = Limits(),  # noqa: B008  # a constant
-        on_end: Callable[[Sequence[Ticket]], object] = lambda tickets: None,
+        on_end: Callable[[Sequence[ServedRequest]], object] = lambda requests: None,
     ) -> None:
         self.models = {served.name: served for served in models}
         self.limits = limits
         self.records = Records(on_end)
         self.ready = threading.Event()
         """Set while requests are answered."""
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         stall = limits.stall / len(models)
-        self._lanes = {
-            served.name: Lane(served, limits.active, stall, self.records) for served in models
+        self._queues = {
+            served.name: ModelQueue(served, limits.active, stall, self.records) for served in models
         }
         self._stopping: ApiError | None = None
         """Why no more is taken on."""
@@ -101,51 +101,13 @@ class Worker:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def check(self, served: ServedModel, request: GenerationRequest) -> None:
-        """Refuse what cannot be generated, before it is queued.
-
-        Raises:
-            ApiError: 400, an option is out of range, or the context would be too long; 413, its
-                caches would not fit into memory whatever else runs.
-        """
-        n_prompt, longest = len(request.prompt), served.context_length
-        if longest is not None and n_prompt + request.max_tokens > longest:
-            raise ApiError(
-                f"the model's context has {longest} tokens; the prompt has {n_prompt} and the "
-                f"answer may have {request.max_tokens}: shorten the prompt or ask for fewer",
-                param=request.param,
-                code="context_length_exceeded",
-            )
-        decoder = served.decoder
-        try:
-            check_options(
-                decoder.model,
-                decoder.tokenizer,
-                decoder.vocab_size,
-                request.max_tokens,
-                cast(GenerationOptions, {**served.options, **request.options}),
-            )
-        except MlxspecError as error:
-            raise ApiError(str(error)) from error
-        needed = served.memory.bytes_for(n_prompt + request.max_tokens)
-        if needed > served.memory.limit:
-            raise ApiError(
-                f"the caches of {n_prompt} prompt tokens and {request.max_tokens} more need "
-                f"{needed >> 20} MiB, and {served.memory.limit >> 20} MiB are there for them: "
-                "shorten the prompt or ask for fewer tokens",
-                status=413,
-                code="out_of_memory",
-            )
-
-    def submit(self, served: ServedModel, requests: Sequence[GenerationRequest]) -> EventStream:
+    def submit(self, served: ServedModel, requests: Sequence[ServedRequest]) -> EventStream:
         """Queue generations, all or none; called in an event loop.
 
         Raises:
-            ApiError: as :meth:`check`; 400, there is never room for so many; 429, the queue is
-                full; 503, the server is ending.
+            ApiError: 400, there is never room for so many; 429, the queue is full; 503, the server
+                is ending.
         """
-        for request in requests:
-            self.check(served, request)
         most = self.limits.active + self.limits.queued
         if len(requests) > most:
             raise ApiError(
@@ -153,8 +115,8 @@ class Worker:
                 f"{most}: ask for fewer",
                 param="n",
             )
-        states = [ticket.state for ticket in self.records.tickets.copy() if ticket.served is served]
-        waiting = states.count("queued")
+        states = [one.state for one in self.records.requests.copy() if one.served is served]
+        waiting = states.count(State.WAITING)
         free = max(0, self.limits.active - (len(states) - waiting))
         if waiting + len(requests) > self.limits.queued + free:
             full = ApiError(
@@ -165,35 +127,35 @@ class Worker:
             )
             self.records.metrics.add_end(full)
             raise full
-        stream = EventStream(self, served, requests)
+        stream = EventStream(self, requests)
         with self._taking:
             if self._stopping:
                 raise self._stopping
-            self.records.tickets += stream.tickets
-            self._commands.put(partial(self._lanes[served.name].queue.extend, stream.tickets))
+            self.records.requests += requests
+            self._commands.put(partial(self._queues[served.name].add, *requests))
         return stream
 
-    def end(self, ticket: Ticket, error: ApiError | None = None) -> None:
-        """End a generation before its next step, as :meth:`Lane.end` does."""
-        self._commands.put(partial(self._lanes[ticket.served.name].end, ticket, error))
+    def end(self, request: ServedRequest, error: ApiError | None = None) -> None:
+        """End a request before its next step: with an error, or as if the model had."""
+        self._commands.put(partial(self._queues[request.served.name].cancel, request, error))
 
-    def has_read(self, ticket: Ticket, count: int) -> None:
-        """So many events have been taken: a generation that waited for it may go on."""
-        self._commands.put(partial(self._lanes[ticket.served.name].has_read, ticket, count))
+    def has_read(self, request: ServedRequest, count: int) -> None:
+        """So many tokens have been read: a request that waited for it may go on."""
+        self._commands.put(partial(self._queues[request.served.name].has_read, request, count))
 
     def _run(self) -> None:
         """The thread: obey commands, then a turn of every model that has something to do."""
-        lanes = [*self._lanes.values()]
+        queues = [*self._queues.values()]
         with ExitStack() as running:
             try:
-                for lane in lanes:
-                    running.enter_context(lane.scheduler.running())
-                    lane.warm_up()
+                for queue in queues:
+                    running.enter_context(queue.running())
+                    queue.warm_up()
                 self.ready.set()
                 busy = False
                 while not self._stopping:
                     self._obey(wait=not busy)
-                    busy = self._turn(lanes)
+                    busy = self._turn(queues)
             except Exception:
                 _log.exception("the worker has failed")
             finally:
@@ -202,14 +164,14 @@ class Worker:
                     failed = ApiError("the worker has failed: restart the server", status=503)
                     self._stopping = self._stopping or failed
                 self._obey(wait=False)  # what came before
-                for lane in lanes:
-                    lane.close(self._stopping)
+                for queue in queues:
+                    queue.close(self._stopping)
                 self.records.deliver()
 
-    def _turn(self, lanes: Sequence[Lane]) -> bool:
-        """A turn of each lane; returns whether there is more to do at once."""
-        waiting = [lane for lane in lanes if lane.decoding]
-        busy = [lane.turn(hurried=any(one is not lane for one in waiting)) for lane in lanes]
+    def _turn(self, queues: Sequence[ModelQueue]) -> bool:
+        """A turn of each model; returns whether there is more to do at once."""
+        waiting = [queue for queue in queues if queue.decoding]
+        busy = [queue.turn(hurried=any(one is not queue for one in waiting)) for queue in queues]
         self.records.deliver()
         return any(busy)
 

@@ -26,12 +26,12 @@ def record_of(capsys: pytest.CaptureFixture[str], *ends: tuple[int, ApiError]) -
         with ThreadPoolExecutor() as pool:
             with brake.holding():
                 asked = pool.submit(ask_for_two, server)
-                until(lambda: len(server.worker.records.tickets) == 2)
-                tickets = server.worker.records.tickets.copy()
+                until(lambda: len(server.worker.records.requests) == 2)
+                requests = server.worker.records.requests.copy()
                 for index, error in ends:
-                    server.worker.end(tickets[index], error)
+                    server.worker.end(requests[index], error)
             asked.result()
-        until(lambda: not server.worker.records.tickets)
+        until(lambda: not server.worker.records.requests)
         log.close()
     (line,) = capsys.readouterr().out.splitlines()
     found: dict[str, Any] = json.loads(line)

@@ -19,6 +19,7 @@ import pytest
 import mlxspec
 from mlxspec import AutoDecoder, Decoder, DraftTree, PromptLookupDecoder, Session
 from mlxspec.generation import asynchronous
+from mlxspec.generation.request import State
 from tests.support.demo import FLAT, demo, given_costs, stand_in_decoder
 from tests.support.drop_in import REPEAT
 
@@ -64,16 +65,16 @@ def test_the_responses_are_those_of_stream(decoder: Decoder) -> None:
 def test_several_at_once_share_steps_and_write_what_each_writes_alone(decoder: Decoder) -> None:
     together: list[int] = []
 
-    class Watching(asynchronous.Scheduler):
-        def _step(self, jobs: list[Any]) -> None:
-            together.append(len(jobs))
-            super()._step(jobs)
+    class Watching(asynchronous.Engine):
+        def _step(self, requests: list[Any]) -> None:
+            together.append(len(requests))
+            super()._step(requests)
 
     async def main() -> list[list[int]]:
         return await asyncio.gather(*(collected(decoder, prompt) for prompt in PROMPTS))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(asynchronous, "Scheduler", Watching)
+        patch.setattr(asynchronous, "Engine", Watching)
         assert asyncio.run(main()) == [written(decoder, prompt) for prompt in PROMPTS]
     assert max(together) == len(PROMPTS)
 
@@ -204,10 +205,10 @@ def test_one_that_nobody_reads_waits(decoder: Decoder) -> None:
         stream = decoder.astream(REPEAT, 2000)
         taken = [(await anext(stream)).token]
         (only,) = running(decoder)
-        while not only._job.paused:
+        while not only.request or only.request.state is not State.PAUSED:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)
-        waiting = only._waiting
+        waiting = only.request.unread
         async for response in stream:  # and it goes on
             taken.append(response.token)
             if len(taken) == 200:
@@ -294,7 +295,7 @@ def test_a_fault_of_the_model_reaches_all_and_ends_none_of_the_later_ones(
         return await asyncio.gather(*both, return_exceptions=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr(asynchronous.Scheduler, "turn", fail)
+        patch.setattr(asynchronous.Engine, "turn", fail)
         assert [type(error) for error in asyncio.run(main())] == [MemoryError] * 2
     assert asyncio.run(collected(decoder, REPEAT)) == written(decoder, REPEAT)
 

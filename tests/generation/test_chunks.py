@@ -12,10 +12,11 @@ from mlx_lm.generate import generate_step
 
 import mlxspec
 from mlxspec.engine.capability import Capability, examine_chunks
-from mlxspec.generation.scheduler import Scheduler
+from mlxspec.generation.engine import Engine
 from tests.support.architecture_settings import WINDOW
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
+from tests.support.engines import submit
 from tests.support.random_models import scaled_rope
 
 PROMPT = [(7 * i * i + 3 * i) % 64 for i in range(75)]
@@ -66,11 +67,11 @@ def by_mlx_lm(decoder: mlxspec.Decoder, prompt: list[int], **options: Any) -> mx
 def test_a_prompt_that_others_cut_gives_what_mlx_lm_gives(case: str) -> None:
     name, options = CASES[case]
     decoder = decoder_of(name)
-    scheduler, responses = Scheduler(decoder), []
+    engine, responses = Engine(decoder), []
     sizes = iter([5, 1, 16, 9, 3] * 20)
-    scheduler._chunk = lambda: next(sizes)
-    scheduler.submit(PROMPT, responses.append, 6, **options)
-    scheduler.run()
+    engine._chunk = lambda: next(sizes)
+    submit(engine, PROMPT, responses.append, 6, **options)
+    engine.run()
     assert_close(logprobs_of(responses), by_mlx_lm(decoder, PROMPT, **options))
 
 
@@ -88,10 +89,10 @@ def test_a_sessions_first_prompt_gives_what_mlx_lm_gives(case: str) -> None:
 def test_short_prompts_of_a_model_whose_rows_change_each_other_run_by_themselves() -> None:
     decoder = decoder_of("phi3small")
     prompts = [PROMPT[:9], PROMPT[4:25], PROMPT[:14]]
-    scheduler, found = Scheduler(decoder), [[] for _ in prompts]
+    engine, found = Engine(decoder), [[] for _ in prompts]
     for prompt, responses in zip(prompts, found, strict=True):
-        scheduler.submit(prompt, responses.append, 6)
-    scheduler.run()
+        submit(engine, prompt, responses.append, 6)
+    engine.run()
     for prompt, responses in zip(prompts, found, strict=True):
         assert_close(logprobs_of(responses), by_mlx_lm(decoder, prompt))
     written = mlxspec.batch_generate(

@@ -27,9 +27,10 @@ from mlxspec.engine.compiling import definition_of
 from mlxspec.engine.grammar import Vocabulary
 from mlxspec.eval.equality import NEAR_TIE_FLOAT32
 from mlxspec.generation.constrained import leaves_reasoning_open
-from mlxspec.generation.scheduler import Scheduler
+from mlxspec.generation.engine import Engine
 from tests.support.demo import FLAT, AnyDecoder, demo, demo_decoder, given_costs
 from tests.support.drafters import HostileDrafter
+from tests.support.engines import submit
 from tests.support.examples import LONG, examples
 from tests.support.llamas import repetitive_llama
 from tests.support.random_models import random_model
@@ -199,17 +200,18 @@ def test_a_prediction_with_a_token_that_the_model_lacks_changes_nothing(together
     constraint = Constraint.regex("[a-z ]{60,90}")
     expected = plainly(demo_decoder(mlxspec.Decoder), PROMPTS[2], constraint=constraint)
     prediction = [t for one in expected for t in (one.token, demo().vocab_size + 3, one.token)]
-    scheduler = Scheduler(auto)
+    engine = Engine(auto)
     outputs: list[list[GenerationResponse]] = [[] for _ in range(1 + together)]
     for responses in outputs:
-        scheduler.submit(
+        submit(
+            engine,
             PROMPTS[2],
             responses.append,
             TOKENS,
             auto.drafting_with(prediction=prediction),
             constraint=constraint,
         )
-    scheduler.run()
+    engine.run()
     for responses in outputs:
         assert_same(expected, [response.token for response in responses])
 
@@ -219,7 +221,7 @@ def test_joint_steps_change_nothing() -> None:
     plain, auto = demo_decoder(mlxspec.Decoder), decoders(demo_decoder)["auto"][0]
     source = random.Random(3)
     for round_ in range(examples(1, long=16)):
-        scheduler = Scheduler(auto)
+        engine = Engine(auto)
         asked: list[tuple[str, dict[str, Any], list[GenerationResponse]]] = []
         for number in range(4):
             schema = None if number == 2 else random_object(source)
@@ -230,9 +232,9 @@ def test_joint_steps_change_nothing() -> None:
             }
             responses: list[GenerationResponse] = []
             prompt = PROMPTS[number % len(PROMPTS)]
-            scheduler.submit(prompt, responses.append, TOKENS, **options)  # type: ignore[arg-type]
+            submit(engine, prompt, responses.append, TOKENS, **options)  # type: ignore[arg-type]
             asked.append((prompt, options, responses))
-        scheduler.run()
+        engine.run()
         for prompt, options, responses in asked:
             expected = plainly(plain, prompt, **options)
             assert_same(expected, [r.token for r in responses], options["temp"], options["seed"])

@@ -12,11 +12,13 @@ import pytest
 import mlxspec
 from mlxspec.draft.drafter import Drafter, DraftTree, VerifiedStep
 from mlxspec.engine import batch
-from mlxspec.generation.scheduler import Job, Scheduler
+from mlxspec.generation.engine import Engine
+from mlxspec.generation.request import Request
 from mlxspec.plan.policy import Policy
 from mlxspec.plan.sharing import _Step
 from mlxspec.plan.suffix_source import SuffixSource
 from tests.support.demo import FLAT, GivenCosts, given_costs, stand_in_decoder
+from tests.support.engines import submit
 
 pytestmark = pytest.mark.slow
 
@@ -101,18 +103,18 @@ def test_a_generation_goes_on_alone(
 def test_generations_go_on_together(
     place: Any, name: str, after: int, monkeypatch: pytest.MonkeyPatch, planning_faults: list[str]
 ) -> None:
-    scheduler = Scheduler(new_decoder())
+    engine = Engine(new_decoder())
     breaks(monkeypatch, place, name, after)
     found: list[list[int]] = [[] for _ in PROMPTS]
 
-    def submitted(prompt: str, tokens: list[int]) -> Job:
-        return scheduler.submit(prompt, lambda response: tokens.append(response.token), TOKENS)
+    def submitted(prompt: str, tokens: list[int]) -> Request:
+        return submit(engine, prompt, lambda response: tokens.append(response.token), TOKENS)
 
-    jobs = [submitted(*one) for one in zip(PROMPTS, found, strict=True)]
-    scheduler.run()
-    assert [job.error for job in jobs] == [None] * 3
+    requests = [submitted(*one) for one in zip(PROMPTS, found, strict=True)]
+    engine.run()
+    assert [request.error for request in requests] == [None] * 3
     assert found == [expected(prompt) for prompt in PROMPTS]
-    assert len(planning_faults) <= len(jobs) + 1  # what they share is told of once
+    assert len(planning_faults) <= len(requests) + 1  # what they share is told of once
     assert planning_faults or after
     assert all(map(LINE.fullmatch, planning_faults))
     planning_faults.clear()

@@ -11,10 +11,11 @@ import pytest
 
 import mlxspec
 from mlxspec import OptionError, PromptError
+from mlxspec.generation.engine import Engine
 from mlxspec.generation.options import prompt_ids
-from mlxspec.generation.scheduler import Scheduler
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.demo import FLAT, demo, given_costs, stand_in, stand_in_decoder
+from tests.support.engines import submit
 
 HELLO = {"role": "user", "content": "Say hello."}
 BEGUN = {"role": "assistant", "content": "Well, hel"}
@@ -150,9 +151,9 @@ Answer = list[int]
 
 def _scheduled(decoder: mlxspec.AutoDecoder, prompt: Any, options: Mapping[str, Any]) -> Answer:
     tokens: Answer = []
-    scheduler = Scheduler(decoder)
-    scheduler.submit(prompt, lambda response: tokens.append(response.token), 6, **options)
-    scheduler.run()
+    engine = Engine(decoder)
+    submit(engine, prompt, lambda response: tokens.append(response.token), 6, **options)
+    engine.run()
     return tokens
 
 

@@ -32,7 +32,8 @@ def test_a_process_ends_well_right_after_a_thread_has_generated(joined: str) -> 
 ENDLESS = """
 import asyncio, sys, threading
 import mlxspec
-from mlxspec.generation.scheduler import Scheduler
+from mlxspec.generation.engine import Engine
+from tests.support.engines import submit
 
 way, end = sys.argv[1:]
 decoder = mlxspec.PromptLookupDecoder("demo")
@@ -55,10 +56,10 @@ def processed():
     batch(logits_processors=[lambda tokens, logits: logits])
 
 def joint():
-    scheduler = Scheduler(decoder)
+    engine = Engine(decoder)
     for _ in range(3):
-        scheduler.submit(prompt, lambda response: begun.set(), 200)
-    scheduler.run()
+        submit(engine, prompt, lambda response: begun.set(), 200)
+    engine.run()
 
 async def two():
     async def one():

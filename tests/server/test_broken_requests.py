@@ -33,5 +33,5 @@ def test_a_client_that_leaves_in_its_body_is_no_failure_of_the_server(
             time.sleep(0.05)  # the request has begun
         assert httpx.get(f"{server.address}/health").status_code == 200
         time.sleep(0.05)
-        assert not server.worker.records.tickets
+        assert not server.worker.records.requests
     assert caplog.messages == []

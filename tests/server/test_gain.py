@@ -10,13 +10,13 @@ from typing import Any, cast
 import pytest
 
 from mlxspec.draft.drafter import NoDraft
-from mlxspec.generation import scheduler
+from mlxspec.generation import engine
 from mlxspec.plan.drafter_source import DrafterSource
 from mlxspec.plan.planner import Planner
-from mlxspec.server.lane import Lane
+from mlxspec.server.model_queue import ModelQueue
 from mlxspec.server.records import Records
 from mlxspec.server.served_model import ServedModel
-from mlxspec.server.tickets import GenerationRequest, Ticket
+from mlxspec.server.served_request import ServedRequest
 from tests.support.demo import FLAT
 from tests.support.serving import served
 
@@ -28,25 +28,24 @@ DISTURBED = (0.02, 3.0, 40.0, 0.0001, 0.5)
 
 def run_requests(
     model: ServedModel, seconds: Sequence[float], monkeypatch: pytest.MonkeyPatch, count: int = 1
-) -> tuple[list[Ticket], Records]:
+) -> tuple[list[ServedRequest], Records]:
     """Run requests whose steps take so long, in turn."""
     time = itertools.accumulate(itertools.cycle(seconds))
     clock = SimpleNamespace(perf_counter=lambda: next(time))
-    monkeypatch.setattr(scheduler, "time", clock)
-    records = Records(lambda tickets: None)
-    lane = Lane(model, 8, 0.15, records)
+    monkeypatch.setattr(engine, "time", clock)
+    records = Records(lambda requests: None)
+    queue = ModelQueue(model, 8, 0.15, records)
     prompt = tuple(model.decoder.tokenizer.encode(PROMPT))
-    stream: Any = SimpleNamespace(tickets=[])
-    stream.tickets = [
-        Ticket(GenerationRequest(prompt, 40, cast(Any, {}), index), model, stream)
-        for index in range(count)
-    ]
-    records.tickets += stream.tickets
-    lane.queue.extend(stream.tickets)
-    while lane.turn(hurried=False):
+    requests = [ServedRequest(model, prompt, 40, {}, index=index) for index in range(count)]
+    stream: Any = SimpleNamespace(requests=requests, records=records)
+    for request in requests:
+        request.stream = stream
+    records.requests += requests
+    queue.add(*requests)
+    while queue.turn():
         pass
-    assert all(ticket.outcome == "length" for ticket in stream.tickets)
-    return stream.tickets, records
+    assert all(request.outcome == "length" for request in requests)
+    return requests, records
 
 
 def summed(records: Records, name: str) -> float:
@@ -65,8 +64,8 @@ def test_without_drafts_nothing_is_gained_or_lost(
         return lambda session: Planner(costs.for_generation(), [DrafterSource(NoDraft())])
 
     monkeypatch.setattr(model, "make_drafter", make_drafter)
-    tickets, records = run_requests(model, seconds, monkeypatch, count)
-    assert [ticket.gain for ticket in tickets] == pytest.approx([1.0] * count)
+    requests, records = run_requests(model, seconds, monkeypatch, count)
+    assert [request.gain for request in requests] == pytest.approx([1.0] * count)
     assert summed(records, "plain_seconds") == pytest.approx(summed(records, "seconds"))
 
 
@@ -75,11 +74,13 @@ def test_drafts_are_not_blamed_for_what_else_slows_steps(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seconds in (STEADY, DISTURBED):
-        tickets, _ = run_requests(served(), seconds, monkeypatch, count)
-        for ticket in tickets:
-            assert ticket.emitted > 1.2 * ticket.steps
+        requests, _ = run_requests(served(), seconds, monkeypatch, count)
+        for request in requests:
+            assert request.stats.emitted > 1.2 * request.stats.steps
             # A step costs 1.05 plain ones at most, and has a token at least.
-            assert ticket.gain
-            assert ticket.gain > 1 / FLAT[16]
+            assert request.gain
+            assert request.gain > 1 / FLAT[16]
             if seconds == STEADY:
-                assert ticket.gain == pytest.approx(ticket.emitted / ticket.steps, rel=0.05)
+                assert request.gain == pytest.approx(
+                    request.stats.emitted / request.stats.steps, rel=0.05
+                )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from mlxspec.generation.session import Session
-from mlxspec.server.tickets import Ticket
+from mlxspec.server.served_request import ServedRequest
 from tests.support.serving import running_server, served
 
 
@@ -18,10 +18,10 @@ from tests.support.serving import running_server, served
 def test_caches_go_with_their_request_without_garbage_collection(streamed: bool) -> None:
     sessions: list[weakref.ref[Session]] = []
 
-    def note(tickets: Sequence[Ticket]) -> None:
-        (ticket,) = tickets
-        assert ticket.session
-        sessions.append(weakref.ref(ticket.session))
+    def note(requests: Sequence[ServedRequest]) -> None:
+        (request,) = requests
+        assert request.session
+        sessions.append(weakref.ref(request.session))
 
     gc.collect()
     gc.disable()

@@ -22,11 +22,13 @@ from hypothesis import strategies as st
 import mlxspec
 from mlxspec.engine.caches import held_arrays
 from mlxspec.engine.params import CacheOptions
-from mlxspec.generation.scheduler import Job, Scheduler
+from mlxspec.generation import request as generation
+from mlxspec.generation.engine import Engine
 from mlxspec.server.prefix_cache import PrefixCache
 from tests.support.architectures import ARCHITECTURES
 from tests.support.architectures import KINDS_OF_CACHES as KINDS
 from tests.support.demo import endless_tokenizer
+from tests.support.engines import submit
 from tests.support.examples import examples
 from tests.support.random_models import scaled_rope
 
@@ -93,28 +95,28 @@ class Requests:
             self.lines.append,
             self.decoder.chunks_matter,
         )
-        self.scheduler = Scheduler(self.decoder)
+        self.engine = Engine(self.decoder)
         self.options = options
         self.running: list[Request] = []
 
     def start(self, prompt: Sequence[int], n: int = 6, partition: str = "") -> Request:
         session = self.cache.lend(prompt, partition)
         request = Request(session, prompt)
-        request.job = self.scheduler.submit(
-            list(prompt), request.add, n, session=session, **self.options
+        request.job = submit(
+            self.engine, list(prompt), request.add, n, session=session, **self.options
         )
         self.running.append(request)
         return request
 
     def end(self, request: Request) -> None:
-        self.scheduler.cancel(request.job)
+        self.engine.cancel(request.job)
         self.running.remove(request)
         self.cache.give_back(request.session)
         assert request.job.error is None
         del request.job
 
     def run(self) -> None:
-        while self.scheduler.turn():
+        while self.engine.turn():
             pass
         for request in [*self.running]:
             self.end(request)
@@ -131,7 +133,7 @@ class Requests:
 
 
 class Request:
-    job: Job
+    job: generation.Request
 
     def __init__(self, session: mlxspec.Session, prompt: Sequence[int]) -> None:
         self.session = session
@@ -209,9 +211,9 @@ def test_those_who_come_at_once_wait_for_the_state_that_they_share() -> None:
     third = [*system, *tokens_of(30, 3)]
     assert requests.cache.worth_waiting(third)
     while requests.cache.worth_waiting(third):
-        requests.scheduler.turn()
+        requests.engine.turn()
     other = requests.start(third)
-    assert not second.job.finished
+    assert not second.job.done
     requests.run()
     assert other.reused == len(system)
     assert other.tokens == requests.alone(third, 6)
@@ -225,9 +227,9 @@ def test_requests_that_run_at_once_share_what_one_of_them_has_run(kind: str) -> 
     second = [*system, *tokens_of(20, 2)]
     assert requests.cache.worth_waiting(second)
     while requests.cache.worth_waiting(second):
-        requests.scheduler.turn()
+        requests.engine.turn()
     other = requests.start(second, n=40)
-    assert not first.job.finished
+    assert not first.job.done
     same = [requests.start(first.prompt, n=40) for _ in range(2)]
     requests.run()
     assert first.tokens == requests.alone(first.prompt, 40)
@@ -242,7 +244,7 @@ def test_several_answers_to_one_prompt_run_it_once(kind: str) -> None:
     requests, prompt = Requests(kind), tokens_of(200)
     first = requests.start(prompt)
     while requests.cache.worth_waiting(prompt):
-        requests.scheduler.turn()
+        requests.engine.turn()
     others = [requests.start(prompt) for _ in range(2)]
     requests.run()
     # At least up to the mark near the prompt's end, which comes before the rest has run.
@@ -265,11 +267,11 @@ def test_nobody_waits_for_a_short_beginning_or_for_who_has_passed_it() -> None:
 def test_what_was_run_for_a_cancelled_request_is_kept(kind: str) -> None:
     requests, prompt = Requests(kind), tokens_of(200)
     running = requests.start(tokens_of(30, 5), n=40)
-    requests.scheduler.turn()
-    requests.scheduler._stall = 1e-9  # so chunks are as short as may be
+    requests.engine.turn()
+    requests.engine._stall = 1e-9  # so chunks are as short as may be
     cancelled = requests.start(prompt)
     for _ in range(4):
-        requests.scheduler.turn()
+        requests.engine.turn()
     done = cancelled.session.length
     assert 16 <= done < len(prompt) - 1
     requests.end(cancelled)
@@ -447,7 +449,7 @@ def test_whatever_runs_beside_and_before_a_request_its_answer_is_its_own(
     kind, options = CACHES[caches]
     requests = Requests(kind, max_bytes, **options)
     sizes = cycle(chunks)  # as others leave time for them
-    requests.scheduler._chunk = lambda: next(sizes)
+    requests.engine._chunk = lambda: next(sizes)
     contexts: list[list[int]] = [tokens_of(40)]
     started: list[Request] = []
     for number, (change, which, share, own, n) in enumerate(schedule):
@@ -458,12 +460,12 @@ def test_whatever_runs_beside_and_before_a_request_its_answer_is_its_own(
             request = requests.start(prompt, n, partition)
             started.append(request)
         elif change == "turn":
-            requests.scheduler.turn()
+            requests.engine.turn()
         elif change == "cancel" and requests.running:
             requests.end(requests.running[which % len(requests.running)])
         elif change == "room":
             requests.cache.make_room(100_000)
-        for request in [r for r in requests.running if r.job.finished]:
+        for request in [r for r in requests.running if r.job.done]:
             requests.end(request)
             contexts.append([*request.prompt, *request.tokens])
         assert requests.cache.nbytes <= max_bytes

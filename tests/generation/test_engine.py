@@ -13,11 +13,13 @@ import mlxspec
 from mlxspec.draft.drafter import Drafter, DraftTree, VerifiedStep
 from mlxspec.engine.joint import JointMode
 from mlxspec.errors import OptionError, PromptError
-from mlxspec.generation.scheduler import Job, Scheduler
+from mlxspec.generation.engine import Engine
+from mlxspec.generation.request import Request
 from mlxspec.plan.drafter_source import DrafterSource
 from mlxspec.plan.planner import Planner
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import FLAT, endless_tokenizer, given_costs, stand_in_decoder
+from tests.support.engines import submit
 from tests.support.examples import examples
 from tests.support.random_models import random_model
 
@@ -70,15 +72,15 @@ def test_each_generation_writes_what_it_writes_alone() -> None:
     stop = text[len(text) // 2 :][:4]
     options: list[dict[str, Any]] = [{}, {"temp": 0.8, "seed": 4}, {"stop": [stop]}, {}]
     expected = [alone(decoder, p, 24, **own) for p, own in zip(PROMPTS, options, strict=True)]
-    scheduler = Scheduler(new_decoder(), max_active=3)
+    engine = Engine(new_decoder(), max_active=3)
     found = [Collected() for _ in PROMPTS]
-    jobs = [
-        scheduler.submit(prompt, collected.add, 24, **own)
+    requests = [
+        submit(engine, prompt, collected.add, 24, **own)
         for prompt, collected, own in zip(PROMPTS, found, options, strict=True)
     ]
-    scheduler.run()
+    engine.run()
     assert [collected.tokens for collected in found] == expected
-    assert all(job.finished and job.error is None for job in jobs)
+    assert all(request.done and request.error is None for request in requests)
     assert all(collected.reason for collected in found)
     assert found[2].reason == "stop"
 
@@ -89,11 +91,11 @@ def test_models_of_every_mode_can_be_scheduled(kind: str) -> None:
     assert decoder.joint_mode is KINDS[kind]
     prompts = [[7, 3, 9, 3], [5], [(7 * i) % 64 for i in range(40)]]
     expected = [alone(decoder, prompt, 12) for prompt in prompts]
-    scheduler = Scheduler(decoder)
+    engine = Engine(decoder)
     found = [Collected() for _ in prompts]
     for prompt, collected in zip(prompts, found, strict=True):
-        scheduler.submit(prompt, collected.add, 12)
-    scheduler.run()
+        submit(engine, prompt, collected.add, 12)
+    engine.run()
     assert [collected.tokens for collected in found] == expected
 
 
@@ -146,18 +148,22 @@ def test_a_fault_ends_the_generation_that_has_it_and_no_other(fault: str) -> Non
             if fault == "consumer" and len(self.tokens) == 3:
                 raise RuntimeError("a consumer's fault")
 
-    scheduler = Scheduler(decoder)
+    engine = Engine(decoder)
     found = [Collected(), Consumer(), Collected()]
-    jobs: list[Job] = []
+    requests: list[Request] = []
     for index, (prompt, collected) in enumerate(zip(prompts, found, strict=True)):
         own: dict[str, Any] = {}
         if fault == "processor" and index == 1:
             own = {"logits_processors": [failing_processor]}
         if fault == "progress" and index == 1:
             own = {"on_progress": failing_progress}
-        jobs.append(scheduler.submit(prompt, collected.add, 12, **own))
-    scheduler.run()
-    assert [job.error and str(job.error) for job in jobs] == [None, f"a {fault}'s fault", None]
+        requests.append(submit(engine, prompt, collected.add, 12, **own))
+    engine.run()
+    assert [one.error and str(one.error) for one in requests] == [
+        None,
+        f"a {fault}'s fault",
+        None,
+    ]
     assert [found[0].tokens, found[2].tokens] == [expected[0], expected[2]]
     assert found[1].tokens == expected[1][: len(found[1].tokens)]
     assert len(found[1].tokens) < 12
@@ -174,109 +180,115 @@ def test_a_fault_of_a_drafter_that_is_planned_with_others_is_its_own() -> None:
         sources = [DrafterSource(extra)]
         return Planner(given_costs(FLAT), sources)
 
-    scheduler = Scheduler(new_decoder())
+    engine = Engine(new_decoder())
     found = [Collected() for _ in expected]
-    jobs = [
-        scheduler.submit(prompt, collected.add, 12, make_drafter=planner)
+    requests = [
+        submit(engine, prompt, collected.add, 12, make_drafter=planner)
         for prompt, collected in zip(PROMPTS, found, strict=False)
     ]
-    scheduler.run()
-    assert [job.error and str(job.error) for job in jobs] == [None, "a drafter's fault", None]
+    engine.run()
+    assert [one.error and str(one.error) for one in requests] == [
+        None,
+        "a drafter's fault",
+        None,
+    ]
     assert [found[0].tokens, found[2].tokens] == [expected[0], expected[2]]
 
 
 def test_a_long_context_leaves_no_wide_slots_to_those_that_stay() -> None:
     decoder = small_decoder()
-    scheduler = Scheduler(decoder, max_active=8)
+    engine = Engine(decoder, max_active=8)
     stays, prompt = Collected(), [5, 8, 1]
     expected = alone(decoder, prompt, 40)
-    scheduler.submit(prompt, stays.add, 40)
+    submit(engine, prompt, stays.add, 40)
     for number in range(6):
-        scheduler.submit([(number + 7 * i) % 64 for i in range(1200)], lambda response: None, 3)
+        submit(engine, [(number + 7 * i) % 64 for i in range(1200)], lambda response: None, 3)
     while len(stays.tokens) < 30:
-        scheduler.turn()
-    (slots, *_) = scheduler._batch._joint._slots  # type: ignore[union-attr]
+        engine.turn()
+    (slots, *_) = engine._batch._joint._slots  # type: ignore[union-attr]
     assert slots.capacity < 5000
-    scheduler.run()
+    engine.run()
     assert stays.tokens == expected
 
 
 def test_a_cancelled_generation_writes_nothing_more() -> None:
     decoder = small_decoder()
     expected = alone(decoder, [5, 8, 1], 20)
-    scheduler = Scheduler(decoder, max_active=2)
+    engine = Engine(decoder, max_active=2)
     first, second, never = Collected(), Collected(), Collected()
-    jobs = [
-        scheduler.submit([7, 3, 9], first.add, 20),
-        scheduler.submit([5, 8, 1], second.add, 20),
-        scheduler.submit([4, 4], never.add, 20),
+    requests = [
+        submit(engine, [7, 3, 9], first.add, 20),
+        submit(engine, [5, 8, 1], second.add, 20),
+        submit(engine, [4, 4], never.add, 20),
     ]
     while len(first.tokens) < 5:
-        scheduler.turn()
+        engine.turn()
     written = len(first.tokens)
-    scheduler.cancel(jobs[0])
-    scheduler.cancel(jobs[2])
-    scheduler.cancel(jobs[2])
-    scheduler.run()
+    engine.cancel(requests[0])
+    engine.cancel(requests[2])
+    engine.cancel(requests[2])
+    engine.run()
     assert len(first.tokens) == written
     assert (second.tokens, never.tokens) == (expected, [])
-    assert all(job.finished for job in jobs)
+    assert all(request.done for request in requests)
 
 
 def test_running_generations_go_on_while_a_long_prompt_is_run() -> None:
     decoder = small_decoder()
-    scheduler = Scheduler(decoder, stall=1e-6)  # chunks of 16 tokens
+    engine = Engine(decoder, stall=1e-6)  # chunks of 16 tokens
     running, late = Collected(), Collected()
-    scheduler.submit([7, 3, 9], running.add, 60)
+    submit(engine, [7, 3, 9], running.add, 60)
     while not running.tokens:
-        scheduler.turn()
+        engine.turn()
     before = len(running.tokens)
-    scheduler.submit([(7 * i) % 64 for i in range(200)], late.add, 4)
+    submit(engine, [(7 * i) % 64 for i in range(200)], late.add, 4)
     while not late.tokens:
-        scheduler.turn()
+        engine.turn()
     assert len(running.tokens) - before >= 200 // 16 - 1
-    scheduler.run()
+    engine.run()
     assert len(running.tokens) == 60
 
 
 def test_a_prompt_is_run_in_chunks_where_others_wait_for_the_turn() -> None:
-    scheduler = Scheduler(small_decoder(), stall=1e-6)  # chunks of 16 tokens
+    engine = Engine(small_decoder(), stall=1e-6)  # chunks of 16 tokens
     for hurried, most in ((True, 16), (False, 199)):
         done: list[int] = []
-        scheduler.submit(
+        submit(
+            engine,
             [(7 * i + hurried) % 64 for i in range(200)],
             lambda response: None,
             1,
             on_progress=lambda so_far, total, done=done: done.append(so_far),
         )
-        scheduler.turn(hurried)
+        engine.turn(hurried)
         assert done[-1] == most
-        scheduler.run()
+        engine.run()
 
 
 def test_those_that_wait_come_in_order_and_all_come() -> None:
     decoder = small_decoder()
-    scheduler = Scheduler(decoder, max_active=2)
+    engine = Engine(decoder, max_active=2)
     ended: list[int] = []
     for number in range(6):
-        scheduler.submit(
+        submit(
+            engine,
             [number + 1],
             lambda response, number=number: response.finish_reason and ended.append(number),
             5,
         )
-    scheduler.run()
+    engine.run()
     assert sorted(ended) == list(range(6))
     assert ended.index(0) < ended.index(3)
 
 
 def test_what_many_generations_leave_behind_is_what_a_few_leave() -> None:
     decoder = small_decoder()
-    scheduler = Scheduler(decoder, max_active=6)
+    engine = Engine(decoder, max_active=6)
 
     def run(count: int) -> int:
         for number in range(count):
-            scheduler.submit([7, 3, number % 64, 5], lambda response: None, 2 + number % 5)
-        while scheduler.turn():
+            submit(engine, [7, 3, number % 64, 5], lambda response: None, 2 + number % 5)
+        while engine.turn():
             pass
         gc.collect()
         mx.synchronize()
@@ -290,11 +302,11 @@ def test_what_many_generations_leave_behind_is_what_a_few_leave() -> None:
 def test_options_out_of_range_are_named() -> None:
     decoder = small_decoder()
     with pytest.raises(OptionError, match="max_active is 0"):
-        Scheduler(decoder, max_active=0)
+        Engine(decoder, max_active=0)
     with pytest.raises(OptionError, match="stall is 0"):
-        Scheduler(decoder, stall=0)
+        Engine(decoder, stall=0)
     with pytest.raises(PromptError):
-        Scheduler(decoder).submit([], print)
+        submit(Engine(decoder), [], print)
 
 
 DRAFTINGS: list[tuple[type[mlxspec.Decoder], dict[str, Any]]] = [
@@ -316,11 +328,11 @@ def test_a_generation_drafts_as_its_decoders_stream_does_with_the_same_parameter
 
     expected = [*decoder().stream(PROMPTS[2], 24, **parameters)]
     scheduled = decoder()
-    scheduler = Scheduler(scheduled)
+    engine = Engine(scheduled)
     found: list[mlxspec.GenerationResponse] = []
     make_drafter = scheduled.drafting_with(**parameters)
-    scheduler.submit(PROMPTS[2], found.append, 24, make_drafter)
-    scheduler.run()
+    submit(engine, PROMPTS[2], found.append, 24, make_drafter)
+    engine.run()
     assert [response.token for response in found] == [response.token for response in expected]
     assert found[-1].stats == expected[-1].stats
 
@@ -328,9 +340,9 @@ def test_a_generation_drafts_as_its_decoders_stream_does_with_the_same_parameter
 def test_without_parameters_a_generation_drafts_as_stream_does() -> None:
     decoder = stand_in_decoder(mlxspec.PromptLookupDecoder)
     found: list[mlxspec.GenerationResponse] = []
-    scheduler = Scheduler(decoder)
-    scheduler.submit(PROMPTS[2], found.append, 24)
-    scheduler.run()
+    engine = Engine(decoder)
+    submit(engine, PROMPTS[2], found.append, 24)
+    engine.run()
     assert found[-1].stats == [*decoder.stream(PROMPTS[2], 24)][-1].stats
     assert found[-1].stats.drafted > 0
 
@@ -338,20 +350,20 @@ def test_without_parameters_a_generation_drafts_as_stream_does() -> None:
 def test_a_paused_generation_waits_and_the_others_go_on() -> None:
     """And goes on as if it had not been paused."""
     decoder = new_decoder()
-    scheduler, first, second = Scheduler(decoder), Collected(), Collected()
-    job = scheduler.submit([1, 2, 3], first.add, 30)
-    scheduler.submit([4, 5], second.add, 12)
-    with scheduler.running():
+    engine, first, second = Engine(decoder), Collected(), Collected()
+    request = submit(engine, [1, 2, 3], first.add, 30)
+    submit(engine, [4, 5], second.add, 12)
+    with engine.running():
         while len(first.tokens) < 5:
-            scheduler.turn()
+            engine.turn()
         held = len(first.tokens)
-        scheduler.pause(job)
-        while scheduler.turn():
+        engine.pause(request)
+        while engine.turn():
             pass
         assert len(first.tokens) == held
         assert second.tokens == alone(decoder, [4, 5], 12)
-        scheduler.pause(job, paused=False)
-        while scheduler.turn():
+        engine.resume(request)
+        while engine.turn():
             pass
     assert first.tokens == alone(decoder, [1, 2, 3], 30)
 
@@ -372,12 +384,12 @@ def test_sequences_with_quantised_caches_run_beside_others(mode: JointMode) -> N
     for own in memory:
         own |= {"kv_group_size": 32}
     expected = [alone(decoder, p, 32, **own) for p, own in zip(prompts, memory, strict=True)]
-    scheduler, found = Scheduler(decoder), [Collected() for _ in prompts]
+    engine, found = Engine(decoder), [Collected() for _ in prompts]
     for prompt, own, collected in zip(prompts, memory, found, strict=True):
-        scheduler.submit(prompt, collected.add, 32, **own)
-    scheduler.run()
+        submit(engine, prompt, collected.add, 32, **own)
+    engine.run()
     assert [collected.tokens for collected in found] == expected
-    assert scheduler.steps < 40  # all in the same ones
+    assert engine.steps < 40  # all in the same ones
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -386,13 +398,13 @@ def test_of_two_generations_at_once_on_one_prompt_cache_the_second_is_refused(ki
     prompts = [1, 5, 9, 4], [1, 7, 3]
     caches = make_prompt_cache(decoder.model), make_prompt_cache(decoder.model)
     expected = [alone(decoder, prompt, 8, prompt_cache=caches[0]) for prompt in prompts]
-    scheduler, found = Scheduler(decoder), [Collected(), Collected()]
-    jobs = [
-        scheduler.submit(prompt, collected.add, 8, prompt_cache=caches[1])
+    engine, found = Engine(decoder), [Collected(), Collected()]
+    requests = [
+        submit(engine, prompt, collected.add, 8, prompt_cache=caches[1])
         for prompt, collected in zip(prompts, found, strict=True)
     ]
-    scheduler.run()
+    engine.run()
     assert [collected.tokens for collected in found] == [expected[0], []]
-    assert jobs[0].error is None
-    assert "in use by a generation that is running" in str(jobs[1].error)
+    assert requests[0].error is None
+    assert "in use by a generation that is running" in str(requests[1].error)
     assert alone(decoder, prompts[1], 8, prompt_cache=caches[1]) == expected[1]

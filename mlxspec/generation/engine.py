@@ -1,0 +1,352 @@
+"""Several requests at once: they join and leave between any two steps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from mlx_lm.generate import generation_stream, wired_limit
+
+from ..engine.batch import Batch
+from ..engine.step import DecodedStep, Sequence
+from ..errors import OptionError
+from .process_end import hold_at_exit
+from .request import Request, State
+from .response import GenerationResponse
+
+if TYPE_CHECKING:
+    from .decoder import Decoder
+
+# Prompt tokens; fewer would hardly shorten a stall, and more are not faster.
+_LEAST_CHUNK, _MOST_CHUNK = 16, 2048
+_CHANGE = 0.3  # weight of the newest chunk in the running average of the prefill's speed
+_LEAST_UNREAD = 16  # responses; with so few left a paused request goes on
+
+
+class Engine:
+    """Runs requests of a decoder's model, whose rows share one forward where the model allows.
+
+    Every turn runs chunks of prompts for as long as running requests may wait, and then a step of
+    every request whose prompt is done. New requests wait in the order in which they came; prompts
+    that are being run take turns. So each one goes on, whatever the others do. What a request's
+    drafter, processor or consumer raises ends that one alone.
+
+    Args:
+        decoder: runs the requests.
+        max_active: how many requests run at once at most, without paused ones; others wait.
+        stall: seconds for which running requests may wait for others' prompts between two steps.
+            Chunks are made so long by the speed of those before, except of prompts that would
+            give something else then (``chunks_matter`` of the decoder). With ``math.inf`` nobody
+            reads the answers as they come, and all that counts is the time that they take
+            together: prompts run first, and no request minds waiting for others' drafts.
+        max_unread: a request with so many unread responses is paused until :meth:`has_read`
+            counts nearly all of them; None counts none.
+
+    Raises:
+        OptionError: ``max_active`` is below 1, or ``stall`` is no positive number.
+
+    Attributes:
+        prefill_seconds: the time that prompts have taken so far.
+        steps: how many steps have run so far, those of several requests counted once.
+        step_seconds: the wall time of the last one.
+        step_shape: the rows and the sequences of its forward.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        max_active: int = 32,
+        stall: float = 0.15,
+        max_unread: int | None = None,
+    ) -> None:
+        if max_active < 1:
+            raise OptionError(f"max_active is {max_active}: let 1 generation or more run at once")
+        if not stall > 0:
+            raise OptionError(f"stall is {stall}: give a number of seconds above 0")
+        self._decoder = decoder
+        self._max_active = max_active
+        self._stall = stall
+        self._max_unread = max_unread
+        self.prefill_seconds = 0.0
+        self.steps = 0
+        self.step_seconds = 0.0
+        self.step_shape = 1, 1
+        self._prefill_speed = 0.0  # tokens per second
+        self._deadline = math.inf  # of the prompts of this turn
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        """Those that have started; one moves to the end when a chunk of its prompt runs."""
+
+    def add(self, *requests: Request) -> None:
+        """Let requests run once there is room for them."""
+        self._waiting += requests
+
+    def cancel(self, request: Request, error: Exception | None = None) -> None:
+        """End a request before its next step; nothing happens if it has ended."""
+        if not request.done:
+            self._end(request, error)
+
+    def pause(self, request: Request) -> None:
+        """Leave a decoding request out of steps; its place is free for others."""
+        if request.state is State.DECODE:
+            request.state = State.PAUSED
+
+    def resume(self, request: Request) -> None:
+        """Let a paused request go on."""
+        if request.state is State.PAUSED:
+            request.state = State.DECODE
+
+    def has_read(self, request: Request, count: int) -> None:
+        """A consumer has read so many responses: resume the request if it waits for that."""
+        request.unread -= count
+        if request.unread <= _LEAST_UNREAD:
+            self.resume(request)
+
+    @property
+    def room(self) -> int:
+        """How many more requests would start at once."""
+        taking_part = sum(request.state is not State.PAUSED for request in self._running)
+        return self._max_active - taking_part - len(self._waiting)
+
+    def run(self) -> None:
+        """Take turns until all requests have ended."""
+        with self.running():
+            while self.turn():
+                pass
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """To be entered around turns; at its end all requests are ended."""
+        with ExitStack() as during:
+            during.enter_context(wired_limit(self._decoder.model, [generation_stream]))
+            during.callback(self.close)
+            yield
+
+    def turn(self, hurried: bool = False) -> bool:
+        """Run prompts for a while, and one step of each request whose prompt is done.
+
+        Args:
+            hurried: others wait for the end of the turn, as decoding requests do.
+
+        Returns:
+            whether there is anything left to do for requests that are not paused.
+        """
+        hold_at_exit()
+        while request := self._next():
+            self._running.append(request)  # first, so that an interrupt finds it in one place
+            self._waiting.remove(request)
+            try:
+                self.start(request)
+            except Exception as error:
+                self._end(request, error)
+        self._prefill(hurried)
+        if decoding := self._in(State.DECODE):
+            self._step(decoding)
+        going_on = self._in(State.PREFILL) or self._in(State.DECODE)
+        return bool(going_on) or self._next() is not None
+
+    def close(self, error: Exception | None = None) -> None:
+        """End all requests."""
+        for request in [*self._waiting, *self._running]:
+            self._end(request, error)
+
+    def next_waiting(self) -> Request | None:
+        """Which of the waiting requests starts next, where there is room for one."""
+        return self._waiting[0] if self._waiting else None
+
+    def start(self, request: Request) -> None:
+        """Start a request that waited."""
+        request.start()
+
+    def _next(self) -> Request | None:
+        return self.next_waiting() if self.room + len(self._waiting) > 0 else None
+
+    def _in(self, state: State) -> list[Request]:
+        return [request for request in self._running if request.state is state]
+
+    def _prefill(self, hurried: bool) -> None:
+        """Run a chunk of a prompt, and others while running generations may wait.
+
+        Where there are none it comes to an end as soon, so that it can be cancelled.
+        """
+        self._deadline, started = math.inf, time.perf_counter()
+        while prefilling := self._in(State.PREFILL):
+            if (hurried or self._in(State.DECODE)) and self._deadline == math.inf:
+                self._deadline = time.perf_counter() + self._stall
+            short = self._short_prompts(prefilling)
+            if len(short) > 1:
+                self._run_together(short)
+            # Longer ones have their turn however many short ones come.
+            if left := self._in(State.PREFILL):
+                self._move_to_end(left[0])
+                self._run_chunk(left[0])
+            if time.perf_counter() >= min(self._deadline, started + self._stall):
+                return
+
+    def _move_to_end(self, request: Request) -> None:
+        self._running.remove(request)
+        self._running.append(request)
+
+    def _short_prompts(self, prefilling: list[Request]) -> dict[Request, Sequence]:
+        """Requests whose prompts can run in one forward, as many as one chunk has tokens for."""
+        found: dict[Request, Sequence] = {}
+        left = self._chunk()
+        for request in prefilling:
+            sequence = request.sequence
+            if request.prefill is None and sequence and self._batch.begins_together(sequence):
+                left -= len(sequence.to_prefill)
+                if left < 0:
+                    break
+                found[request] = sequence
+        return found
+
+    def _run_together(self, short: dict[Request, Sequence]) -> None:
+        """Run several prompts in one forward; their requests decode from then on."""
+        started = time.perf_counter()
+        for request, sequence in [*short.items()]:
+            try:
+                request.on_progress(0, len(sequence.to_prefill))
+            except Exception as error:
+                self._end(request, error)
+                del short[request]
+        try:
+            faults = self._batch.begin([*short.values()])
+        except Exception as error:  # of the forward itself
+            for request in short:
+                self._end(request, error)
+            return
+        self._note_speed(sum(len(s.to_prefill) for s in short.values()), started)
+        for request, sequence in short.items():
+            try:
+                if sequence in faults:
+                    raise faults[sequence]
+                request.on_progress(len(sequence.to_prefill), len(sequence.to_prefill))
+                self._move_to_end(request)
+                self._decode(request, sequence)
+            except Exception as error:
+                self._end(request, error)
+
+    def _decode(self, request: Request, sequence: Sequence) -> None:
+        """The prompt has run: take part in steps."""
+        self._batch.join(sequence)
+        request.state = State.DECODE
+
+    def _note_speed(self, tokens: int, started: float) -> None:
+        """So many tokens of prompts have run since then."""
+        seconds = time.perf_counter() - started
+        self.prefill_seconds += seconds
+        if tokens:
+            speed = tokens / seconds
+            known = self._prefill_speed or speed
+            self._prefill_speed = known + _CHANGE * (speed - known)
+
+    def _chunk(self) -> int:
+        """How many tokens of a prompt to run next."""
+        if self._deadline == math.inf:
+            return _MOST_CHUNK
+        seconds = self._deadline - time.perf_counter()
+        return max(_LEAST_CHUNK, int(min(_MOST_CHUNK, self._prefill_speed * seconds)))
+
+    def _run_chunk(self, request: Request) -> None:
+        """Run the next chunk of a prompt; after the last one the request decodes."""
+        sequence = request.sequence
+        assert sequence is not None
+        if request.prefill is None:
+            request.prefill = sequence.begin_in_chunks(self._chunk)
+        started, before, done = time.perf_counter(), request.prefilled - request.n_cached, 0
+        try:
+            for done, total in request.prefill:
+                request.on_progress(done, total)
+                if before < done < total:
+                    break
+            else:
+                self._decode(request, sequence)
+        except Exception as error:
+            self._end(request, error)
+            return
+        self._note_speed(max(0, done - before), started)
+
+    def _step(self, requests: list[Request]) -> None:
+        """Run one step of requests whose prompts are done."""
+        sequences = [request.sequence for request in requests if request.sequence]
+        self.steps += 1
+        started = time.perf_counter()
+        try:
+            outcomes = self._batch.step(sequences)
+            self.step_seconds = time.perf_counter() - started
+        except Exception as error:  # of the forward itself: nobody's fault, and nobody can go on
+            for request in requests:
+                self._end(request, error)
+            return
+        for request, sequence, outcome in zip(requests, sequences, outcomes, strict=True):
+            if isinstance(outcome, DecodedStep):
+                self._respond(request, sequence, outcome)
+            else:
+                self._end(request, outcome)
+
+    def _respond(self, request: Request, sequence: Sequence, step: DecodedStep) -> None:
+        """Hand out what a step of a request has brought."""
+        verified = step.verified
+        self.step_shape = verified.rows, verified.sequences
+        try:
+            # Whatever else slows a step slows plain ones, too: its own time says what these take.
+            cost = self._batch.cost(sequence, verified)
+            plain_seconds = self.step_seconds * len(verified.tokens) / cost if cost else None
+            request.on_step(step, self.step_seconds, plain_seconds)
+            for response in request.responses_of(step):
+                if response.finish_reason:
+                    self._end(request, last=response)
+                    return
+                request.on_response(response)
+                if request.done:
+                    return
+                if self._max_unread:
+                    request.unread += 1
+        except Exception as error:
+            self._end(request, error)
+            return
+        if self._max_unread and request.unread >= self._max_unread:
+            self.pause(request)
+
+    def _end(
+        self,
+        request: Request,
+        error: Exception | None = None,
+        last: GenerationResponse | None = None,
+    ) -> None:
+        """Close a request wherever it is, and only then hand out its last response."""
+        request.state, request.error = State.DONE, request.error or error
+        try:
+            with ExitStack() as ending:  # all of it, whatever fails or is interrupted
+                ending.callback(self._forget, request)
+                ending.callback(request.close)
+                if request.prefill:
+                    ending.callback(request.prefill.close)
+                if request.sequence and request.lease:
+                    keeps = request.lease.keeps
+                    ending.callback(self._batch.leave, request.sequence, keep=keeps)
+        except Exception as failure:
+            request.error = request.error or failure
+        try:
+            if last:
+                request.on_response(last)
+        except Exception as failure:
+            request.error = request.error or failure
+        request.on_end()
+
+    def _forget(self, request: Request) -> None:
+        for requests in (self._waiting, self._running):
+            if request in requests:
+                requests.remove(request)
+
+    @cached_property
+    def _batch(self) -> Batch:
+        costs = self._decoder.costs if self._decoder.plans else None
+        patient = self._stall == math.inf
+        return Batch(self._decoder.model, self._decoder.joint_mode, costs, patient)

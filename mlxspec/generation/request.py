@@ -1,0 +1,449 @@
+"""A request: one generation, from being asked for to its last response."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from enum import StrEnum
+from statistics import median
+from typing import TYPE_CHECKING, Protocol
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream, wired_limit
+
+from ..draft.drafter import Drafter
+from ..engine import step as steps
+from ..engine.target import Target
+from .process_end import hold_at_exit
+from .response import GenerationResponse, SpeculationStats, StepTime
+
+if TYPE_CHECKING:
+    from ..engine.grammar import GrammarState
+    from .decoder import Decoder
+    from .options import CheckedOptions, MakeDrafter
+
+_log = logging.getLogger(__name__)
+
+_KEPT = 64  # recent steps per number of rows: enough for a median, few enough to show a hot chip
+
+RecordTime = Callable[[int, float, bool], None]
+"""Called with a step's rows (pending ones included), its wall time in seconds, and whether it was
+pipelined."""
+
+
+class State(StrEnum):
+    """How far a request is."""
+
+    WAITING = "queued"
+    PREFILL = "prefill"
+    DECODE = "decoding"
+    PAUSED = "paused"
+    DONE = "ended"
+
+
+class CacheLease:
+    """A request's use of caches: new ones, which end with it. Subclasses lend others' caches.
+
+    Attributes:
+        keeps: whether somebody needs the caches after the request's end.
+    """
+
+    keeps = False
+
+    def __init__(self, new_target: Callable[[], Target]) -> None:
+        self._new_target = new_target
+
+    def take(self, close: Callable[[], None]) -> tuple[Target, int]:
+        """Begin: the target, and how many of the prompt's tokens its cache holds.
+
+        Args:
+            close: ends the request's use of the target, for an owner who gives the caches to
+                somebody else before the request has ended.
+        """
+        return self._new_target(), 0
+
+    def pause(self, context: Sequence[int]) -> None:
+        """The consumer gets a response; ``context`` is the prompt and the output so far."""
+
+    def resume(self) -> None:
+        """The consumer asks for the next response."""
+
+    def give_back(self, context: Sequence[int]) -> None:
+        """The request has ended, in whatever way."""
+
+
+class Request:
+    """One generation, from being asked for to its last response.
+
+    :meth:`mlxspec.Decoder.new_request` makes it. It runs alone in :func:`responses`, or with
+    others in an :class:`mlxspec.generation.engine.Engine`.
+
+    Args:
+        decoder: whose model and tokenizer it uses.
+        prompt: token ids.
+        max_tokens: how many tokens to generate at most.
+        options: checked.
+        make_drafter: makes its drafter when it starts, given the session.
+        receive: called with each response in an engine.
+
+    Attributes:
+        record_times: each is called with the rows and the time of each step.
+        lease_more: wraps the lease of the model's caches in a lease of further caches.
+        state: how far it is.
+        error: what ended it, if that was a fault.
+        finish_reason: of its last response, once that has come.
+        context: the prompt and the tokens of the responses so far.
+        stats: of its steps so far.
+        n_cached: how many of the prompt's tokens were in a cache.
+        prefilled: how many of them have run, or were in a cache.
+        plain_seconds: how long the tokens of its joint steps would have taken without drafts, as
+            far as that is known.
+        decode_seconds: how long these steps took.
+        unread: responses that its consumer has not read yet, where an engine counts them.
+        grammar, output: from :meth:`prepare` on.
+        drafter, lease: from :meth:`prepare` to :meth:`close`.
+        sequence: its decoding state, from :meth:`start` to :meth:`close`.
+        prefill: the chunks of its prompt that are left, once the first has run.
+    """
+
+    grammar: GrammarState | None
+    output: OutputText
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompt: Sequence[int],
+        max_tokens: int,
+        options: CheckedOptions,
+        make_drafter: MakeDrafter,
+        receive: Callable[[GenerationResponse], object] = lambda response: None,
+    ) -> None:
+        self.decoder = decoder
+        self.prompt = prompt
+        self.max_tokens = max_tokens
+        self.options = options
+        self.make_drafter = make_drafter
+        self.receive = receive
+        self.record_times: list[RecordTime] = [decoder.step_times.record]
+        self.lease_more: Callable[[CacheLease], CacheLease] = lambda lease: lease
+        self.state = State.WAITING
+        self.error: Exception | None = None
+        self.finish_reason: str | None = None
+        self.context: list[int] = []
+        self.stats = SpeculationStats()
+        self.n_cached = self.prefilled = 0
+        self.plain_seconds = 0.0
+        self.decode_seconds = 0.0
+        self.unread = 0
+        self.drafter: Drafter | None = None
+        self.lease: CacheLease | None = None
+        self.sequence: steps.Sequence | None = None
+        self.prefill: Generator[tuple[int, int], None, None] | None = None
+        self._prefill_started = self._prefill_ended = 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return self.state is State.DONE
+
+    @property
+    def generated(self) -> int:
+        """How many tokens have been handed out in responses."""
+        return max(0, len(self.context) - len(self.prompt))
+
+    def prepare(self) -> None:
+        """Make the drafter, and arrange for the caches; :meth:`start` does so otherwise.
+
+        Raises:
+            DrafterError: what ``make_drafter`` made is no drafter.
+        """
+        decoder, options = self.decoder, self.options
+        self.context = list(self.prompt)
+        self.grammar = options.grammar.begin() if options.grammar else None
+        self.drafter = decoder.drafter_of(self)
+        self.output = OutputText(
+            decoder.new_detokenizer(), options.stop_tokens, options.stop, self.max_tokens
+        )
+        self.lease = self.lease_more(decoder.lease_for(self))
+
+    def start(self) -> steps.Sequence:
+        """Take the caches; returns the sequence, whose prompt has not run yet.
+
+        Raises:
+            DrafterError: as :meth:`prepare`.
+            OptionError, PromptCacheError: the caches cannot be used.
+        """
+        if self.lease is None:
+            self.prepare()
+        assert self.lease is not None
+        self.state = State.PREFILL
+        target, self.n_cached = self.lease.take(self._close_sequence)
+        self.sequence = self.decoder.new_sequence(self, target)
+        self.prefilled = self.n_cached
+        self._prefill_started = time.perf_counter()
+        return self.sequence
+
+    def on_progress(self, done: int, total: int) -> None:
+        """So many tokens of the prompt have run; the prefill ends when the first step begins."""
+        hold_at_exit()
+        self.prefilled = self.n_cached + done
+        self._prefill_ended = time.perf_counter()
+        if self.options.on_progress:
+            self.options.on_progress(done, total)
+
+    def on_step(self, step: steps.DecodedStep, seconds: float, plain_seconds: float | None) -> None:
+        """A step has run in an engine; its responses follow.
+
+        Args:
+            step: its part in the step.
+            seconds: the wall time of the whole step.
+            plain_seconds: how long its tokens would have taken without drafts, where that is known.
+        """
+        if plain_seconds is not None:
+            self.decode_seconds += seconds
+            self.plain_seconds += plain_seconds
+
+    def on_response(self, response: GenerationResponse) -> None:
+        """Hand out a response of an engine."""
+        self.receive(response)
+
+    def on_end(self) -> None:
+        """The request has ended in an engine, and its last response, if any, is handed out."""
+
+    def responses_of(self, step: steps.DecodedStep) -> Iterator[GenerationResponse]:
+        """One response per token of a step, up to the last one of the output."""
+        verified = step.verified
+        for record_time in self.record_times:
+            record_time(verified.rows, verified.seconds, verified.pipelined)
+        stats = self.stats
+        self.stats = SpeculationStats(
+            steps=stats.steps + 1,
+            rows=stats.rows + len(verified.tree),
+            drafted=stats.drafted + verified.drafted,
+            accepted=stats.accepted + len(verified.accepted),
+            emitted=stats.emitted + len(verified.tokens),
+        )
+        for index, text in enumerate(self.output.take()):
+            response = self._response(step, index, text)
+            self.finish_reason = response.finish_reason
+            # Last, so that a token whose response an interrupt prevents is not counted.
+            self.context.append(response.token)
+            yield response
+            if response.finish_reason:
+                return
+
+    def _response(self, step: steps.DecodedStep, index: int, text: str) -> GenerationResponse:
+        generated, n_prompt = self.generated + 1, len(self.prompt)
+        # The prompt's last token belongs to the first step.
+        prefill_seconds = self._prefill_ended - self._prefill_started
+        is_last = generated == self.stats.emitted
+        return GenerationResponse(
+            text=text,
+            token=step.verified.tokens[index],
+            logprobs=step.logprobs[index],
+            from_draft=index < len(step.verified.accepted),
+            prompt_tokens=n_prompt,
+            prompt_tps=(n_prompt - self.n_cached - 1) / prefill_seconds,
+            generation_tokens=generated,
+            generation_tps=self._generation_tps(generated),
+            peak_memory=mx.get_peak_memory() / 1e9,
+            stats=self.stats,
+            finish_reason=self.output.finish_reason if is_last else None,
+            reused_tokens=self.n_cached,
+            stop_string=self.output.stop_string if is_last else None,
+        )
+
+    def _generation_tps(self, tokens: int) -> float:
+        return tokens / (time.perf_counter() - self._prefill_ended)
+
+    def close(self) -> None:
+        """Give the caches back, and end the sequence; may be called more than once."""
+        try:
+            if self.lease:
+                self.lease.give_back(self.context)
+        finally:
+            self._close_sequence()
+            if self.sequence and _log.isEnabledFor(logging.DEBUG):
+                self._log_end()
+            # Whoever keeps the request keeps no caches and no index.
+            self.drafter = self.lease = self.sequence = self.prefill = None
+
+    def _log_end(self) -> None:
+        stats, generated = self.stats, self.generated
+        _log.debug(
+            "generation ended (%s): %d prompt tokens, %d of them kept from before; %d tokens in "
+            "%d steps, %.1f a second; %d of %d drafted tokens accepted",
+            self.output.finish_reason or "left",
+            len(self.prompt),
+            self.n_cached,
+            generated,
+            stats.steps,
+            self._generation_tps(generated) if stats.steps else 0.0,
+            stats.accepted,
+            stats.drafted,
+        )
+
+    def _close_sequence(self) -> None:
+        if self.sequence:
+            self.sequence.close()
+
+
+def responses(
+    request: Request, record_time: RecordTime | None = None
+) -> Generator[GenerationResponse, None, None]:
+    """Run a request alone.
+
+    A loop of its own, not an engine with one request: each response of a step is yielded with
+    the caches as documented, which a consumer may use before it asks for the next one.
+
+    Args:
+        request: has not begun.
+        record_time: called with the rows and the time of each step.
+
+    Raises:
+        DrafterError: as :meth:`Request.prepare`, before the first response is asked for.
+    """
+    request.prepare()
+    if record_time:
+        request.record_times.append(record_time)
+    return _responses(request)
+
+
+def _responses(request: Request) -> Generator[GenerationResponse, None, None]:
+    last: GenerationResponse | None = None
+    lease, context = request.lease, request.context
+    assert lease
+    try:
+        sequence = request.start()
+        with wired_limit(sequence.target.model, [generation_stream]):
+            sequence.begin(request.on_progress)
+            while not last:
+                hold_at_exit()
+                for response in request.responses_of(steps.step(sequence)):
+                    if response.finish_reason:
+                        last = response
+                        break
+                    lease.pause(context)
+                    yield response
+                    lease.resume()
+    finally:
+        request.close()
+    # After everything is closed, so that a consumer who has it may begin the next turn.
+    yield last
+
+
+class Detokenizer(Protocol):
+    """Turns tokens into text as they come; mlx-lm's interface."""
+
+    def reset(self) -> None: ...
+    def add_token(self, token: int) -> None: ...
+    def finalize(self) -> None: ...
+    @property
+    def last_segment(self) -> str: ...
+
+
+class OutputText:
+    """Collects tokens as text segments and finds the end of the output.
+
+    A stop string may begin and end inside tokens; text that could be the beginning of one is
+    held back until it is decided, so nothing that belongs to a stop string is ever shown.
+
+    Args:
+        detokenizer: fresh, ready for the output's first token.
+        stop_tokens: token ids that end the output; their own text is not part of it.
+        stop_strings: texts that end the output before them.
+        max_tokens: with this many tokens the output is full.
+
+    Attributes:
+        finish_reason: "stop" or "length" once it has ended.
+        stop_string: the one that ended it.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop_tokens: Collection[int],
+        stop_strings: Sequence[str],
+        max_tokens: int,
+    ) -> None:
+        self.finish_reason: str | None = None
+        self.stop_string: str | None = None
+        self._detokenizer = detokenizer
+        self._stop_tokens = stop_tokens
+        self._stop_strings = stop_strings
+        self._left = max_tokens
+        self._held = ""
+        self._segments: list[str] = []
+
+    def add(self, token: int) -> bool:
+        """Append a token; returns whether the output ends with it."""
+        self._left -= 1
+        if token in self._stop_tokens:
+            self.finish_reason = "stop"
+        else:
+            self._detokenizer.add_token(token)
+            if self._left == 0:
+                self.finish_reason = "length"
+        if self.finish_reason:
+            self._detokenizer.finalize()
+        self._segments.append(self._release(self._detokenizer.last_segment))
+        return self.finish_reason is not None
+
+    def take(self) -> list[str]:
+        """The segments since the last call, one per token."""
+        segments, self._segments = self._segments, []
+        return segments
+
+    def _release(self, segment: str) -> str:
+        """What may be shown now that ``segment`` has come."""
+        text = self._held + segment
+        found = [(at, stop) for stop in self._stop_strings if (at := text.find(stop)) >= 0]
+        if found:
+            cut, self.stop_string = min(found)
+            self.finish_reason = "stop"
+            self._held = ""
+            return text[:cut]
+        held = 0 if self.finish_reason else self._undecided(text)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def _undecided(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop string."""
+        longest = max(map(len, self._stop_strings), default=1) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[len(text) - length :]) for stop in self._stop_strings):
+                return length
+        return 0
+
+
+class StepTimes:
+    """T(rows): the wall time of whole steps by their number of rows.
+
+    A whole step is proposing, forward, reading, acceptance and cache commit. Times hold for one
+    model on one machine in one data type. Threads may record at once.
+    """
+
+    def __init__(self) -> None:
+        self._recent: dict[tuple[int, bool], deque[float]] = {}
+        self._steps: Counter[tuple[int, bool]] = Counter()
+        self._lock = threading.Lock()
+
+    def record(self, rows: int, seconds: float, pipelined: bool = False) -> None:
+        """Add the wall time of one step."""
+        with self._lock:
+            self._recent.setdefault((rows, pipelined), deque(maxlen=_KEPT)).append(seconds)
+            self._steps[rows, pipelined] += 1
+
+    def table(self) -> list[StepTime]:
+        """One entry per kind of step that has run, fewest rows first."""
+        with self._lock:
+            seconds = {kind: median(recent) for kind, recent in self._recent.items()}
+            steps = self._steps.copy()
+        one_row = seconds.get((1, True)) or seconds.get((1, False))
+        return [
+            StepTime(*kind, steps[kind], time, time / one_row if one_row else None)
+            for kind, time in sorted(seconds.items())
+        ]

@@ -1,0 +1,26 @@
+"""Requests to engines, as tests make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mlxspec import GenerationResponse
+from mlxspec.generation.engine import Engine
+from mlxspec.generation.options import MakeDrafter, Prompt
+from mlxspec.generation.request import Request
+
+
+def submit(
+    engine: Engine,
+    prompt: Prompt,
+    receive: Callable[[GenerationResponse], object],
+    max_tokens: int = 250,
+    make_drafter: MakeDrafter | None = None,
+    **options: Any,
+) -> Request:
+    """Add a request with these options to an engine."""
+    new_request = engine._decoder.new_request
+    request = new_request(prompt, max_tokens, options, make_drafter, receive)  # type: ignore[arg-type]
+    engine.add(request)
+    return request
