@@ -49,8 +49,8 @@ _KINDS = {
 }
 _OURS, _THEIRS = "mlxspec serve", "mlx_lm.server"
 _WITHOUT_MEMORY = (
-    "from functools import partial; import mlxspec; "
-    f"mlxspec.AutoDecoder = partial(mlxspec.AutoDecoder, memory_tokens=0); {MLXSPEC}"
+    "import mlxspec, mlxspec.memory; "
+    f"mlxspec.memory.Memory = lambda *args, **options: None; {MLXSPEC}"
 )
 _MLX_LM = "import mlxspec; from mlx_lm.server import main; main()"  # mlxspec loads OpenBLAS
 

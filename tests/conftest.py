@@ -84,7 +84,7 @@ def no_note_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def no_experience_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """What drafts teach stays in a decoder, but in the tests of how it is kept."""
-    monkeypatch.setattr(mlxspec.AutoDecoder, "keeps_experience", False)
+    monkeypatch.setattr(mlxspec.Decoder, "keeps_experience", False)
 
 
 @pytest.fixture(autouse=True)

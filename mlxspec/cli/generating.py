@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import click
 
@@ -37,14 +37,17 @@ from .output import ProgressBar
 
 if TYPE_CHECKING:
     import mlx.nn as nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
     from rich.console import Console
 
     from ..distributed.leader import Leader
     from ..draft.drafter import Drafter
     from ..generation.decoder import Decoder
+    from ..generation.drafting import Auto, Lookahead, Own, PromptLookup
     from ..generation.options import GenerationOptions
     from ..generation.request import Request
     from ..generation.response import GenerationResponse
+    from ..memory import Memory
     from ..store.learner import Learner
     from .memories import Memories
 
@@ -55,34 +58,14 @@ API_KEY = "MLXSPEC_API_KEY"
 LOOKUP, LOOKAHEAD, STORE, OWN = "prompt lookup", "lookahead", "store", "own drafter"
 
 
-class _Choice(NamedTuple):
-    """A value of ``--decoder``.
-
-    Attributes:
-        decoder: the class in :mod:`mlxspec`.
-        measures: whether its drafts follow what steps cost.
-        takes: the options that it takes.
-        arguments: what its ``stream`` and its ``drafting_with`` get of them.
-    """
-
-    decoder: str
-    measures: bool
-    takes: tuple[str, ...]
-    arguments: Callable[[Drafting], dict[str, Any]]
-
-
-# Without --decoder, the first one that takes the given options is used.
-_DECODERS = {
-    "auto": _Choice("AutoDecoder", True, (STORE, OWN), lambda _: {}),
-    "prompt-lookup": _Choice("PromptLookupDecoder", False, (LOOKUP,), lambda asked: asked.lookup),
-    "lookahead": _Choice("LookaheadDecoder", True, (LOOKAHEAD,), lambda asked: asked.sizes),
-    "combined": _Choice(
-        "CombinedDecoder",
-        True,
-        (STORE, LOOKUP, LOOKAHEAD),
-        lambda asked: {**asked.sizes, "drafter": asked.lookup_drafter},
-    ),
-    "plain": _Choice("PromptLookupDecoder", False, (), lambda _: {"n_draft": 0}),
+# The decoders, and which of these options each takes. Without --decoder, the first one that takes
+# the given options is used.
+_TAKEN = {
+    "auto": (STORE, OWN),
+    "prompt-lookup": (LOOKUP,),
+    "lookahead": (LOOKAHEAD,),
+    "combined": (STORE, LOOKUP, LOOKAHEAD),
+    "plain": (),
 }
 
 
@@ -99,7 +82,7 @@ class Drafting:
         "auto chooses each draft by its measured cost; prompt-lookup has fixed parameters; "
         "lookahead drafts from the model's own guesses; combined is auto with lookahead.  "
         "[default: auto, or the one whose option is given]",
-        type=click.Choice(list(_DECODERS)),
+        type=click.Choice(list(_TAKEN)),
     )
     store: str | None = option_field(
         "--store FILE",
@@ -165,7 +148,7 @@ class Drafting:
 
     def __post_init__(self) -> None:
         for name, of in self._given():
-            takers = [kind for kind, choice in _DECODERS.items() if of in choice.takes]
+            takers = [kind for kind, taken in _TAKEN.items() if of in taken]
             if self.kind not in takers:
                 option = "--" + name.replace("_", "-")
                 raise OptionError(
@@ -178,7 +161,7 @@ class Drafting:
             raise OptionError("--drafter and --draft-model are given together: choose one")
         if self.learn and self.store is None:
             raise OptionError("--learn adds to a store: name it with --store FILE")
-        _ = self.lookup_drafter, self.sizes  # which are checked
+        _ = self.lookup, self.lookahead  # which are checked
 
     def _given(self) -> list[tuple[str, str]]:
         """The given options that only some decoders take, and what they set."""
@@ -189,41 +172,77 @@ class Drafting:
     def kind(self) -> str:
         """The decoder's name: the one that was asked for, or one that takes the given options."""
         given = {of for _, of in self._given()} - {STORE}
-        fitting = (kind for kind, choice in _DECODERS.items() if given <= {*choice.takes})
+        fitting = (kind for kind, taken in _TAKEN.items() if given <= {*taken})
         return self.decoder or next(fitting, "auto")
 
     @cached_property
-    def lookup(self) -> dict[str, Any]:
-        """The parameters of prompt lookup."""
+    def lookup(self) -> PromptLookup:
+        """Prompt lookup with its parameters."""
         from ..draft.prompt_lookup import parse_lookup_config
+        from ..generation.drafting import PromptLookup
 
         n_draft, ngram_max = _or(self.n_draft, 10), _or(self.ngram_max, 3)
         if self.prompt_lookup_config is not None:
             n_draft, ngram_max, _ = parse_lookup_config(self.prompt_lookup_config)
-        return {"n_draft": n_draft, "ngram_max": ngram_max, "ngram_min": _or(self.ngram_min, 1)}
-
-    @property
-    def lookup_drafter(self) -> Drafter | None:
-        """Prompt lookup with its parameters, if any was given; a new one for each generation."""
-        from ..draft.prompt_lookup import lookup_drafter
-
-        given = any(of == LOOKUP for _, of in self._given())
-        return lookup_drafter(**self.lookup)[0] if given else None
+        return PromptLookup(n_draft, ngram_max, _or(self.ngram_min, 1))
 
     @cached_property
-    def sizes(self) -> dict[str, Any]:
-        """The parameters of lookahead."""
-        from ..draft.lookahead import check_sizes
+    def lookahead(self) -> Lookahead:
+        """Lookahead with its sizes."""
+        from ..generation.drafting import Lookahead
 
-        columns = _columns(self.window_size or "auto")
-        ngram_size, guess_set_size = _or(self.ngram_size, 5), self.guess_set_size
-        check_sizes(0 if columns == "auto" else columns, ngram_size, _or(guess_set_size, -1))
-        return {
-            "window_size": columns,
-            "ngram_size": ngram_size,
-            "guess_set_size": guess_set_size,
-            "pool_from_prompt": self.pool_from_prompt is not False,
-        }
+        return Lookahead(
+            _columns(self.window_size or "auto"),
+            _or(self.ngram_size, 5),
+            self.guess_set_size,
+            self.pool_from_prompt is not False,
+        )
+
+    def of_model(
+        self,
+        tokenizer: TokenizerWrapper,
+        memory: Memory | None,
+        extra: Callable[[], Drafter] | None,
+    ) -> Auto | PromptLookup | Lookahead | Own:
+        """What the decoder of a model drafts from.
+
+        Args:
+            tokenizer: the model's.
+            memory: of earlier answers; None is a new one.
+            extra: makes the drafter that was asked for, if one was.
+
+        Raises:
+            StoreError: the store cannot be read, or is another tokenizer's.
+        """
+        from ..generation.drafting import Auto, Own
+        from ..memory import Memory
+        from ..store.store import open_store
+
+        if self.kind == "plain":
+            return Own()
+        if self.kind == "prompt-lookup":
+            return self.lookup
+        if self.kind == "lookahead":
+            return self.lookahead
+        lookahead = None
+        if self.kind == "combined":
+            looks_up = any(of == LOOKUP for _, of in self._given())
+            lookahead = replace(self.lookahead, first=self.lookup.new if looks_up else None)
+        return Auto(
+            memory=memory or Memory(),
+            store=open_store(self.store, tokenizer) if self.store and not self._begins() else None,
+            extra=extra,
+            lookahead=lookahead,
+        )
+
+    def _begins(self) -> bool:
+        """Whether this output is to be the store's first.
+
+        Another process that learns makes an empty file before it writes.
+        """
+        store = Path(self.store or "")
+        is_empty = not store.exists() or (store.is_file() and store.stat().st_size == 0)
+        return self.learn and is_empty
 
     def load_draft_model(self) -> tuple[nn.Module, Callable[[], Drafter]]:
         """The draft model, and what makes a drafter of it for each generation.
@@ -249,10 +268,9 @@ class Drafting:
             *_, ignored = parse_lookup_config(self.prompt_lookup_config)
             if ignored:
                 note(ignored)
-        columns, ngram_size = self.sizes["window_size"], self.sizes["ngram_size"]
+        columns, ngram_size = self.lookahead.window_size, self.lookahead.ngram_size
         widest = max_tokens + 2 - ngram_size
-        wanted = LOOKAHEAD in _DECODERS[self.kind].takes and columns not in ("auto", 0)
-        if wanted and columns > widest:
+        if LOOKAHEAD in _TAKEN[self.kind] and columns != "auto" and columns > max(widest, 0):
             note(
                 f"--window-size is {columns}: the window looks beyond the output's end and does "
                 f"not run; with --max-tokens {max_tokens} and n-grams of {ngram_size} choose "
@@ -402,7 +420,7 @@ class Generation:
     @property
     def plans(self) -> bool:
         """Whether each draft is chosen by its cost."""
-        return STORE in _DECODERS[self.drafting.kind].takes
+        return STORE in _TAKEN[self.drafting.kind]
 
     def load(self, console: Console, memories: Memories, leader: Leader | None = None) -> Decoder:
         """Load the model, and measure what its steps cost if that matters and is not known.
@@ -422,43 +440,30 @@ class Generation:
                 "model with mlx_lm.fuse, or run without mlx.launch"
             )
 
-        drafting, choice = self.drafting, _DECODERS[self.drafting.kind]
+        drafting = self.drafting
         drafting.tell_what_has_no_effect(self.max_tokens)
         name = model_or_default(self.model)
-        options: dict[str, Any] = {}
-        if drafting.drafter is not None:
-            options["extra_drafter"] = load_drafter(drafting.drafter)
+        extra: Callable[[], Drafter] | None = None
         draft_model = None
+        if drafting.drafter is not None:
+            extra = load_drafter(drafting.drafter)
         if drafting.draft_model is not None:
-            draft_model, options["extra_drafter"] = drafting.load_draft_model()
+            draft_model, extra = drafting.load_draft_model()
         with ProgressBar("Measuring step times", console=console) as bar:
-            if choice.measures:
-                options["on_measuring"] = bar
-            if self.plans:
-                options["store"] = None if self._begins_store() else drafting.store
             if leader:
                 model, tokenizer = leader.load(name)
             else:
                 model, tokenizer = load(name, adapter_path=self.adapter_path)
-            if self.plans and (memory := memories.of(tokenizer, name)):
-                options["memory"] = memory
-            decoder = getattr(mlxspec, choice.decoder)(model, tokenizer, **options)
+            memory = memories.of(tokenizer, name) if self.plans else None
+            drafts_from = drafting.of_model(tokenizer, memory, extra)
+            decoder = mlxspec.Decoder(model, tokenizer, drafts_from, on_measuring=bar)
             if not memories.keeps:
                 decoder.keeps_experience = False
             if draft_model is not None:
                 check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
-            if self.plans or (choice.measures and drafting.sizes["window_size"] == "auto"):
+            if decoder.plans:
                 _ = decoder.costs
         return decoder
-
-    def _begins_store(self) -> bool:
-        """Whether this output is to be the store's first.
-
-        Another process that learns makes an empty file before it writes.
-        """
-        store = Path(self.drafting.store or "")
-        is_empty = not store.exists() or (store.is_file() and store.stat().st_size == 0)
-        return self.drafting.learn and is_empty
 
     def learner(self, decoder: Decoder) -> AbstractContextManager[Learner | None]:
         """What adds outputs to the store, where that is wanted."""
@@ -470,7 +475,7 @@ class Generation:
 
     def stream(
         self,
-        decoder: Any,
+        decoder: Decoder,
         tokens: Sequence[int],
         max_tokens: int,
         *,
@@ -489,11 +494,11 @@ class Generation:
             more: what :meth:`mlxspec.Decoder.decode` takes besides.
         """
         options = {**self.options(decoder, tokens if templated else None, begun), **more}
-        return decoder.stream(tokens, max_tokens, **self.drafter_arguments(), **options)
+        return decoder.stream(tokens, max_tokens, **options)
 
     def request(
         self,
-        decoder: Any,
+        decoder: Decoder,
         tokens: Sequence[int],
         max_tokens: int,
         on_response: Callable[[GenerationResponse], object],
@@ -509,12 +514,8 @@ class Generation:
         Raises:
             PromptError, OptionError: as :meth:`mlxspec.Decoder.decode`.
         """
-        make_drafter = decoder.drafting_with(**self.drafter_arguments())
         options = self.options(decoder, tokens if templated else None, begun)
-        request: Request = decoder.new_request(
-            tokens, max_tokens, options, make_drafter, on_response
-        )
-        return request
+        return decoder.new_request(tokens, max_tokens, options, receive=on_response)
 
     def options(
         self,
@@ -547,10 +548,6 @@ class Generation:
         shape = {"sampling": sampling, "constraint": constraint}
         options = {**vars(self.ends), **vars(self.caches), **shape}
         return cast("GenerationOptions", options)
-
-    def drafter_arguments(self) -> dict[str, Any]:
-        """What the decoder's ``stream`` and ``drafting_with`` get of how to draft."""
-        return _DECODERS[self.drafting.kind].arguments(self.drafting)
 
     def room(self, model: nn.Module, n_prompt: int) -> int:
         """How many tokens the output may have, at least one, after so many of the prompt."""

@@ -353,7 +353,6 @@ def _served(
             chunks_matter=decoder.chunks_matter,
         ),
         memory,
-        generation.drafter_arguments(),
         cast("GenerationOptions", vars(generation.caches)),
         template_arguments,
         owner=keys[0] if len(keys) == 1 else "",

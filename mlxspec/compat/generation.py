@@ -7,6 +7,8 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -21,10 +23,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..engine.draft_model import DraftModelDrafter, check_vocabularies
 from ..engine.target import Progress
 from ..errors import OptionError
-from ..generation.decoder import Prompt
 from ..generation.decoders import AutoDecoder
 from ..generation.lent_caches import DraftCaches
-from ..generation.options import GenerationOptions
+from ..generation.options import GenerationOptions, Prompt
 from ..generation.request import Detokenizer, RecordTime, responses
 from ..generation.response import GenerationResponse, SpeculationStats
 from ..memory.memory import Memory
@@ -149,7 +150,7 @@ def stream_generate(
         progress = _PromptProgress(prompt_progress_callback)
         options["on_progress"], record_time = progress.prefilled, progress.stepped
     if draft_model is None:
-        request = decoder.new_request(prompt, max_tokens, options, decoder.new_drafter)
+        request = decoder.new_request(prompt, max_tokens, options)
         return responses(request, record_time)
     options.pop("max_kv_size", None)
     return stream_with_draft_model(
@@ -174,9 +175,8 @@ def stream_with_draft_model(
     both = options.get("prompt_cache") or []
     drafts_cache = both[len(make_prompt_cache(decoder.model)) :] or None
     drafter = DraftModelDrafter(draft_model, num_draft_tokens, drafts_cache)
-    request = decoder.new_request(
-        prompt, max_tokens, options, lambda session: decoder.look_ups_beside(session, drafter)
-    )
+    drafting = replace(decoder.drafting, extra=lambda: drafter)
+    request = decoder.new_request(prompt, max_tokens, options, partial(drafting.make, decoder))
     if drafter.loan:
         tokens = [*request.prompt]
         request.lease_more = lambda lease: DraftCaches(lease, drafter, tokens)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeGuard
 
 from ..errors import OptionError
-from .drafter import Drafter, DraftTree, NoDraft, VerifiedStep
+from .drafter import Drafter, DraftTree, VerifiedStep
 
 # Token ids are packed into one integer per n-gram; no vocabulary has 2**24 tokens.
 _TOKEN_BITS = 24
@@ -102,31 +102,6 @@ class PromptLookupDrafter(Drafter):
 
     def end(self) -> None:
         del self._index
-
-
-def lookup_drafter(
-    n_draft: int, ngram_max: int, ngram_min: int, config: str | Sequence[object] | None = None
-) -> tuple[Drafter, str | None]:
-    """The drafter for these parameters; it drafts nothing if ``n_draft`` is 0.
-
-    Args:
-        n_draft, ngram_max, ngram_min: see :class:`mlxspec.PromptLookupDrafter`.
-        config: TensorRT-LLM's ``prompt_lookup_config``, in place of ``n_draft`` and ``ngram_max``.
-
-    Returns:
-        the drafter, and a note for the user where a part of ``config`` is ignored.
-
-    Raises:
-        OptionError: a parameter is out of range, or ``config`` has another form.
-    """
-    note = None
-    if config is not None:
-        n_draft, ngram_max, note = parse_lookup_config(config)
-    if n_draft < 0:
-        raise OptionError(f"n_draft is {n_draft}: draft 1 token or more, or 0 for none")
-    if n_draft == 0:
-        return NoDraft(), note
-    return PromptLookupDrafter(n_draft, ngram_max, ngram_min), note
 
 
 def parse_lookup_config(config: str | Sequence[object]) -> tuple[int, int, str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from functools import cached_property, partial
@@ -27,7 +28,7 @@ from ..engine.capability import (
     first_crossing,
 )
 from ..engine.chooser import Chooser
-from ..engine.costs import KeptCosts, costs_for
+from ..engine.costs import KeptCosts, costs_for, model_identity
 from ..engine.joint import JointMode
 from ..engine.positions import context_length
 from ..engine.prompt_cache import Loan
@@ -43,9 +44,15 @@ from ..engine.target import (
 from ..errors import OptionError
 from ..loading.detokenizer import detokenizer_of
 from ..loading.model import load
+from ..loading.tokenizer import vocabulary_classes
+from ..memory.settings import SWITCH
+from ..plan.cost_curve import Costs, FixedCosts
+from ..plan.experience import Experience
+from ..plan.experience_file import KeptExperience, experience_path
 from ..plan.planner import Planner
 from ..terminal import TokenPrinter
 from .asynchronous import AsyncGenerations
+from .drafting import Auto, Drafting, Lessons, Own, drafter_maker
 from .lent_caches import LentCaches
 from .options import (
     CheckedOptions,
@@ -57,7 +64,7 @@ from .options import (
 )
 from .request import CacheLease, Detokenizer, RecordTime, Request, StepTimes, responses
 from .response import GenerationResponse, GenerationResult, Transcript
-from .session import Session, SessionTurn
+from .session import SessionTurn
 
 if TYPE_CHECKING:
     from typing import Self
@@ -89,15 +96,28 @@ class Decoder:
         DrafterError: ``drafter`` is no drafter.
     """
 
+    drafting: Drafting = Own()
+    """What it drafts from by default."""
+
+    remembers = True
+    """Whether outputs are remembered, where there is a memory, and teach later generations."""
+
+    keeps_experience = True
+    """Whether what the generations of :class:`.drafting.Auto` teach is kept on disk; see
+    :mod:`mlxspec.plan.experience_file`."""
+
     def __init__(
         self,
         model: str | Path | nn.Module = "mlx_model",
         tokenizer: TokenizerWrapper | None = None,
-        drafter: Drafter | Callable[[], Drafter] | None = None,
+        drafter: Drafter | Callable[[], Drafter] | Drafting | None = None,
         *,
         on_measuring: Callable[[float], None] | None = None,
     ) -> None:
-        self._make_drafter = drafter_maker(drafter) if drafter is not None else NoDraft
+        if isinstance(drafter, Drafting):
+            self.drafting = drafter
+        elif drafter is not None:
+            self.drafting = Own(drafter_maker(drafter))
         if isinstance(model, (str, Path)):
             model, tokenizer = load(model)
         elif tokenizer is None:
@@ -113,11 +133,10 @@ class Decoder:
         self._measuring = threading.Lock()
         self._on_measuring = on_measuring
 
-    plans = False
-    """Whether drafts are planned by what steps cost."""
-
-    remembers = True
-    """Whether outputs are remembered, where there is a memory, and teach later generations."""
+    @property
+    def plans(self) -> bool:
+        """Whether drafts are planned by what steps cost."""
+        return self.drafting.plans
 
     @cached_property
     def capability(self) -> Capability:
@@ -183,7 +202,7 @@ class Decoder:
 
         By the measured costs of rows; 0 where these are not known.
         """
-        return 0.0
+        return self._costs.predicted if self._costs else 0.0
 
     @property
     def costs(self) -> KeptCosts:
@@ -196,6 +215,47 @@ class Decoder:
     @costs.setter
     def costs(self, costs: KeptCosts | None) -> None:
         self._costs = costs
+
+    @cached_property
+    def lessons(self) -> Lessons:
+        """What its generations have taught."""
+        kept = isinstance(self.drafting, Auto) and self.keeps_experience
+        if not kept or os.environ.get(SWITCH) == "off":
+            return Lessons()
+        return Lessons(KeptExperience(experience_path(model_identity(self.model))))
+
+    @cached_property
+    def token_classes(self) -> bytes:
+        """Of each token; see :func:`mlxspec.plan.p_accept.token_classes`."""
+        return vocabulary_classes(self.tokenizer)
+
+    def planner(
+        self,
+        sources: Sequence[Drafter],
+        experience: Experience | None = None,
+        *,
+        branching: bool = True,
+        corrects_costs: bool = True,
+    ) -> Planner:
+        """A planner for one generation.
+
+        Args:
+            sources: what it drafts from.
+            experience: of earlier generations, by default of all of this decoder's.
+            branching: whether drafts may be trees, if the model verifies these.
+            corrects_costs: whether its steps tell what rows cost. Those of a draft model do not:
+                its forwards are part of their times.
+        """
+        costs: Costs = FixedCosts(self.costs.curve, self.costs.sync_overhead)
+        if corrects_costs:
+            costs = self.costs = self.costs.for_generation()
+        return Planner(
+            costs,
+            sources,
+            branching=branching and self.capability is Capability.TREE,
+            replays=self.chain_capability is Capability.REPLAY,
+            experience=experience or self.lessons.experience,
+        )
 
     def stream(
         self,
@@ -357,16 +417,12 @@ class Decoder:
         printer.finish()
         return transcript.result(self.step_times.table())
 
-    def new_drafter(self, session: Session | None) -> Drafter:
-        """The decoder's own drafter of a generation."""
-        return self._make_drafter()
-
     def drafting_with(self) -> MakeDrafter:
         """What makes the drafter of one generation with :meth:`stream`.
 
         Its arguments are those of :meth:`stream` that say how to draft, if there are any.
         """
-        return self.new_drafter
+        return partial(self.drafting.make, self)
 
     def apart(self, memory_tokens: int) -> Self:
         """A decoder of the same model for somebody who must not notice what this one has learned.
@@ -378,7 +434,9 @@ class Decoder:
             memory_tokens: how many tokens of its outputs it remembers, in the process alone, if
                 this one remembers any.
         """
-        return copy.copy(self)
+        other = copy.copy(self)
+        other.drafting, other.lessons = self.drafting.apart(memory_tokens), Lessons()
+        return other
 
     def new_request(
         self,
@@ -467,18 +525,3 @@ class Decoder:
     def new_detokenizer(self) -> Detokenizer:
         """Turns the tokens of one output into text."""
         return cast(Detokenizer, detokenizer_of(self.tokenizer))
-
-
-def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Drafter]:
-    """A function that returns a generation's drafter.
-
-    Args:
-        drafter: a class or function that makes one, or a drafter, which is used each time.
-
-    Raises:
-        DrafterError: ``drafter`` is neither.
-    """
-    if callable(drafter) and not isinstance(drafter, Drafter):
-        return drafter
-    drafter = checked_drafter(drafter)
-    return lambda: drafter

@@ -4,91 +4,33 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..draft.combined import CombinedDrafter
 from ..draft.custom import checked_drafter
 from ..draft.drafter import Drafter
-from ..draft.lookahead import LookaheadDrafter, check_sizes
-from ..draft.prediction import PredictionDrafter
-from ..draft.prompt_lookup import lookup_drafter
-from ..engine.costs import model_identity
-from ..engine.draft_model import DraftModelDrafter
-from ..engine.target import Capability
+from ..draft.prompt_lookup import parse_lookup_config
 from ..errors import OptionError, StoreError
-from ..loading.tokenizer import vocabulary_classes
 from ..memory.memory import MAX_TOKENS, Memory
-from ..memory.settings import SWITCH
 from ..memory.tokenizer_identity import TokenizerIdentity, identify
-from ..plan.cost_curve import Costs, FixedCosts
-from ..plan.drafter_source import DrafterSource
-from ..plan.experience import Experience
-from ..plan.experience_file import KeptExperience, experience_path
-from ..plan.lookahead_source import LookaheadKnowledge, LookaheadSource
-from ..plan.planner import Planner
-from ..plan.policy import trees_pay
-from ..plan.suffix_source import Earlier, SuffixSource
 from ..store.store import open_store
-from .decoder import Decoder, MakeDrafter, drafter_maker
-from .options import FurtherOptions, GenerationOptions, Prompt
+from .decoder import Decoder
+from .drafting import Auto, Lookahead, PromptLookup, drafter_maker
+from .options import FurtherOptions, GenerationOptions, MakeDrafter, Prompt
 from .request import responses
 from .response import GenerationResponse, GenerationResult
-from .session import Session
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from typing_extensions import Unpack
 
-_AUTO_GUESSES = 16  # kept for one first token; how many are verified depends on the costs
 
-
-class _PlannedDecoder(Decoder):
-    """A decoder that plans its drafts by what steps cost, and corrects the costs by each step."""
-
-    plans = True
-
-    @cached_property
-    def _experience(self) -> Experience:
-        """What its generations teach."""
-        return Experience()
-
-    def apart(self, memory_tokens: int) -> Self:
-        other = super().apart(memory_tokens)
-        for taught in ("_experience", "_knowledge"):
-            vars(other).pop(taught, None)
-        return other
-
-    @property
-    def predicted_cost(self) -> float:
-        return self._costs.predicted if self._costs else 0.0
-
-    def _plan(
-        self,
-        sources: Sequence[Drafter],
-        experience: Experience,
-        *,
-        branching: bool,
-        costs: Costs | None = None,
-    ) -> Planner:
-        """A planner for one generation."""
-        if costs is None:
-            costs = self.costs = self.costs.for_generation()
-        replays = self.chain_capability is Capability.REPLAY
-        return Planner(costs, sources, branching=branching, replays=replays, experience=experience)
-
-    def _fixed_costs(self) -> Costs:
-        """The costs as they are now, to be taught nothing."""
-        return FixedCosts(self.costs.curve, self.costs.sync_overhead)
-
-
-class AutoDecoder(_PlannedDecoder):
+class AutoDecoder(Decoder):
     """Chooses each draft by what it costs and what it will probably gain; nothing to tune.
 
     What a step costs is measured at first use, kept in the user's cache directory and
@@ -114,9 +56,7 @@ class AutoDecoder(_PlannedDecoder):
             tokenizer's.
     """
 
-    keeps_experience = True
-    """Whether what its generations teach is kept on disk; see
-    :mod:`mlxspec.plan.experience_file`."""
+    drafting: Auto = Auto()
 
     def __init__(
         self,
@@ -137,46 +77,17 @@ class AutoDecoder(_PlannedDecoder):
             raise OptionError("memory and memory_tokens are given together: choose one")
         elif memory.kept:
             _check_same(memory.kept.identity, identify(self.tokenizer))
-        self.memory = memory
-        self._store = None if store is None else open_store(store, self.tokenizer)
-        self._earlier = self._new_earlier()
-        self._extra = drafter_maker(extra_drafter) if extra_drafter is not None else None
+        self.drafting = replace(
+            self.drafting,
+            memory=memory,
+            store=None if store is None else open_store(store, self.tokenizer),
+            extra=None if extra_drafter is None else drafter_maker(extra_drafter),
+        )
 
-    def _new_earlier(self) -> list[Earlier]:
-        """The earlier texts, of which nothing has been learned yet."""
-        earlier: list[Earlier] = []
-        if self.memory:
-            earlier.append(Earlier("memory", self.memory, self.memory.used))
-        if self._store:
-            earlier.append(Earlier("store", self._store))
-        return earlier
-
-    @cached_property
-    def _experience(self) -> Experience:
-        if not self.keeps_experience or os.environ.get(SWITCH) == "off":
-            return Experience()
-        return KeptExperience(experience_path(model_identity(self.model)))
-
-    def apart(self, memory_tokens: int) -> Self:
-        other = super().apart(memory_tokens)
-        other.keeps_experience = False
-        if self.memory:
-            other.memory = Memory(memory_tokens)
-        other._earlier = other._new_earlier()
-        return other
-
-    @cached_property
-    def _token_classes(self) -> bytes:
-        return vocabulary_classes(self.tokenizer)
-
-    def new_drafter(self, session: Session | None, others: Sequence[Drafter] = ()) -> Drafter:
-        """Look-ups, the extra drafter and other sources."""
-        extra = self._extra() if self._extra else None
-        if isinstance(extra, DraftModelDrafter):
-            return self.look_ups_beside(session, extra, others)
-        if extra is not None:
-            others = [extra, *others]
-        return self._look_ups(session, others)
+    @property
+    def memory(self) -> Memory | None:
+        """Of the outputs."""
+        return self.drafting.memory
 
     def drafting_with(self, *, prediction: Sequence[int] = ()) -> MakeDrafter:
         """What makes the drafter of one generation.
@@ -184,41 +95,7 @@ class AutoDecoder(_PlannedDecoder):
         Args:
             prediction: token ids that the output is expected to follow, to draft from too.
         """
-        return lambda session: self.new_drafter(session, _predicted(prediction))
-
-    def _look_ups(
-        self, session: Session | None, others: Sequence[Drafter] = (), costs: Costs | None = None
-    ) -> Planner:
-        """A planner that looks up text that repeats, and asks other sources too."""
-        if self.memory:
-            self.memory.refresh()
-        earlier, experience = self._earlier, self._experience
-        if not (self.memory and self.remembers):  # then nothing that this one teaches is kept
-            earlier, experience = self._new_earlier(), Experience()
-        suffixes = SuffixSource(
-            earlier=earlier,
-            on_output=self._remember,
-            token_classes=self._token_classes,
-            context=session.index if session else None,
-            experience=experience,
-        )
-        branching = trees_pay(self.costs.curve) and self.capability is Capability.TREE
-        return self._plan([suffixes, *others], experience, branching=branching, costs=costs)
-
-    def _remember(
-        self, output: Sequence[int], earned: Mapping[str, int], prompt: Sequence[int]
-    ) -> None:
-        if self.memory and self.remembers:
-            self.memory.add(output, earned, prompt)
-
-    def look_ups_beside(
-        self, session: Session | None, drafter: DraftModelDrafter, others: Sequence[Drafter] = ()
-    ) -> Drafter:
-        """Look-ups, and a draft model where they find nothing.
-
-        The draft model's forwards are part of the steps' times, so these correct no costs.
-        """
-        return CombinedDrafter(self._look_ups(session, others, self._fixed_costs()), drafter)
+        return partial(replace(self.drafting, prediction=prediction).make, self)
 
 
 class FurtherLookupOptions(FurtherOptions, total=False):
@@ -235,6 +112,8 @@ class PromptLookupDecoder(Decoder):
     The draft is what followed the context's last n-gram earlier in prompt or output; see
     :class:`mlxspec.PromptLookupDrafter`.
     """
+
+    drafting = PromptLookup()
 
     def stream(
         self,
@@ -272,10 +151,12 @@ class PromptLookupDecoder(Decoder):
             n_draft = prompt_lookup_num_tokens
         if max_matching_ngram_size is not None:
             ngram_max = max_matching_ngram_size
-        drafter, note = lookup_drafter(n_draft, ngram_max, ngram_min, prompt_lookup_config)
-        if note:
-            warnings.warn(note, stacklevel=2)
-        return responses(self.new_request(prompt, max_tokens, options, lambda session: drafter))
+        if prompt_lookup_config is not None:
+            n_draft, ngram_max, note = parse_lookup_config(prompt_lookup_config)
+            if note:
+                warnings.warn(note, stacklevel=2)
+        make_drafter = self.drafting_with(n_draft, ngram_max, ngram_min)
+        return responses(self.new_request(prompt, max_tokens, options, make_drafter))
 
     def drafting_with(
         self, n_draft: int = 10, ngram_max: int = 3, ngram_min: int = 1
@@ -288,8 +169,7 @@ class PromptLookupDecoder(Decoder):
         Raises:
             OptionError: one of them is out of range.
         """
-        drafter, _ = lookup_drafter(n_draft, ngram_max, ngram_min)
-        return lambda session: drafter
+        return partial(PromptLookup(n_draft, ngram_max, ngram_min).make, self)
 
     def prompt_lookup(
         self,
@@ -319,7 +199,7 @@ class PromptLookupDecoder(Decoder):
         return self.written(stream, color)
 
 
-class LookaheadDecoder(_PlannedDecoder):
+class LookaheadDecoder(Decoder):
     """Speculates on the model's own guesses of the tokens ahead, so it needs no text to copy.
 
     In rows of each step, a window runs Jacobi iterations over the next positions. The n-grams
@@ -338,9 +218,7 @@ class LookaheadDecoder(_PlannedDecoder):
     lately earned, down to plain decoding.
     """
 
-    @cached_property
-    def _knowledge(self) -> LookaheadKnowledge:
-        return LookaheadKnowledge()
+    drafting = Lookahead()
 
     def stream(
         self,
@@ -388,15 +266,7 @@ class LookaheadDecoder(_PlannedDecoder):
             OptionError: a size is out of range.
         """
         sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
-        looks_ahead = _lookahead(*sizes, self._knowledge)
-
-        def new_drafter(session: Session | None) -> Drafter:
-            if isinstance(looks_ahead, LookaheadDrafter):
-                return looks_ahead
-            branching = self.capability is Capability.TREE
-            return self._plan([looks_ahead], self._experience, branching=branching)
-
-        return new_drafter
+        return partial(Lookahead(*sizes).make, self)
 
     def lookahead(
         self,
@@ -435,9 +305,7 @@ class CombinedDecoder(AutoDecoder):
     :class:`mlxspec.CombinedDrafter` to :meth:`Decoder.decode`.
     """
 
-    @cached_property
-    def _knowledge(self) -> LookaheadKnowledge:
-        return LookaheadKnowledge()
+    drafting = Auto(lookahead=Lookahead())
 
     def stream(
         self,
@@ -490,22 +358,11 @@ class CombinedDecoder(AutoDecoder):
             OptionError: a size is out of range.
         """
         sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
-        looks_ahead = _lookahead(*sizes, self._knowledge)
-
-        def new_drafter(session: Session | None) -> Drafter:
-            if isinstance(looks_ahead, LookaheadDrafter):
-                look_ups = self.new_drafter(session, _predicted(prediction))
-                first = look_ups if drafter is None else checked_drafter(drafter)
-                return CombinedDrafter(first, looks_ahead)
-            if drafter is None:
-                return self.new_drafter(session, [*_predicted(prediction), looks_ahead])
-            sources = [drafter, looks_ahead]
-            # A draft model's forwards are in the steps' times.
-            costs = self._fixed_costs() if isinstance(drafter, DraftModelDrafter) else None
-            branching = self.capability is Capability.TREE
-            return self._plan(sources, self._experience, branching=branching, costs=costs)
-
-        return new_drafter
+        lookahead = Lookahead(
+            *sizes, None if drafter is None else partial(checked_drafter, drafter)
+        )
+        drafting = replace(self.drafting, lookahead=lookahead, prediction=prediction)
+        return partial(drafting.make, self)
 
 
 def _check_same(kept: TokenizerIdentity, identity: TokenizerIdentity) -> None:
@@ -514,33 +371,3 @@ def _check_same(kept: TokenizerIdentity, identity: TokenizerIdentity) -> None:
         raise StoreError(
             f"memory keeps tokens of {kept}, the model's tokenizer is {identity}: open one for it"
         )
-
-
-def _predicted(prediction: Sequence[int]) -> list[Drafter]:
-    """What drafts from a text that the output is expected to follow, if there is one."""
-    return [DrafterSource(PredictionDrafter(prediction), "prediction")] if prediction else []
-
-
-def _lookahead(
-    window_size: int | Literal["auto"],
-    ngram_size: int,
-    guess_set_size: int | None,
-    pool_from_prompt: bool,
-    knowledge: LookaheadKnowledge,
-) -> LookaheadDrafter | LookaheadSource:
-    """Lookahead by the parameters of :meth:`LookaheadDecoder.stream`: a drafter of these sizes,
-    or with "auto" a source for a planner.
-
-    Raises:
-        OptionError: a size is out of range.
-    """
-    if window_size != "auto":
-        return LookaheadDrafter(window_size, ngram_size, guess_set_size, pool_from_prompt)
-    guess_set_size = _AUTO_GUESSES if guess_set_size is None else guess_set_size
-    check_sizes(0, ngram_size, guess_set_size)
-    return LookaheadSource(
-        ngram_size=ngram_size,
-        guess_set_size=guess_set_size,
-        pool_from_prompt=pool_from_prompt,
-        knowledge=knowledge,
-    )

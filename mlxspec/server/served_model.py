@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 from ..engine.positions import context_length
-from ..generation.decoder import Decoder, MakeDrafter
-from ..generation.decoders import AutoDecoder
-from ..generation.options import GenerationOptions
+from ..generation.decoder import Decoder
+from ..generation.drafting import Auto
+from ..generation.options import GenerationOptions, MakeDrafter
 from ..memory import MAX_TOKENS
 from .admission import Memory
 from .errors import ApiError
@@ -37,7 +37,6 @@ class ServedModel:
         decoder: loaded, with its costs known.
         cache: of prefixes.
         memory: what caches take.
-        arguments: of the decoder's ``drafting_with``.
         options: defaults of all its generations, which a request's go before.
         template_arguments: what its chat template is given, which a request's go before.
         owner: the partition that the decoder's own memory belongs to. The others have one each,
@@ -50,7 +49,6 @@ class ServedModel:
     decoder: Decoder
     cache: PrefixCache
     memory: Memory
-    arguments: dict[str, Any] = field(default_factory=dict)
     options: GenerationOptions = field(default_factory=GenerationOptions)
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     owner: str = field(default="", repr=False)
@@ -75,7 +73,7 @@ class ServedModel:
     @property
     def predicts(self) -> bool:
         """Whether its drafts can come from a text that a client expects."""
-        return isinstance(self.decoder, AutoDecoder)
+        return isinstance(self.decoder.drafting, Auto)
 
     def check_fits(self, n_prompt: int, max_tokens: int, param: str) -> None:
         """Refuse a request that can never run, whatever else does.
@@ -113,8 +111,11 @@ class ServedModel:
             prediction: token ids that the output is expected to follow.
             partition: whose answers it drafts from, and is to be drafted from by.
         """
-        expected = {"prediction": prediction} if prediction else {}
-        return self._decoder_of(partition).drafting_with(**self.arguments, **expected)
+        decoder = self._decoder_of(partition)
+        drafting = decoder.drafting
+        if isinstance(drafting, Auto):
+            drafting = replace(drafting, prediction=prediction)
+        return partial(drafting.make, decoder)
 
     def _decoder_of(self, partition: str) -> Decoder:
         if partition == self.owner:

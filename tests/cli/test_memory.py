@@ -756,7 +756,7 @@ def test_what_drafts_taught_is_shown_and_forgotten(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(mlxspec.AutoDecoder, "keeps_experience", True)
+    monkeypatch.setattr(mlxspec.Decoder, "keeps_experience", True)
     asks = ["generate", "-m", "demo", "--max-tokens", "16", "Copy the text. one two one two"]
     kept = tmp_path / "experience"
     monkeypatch.setenv("MLXSPEC_MEMORY", "off")

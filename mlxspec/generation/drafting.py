@@ -1,0 +1,292 @@
+"""What a decoder drafts from, as values. Each makes the drafter of one generation.
+
+This module imports no MLX, so that the command line can check options without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from ..draft.combined import CombinedDrafter
+from ..draft.custom import checked_drafter
+from ..draft.drafter import Drafter, NoDraft
+from ..draft.lookahead import LookaheadDrafter, check_sizes
+from ..draft.prediction import PredictionDrafter
+from ..draft.prompt_lookup import PromptLookupDrafter
+from ..draft.suffix_index import EarlierTexts
+from ..errors import OptionError
+from ..memory.memory import Memory
+from ..plan.drafter_source import DrafterSource
+from ..plan.experience import Experience
+from ..plan.lookahead_source import LookaheadKnowledge, LookaheadSource
+from ..plan.policy import trees_pay
+from ..plan.suffix_source import Earlier, SuffixSource
+
+if TYPE_CHECKING:
+    from typing import Any, Self
+
+    from ..plan.cost_curve import Costs
+    from ..plan.planner import Planner
+    from ..store.store import Store
+    from .session import Session
+
+_AUTO_GUESSES = 16  # kept for one first token; how many are verified depends on the costs
+
+
+class Lessons:
+    """What the generations of a decoder teach about drafts, for its later ones.
+
+    Args:
+        experience: of contexts, to begin with.
+
+    Attributes:
+        experience: of contexts.
+        lookahead: of guesses and windows.
+    """
+
+    def __init__(self, experience: Experience | None = None) -> None:
+        self.experience = experience or Experience()
+        self.lookahead = LookaheadKnowledge()
+        self._earlier: dict[EarlierTexts, Earlier] = {}
+
+    def of(
+        self, name: str, texts: EarlierTexts, on_used: Callable[[Any], None] | None = None
+    ) -> Earlier:
+        """Earlier texts, with what has been learned of them; see :class:`Earlier`."""
+        return self._earlier.setdefault(texts, Earlier(name, texts, on_used))
+
+
+class Planning(Protocol):
+    """What planned drafts need of their decoder; see :class:`mlxspec.Decoder`."""
+
+    remembers: bool
+
+    @property
+    def costs(self) -> Costs: ...
+    @property
+    def lessons(self) -> Lessons: ...
+    @property
+    def token_classes(self) -> bytes: ...
+    def planner(
+        self,
+        sources: Sequence[Drafter],
+        experience: Experience | None = None,
+        *,
+        branching: bool = True,
+        corrects_costs: bool = True,
+    ) -> Planner: ...
+
+
+class Drafting:
+    """What a decoder drafts from."""
+
+    @property
+    def plans(self) -> bool:
+        """Whether drafts are planned by what steps cost."""
+        return False
+
+    def make(self, decoder: Planning, session: Session | None) -> Drafter:
+        """Make the drafter of one generation.
+
+        Args:
+            decoder: whose model verifies the drafts.
+            session: the generation's, if it has one.
+        """
+        raise NotImplementedError
+
+    def apart(self, memory_tokens: int) -> Self:
+        """The same, but with an empty memory of so many tokens if there is one."""
+        return self
+
+
+@dataclass(frozen=True)
+class Own(Drafting):
+    """A drafter of the caller's; by default none, which is plain decoding.
+
+    Attributes:
+        new: returns the drafter of a generation.
+    """
+
+    new: Callable[[], Drafter] = NoDraft
+
+    def make(self, decoder: Planning, session: Session | None) -> Drafter:
+        return self.new()
+
+
+@dataclass(frozen=True)
+class PromptLookup(Drafting):
+    """What followed the last n-gram earlier; see :class:`mlxspec.PromptLookupDecoder`.
+
+    Raises:
+        OptionError: a number is out of range.
+    """
+
+    n_draft: int = 10
+    ngram_max: int = 3
+    ngram_min: int = 1
+
+    def __post_init__(self) -> None:
+        self.new()
+
+    def new(self) -> Drafter:
+        """A drafter, which drafts nothing if ``n_draft`` is 0."""
+        if self.n_draft < 0:
+            raise OptionError(f"n_draft is {self.n_draft}: draft 1 token or more, or 0 for none")
+        if self.n_draft == 0:
+            return NoDraft()
+        return PromptLookupDrafter(self.n_draft, self.ngram_max, self.ngram_min)
+
+    def make(self, decoder: Planning, session: Session | None) -> Drafter:
+        return self.new()
+
+
+@dataclass(frozen=True)
+class Lookahead(Drafting):
+    """The model's own guesses of the tokens ahead; see :class:`mlxspec.LookaheadDecoder`.
+
+    Attributes:
+        first: makes a drafter for each generation that goes first, with lookahead as its fallback.
+
+    Raises:
+        OptionError: a size is out of range.
+    """
+
+    window_size: int | Literal["auto"] = "auto"
+    ngram_size: int = 5
+    guess_set_size: int | None = None
+    pool_from_prompt: bool = True
+    first: Callable[[], Drafter] | None = None
+
+    def __post_init__(self) -> None:
+        columns = 0 if self.window_size == "auto" else self.window_size
+        guesses = -1 if self.guess_set_size is None else self.guess_set_size
+        check_sizes(columns, self.ngram_size, guesses)
+
+    @property
+    def plans(self) -> bool:
+        return self.window_size == "auto"
+
+    def new(self, knowledge: LookaheadKnowledge) -> LookaheadDrafter | LookaheadSource:
+        """A drafter of these sizes, or with "auto" a source for a planner."""
+        size, guesses, reads_prompt = self.ngram_size, self.guess_set_size, self.pool_from_prompt
+        if self.window_size != "auto":
+            return LookaheadDrafter(self.window_size, size, guesses, reads_prompt)
+        return LookaheadSource(
+            ngram_size=size,
+            guess_set_size=_AUTO_GUESSES if guesses is None else guesses,
+            pool_from_prompt=reads_prompt,
+            knowledge=knowledge,
+        )
+
+    def make(self, decoder: Planning, session: Session | None) -> Drafter:
+        own = self.new(decoder.lessons.lookahead)
+        first = [self.first()] if self.first else []
+        if isinstance(own, LookaheadSource):
+            corrects_costs = not any(map(_runs_model, first))
+            return decoder.planner([*first, own], corrects_costs=corrects_costs)
+        return CombinedDrafter(first[0], own) if first else own
+
+
+@dataclass(frozen=True)
+class Auto(Drafting):
+    """Text that repeats, and whatever else pays; see :class:`mlxspec.AutoDecoder`.
+
+    Attributes:
+        memory: of earlier outputs; None remembers none.
+        store: of texts.
+        extra: makes a drafter for each generation that is asked, too.
+        lookahead: is asked, too. A drafter that goes first there takes the place of all others.
+        prediction: token ids that the output is expected to follow.
+    """
+
+    memory: Memory | None = None
+    store: Store | None = None
+    extra: Callable[[], Drafter] | None = None
+    lookahead: Lookahead | None = None
+    prediction: Sequence[int] = ()
+
+    @property
+    def plans(self) -> bool:
+        return True
+
+    def apart(self, memory_tokens: int) -> Self:
+        return replace(self, memory=Memory(memory_tokens)) if self.memory else self
+
+    def make(self, decoder: Planning, session: Session | None) -> Drafter:
+        if self.lookahead and self.lookahead.first:
+            return self.lookahead.make(decoder, session)
+        # Nothing that a generation teaches is kept where its output is not.
+        lessons = decoder.lessons if self.memory and decoder.remembers else Lessons()
+        sources: list[Drafter] = [self._look_ups(decoder, session, lessons)]
+        fallbacks: list[Drafter] = []
+        extra = self.extra() if self.extra else None
+        if extra is not None:
+            (fallbacks if _runs_model(extra) else sources).append(extra)
+        corrects_costs = not fallbacks
+        if self.prediction:
+            sources.append(DrafterSource(PredictionDrafter(self.prediction), "prediction"))
+        if self.lookahead:
+            ahead = self.lookahead.new(decoder.lessons.lookahead)
+            (sources if isinstance(ahead, LookaheadSource) else fallbacks).append(ahead)
+        drafter: Drafter = decoder.planner(
+            sources,
+            lessons.experience,
+            branching=trees_pay(decoder.costs.curve),
+            corrects_costs=corrects_costs,
+        )
+        for fallback in fallbacks:
+            drafter = CombinedDrafter(drafter, fallback)
+        return drafter
+
+    def _look_ups(
+        self, decoder: Planning, session: Session | None, lessons: Lessons
+    ) -> SuffixSource:
+        """What looks up text that repeats, in the context and in earlier texts."""
+        earlier = []
+        if self.memory:
+            self.memory.refresh()
+            earlier.append(lessons.of("memory", self.memory, self.memory.used))
+        if self.store:
+            earlier.append(lessons.of("store", self.store))
+        return SuffixSource(
+            earlier=earlier,
+            on_output=partial(self._remember, decoder),
+            token_classes=decoder.token_classes,
+            context=session.index if session else None,
+            experience=lessons.experience,
+        )
+
+    def _remember(
+        self,
+        decoder: Planning,
+        output: Sequence[int],
+        earned: Mapping[str, int],
+        prompt: Sequence[int],
+    ) -> None:
+        if self.memory and decoder.remembers:
+            self.memory.add(output, earned, prompt)
+
+
+def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Drafter]:
+    """A function that returns a generation's drafter.
+
+    Args:
+        drafter: a class or function that makes one, or a drafter, which is used each time.
+
+    Raises:
+        DrafterError: ``drafter`` is neither.
+    """
+    if callable(drafter) and not isinstance(drafter, Drafter):
+        return drafter
+    drafter = checked_drafter(drafter)
+    return lambda: drafter
+
+
+def _runs_model(drafter: Drafter) -> bool:
+    """Whether a drafter is a draft model, whose forwards are part of the steps' times."""
+    from ..engine.draft_model import DraftModelDrafter  # which imports MLX
+
+    return isinstance(drafter, DraftModelDrafter)
