@@ -14,9 +14,9 @@ WIDEST = 64
 # Where these come from: docs/planner-notes.md, "Constants".
 # Variances, all of natural logarithms of seconds. At first:
 _MACHINE_VARIANCE = 0.3**2  # a machine's speed may change while nobody measures
-_DRAFTED_VARIANCE = 0.15**2  # real drafts have to be proposed, and have other tokens than measured
+_DRAFTED_VARIANCE = 0.14**2  # real drafts have to be proposed, and have other tokens than measured
 _OWN_SHARE = 0.5  # of the variance of a measured time; drafted steps have the rest in common
-_UNSEEN_VARIANCE = 0.15**2  # of a number of rows between two that were measured
+_UNSEEN_VARIANCE = 0.11**2  # of a number of rows between two that were measured
 # Of a change from step to step:
 _MACHINE_CHANGE = 0.008**2
 _DRAFTED_CHANGE = 0.002**2
