@@ -277,6 +277,7 @@ class LiveCurve:
         self._curve = _extended(points)
         self._hopeful = self._curve if hopeful == points else _extended(hopeful)
         self._in_curve = self._shared
+        self._plain.in_curve = self._log_cost(self._plain)  # so that it shows no change
         self._stale = False
 
     def _hope(self, rows: int, own: _Rows) -> float:
