@@ -46,6 +46,7 @@ _OUTLIER = 4.0  # standard deviations
 # Steps in a row by which a lasting change is told from outliers; so many that a burst of another
 # program's work does not count as one.
 _LASTING = 8
+_LOG_WIDEST = math.log(WIDEST)
 _NOTICEABLE = 0.02  # relative change of a cost that is worth a new curve
 
 STEP_SECONDS = 1e-6, 1e4
@@ -345,13 +346,13 @@ class LiveCurve:
             self._doubt -= doubt**2 / variance
             self._stale = True
         # The other costs have changed by what they share with this one.
-        _, drafted, exponent = (a - b for a, b in zip(self._shared, self._in_curve, strict=True))
-        most = (
-            abs(exponent) * math.log(WIDEST),
-            abs(drafted),
-            abs(self._log_cost(own) - own.in_curve),
-        )
-        self._stale |= max(most) > _NOTICEABLE
+        _, drafted, exponent = self._in_curve
+        if (
+            abs(self._log_cost(own) - own.in_curve) > _NOTICEABLE
+            or abs(self._shared[1] - drafted) > _NOTICEABLE
+            or abs(self._shared[2] - exponent) * _LOG_WIDEST > _NOTICEABLE
+        ):
+            self._stale = True
 
 
 def _extended(points: list[tuple[int, float]]) -> CostCurve:
