@@ -23,7 +23,7 @@ from ..engine.target import Progress
 from ..errors import OptionError
 from ..generation.decoder import Prompt
 from ..generation.decoders import AutoDecoder
-from ..generation.lent_caches import DraftCaches
+from ..generation.leases import DraftCaches
 from ..generation.options import GenerationOptions
 from ..generation.request import Detokenizer, RecordTime, responses
 from ..generation.response import GenerationResponse, SpeculationStats

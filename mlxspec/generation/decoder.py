@@ -46,7 +46,7 @@ from ..loading.model import load
 from ..plan.planner import Planner
 from ..terminal import TokenPrinter
 from .asynchronous import AsyncGenerations
-from .lent_caches import LentCaches
+from .leases import CacheLease, LentCaches
 from .options import (
     CheckedOptions,
     GenerationOptions,
@@ -55,7 +55,7 @@ from .options import (
     check_options,
     prompt_ids,
 )
-from .request import CacheLease, Detokenizer, RecordTime, Request, StepTimes, responses
+from .request import Detokenizer, RecordTime, Request, StepTimes, responses
 from .response import GenerationResponse, GenerationResult, Transcript
 from .session import Session, SessionTurn
 
