@@ -24,7 +24,7 @@ from ..engine.draft_model import DraftModelDrafter, check_vocabularies
 from ..engine.target import Progress
 from ..errors import OptionError
 from ..generation.decoders import AutoDecoder
-from ..generation.lent_caches import DraftCaches
+from ..generation.leases import DraftCaches
 from ..generation.options import GenerationOptions, Prompt
 from ..generation.request import Detokenizer, RecordTime, responses
 from ..generation.response import GenerationResponse, SpeculationStats

@@ -10,18 +10,14 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 from ..engine.target import Progress
 from ..errors import OptionError
 from .engine import Engine
 from .options import GenerationOptions, MakeDrafter, Prompt
 from .process_end import PATIENCE
-from .request import Request
+from .request import Decoder, Request
 from .response import GenerationResponse
-
-if TYPE_CHECKING:
-    from .decoder import Decoder
 
 _AHEAD = 64  # responses that wait for their consumer; each may hold a row of logits
 _READ = 16  # responses after which the thread hears that they have been read

@@ -53,7 +53,7 @@ from ..plan.planner import Planner
 from ..terminal import TokenPrinter
 from .asynchronous import AsyncGenerations
 from .drafting import Auto, Drafting, Lessons, Own, drafter_maker
-from .lent_caches import LentCaches
+from .leases import CacheLease, LentCaches
 from .options import (
     CheckedOptions,
     GenerationOptions,
@@ -62,7 +62,7 @@ from .options import (
     check_options,
     prompt_ids,
 )
-from .request import CacheLease, Detokenizer, RecordTime, Request, StepTimes, responses
+from .request import Detokenizer, RecordTime, Request, StepTimes, responses
 from .response import GenerationResponse, GenerationResult, Transcript
 from .session import SessionTurn
 

@@ -358,9 +358,8 @@ class CombinedDecoder(AutoDecoder):
             OptionError: a size is out of range.
         """
         sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
-        lookahead = Lookahead(
-            *sizes, None if drafter is None else partial(checked_drafter, drafter)
-        )
+        first = None if drafter is None else partial(checked_drafter, drafter)
+        lookahead = Lookahead(*sizes, first=first)
         drafting = replace(self.drafting, lookahead=lookahead, prediction=prediction)
         return partial(drafting.make, self)
 

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from mlx_lm.generate import generation_stream, wired_limit
 
@@ -16,11 +15,8 @@ from ..engine.batch import Batch
 from ..engine.step import DecodedStep, Sequence
 from ..errors import OptionError
 from .process_end import hold_at_exit
-from .request import Request, State
+from .request import Decoder, Request, State
 from .response import GenerationResponse
-
-if TYPE_CHECKING:
-    from .decoder import Decoder
 
 # Prompt tokens; fewer would hardly shorten a stall, and more are not faster.
 _LEAST_CHUNK, _MOST_CHUNK = 16, 2048

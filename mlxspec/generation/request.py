@@ -12,18 +12,21 @@ from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
 from ..draft.drafter import Drafter
 from ..engine import step as steps
+from ..engine.joint import JointMode
 from ..engine.target import Target
+from ..plan.live_costs import LiveCosts
+from .leases import CacheLease
+from .options import CheckedOptions, GenerationOptions, MakeDrafter, Prompt
 from .process_end import hold_at_exit
 from .response import GenerationResponse, SpeculationStats, StepTime
 
 if TYPE_CHECKING:
     from ..engine.grammar import GrammarState
-    from .decoder import Decoder
-    from .options import CheckedOptions, MakeDrafter
 
 _log = logging.getLogger(__name__)
 
@@ -44,35 +47,31 @@ class State(StrEnum):
     DONE = "ended"
 
 
-class CacheLease:
-    """A request's use of caches: new ones, which end with it. Subclasses lend others' caches.
+class Decoder(Protocol):
+    """What requests and engines need of a :class:`mlxspec.Decoder`."""
 
-    Attributes:
-        keeps: whether somebody needs the caches after the request's end.
-    """
+    step_times: StepTimes
 
-    keeps = False
-
-    def __init__(self, new_target: Callable[[], Target]) -> None:
-        self._new_target = new_target
-
-    def take(self, close: Callable[[], None]) -> tuple[Target, int]:
-        """Begin: the target, and how many of the prompt's tokens its cache holds.
-
-        Args:
-            close: ends the request's use of the target, for an owner who gives the caches to
-                somebody else before the request has ended.
-        """
-        return self._new_target(), 0
-
-    def pause(self, context: Sequence[int]) -> None:
-        """The consumer gets a response; ``context`` is the prompt and the output so far."""
-
-    def resume(self) -> None:
-        """The consumer asks for the next response."""
-
-    def give_back(self, context: Sequence[int]) -> None:
-        """The request has ended, in whatever way."""
+    @property
+    def plans(self) -> bool: ...
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def costs(self) -> LiveCosts: ...
+    @property
+    def joint_mode(self) -> JointMode: ...
+    def new_request(
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        options: GenerationOptions,
+        make_drafter: MakeDrafter | None = None,
+        receive: Callable[[GenerationResponse], object] = ...,
+    ) -> Request: ...
+    def drafter_of(self, request: Request) -> Drafter: ...
+    def lease_for(self, request: Request) -> CacheLease: ...
+    def new_sequence(self, request: Request, target: Target) -> steps.Sequence: ...
+    def new_detokenizer(self) -> Detokenizer: ...
 
 
 class Request:

@@ -35,7 +35,7 @@ from ..engine.prompt_cache_file import (
 )
 from ..engine.target import Capability, Target
 from ..errors import OptionError, PromptCacheError
-from .request import CacheLease
+from .leases import CacheLease
 
 MARKS = 2
 """Prefills to return to where a cache cannot be cut; each holds its state once more."""

@@ -14,9 +14,9 @@ WIDEST = 64
 # Where these come from: docs/planner-notes.md, "Constants".
 # Variances, all of natural logarithms of seconds. At first:
 _MACHINE_VARIANCE = 0.3**2  # a machine's speed may change while nobody measures
-_DRAFTED_VARIANCE = 0.15**2  # real drafts have to be proposed, and have other tokens than measured
+_DRAFTED_VARIANCE = 0.14**2  # real drafts have to be proposed, and have other tokens than measured
 _OWN_SHARE = 0.5  # of the variance of a measured time; drafted steps have the rest in common
-_UNSEEN_VARIANCE = 0.15**2  # of a number of rows between two that were measured
+_UNSEEN_VARIANCE = 0.11**2  # of a number of rows between two that were measured
 # Of a change from step to step:
 _MACHINE_CHANGE = 0.008**2
 _DRAFTED_CHANGE = 0.002**2
@@ -46,6 +46,7 @@ _OUTLIER = 4.0  # standard deviations
 # Steps in a row by which a lasting change is told from outliers; so many that a burst of another
 # program's work does not count as one.
 _LASTING = 8
+_LOG_WIDEST = math.log(WIDEST)
 _NOTICEABLE = 0.02  # relative change of a cost that is worth a new curve
 
 STEP_SECONDS = 1e-6, 1e4
@@ -277,6 +278,7 @@ class LiveCurve:
         self._curve = _extended(points)
         self._hopeful = self._curve if hopeful == points else _extended(hopeful)
         self._in_curve = self._shared
+        self._plain.in_curve = self._log_cost(self._plain)  # so that it shows no change
         self._stale = False
 
     def _hope(self, rows: int, own: _Rows) -> float:
@@ -344,13 +346,13 @@ class LiveCurve:
             self._doubt -= doubt**2 / variance
             self._stale = True
         # The other costs have changed by what they share with this one.
-        _, drafted, exponent = (a - b for a, b in zip(self._shared, self._in_curve, strict=True))
-        most = (
-            abs(exponent) * math.log(WIDEST),
-            abs(drafted),
-            abs(self._log_cost(own) - own.in_curve),
-        )
-        self._stale |= max(most) > _NOTICEABLE
+        _, drafted, exponent = self._in_curve
+        if (
+            abs(self._log_cost(own) - own.in_curve) > _NOTICEABLE
+            or abs(self._shared[1] - drafted) > _NOTICEABLE
+            or abs(self._shared[2] - exponent) * _LOG_WIDEST > _NOTICEABLE
+        ):
+            self._stale = True
 
 
 def _extended(points: list[tuple[int, float]]) -> CostCurve:

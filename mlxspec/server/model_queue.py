@@ -7,9 +7,8 @@ import logging
 from ..generation.engine import Engine
 from ..generation.options import GenerationOptions
 from ..generation.request import Request, State
-from .records import Records
 from .served_model import ServedModel
-from .served_request import ServedRequest
+from .served_request import Records, ServedRequest
 
 _log = logging.getLogger("mlxspec.server")
 

@@ -1,4 +1,4 @@
-"""Requests to served models, and the streams of their events."""
+"""Requests to served models, the streams of their events, and the records of all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 from ..draft.drafter import origins_of
 from ..engine import step as steps
@@ -20,12 +20,12 @@ from ..generation.response import GenerationResponse
 from ..generation.session import Session
 from .errors import ApiError
 from .events import Begun, Ended, Event, Piece
+from .metrics import Metrics, outcome_of
 from .served_model import ServedModel
 
-if TYPE_CHECKING:
-    from .worker import Worker
-
 _log = logging.getLogger("mlxspec.server")
+
+_RECENT = 12  # ended requests whose figures are kept
 
 _numbers = itertools.count(1)
 
@@ -187,21 +187,31 @@ Batch = tuple[ServedRequest, list[Event | ApiError]]
 """What has happened to a request, in order; never empty."""
 
 
+class Commands(Protocol):
+    """What clients ask of the worker for their requests; called in any thread."""
+
+    def end(self, request: ServedRequest, error: ApiError | None = None) -> None:
+        """End a request before its next step: with an error, or as if the model had."""
+
+    def has_read(self, request: ServedRequest, count: int) -> None:
+        """So many tokens have been read: a request that waited for it may go on."""
+
+
 class EventStream:
     """The events of one client's requests, for the event loop that made it.
 
     Args:
-        worker: runs them.
-        requests: one for each choice.
-
-    Attributes:
+        commands: to the worker.
         records: of the worker.
+        requests: one for each choice.
     """
 
-    def __init__(self, worker: Worker, requests: Sequence[ServedRequest]) -> None:
+    def __init__(
+        self, commands: Commands, records: Records, requests: Sequence[ServedRequest]
+    ) -> None:
         self.requests = requests
-        self.records = worker.records
-        self._worker = worker
+        self.records = records
+        self._commands = commands
         self._loop = asyncio.get_running_loop()
         self._batches: deque[Batch] = deque()
         self._waiting: asyncio.Future[None] | None = None
@@ -266,7 +276,7 @@ class EventStream:
                 if isinstance(batch[-1], ApiError):
                     raise batch[-1]
                 left -= isinstance(batch[-1], Ended)
-                self._worker.has_read(request, sum(isinstance(one, Piece) for one in batch))
+                self._commands.has_read(request, sum(isinstance(one, Piece) for one in batch))
         finally:
             self.close()
 
@@ -274,10 +284,55 @@ class EventStream:
         """End generations, by the indices of their choices, as if the model had ended them."""
         for request in self.requests:
             if request.state in (State.DECODE, State.PAUSED) and finished(request.index):
-                self._worker.end(request)
+                self._commands.end(request)
 
     def close(self) -> None:
         """End all generations that have not ended: nobody wants the answers."""
         for request in self.requests:
             if not request.done:
-                self._worker.end(request, ApiError("cancelled", status=499))
+                self._commands.end(request, ApiError("cancelled", status=499))
+
+
+class Records:
+    """The generations of all models; the worker's thread writes, others read.
+
+    Args:
+        on_end: called in the worker's thread with all requests of a client's body, once all its
+            generations have ended.
+
+    Attributes:
+        metrics: of all that has happened.
+        requests: that have not ended, in the order in which they came.
+        recent: figures of those that have ended last, with when that was.
+    """
+
+    def __init__(self, on_end: Callable[[Sequence[ServedRequest]], object]) -> None:
+        self.on_end = on_end
+        self.metrics = Metrics()
+        self.requests: list[ServedRequest] = []
+        self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
+        self._outbox: dict[ServedRequest, list[Event | ApiError]] = {}
+
+    def tell(self, request: ServedRequest, event: Event | ApiError) -> None:
+        """Let its client hear of an event at the end of the turn."""
+        self._outbox.setdefault(request, []).append(event)
+
+    def end(self, request: ServedRequest, ended: Ended | ApiError) -> None:
+        """A request has ended."""
+        now = time.perf_counter()
+        request.outcome = outcome_of(ended)
+        request.failure = ended if isinstance(ended, ApiError) else None
+        self.tell(request, ended)
+        self.recent.append(request.figures() | {"ended": now})
+        self.requests.remove(request)
+        self.metrics.add_end(ended, now - request.asked)
+        try:
+            if all(one.outcome for one in request.stream.requests):
+                self.on_end(request.stream.requests)
+        except Exception:  # such as a log that nobody reads any more
+            _log.exception("the end of a generation could not be recorded")
+
+    def deliver(self) -> None:
+        """A turn has ended: hand over all that is to be told."""
+        outbox, self._outbox = self._outbox, {}
+        EventStream.deliver([*outbox.items()])

@@ -18,9 +18,8 @@ from ..errors import MlxspecError
 from ..generation.request import State
 from .errors import ApiError
 from .model_queue import ModelQueue
-from .records import Records
 from .served_model import ServedModel
-from .served_request import EventStream, ServedRequest
+from .served_request import EventStream, Records, ServedRequest
 
 _log = logging.getLogger("mlxspec.server")
 
@@ -127,7 +126,7 @@ class Worker:
             )
             self.records.metrics.add_end(full)
             raise full
-        stream = EventStream(self, requests)
+        stream = EventStream(self, self.records, requests)
         with self._taking:
             if self._stopping:
                 raise self._stopping

@@ -30,8 +30,8 @@ from mlxspec.engine import prompt_cache
 from mlxspec.engine.target import Target, target_for
 from mlxspec.errors import OptionError, PromptCacheError
 from mlxspec.generation import decoder as base
-from mlxspec.generation import responses
 from mlxspec.generation.decoder import LentCaches
+from mlxspec.generation.request import Request
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
 from tests.support.drafters import HostileDrafter
@@ -152,7 +152,7 @@ def test_an_interrupt_inside_a_response_gives_back_what_was_taken_before() -> No
     decoder = decoder_of("llama3")
     expected = by_mlx_lm(decoder.model, TURNS[0], make_prompt_cache(decoder.model))
     for reader in interrupted_anywhere(
-        [responses._response], lambda: Reader(decoder), lambda reader: reader.take()
+        [Request._response], lambda: Reader(decoder), lambda reader: reader.take()
     ):
         reader.stream.close()
         lent, taken = reader.lent, reader.taken

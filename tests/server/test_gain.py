@@ -14,9 +14,8 @@ from mlxspec.generation import engine
 from mlxspec.plan.drafter_source import DrafterSource
 from mlxspec.plan.planner import Planner
 from mlxspec.server.model_queue import ModelQueue
-from mlxspec.server.records import Records
 from mlxspec.server.served_model import ServedModel
-from mlxspec.server.served_request import ServedRequest
+from mlxspec.server.served_request import Records, ServedRequest
 from tests.support.demo import FLAT
 from tests.support.serving import served
 

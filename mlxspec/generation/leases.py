@@ -1,4 +1,4 @@
-"""Caches that a caller lends to a generation, the model's and a draft model's."""
+"""The caches that a request uses: new ones, or a caller's, the model's and a draft model's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,37 @@ from typing import Any
 from ..engine.draft_model import DraftModelDrafter
 from ..engine.prompt_cache import Loan
 from ..engine.target import Target
-from .request import CacheLease
+
+
+class CacheLease:
+    """A request's use of caches: new ones, which end with it. Subclasses lend others' caches.
+
+    Attributes:
+        keeps: whether somebody needs the caches after the request's end.
+    """
+
+    keeps = False
+
+    def __init__(self, new_target: Callable[[], Target]) -> None:
+        self._new_target = new_target
+
+    def take(self, close: Callable[[], None]) -> tuple[Target, int]:
+        """Begin: the target, and how many of the prompt's tokens its cache holds.
+
+        Args:
+            close: ends the request's use of the target, for an owner who gives the caches to
+                somebody else before the request has ended.
+        """
+        return self._new_target(), 0
+
+    def pause(self, context: Sequence[int]) -> None:
+        """The consumer gets a response; ``context`` is the prompt and the output so far."""
+
+    def resume(self) -> None:
+        """The consumer asks for the next response."""
+
+    def give_back(self, context: Sequence[int]) -> None:
+        """The request has ended, in whatever way."""
 
 
 class LentCaches(CacheLease):

@@ -1,0 +1,182 @@
+"""What learning the costs gains or loses, replayed with times that scatter, against the true curve.
+
+    python benchmarks/learned_costs.py TOKENIZER TRACE [...]
+
+Recorded outputs are drafted one after another by planners that learn from simulated times of
+steps. Each figure is by how many per cent all of it is slower or faster than with the true curve
+fixed. Differences below 1 % are noise.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import geometric_mean
+
+from mlxspec.draft.drafter import Drafter, DraftTree, VerifiedStep
+from mlxspec.eval.replay import replay
+from mlxspec.eval.traces import Completion, load_trace_tokenizer, read_completions
+from mlxspec.plan.chips import chip_curve
+from mlxspec.plan.cost_curve import CostCurve, Costs, FixedCosts
+from mlxspec.plan.experience import Experience
+from mlxspec.plan.live_costs import LiveCosts
+from mlxspec.plan.live_curve import KnownTime
+from mlxspec.plan.measurement import QUICK
+from mlxspec.plan.planner import Planner
+from mlxspec.plan.policy import trees_pay
+from mlxspec.plan.suffix_source import SuffixSource
+
+_LIMIT = 5  # conversations of a category
+_CHIPS = ("M2 Pro", "M3 Ultra", "M4 Pro", "CPU fp32 OpenBLAS", "H200-like")
+_PLAIN_STEP = 0.02  # seconds
+_OVERLAP = 0.6  # of a plain step: what the first of a run does of the next one's forward
+_PHASE = 150  # steps after which the machine's speed changes
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """How costs were measured, and how the machine behaves.
+
+    Attributes:
+        plain: T(1) as measured, over the true one.
+        drafted: T(rows) as measured, over the true one.
+        error: relative standard deviation of measured times.
+        scatter: of a step's time.
+        sync_overhead: of waiting for a token.
+        slow: how many times as long all steps take in every other phase.
+        only_plain: whether nothing else was measured.
+        linear: whether each row was measured to cost a plain step.
+    """
+
+    plain: float = 1.0
+    drafted: float = 1.0
+    error: float = 0.0
+    scatter: float = 0.05
+    sync_overhead: float = 0.03
+    slow: float = 1.0
+    only_plain: bool = False
+    linear: bool = False
+
+    def known(self, curve: CostCurve) -> list[KnownTime]:
+        """The measurement of a machine with this curve."""
+        if self.only_plain:
+            return [KnownTime(1, 1.4 * _PLAIN_STEP, 0.4)]
+        chance = random.Random(7)
+        costs = {1: self.plain}
+        for rows in sorted(QUICK.rows):
+            cost = float(rows) if self.linear else self.drafted * curve(rows)
+            costs[rows] = cost * chance.lognormvariate(0, self.error)
+        return [KnownTime(rows, _PLAIN_STEP * cost, 0.1) for rows, cost in costs.items()]
+
+
+_SCENARIOS = {
+    "right": Scenario(scatter=0.03),
+    "error 10 %": Scenario(error=0.1),
+    "only T(1)": Scenario(only_plain=True),
+    "drafts × 0.6": Scenario(drafted=0.6),
+    "drafts × 1.6": Scenario(drafted=1.6),
+    "linear": Scenario(linear=True),
+    "T(1) × 1.5": Scenario(plain=1.5),
+    "T(1) / 1.5": Scenario(plain=1 / 1.5),
+    "hot and cool": Scenario(slow=1.5),
+    "scatter 10 %": Scenario(error=0.1, scatter=0.1),
+    "long wait": Scenario(error=0.1, sync_overhead=0.2),
+}
+
+
+class Machine:
+    """Tells how long steps take."""
+
+    def __init__(self, curve: CostCurve, scenario: Scenario) -> None:
+        self._curve, self._scenario = curve, scenario
+        self._chance, self._steps = random.Random(3), 0
+
+    def step(self, rows: int, pipelined: bool, ahead: bool) -> tuple[float, float]:
+        """A step's cost in plain steps, and the seconds that a clock tells."""
+        waits = rows == 1 and not pipelined
+        cost = self._curve(rows) + (self._scenario.sync_overhead if waits else 0.0)
+        told = cost + _OVERLAP * (ahead - pipelined)
+        speed = self._scenario.slow if self._steps // _PHASE % 2 else 1.0
+        self._steps += 1
+        scatter = self._chance.lognormvariate(0, self._scenario.scatter)
+        return cost, _PLAIN_STEP * told * speed * scatter
+
+
+class Timed(Drafter):
+    """Lets a planner learn from the machine's times.
+
+    Attributes:
+        cost: of all steps so far, in plain steps.
+    """
+
+    def __init__(self, planner: Planner, machine: Machine) -> None:
+        self._planner, self._machine = planner, machine
+        self.cost, self._pipelined, self._context = 0.0, False, 0
+
+    @property
+    def pipelined(self) -> bool:  # type: ignore[override]
+        return self._planner.pipelined
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._context = len(prompt)
+        self._planner.begin(prompt)
+
+    def propose(self, max_depth: int) -> DraftTree:
+        return self._planner.propose(max_depth)
+
+    def observe(self, step: VerifiedStep) -> None:
+        pipelined, self._pipelined = self._pipelined, step.ahead
+        cost, seconds = self._machine.step(step.rows, pipelined, step.ahead)
+        self.cost += cost
+        self._context += len(step.tokens)
+        times = {"seconds": seconds, "pipelined": pipelined, "context": self._context}
+        self._planner.observe(replace(step, **times))
+
+    def end(self) -> None:
+        self._planner.end()
+
+
+def speed(
+    completions: Sequence[Completion], classes: bytes, machine: Machine, costs: Costs
+) -> float:
+    """Plain decoding's time over that of the steps, the geometric mean over the categories."""
+    experience = Experience()
+    totals: dict[str, list[float]] = {}
+    for one in completions:
+        own = costs.for_generation() if isinstance(costs, LiveCosts) else costs
+        source = SuffixSource(token_classes=classes, experience=experience)
+        branching = trees_pay(own.curve)
+        planner = Planner(own, [source], branching=branching, experience=experience)
+        timed = Timed(planner, machine)
+        replay(one.prompt, one.output, timed)
+        total = totals.setdefault(one.category, [0.0, 0.0])
+        total[0] += len(one.output)
+        total[1] += timed.cost
+    return geometric_mean(tokens / cost for tokens, cost in totals.values())
+
+
+def main(tokenizer: str, traces: Sequence[str]) -> None:
+    """Print a line per scenario, with a figure per chip."""
+    encoder = load_trace_tokenizer(tokenizer)
+    completions = read_completions(map(Path, traces), encoder, _LIMIT)
+    random.Random(1).shuffle(completions)
+    print(f"{'':14}", *(f"{chip:>18}" for chip in _CHIPS))
+    for name, scenario in _SCENARIOS.items():
+        print(f"{name:14}", end="", flush=True)
+        for chip in _CHIPS:
+            curve = chip_curve(chip)
+            live = LiveCosts({1024: scenario.known(curve)})
+            fixed = FixedCosts(curve, scenario.sync_overhead)
+            learned, known = (
+                speed(completions, encoder.classes, Machine(curve, scenario), costs)
+                for costs in (live, fixed)
+            )
+            print(f" {100 * (learned / known - 1):+17.1f}%", end="", flush=True)
+        print()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
