@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ..distributed.leader import Leader
     from ..draft.drafter import Drafter
     from ..generation.decoder import Decoder
-    from ..generation.drafting import Auto, Lookahead, Own, PromptLookup
+    from ..generation.drafting import Auto, Lookahead, PromptLookup
     from ..generation.options import GenerationOptions
     from ..generation.request import Request
     from ..generation.response import GenerationResponse
@@ -147,10 +147,10 @@ class Drafting:
     )
 
     def __post_init__(self) -> None:
-        for name, of in self._given():
+        for of in (STORE, OWN, LOOKUP, LOOKAHEAD):
             takers = [kind for kind, taken in _TAKEN.items() if of in taken]
-            if self.kind not in takers:
-                option = "--" + name.replace("_", "-")
+            if self._given(of) and self.kind not in takers:
+                option = "--" + next(iter(self._given(of))).replace("_", "-")
                 raise OptionError(
                     f"{option} is for --decoder {' and '.join(takers)}, not {self.kind}"
                 )
@@ -163,15 +163,15 @@ class Drafting:
             raise OptionError("--learn adds to a store: name it with --store FILE")
         _ = self.lookup, self.lookahead  # which are checked
 
-    def _given(self) -> list[tuple[str, str]]:
-        """The given options that only some decoders take, and what they set."""
-        own = [(one.name, one.metadata.get("of")) for one in fields(self)]
-        return [(name, of) for name, of in own if of and getattr(self, name) is not None]
+    def _given(self, of: str) -> dict[str, Any]:
+        """The given options among those that only some decoders take, by what they set."""
+        names = [own.name for own in fields(self) if own.metadata.get("of") == of]
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @cached_property
     def kind(self) -> str:
         """The decoder's name: the one that was asked for, or one that takes the given options."""
-        given = {of for _, of in self._given()} - {STORE}
+        given = {of for of in (OWN, LOOKUP, LOOKAHEAD) if self._given(of)}
         fitting = (kind for kind, taken in _TAKEN.items() if given <= {*taken})
         return self.decoder or next(fitting, "auto")
 
@@ -181,29 +181,28 @@ class Drafting:
         from ..draft.prompt_lookup import parse_lookup_config
         from ..generation.drafting import PromptLookup
 
-        n_draft, ngram_max = _or(self.n_draft, 10), _or(self.ngram_max, 3)
-        if self.prompt_lookup_config is not None:
-            n_draft, ngram_max, _ = parse_lookup_config(self.prompt_lookup_config)
-        return PromptLookup(n_draft, ngram_max, _or(self.ngram_min, 1))
+        given = self._given(LOOKUP)
+        config = given.pop("prompt_lookup_config", None)
+        if config is not None:
+            given["n_draft"], given["ngram_max"], _ = parse_lookup_config(config)
+        return PromptLookup(**given)
 
     @cached_property
     def lookahead(self) -> Lookahead:
         """Lookahead with its sizes."""
         from ..generation.drafting import Lookahead
 
-        return Lookahead(
-            _columns(self.window_size or "auto"),
-            _or(self.ngram_size, 5),
-            self.guess_set_size,
-            self.pool_from_prompt is not False,
-        )
+        given = self._given(LOOKAHEAD)
+        if self.window_size is not None:
+            given["window_size"] = _columns(self.window_size)
+        return Lookahead(**given)
 
     def of_model(
         self,
         tokenizer: TokenizerWrapper,
         memory: Memory | None,
         extra: Callable[[], Drafter] | None,
-    ) -> Auto | PromptLookup | Lookahead | Own:
+    ) -> Auto | PromptLookup | Lookahead:
         """What the decoder of a model drafts from.
 
         Args:
@@ -214,20 +213,20 @@ class Drafting:
         Raises:
             StoreError: the store cannot be read, or is another tokenizer's.
         """
-        from ..generation.drafting import Auto, Own
+        from ..generation.drafting import Auto, PromptLookup
         from ..memory import Memory
         from ..store.store import open_store
 
         if self.kind == "plain":
-            return Own()
+            return PromptLookup(n_draft=0)
         if self.kind == "prompt-lookup":
             return self.lookup
         if self.kind == "lookahead":
             return self.lookahead
         lookahead = None
         if self.kind == "combined":
-            looks_up = any(of == LOOKUP for _, of in self._given())
-            lookahead = replace(self.lookahead, first=self.lookup.new if looks_up else None)
+            first = self.lookup.new if self._given(LOOKUP) else None
+            lookahead = replace(self.lookahead, first=first)
         return Auto(
             memory=memory or Memory(),
             store=open_store(self.store, tokenizer) if self.store and not self._begins() else None,
@@ -254,7 +253,7 @@ class Drafting:
 
         assert self.draft_model is not None
         model, _ = mlxspec.load(self.draft_model)
-        return model, partial(DraftModelDrafter, model, _or(self.num_draft_tokens, 2))
+        return model, partial(DraftModelDrafter, model, self.num_draft_tokens or 2)
 
     def tell_what_has_no_effect(self, max_tokens: int) -> None:
         """Say so where a device list is ignored, or lookahead's window never runs.
@@ -290,10 +289,6 @@ def _columns(text: str) -> int | Literal["auto"]:
         return int(text)
     except ValueError:
         raise OptionError(f"--window-size is {text!r}: give a number, or auto") from None
-
-
-def _or(value: int | None, default: int) -> int:
-    return default if value is None else value
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,6 @@ from ..loading.detokenizer import detokenizer_of
 from ..loading.model import load
 from ..loading.tokenizer import vocabulary_classes
 from ..memory.settings import SWITCH
-from ..plan.cost_curve import Costs, FixedCosts
-from ..plan.experience import Experience
 from ..plan.experience_file import KeptExperience, experience_path
 from ..plan.planner import Planner
 from ..terminal import TokenPrinter
@@ -96,7 +94,7 @@ class Decoder:
         DrafterError: ``drafter`` is no drafter.
     """
 
-    drafting: Drafting = Own()
+    drafting = Drafting()
     """What it drafts from by default."""
 
     remembers = True
@@ -228,34 +226,6 @@ class Decoder:
     def token_classes(self) -> bytes:
         """Of each token; see :func:`mlxspec.plan.p_accept.token_classes`."""
         return vocabulary_classes(self.tokenizer)
-
-    def planner(
-        self,
-        sources: Sequence[Drafter],
-        experience: Experience | None = None,
-        *,
-        branching: bool = True,
-        corrects_costs: bool = True,
-    ) -> Planner:
-        """A planner for one generation.
-
-        Args:
-            sources: what it drafts from.
-            experience: of earlier generations, by default of all of this decoder's.
-            branching: whether drafts may be trees, if the model verifies these.
-            corrects_costs: whether its steps tell what rows cost. Those of a draft model do not:
-                its forwards are part of their times.
-        """
-        costs: Costs = FixedCosts(self.costs.curve, self.costs.sync_overhead)
-        if corrects_costs:
-            costs = self.costs = self.costs.for_generation()
-        return Planner(
-            costs,
-            sources,
-            branching=branching and self.capability is Capability.TREE,
-            replays=self.chain_capability is Capability.REPLAY,
-            experience=experience or self.lessons.experience,
-        )
 
     def stream(
         self,

@@ -18,7 +18,7 @@ from ..draft.drafter import Drafter
 from ..draft.prompt_lookup import parse_lookup_config
 from ..errors import OptionError, StoreError
 from ..memory.memory import MAX_TOKENS, Memory
-from ..memory.tokenizer_identity import TokenizerIdentity, identify
+from ..memory.tokenizer_identity import identify
 from ..store.store import open_store
 from .decoder import Decoder
 from .drafting import Auto, Lookahead, PromptLookup, drafter_maker
@@ -76,7 +76,12 @@ class AutoDecoder(Decoder):
         elif memory_tokens is not None:
             raise OptionError("memory and memory_tokens are given together: choose one")
         elif memory.kept:
-            _check_same(memory.kept.identity, identify(self.tokenizer))
+            kept, own = memory.kept.identity, identify(self.tokenizer)
+            if kept.fingerprint != own.fingerprint:
+                raise StoreError(
+                    f"memory keeps tokens of {kept}, the model's tokenizer is {own}: open one for "
+                    "it"
+                )
         self.drafting = replace(
             self.drafting,
             memory=memory,
@@ -362,11 +367,3 @@ class CombinedDecoder(AutoDecoder):
         lookahead = Lookahead(*sizes, first=first)
         drafting = replace(self.drafting, lookahead=lookahead, prediction=prediction)
         return partial(drafting.make, self)
-
-
-def _check_same(kept: TokenizerIdentity, identity: TokenizerIdentity) -> None:
-    """Raises StoreError."""
-    if kept.fingerprint != identity.fingerprint:
-        raise StoreError(
-            f"memory keeps tokens of {kept}, the model's tokenizer is {identity}: open one for it"
-        )

@@ -1,14 +1,14 @@
 """What a decoder drafts from, as values. Each makes the drafter of one generation.
 
-This module imports no MLX, so that the command line can check options without it.
+Importing this module does not import MLX, so that the command line can check options without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol
+from functools import reduce
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from ..draft.combined import CombinedDrafter
 from ..draft.custom import checked_drafter
@@ -16,20 +16,21 @@ from ..draft.drafter import Drafter, NoDraft
 from ..draft.lookahead import LookaheadDrafter, check_sizes
 from ..draft.prediction import PredictionDrafter
 from ..draft.prompt_lookup import PromptLookupDrafter
-from ..draft.suffix_index import EarlierTexts
 from ..errors import OptionError
 from ..memory.memory import Memory
+from ..plan.cost_curve import Costs, FixedCosts
 from ..plan.drafter_source import DrafterSource
 from ..plan.experience import Experience
 from ..plan.lookahead_source import LookaheadKnowledge, LookaheadSource
+from ..plan.planner import Planner
 from ..plan.policy import trees_pay
 from ..plan.suffix_source import Earlier, SuffixSource
 
 if TYPE_CHECKING:
-    from typing import Any, Self
+    from typing import Self
 
-    from ..plan.cost_curve import Costs
-    from ..plan.planner import Planner
+    from ..engine.costs import KeptCosts
+    from ..engine.target import Capability
     from ..store.store import Store
     from .session import Session
 
@@ -50,43 +51,38 @@ class Lessons:
     def __init__(self, experience: Experience | None = None) -> None:
         self.experience = experience or Experience()
         self.lookahead = LookaheadKnowledge()
-        self._earlier: dict[EarlierTexts, Earlier] = {}
+        self._earlier: dict[object, Earlier] = {}
 
-    def of(
-        self, name: str, texts: EarlierTexts, on_used: Callable[[Any], None] | None = None
-    ) -> Earlier:
-        """Earlier texts, with what has been learned of them; see :class:`Earlier`."""
-        return self._earlier.setdefault(texts, Earlier(name, texts, on_used))
+    def of(self, earlier: Earlier) -> Earlier:
+        """The same texts with what has been learned of them."""
+        return self._earlier.setdefault(earlier.texts, earlier)
 
 
 class Planning(Protocol):
     """What planned drafts need of their decoder; see :class:`mlxspec.Decoder`."""
 
     remembers: bool
+    costs: KeptCosts
 
-    @property
-    def costs(self) -> Costs: ...
     @property
     def lessons(self) -> Lessons: ...
     @property
     def token_classes(self) -> bytes: ...
-    def planner(
-        self,
-        sources: Sequence[Drafter],
-        experience: Experience | None = None,
-        *,
-        branching: bool = True,
-        corrects_costs: bool = True,
-    ) -> Planner: ...
+    @property
+    def capability(self) -> Capability: ...
+    @property
+    def chain_capability(self) -> Capability: ...
 
 
 class Drafting:
-    """What a decoder drafts from."""
+    """What a decoder drafts from; by default nothing, which is plain decoding."""
 
-    @property
-    def plans(self) -> bool:
-        """Whether drafts are planned by what steps cost."""
-        return False
+    plans = False
+    """Whether drafts are planned by what steps cost."""
+
+    def new(self) -> Drafter:
+        """A drafter that needs to know nothing of the decoder."""
+        return NoDraft()
 
     def make(self, decoder: Planning, session: Session | None) -> Drafter:
         """Make the drafter of one generation.
@@ -95,7 +91,7 @@ class Drafting:
             decoder: whose model verifies the drafts.
             session: the generation's, if it has one.
         """
-        raise NotImplementedError
+        return self.new()
 
     def apart(self, memory_tokens: int) -> Self:
         """The same, but with an empty memory of so many tokens if there is one."""
@@ -104,16 +100,16 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Own(Drafting):
-    """A drafter of the caller's; by default none, which is plain decoding.
+    """A drafter of the caller's.
 
     Attributes:
-        new: returns the drafter of a generation.
+        maker: returns the drafter of a generation.
     """
 
-    new: Callable[[], Drafter] = NoDraft
+    maker: Callable[[], Drafter]
 
-    def make(self, decoder: Planning, session: Session | None) -> Drafter:
-        return self.new()
+    def new(self) -> Drafter:
+        return self.maker()
 
 
 @dataclass(frozen=True)
@@ -139,9 +135,6 @@ class PromptLookup(Drafting):
             return NoDraft()
         return PromptLookupDrafter(self.n_draft, self.ngram_max, self.ngram_min)
 
-    def make(self, decoder: Planning, session: Session | None) -> Drafter:
-        return self.new()
-
 
 @dataclass(frozen=True)
 class Lookahead(Drafting):
@@ -166,10 +159,10 @@ class Lookahead(Drafting):
         check_sizes(columns, self.ngram_size, guesses)
 
     @property
-    def plans(self) -> bool:
+    def plans(self) -> bool:  # type: ignore[override]
         return self.window_size == "auto"
 
-    def new(self, knowledge: LookaheadKnowledge) -> LookaheadDrafter | LookaheadSource:
+    def with_knowledge(self, knowledge: LookaheadKnowledge) -> LookaheadDrafter | LookaheadSource:
         """A drafter of these sizes, or with "auto" a source for a planner."""
         size, guesses, reads_prompt = self.ngram_size, self.guess_set_size, self.pool_from_prompt
         if self.window_size != "auto":
@@ -182,11 +175,10 @@ class Lookahead(Drafting):
         )
 
     def make(self, decoder: Planning, session: Session | None) -> Drafter:
-        own = self.new(decoder.lessons.lookahead)
+        own = self.with_knowledge(decoder.lessons.lookahead)
         first = [self.first()] if self.first else []
         if isinstance(own, LookaheadSource):
-            corrects_costs = not any(map(_runs_model, first))
-            return decoder.planner([*first, own], corrects_costs=corrects_costs)
+            return _planned(decoder, [*first, own], decoder.lessons)
         return CombinedDrafter(first[0], own) if first else own
 
 
@@ -207,10 +199,7 @@ class Auto(Drafting):
     extra: Callable[[], Drafter] | None = None
     lookahead: Lookahead | None = None
     prediction: Sequence[int] = ()
-
-    @property
-    def plans(self) -> bool:
-        return True
+    plans = True
 
     def apart(self, memory_tokens: int) -> Self:
         return replace(self, memory=Memory(memory_tokens)) if self.memory else self
@@ -225,21 +214,13 @@ class Auto(Drafting):
         extra = self.extra() if self.extra else None
         if extra is not None:
             (fallbacks if _runs_model(extra) else sources).append(extra)
-        corrects_costs = not fallbacks
         if self.prediction:
             sources.append(DrafterSource(PredictionDrafter(self.prediction), "prediction"))
         if self.lookahead:
-            ahead = self.lookahead.new(decoder.lessons.lookahead)
+            ahead = self.lookahead.with_knowledge(decoder.lessons.lookahead)
             (sources if isinstance(ahead, LookaheadSource) else fallbacks).append(ahead)
-        drafter: Drafter = decoder.planner(
-            sources,
-            lessons.experience,
-            branching=trees_pay(decoder.costs.curve),
-            corrects_costs=corrects_costs,
-        )
-        for fallback in fallbacks:
-            drafter = CombinedDrafter(drafter, fallback)
-        return drafter
+        branching = trees_pay(decoder.costs.curve)
+        return _planned(decoder, sources, lessons, fallbacks, branching=branching)
 
     def _look_ups(
         self, decoder: Planning, session: Session | None, lessons: Lessons
@@ -248,26 +229,23 @@ class Auto(Drafting):
         earlier = []
         if self.memory:
             self.memory.refresh()
-            earlier.append(lessons.of("memory", self.memory, self.memory.used))
+            earlier.append(lessons.of(Earlier("memory", self.memory, self.memory.used)))
         if self.store:
-            earlier.append(lessons.of("store", self.store))
+            earlier.append(lessons.of(Earlier("store", self.store)))
+
+        def remember(
+            output: Sequence[int], earned: Mapping[str, int], prompt: Sequence[int]
+        ) -> None:
+            if self.memory and decoder.remembers:
+                self.memory.add(output, earned, prompt)
+
         return SuffixSource(
             earlier=earlier,
-            on_output=partial(self._remember, decoder),
+            on_output=remember,
             token_classes=decoder.token_classes,
             context=session.index if session else None,
             experience=lessons.experience,
         )
-
-    def _remember(
-        self,
-        decoder: Planning,
-        output: Sequence[int],
-        earned: Mapping[str, int],
-        prompt: Sequence[int],
-    ) -> None:
-        if self.memory and decoder.remembers:
-            self.memory.add(output, earned, prompt)
 
 
 def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Drafter]:
@@ -285,8 +263,41 @@ def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Draf
     return lambda: drafter
 
 
+def _planned(
+    decoder: Planning,
+    sources: Sequence[Drafter],
+    lessons: Lessons,
+    fallbacks: Sequence[Drafter] = (),
+    *,
+    branching: bool = True,
+) -> Drafter:
+    """The drafter of one generation that drafts where that pays.
+
+    Args:
+        decoder: whose model verifies the drafts.
+        sources: what is planned with.
+        lessons: of earlier generations.
+        fallbacks: drafters that are asked after the planner, without a plan.
+        branching: whether drafts may be trees, if the model verifies these.
+    """
+    from ..engine.target import Capability
+
+    costs: Costs = FixedCosts(decoder.costs.curve, decoder.costs.sync_overhead)
+    # The forwards of a draft model are part of the steps' times, which then tell nothing of rows.
+    if not any(map(_runs_model, [*sources, *fallbacks])):
+        costs = decoder.costs = decoder.costs.for_generation()
+    planner = Planner(
+        costs,
+        sources,
+        branching=branching and decoder.capability is Capability.TREE,
+        replays=decoder.chain_capability is Capability.REPLAY,
+        experience=lessons.experience,
+    )
+    return reduce(CombinedDrafter, fallbacks, cast(Drafter, planner))
+
+
 def _runs_model(drafter: Drafter) -> bool:
-    """Whether a drafter is a draft model, whose forwards are part of the steps' times."""
-    from ..engine.draft_model import DraftModelDrafter  # which imports MLX
+    """Whether a drafter is a draft model."""
+    from ..engine.draft_model import DraftModelDrafter
 
     return isinstance(drafter, DraftModelDrafter)

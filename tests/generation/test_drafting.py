@@ -1,0 +1,57 @@
+"""What a decoder drafts from, as values."""
+
+from __future__ import annotations
+
+import pytest
+
+import mlxspec
+from mlxspec import GenerationResponse, OptionError
+from mlxspec.draft.drafter import NoDraft
+from mlxspec.generation.drafting import Auto, Drafting, Lookahead, PromptLookup
+from mlxspec.generation.engine import Engine
+from tests.support.demo import stand_in, stand_in_decoder
+from tests.support.engines import submit
+
+PROMPT = "one two three one two three one two"
+
+
+@pytest.mark.parametrize(
+    ("decoder", "drafting"),
+    [
+        (mlxspec.PromptLookupDecoder, PromptLookup()),
+        (mlxspec.LookaheadDecoder, Lookahead()),
+    ],
+)
+def test_decoders_have_their_values_and_plan_as_these_say(
+    decoder: type[mlxspec.Decoder], drafting: Drafting
+) -> None:
+    assert decoder.drafting == drafting
+    assert not Drafting().plans
+    assert decoder.drafting.plans == drafting.plans
+    assert not Lookahead(window_size=3).plans
+    assert Auto(lookahead=Lookahead(window_size=3)).plans
+
+
+def test_a_value_that_is_out_of_range_cannot_be_made() -> None:
+    with pytest.raises(OptionError, match="n_draft is -1"):
+        PromptLookup(-1)
+    with pytest.raises(OptionError, match="ngram_min is 5"):
+        PromptLookup(ngram_min=5)
+    with pytest.raises(OptionError, match="window_size is -1"):
+        Lookahead(-1)
+    assert isinstance(PromptLookup(0).new(), NoDraft)
+
+
+def test_generations_at_once_have_a_drafter_each() -> None:
+    decoder = stand_in_decoder(mlxspec.PromptLookupDecoder)
+    make_drafter = decoder.drafting_with(n_draft=3)
+    assert make_drafter(None) is not make_drafter(None)
+    prompts = [PROMPT, PROMPT.upper()]
+    plain = [[*stand_in().stream(prompt, 24)] for prompt in prompts]
+    outputs: list[list[GenerationResponse]] = [[], []]
+    engine = Engine(decoder)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        submit(engine, prompt, output.append, 24, make_drafter)
+    engine.run()
+    for output, expected in zip(outputs, plain, strict=True):
+        assert [one.token for one in output] == [one.token for one in expected]
