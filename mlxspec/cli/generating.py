@@ -192,10 +192,8 @@ class Drafting:
         """Lookahead with its sizes."""
         from ..generation.drafting import Lookahead
 
-        given = self._given(LOOKAHEAD)
-        if self.window_size is not None:
-            given["window_size"] = _columns(self.window_size)
-        return Lookahead(**given)
+        columns = _columns(self.window_size or "auto")
+        return Lookahead(**self._given(LOOKAHEAD) | {"window_size": columns})
 
     def of_model(
         self,
@@ -223,16 +221,13 @@ class Drafting:
             return self.lookup
         if self.kind == "lookahead":
             return self.lookahead
-        lookahead = None
+        store = lookahead = None
+        if self.store is not None and not self._begins():
+            store = open_store(self.store, tokenizer)
         if self.kind == "combined":
             first = self.lookup.new if self._given(LOOKUP) else None
             lookahead = replace(self.lookahead, first=first)
-        return Auto(
-            memory=memory or Memory(),
-            store=open_store(self.store, tokenizer) if self.store and not self._begins() else None,
-            extra=extra,
-            lookahead=lookahead,
-        )
+        return Auto(memory or Memory(), store, extra, lookahead)
 
     def _begins(self) -> bool:
         """Whether this output is to be the store's first.

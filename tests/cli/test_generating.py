@@ -18,7 +18,9 @@ from mlxspec.cli.explain import explain_command
 from mlxspec.cli.generating import Ends, Generation
 from mlxspec.cli.options import options_of
 from mlxspec.engine.params import CacheOptions, SamplingParams
+from mlxspec.generation.drafting import Auto
 from tests.cli.test_generate import assert_one_line_error, generate, report
+from tests.support.demo import demo
 from tests.support.scripted_model import EOS
 
 
@@ -286,3 +288,15 @@ def test_a_draft_model_drafts_where_no_text_repeats(finite: Path, endless: Path)
         (("--draft-model", endless, "--drafter", "a:b"), "choose one"),
     ):
         assert_one_line_error(generate(*prompt, *wrong), told)
+
+
+def test_each_generation_beside_lookahead_has_a_prompt_lookup_of_its_own() -> None:
+    """Served ones run at the same time."""
+    asked = taken("--decoder", "combined", "--n-draft", 4, "-W", 3).drafting
+    drafting = asked.of_model(demo().tokenizer, None, None)
+    assert isinstance(drafting, Auto)
+    assert drafting.lookahead is not None
+    assert (drafting.lookahead.window_size, drafting.lookahead.ngram_size) == (3, 5)
+    first = drafting.lookahead.first
+    assert first is not None
+    assert first() is not first()
