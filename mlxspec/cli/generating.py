@@ -215,7 +215,7 @@ class Drafting:
         """The parameters of lookahead."""
         from ..draft.lookahead import LookaheadDrafter
 
-        sizes = {
+        sizes: dict[str, Any] = {
             "window_size": _columns(self.window_size or "auto"),
             "ngram_size": _or(self.ngram_size, 5),
             "guess_set_size": self.guess_set_size,
