@@ -563,14 +563,8 @@ class LookaheadDrafter(Drafter):
         if not cells:
             self._pool.forget()
             return
-        tree, node = self._guesses, 0
-        for token in tokens:
-            for child, parent in enumerate(tree.parents):
-                if parent == node:
-                    self._knowledge.learn(*cells[child], tree.tokens[child] == token)
-            node = tree.child(node, token) or -1
-            if node < 0:
-                break
+        for node, right in self._guesses.judged(tokens):
+            self._knowledge.learn(*cells[node], right)
         self._pool.follow(tokens)
 
     def _earned(self, step: VerifiedStep) -> int:

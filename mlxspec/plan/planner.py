@@ -185,7 +185,7 @@ class Planner(Drafter):
                 sequence alone.
             sync_overhead: of such a step.
         """
-        branch = candidates.p_first_branch() if candidates else []
+        branch = candidates.first_chain().p_reached if candidates else ()
         if len(branch) < 2:
             return self.policy.gain
         then = [probability / branch[0] for probability in branch[1:]]
