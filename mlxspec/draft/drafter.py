@@ -179,17 +179,7 @@ class DraftTree:
 
     def first(self, n_draft: int) -> DraftTree:
         """The tree of the root and the ``n_draft`` nodes after it."""
-        if n_draft >= len(self) - 1:
-            return self
-        if n_draft == 0:
-            return _root_alone(self.tokens[0])
-        rows = n_draft + 1
-        return self._of(
-            self.tokens[:rows],
-            self.parents[:rows],
-            self.p_reached[:n_draft],
-            self.origins[:n_draft],
-        )
+        return self if n_draft >= len(self) - 1 else self._renumbered(range(n_draft + 1))
 
     def best_first(self, max_nodes: int = sys.maxsize) -> DraftTree:
         """The ``max_nodes`` nodes with the highest ``p_reached``, the likeliest first.
@@ -224,6 +214,8 @@ class DraftTree:
 
     def _renumbered(self, nodes: Sequence[int]) -> DraftTree:
         """These nodes in this order: the root first, and parents before their children."""
+        if len(nodes) == 1:
+            return _root_alone(self.tokens[0])
         number = {-1: -1} | {node: place for place, node in enumerate(nodes)}
         return self._of(
             [self.tokens[node] for node in nodes],

@@ -171,14 +171,6 @@ class JacobiWindow:
         self.rows = add_window(tree, self.levels, columns)
         self._tree_size = len(tree)
 
-    def by_place(self) -> dict[tuple[int, int], int]:
-        """The nodes of the rows by (level, column)."""
-        return {
-            (level, column): node
-            for level, nodes in enumerate(self.rows)
-            for column, node in enumerate(nodes)
-        }
-
     def observe(self, step: VerifiedStep) -> list[tuple[int, ...]]:
         """Learn from a step; returns the n-grams that it completed."""
         rows, self.rows = self.rows, []
@@ -405,15 +397,8 @@ class LookaheadDrafter(Drafter):
         self.follows_costs = window_size == "auto"
         if guess_set_size is None:
             guess_set_size = _AUTO_GUESSES if window_size == "auto" else window_size or 1
-        self.window_size = 0 if window_size == "auto" else window_size
-        self.ngram_size = ngram_size
-        self.guess_set_size = guess_set_size
-        self.pool_from_prompt = pool_from_prompt
-        self._check_sizes()
-        self._knowledge = knowledge or LookaheadKnowledge()
-
-    def _check_sizes(self) -> None:
-        window_size, ngram_size = self.window_size, self.ngram_size
+        if window_size == "auto":
+            window_size = 0
         if not isinstance(window_size, int) or window_size < 0:
             raise OptionError(f"window_size is {window_size!r}: choose 1 or more, or 0 for none")
         if ngram_size < 2:
@@ -423,21 +408,24 @@ class LookaheadDrafter(Drafter):
         widest = _LARGEST_WINDOW // (ngram_size - 1)
         if window_size > widest:
             raise OptionError(
-                f"window_size is {window_size}: with n-grams of {ngram_size} choose {widest} at "
-                "most"
+                f"window_size is {window_size}: "
+                f"with n-grams of {ngram_size} choose {widest} at most"
             )
-        if self.guess_set_size < 1 and self.guess_set_size != -1:
-            raise OptionError(
-                f"guess_set_size is {self.guess_set_size}: choose 1 or more, or -1 for 64"
-            )
+        if guess_set_size < 1 and guess_set_size != -1:
+            raise OptionError(f"guess_set_size is {guess_set_size}: choose 1 or more, or -1 for 64")
+        self.window_size = window_size
+        self.ngram_size = ngram_size
+        self.guess_set_size = guess_set_size
+        self.pool_from_prompt = pool_from_prompt
+        self._knowledge = knowledge or LookaheadKnowledge()
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._text = list(prompt)
         self._pool = NgramPool(self.ngram_size, self.guess_set_size)
         # The output's first n-gram begins with the current token.
         self._pool.read(prompt if self.pool_from_prompt else prompt[-1:])
-        size = WindowSize(self.window_size, self.ngram_size)
-        self._window = self._new_window(size if self.window_size else None)
+        size = WindowSize(self.window_size, self.ngram_size) if self.window_size else None
+        self._window = self._new_window(size)
         self._cells: list[tuple[int, int]] = []  # as in `_likely`; empty where nothing was drafted
         self._knowledge.begin()
         self._steps = 0
@@ -542,7 +530,11 @@ class LookaheadDrafter(Drafter):
             self._window.add_to(tree)
 
     def window_rows(self) -> dict[tuple[int, int], int]:
-        return self._window.by_place() if self._window else {}
+        return {
+            (level, column): node
+            for level, nodes in enumerate(self._window.rows if self._window else ())
+            for column, node in enumerate(nodes)
+        }
 
     def observe(self, step: VerifiedStep) -> None:
         self._steps += 1
