@@ -155,6 +155,4 @@ def merge(
             nodes.append(node)
     if all(tree.p_reached or len(tree) == 1 for tree in trees):
         merged.p_reached = p_reached
-    if not all(tree.origins or len(tree) == 1 for tree in trees):
-        merged.origins = []
     return merged, numbers

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from ..draft.combined import view
-from ..draft.custom import checked_drafter, not_a_draft
+from ..draft.custom import checked_draft, checked_drafter
 from ..draft.drafter import Drafter, DraftTree, Limits, VerifiedStep
 
 # Where these come from: docs/planner-notes.md, "Constants".
@@ -50,14 +50,11 @@ class DrafterSource(Drafter):
         self._tree: DraftTree | None = None
         with self._asking():
             self._drafter.begin(list(prompt))
+        self.spent = 0.0
 
     def propose(self, limits: Limits) -> DraftTree:  # type: ignore[override]  # a planner's
         with self._asking():
-            started = time.perf_counter()
-            proposed: object = self._drafter.propose(limits)
-            self.spent += time.perf_counter() - started
-            if not isinstance(proposed, DraftTree) or proposed.tokens[0] != self._last:
-                raise not_a_draft(proposed, self._drafter, self._last)
+            proposed = checked_draft(self._drafter.propose(limits), self._drafter, self._last)
         tree = proposed.pruned(limits, sys.maxsize)
         self._tree = tree = tree if limits.branching else tree.first_chain()
         names = (self.name,) * (len(tree) - 1)
@@ -71,10 +68,9 @@ class DrafterSource(Drafter):
                 self._learn(tree, step.tokens)
             step = view(step, tree)
         self._last = step.tokens[-1]
-        with self._asking():
-            started = time.perf_counter()
+        self.spent = 0.0
+        with self._asking():  # which counts for the next step
             self._drafter.observe(step)
-            self.spent = time.perf_counter() - started  # which counts for the next step
 
     def end(self) -> None:
         with self._asking():
@@ -82,12 +78,15 @@ class DrafterSource(Drafter):
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Tell a fault of the drafter's from one of planning."""
+        """Time the drafter, and tell a fault of its from one of planning."""
+        started = time.perf_counter()
         try:
             yield
         except Exception as error:
             self.fault = error
             raise
+        finally:
+            self.spent += time.perf_counter() - started
 
     def _estimate(self, tree: DraftTree) -> list[float]:
         """The probability that each node but the root is accepted."""
