@@ -250,7 +250,7 @@ _PRIOR = (
     (0.05, 0.06, 0.06, 0.07, 0.08, 0.10, 0.10, 0.10),
     (0.03, 0.04, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05),
 )
-_CELL_RATE, _COMMON_RATE, _COMMON_LIMIT = 0.1, 0.1, 1.5
+_GUESS_RATE = 0.3
 
 # Tokens per step that a window adds to a pool of the text's own n-grams.
 _USUAL_GAINS = {
@@ -260,7 +260,7 @@ _USUAL_GAINS = {
     WindowSize(10, 5): 0.36,
     WindowSize(15, 5): 0.42,
 }
-_RATE = 0.05
+_GAIN_RATE = 0.05
 _RELAXATION = 0.003
 _MOST = 3.0
 _TRIAL_STEPS = 12
@@ -271,8 +271,8 @@ class LookaheadKnowledge:
     """What generations teach: how likely guesses are right, and what a window earns.
 
     How likely a guess is right depends on its agreement with the text and its rank among
-    siblings. Logits are learned by stochastic gradient descent from every emitted token: one per
-    cell of the table, and one that all cells share, which follows the kind of text.
+    siblings. The logits of that table are learned by stochastic gradient descent from every
+    emitted token.
 
     For windows it learns one factor on the average gain of each size. While there is no window
     the factor slowly returns to 1, so that a window is tried again.
@@ -280,25 +280,16 @@ class LookaheadKnowledge:
 
     def __init__(self) -> None:
         self._cells = [[math.log(p / (1 - p)) for p in row] for row in _PRIOR]
-        self._common = 0.0
         self._factor = 1.0
-
-    def begin(self) -> None:
-        """Start a text: what is learned of its kind starts anew."""
-        self._common = 0.0
 
     def p_accept(self, agreement: int, rank: int) -> float:
         """The probability that a guess is accepted if its parent is."""
-        cell = self._cells[min(rank, _RANKS - 1)][min(agreement, _CLASSES) - 1]
-        return 1 / (1 + math.exp(-cell - self._common))
+        return 1 / (1 + math.exp(-self._cells[rank][min(agreement, _CLASSES) - 1]))
 
     def learn(self, agreement: int, rank: int, right: bool) -> None:
         """Learn whether a guess was right, verified or not."""
         error = right - self.p_accept(agreement, rank)
-        self._cells[min(rank, _RANKS - 1)][min(agreement, _CLASSES) - 1] += _CELL_RATE * error
-        if rank == 0:
-            common = self._common + _COMMON_RATE * error
-            self._common = min(_COMMON_LIMIT, max(-_COMMON_LIMIT, common))
+        self._cells[rank][min(agreement, _CLASSES) - 1] += _GUESS_RATE * error
 
     def gain(self, size: WindowSize) -> float:
         """Tokens per step that a window adds."""
@@ -306,7 +297,7 @@ class LookaheadKnowledge:
 
     def learn_gain(self, size: WindowSize, tokens: int) -> None:
         """Learn from a step that emitted ``tokens`` more thanks to the window."""
-        factor = self._factor + _RATE * (tokens / _USUAL_GAINS[size] - self._factor)
+        factor = self._factor + _GAIN_RATE * (tokens / _USUAL_GAINS[size] - self._factor)
         self._factor = min(factor, _MOST)
 
     def relax(self) -> None:
@@ -427,7 +418,6 @@ class LookaheadDrafter(Drafter):
         size = WindowSize(self.window_size, self.ngram_size) if self.window_size else None
         self._window = self._new_window(size)
         self._cells: list[tuple[int, int]] = []  # as in `_likely`; empty where nothing was drafted
-        self._knowledge.begin()
         self._steps = 0
 
     def propose(self, max_depth: int) -> DraftTree:
@@ -477,8 +467,10 @@ class LookaheadDrafter(Drafter):
                 child = tree.find(node, token)
                 if child is None:
                     rank = n_children[node]
+                    if rank >= most_children:
+                        break
                     p_reached = p_node * self._knowledge.p_accept(at, rank)
-                    if rank >= most_children or (node and p_reached < least_p):
+                    if node and p_reached < least_p:
                         break
                     child = tree.child(node, token, p_reached, GUESS)
                     n_children[node] += 1
