@@ -213,17 +213,16 @@ class Drafting:
     @cached_property
     def sizes(self) -> dict[str, Any]:
         """The parameters of lookahead."""
-        from ..draft.lookahead import check_sizes
+        from ..draft.lookahead import LookaheadDrafter
 
-        columns = _columns(self.window_size or "auto")
-        ngram_size, guess_set_size = _or(self.ngram_size, 5), self.guess_set_size
-        check_sizes(0 if columns == "auto" else columns, ngram_size, _or(guess_set_size, -1))
-        return {
-            "window_size": columns,
-            "ngram_size": ngram_size,
-            "guess_set_size": guess_set_size,
+        sizes: dict[str, Any] = {
+            "window_size": _columns(self.window_size or "auto"),
+            "ngram_size": _or(self.ngram_size, 5),
+            "guess_set_size": self.guess_set_size,
             "pool_from_prompt": self.pool_from_prompt is not False,
         }
+        LookaheadDrafter(**sizes)  # checks them
+        return sizes
 
     def load_draft_model(self) -> tuple[nn.Module, Callable[[], Drafter]]:
         """The draft model, and what makes a drafter of it for each generation.

@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..draft.combined import CombinedDrafter
 from ..draft.custom import checked_drafter
 from ..draft.drafter import Drafter
-from ..draft.lookahead import LookaheadDrafter, check_sizes
+from ..draft.lookahead import LookaheadDrafter, LookaheadKnowledge
 from ..draft.prediction import PredictionDrafter
 from ..draft.prompt_lookup import lookup_drafter
 from ..engine.costs import model_identity
@@ -30,7 +30,6 @@ from ..plan.cost_curve import Costs, FixedCosts
 from ..plan.drafter_source import DrafterSource
 from ..plan.experience import Experience
 from ..plan.experience_file import KeptExperience, experience_path
-from ..plan.lookahead_source import LookaheadKnowledge, LookaheadSource
 from ..plan.planner import Planner
 from ..plan.policy import trees_pay
 from ..plan.suffix_source import Earlier, SuffixSource
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
     from typing import Self
 
     from typing_extensions import Unpack
-
-_AUTO_GUESSES = 16  # kept for one first token; how many are verified depends on the costs
 
 
 class _PlannedDecoder(Decoder):
@@ -388,10 +385,10 @@ class LookaheadDecoder(_PlannedDecoder):
             OptionError: a size is out of range.
         """
         sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
-        looks_ahead = _lookahead(*sizes, self._knowledge)
+        looks_ahead = LookaheadDrafter(*sizes, knowledge=self._knowledge)
 
         def new_drafter(session: Session | None) -> Drafter:
-            if isinstance(looks_ahead, LookaheadDrafter):
+            if not looks_ahead.follows_costs:
                 return looks_ahead
             branching = self.capability is Capability.TREE
             return self._plan([looks_ahead], self._experience, branching=branching)
@@ -490,10 +487,10 @@ class CombinedDecoder(AutoDecoder):
             OptionError: a size is out of range.
         """
         sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
-        looks_ahead = _lookahead(*sizes, self._knowledge)
+        looks_ahead = LookaheadDrafter(*sizes, knowledge=self._knowledge)
 
         def new_drafter(session: Session | None) -> Drafter:
-            if isinstance(looks_ahead, LookaheadDrafter):
+            if not looks_ahead.follows_costs:
                 look_ups = self.new_drafter(session, _predicted(prediction))
                 first = look_ups if drafter is None else checked_drafter(drafter)
                 return CombinedDrafter(first, looks_ahead)
@@ -519,28 +516,3 @@ def _check_same(kept: TokenizerIdentity, identity: TokenizerIdentity) -> None:
 def _predicted(prediction: Sequence[int]) -> list[Drafter]:
     """What drafts from a text that the output is expected to follow, if there is one."""
     return [DrafterSource(PredictionDrafter(prediction), "prediction")] if prediction else []
-
-
-def _lookahead(
-    window_size: int | Literal["auto"],
-    ngram_size: int,
-    guess_set_size: int | None,
-    pool_from_prompt: bool,
-    knowledge: LookaheadKnowledge,
-) -> LookaheadDrafter | LookaheadSource:
-    """Lookahead by the parameters of :meth:`LookaheadDecoder.stream`: a drafter of these sizes,
-    or with "auto" a source for a planner.
-
-    Raises:
-        OptionError: a size is out of range.
-    """
-    if window_size != "auto":
-        return LookaheadDrafter(window_size, ngram_size, guess_set_size, pool_from_prompt)
-    guess_set_size = _AUTO_GUESSES if guess_set_size is None else guess_set_size
-    check_sizes(0, ngram_size, guess_set_size)
-    return LookaheadSource(
-        ngram_size=ngram_size,
-        guess_set_size=guess_set_size,
-        pool_from_prompt=pool_from_prompt,
-        knowledge=knowledge,
-    )

@@ -11,10 +11,10 @@ from pathlib import Path
 from ..draft.combined import merge
 from ..draft.drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
 from ..draft.forced import Guide, guided
+from ..draft.lookahead import LookaheadDrafter
 from .cost_curve import USUAL_SYNC_OVERHEAD, CostCurve, Costs
 from .drafter_source import DrafterSource
 from .experience import Experience
-from .lookahead_source import LookaheadSource
 from .policy import (
     Policy,
     allowed_shortfall,
@@ -76,11 +76,9 @@ class Planner(Drafter):
     ) -> None:
         self.costs = costs
         self.branching = branching
-        self._sources = [
-            one if isinstance(one, _SOURCES) else DrafterSource(one) for one in drafters
-        ]
+        self._sources = [one if _has_probabilities(one) else DrafterSource(one) for one in drafters]
         self._guests = [one for one in self._sources if isinstance(one, DrafterSource)]
-        self._windows = [one for one in self._sources if isinstance(one, LookaheadSource)]
+        self._windows = [one for one in self._sources if isinstance(one, LookaheadDrafter)]
         self._replays = replays
         self._guarded = guarded
         self._experience = experience or Experience()
@@ -187,7 +185,7 @@ class Planner(Drafter):
                 sequence alone.
             sync_overhead: of such a step.
         """
-        branch = candidates.p_first_branch() if candidates else []
+        branch = candidates.first_chain().p_reached if candidates else ()
         if len(branch) < 2:
             return self.policy.gain
         then = [probability / branch[0] for probability in branch[1:]]
@@ -319,15 +317,21 @@ class Planner(Drafter):
     def window_beside(
         self, expected: Sequence[float], costs: Sequence[float], max_depth: int
     ) -> tuple[int, float]:
-        """As :meth:`LookaheadSource.rows_beside`; 0 rows without such a source."""
-        for window in self._windows:
-            rows, earned = window.rows_beside(expected, costs, self.policy, max_depth)
+        """As :meth:`LookaheadDrafter.rows_beside`; 0 rows without such a drafter."""
+        for window in self._windows if self.branching else ():
+            price = price_of_time(expected[: len(costs) - 1], costs, self.policy.rate)
+            bank = self.policy.bank
+            rows, earned = window.rows_beside(expected, costs, price, bank, max_depth)
             if rows:
                 return rows, earned
         return 0, 0.0
 
 
-_SOURCES = DrafterSource, LookaheadSource, SuffixSource  # whose drafts have probabilities
+def _has_probabilities(drafter: Drafter) -> bool:
+    """Whether a drafter takes :class:`Limits`, and knows how likely its drafts are right."""
+    if isinstance(drafter, LookaheadDrafter):
+        return drafter.follows_costs
+    return isinstance(drafter, DrafterSource | SuffixSource)
 
 
 def log_fault(error: Exception) -> None:
