@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from ..draft.combined import merge
+from ..draft.combined import united
 from ..draft.drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
 from ..draft.forced import Guide, guided
 from .cost_curve import USUAL_SYNC_OVERHEAD, CostCurve, Costs
@@ -114,10 +114,7 @@ class Planner(Drafter):
         forced = self.guide is not None and bool(self.guide.forced())
         if not forced and self.policy.skips_search(curve):
             return None
-        found = [source.propose(limits) for source in self._sources]
-        tree = found[0]
-        if len(found) > 1:
-            tree = merge(found)[0].tree().best_first(limits.nodes)
+        tree = united([source.propose(limits) for source in self._sources], limits)
         return guided(tree, self.guide, limits.nodes, limits) if self.guide else tree
 
     def propose(self, max_depth: int) -> DraftTree:
@@ -275,7 +272,7 @@ class Planner(Drafter):
             return "a plain step, to measure its time"
         expected = expected_tokens(candidates.p_reached)
         table = self.step_costs(expected, costs.hopeful.table)
-        restart_cost = policy.restart_cost(costs.sync_overhead)
+        restart_cost = costs.sync_overhead if policy.ahead else 0.0
         price = price_of_time(expected, table, policy.rate)
 
         def gain(n_draft: int) -> float:

@@ -13,10 +13,10 @@ from .cost_curve import Costs
 from .policy import (
     allowed_shortfall,
     best_allowed,
+    expected_shortfall,
     expected_tokens,
     gains_of,
     price_of_time,
-    shortfall_of_all,
 )
 
 if TYPE_CHECKING:
@@ -197,9 +197,8 @@ class _Step:
         policies, overhead = self._policies, self._costs.sync_overhead
         rate = sum(one.rate * weight for one, weight in zip(policies, self._weights, strict=True))
         rate += self._sequences - len(policies)
-        restart = min((policy.restart_cost(overhead) for policy in policies), default=0.0)
-        if any(policy.ahead for policy in policies):  # who has just joined does not know it
-            restart = overhead
+        # Who has just joined does not know what was dispatched.
+        restart = overhead if any(policy.ahead for policy in policies) else 0.0
         if window:
             costs = [0.0, *costs[1 + window :]]
             expected = [tokens + earned for tokens in expected[: len(costs) - 1]]
@@ -211,13 +210,12 @@ class _Step:
             shares = self.shares(n_draft)
             cost = costs[n_draft + 1] if self.alone else 1 + self.further(n_draft)
             drafts = [self.drafting[index].p_by_depth(own) for index, own in shares.items()]
-            shortfall = shortfall_of_all(cost, drafts) - earned
+            shortfall = expected_shortfall(cost, *drafts) - earned
             allowed = not guarded or shortfall <= allowed_shortfall(banks, gain + gained)
             return allowed and (self.alone or patient or self._is_endured(n_draft, shares))
 
         gains = gains_of(expected, costs, rate, restart)
-        # Several have few tries, since each takes a while: a little less would hardly be safer.
-        gain, n_draft = best_allowed(gains, allows, halving=not self.alone)
+        gain, n_draft = best_allowed(gains, allows)
         gain += gained
         if window and not n_draft and not allows(0.0, 0):
             return 0.0, 0, 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -105,12 +104,12 @@ def test_a_draft_may_risk_more_the_more_it_gains_and_the_more_there_is_to_lose()
         assert allowed[0] == 0
     # No stake ruins: it is a part of the bank, however much the draft seems to gain.
     assert all(
-        allowed_shortfall([bank], gain) < bank
+        allowed_shortfall([bank], gain) <= bank
         for bank in (0.1, 0.35, 0.5, 1.0, 100.0)
         for gain in (0.1, 10.0, 1e6)
     )
     for banks in ([-5.0, 5.1], [-10.0, 12.0], [-1.0, 1.2]):
-        assert allowed_shortfall(banks, 30.0) < sum(banks)
+        assert allowed_shortfall(banks, 30.0) <= sum(banks)
     # Sequences that share a step share their banks.
     assert allowed_shortfall([0.35] * 4, 0.1) == pytest.approx(2 * allowed_shortfall([0.35], 0.1))
 
@@ -131,18 +130,6 @@ def test_rate_and_gain_approach_those_of_the_steps() -> None:
         settle(policy, DRAFTED, cost=1.5)  # three tokens in the time of 1.5
     assert policy.rate == pytest.approx(2.0 - (2.0 - first) * 0.9**20)
     assert policy.gain == pytest.approx(0.8 - 0.8 * 0.9**20)
-
-
-def test_a_draft_costs_a_restart_where_the_next_forward_is_dispatched() -> None:
-    policy = Policy()
-    assert policy.restart_cost(0.3) == 0.02  # the first step waits in any case
-    settle(policy, replace(PLAIN, ahead=True), cost=1.0)
-    assert policy.restart_cost(0.3) == 0.3
-    settle(policy, PLAIN, cost=1.0)  # that step ran, and nothing was dispatched after it
-    assert policy.restart_cost(0.3) == 0.02
-    assert policy.restart_cost(0.01) == 0.01
-    settle(policy, DRAFTED, cost=1.5)
-    assert policy.restart_cost(0.3) == 0.0
 
 
 def test_short_outputs_count_as_one_long_one_for_probes() -> None:
