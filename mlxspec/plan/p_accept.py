@@ -78,15 +78,12 @@ _N_CLASSES, _UNKNOWN = len(TokenClass), int(TokenClass.UNKNOWN)
 _FORMS, _LOWER_RANKED = 3, 2
 _LONGEST_RUN = 10  # as a power of two
 _N_LENGTHS, _N_DEPTHS = 11, 8
-_MOST_AGREEING = 4
 _NO_GAP = 5
 _RUN = 0
-_LAST_HITS = _RUN + 2 * (_LONGEST_RUN + 1)
-_CLASSES = _LAST_HITS + 2**3
+_CLASSES = _RUN + 2 * (_LONGEST_RUN + 1)
 _LENGTH_AT_DEPTH = _CLASSES + _N_CLASSES**2
 _LENGTH = _LENGTH_AT_DEPTH + _N_LENGTHS * _N_DEPTHS
-_AGREEING = _LENGTH + _FORMS * _N_LENGTHS
-_GAP = _AGREEING + _FORMS * (_MOST_AGREEING + 1)
+_GAP = _LENGTH + _FORMS * _N_LENGTHS
 _IN_PROMPT = _GAP + _NO_GAP + 1
 TOKEN_FEATURES = _IN_PROMPT + _FORMS * 2
 """Features from this number on are tokens, whose weights tell of texts."""
@@ -143,7 +140,6 @@ class AcceptanceModel:
         self._output_start = output_start
         self._hit_rate = _FIRST_HIT_RATE
         self._run = 0  # tokens in a row whose best continuation was right
-        self._last_hits = 0  # of the last three tokens, the newest as the lowest bit
 
     def estimate(
         self,
@@ -205,10 +201,9 @@ class AcceptanceModel:
         classes, n_classes = self._classes, len(self._classes)
         correct, run_before = self._corrections[0].logit, self._run
         match_class = _LENGTH_CLASSES[matched]
-        of_hits, of_gap, of_prompt = _LAST_HITS + self._last_hits, _GAP + gap, _IN_PROMPT + form
+        of_gap, of_prompt = _GAP + gap, _IN_PROMPT + form
         of_length_at_depth = _LENGTH_AT_DEPTH + _N_DEPTHS * match_class
         of_length = _LENGTH + _FORMS * match_class + form
-        of_agreeing = _AGREEING + _FORMS * min(len(agreed), _MOST_AGREEING) + form
 
         def estimate(token: int, depth: int, before: int) -> Estimate:
             length = min(matched + depth, _MAX_LENGTH)
@@ -219,11 +214,9 @@ class AcceptanceModel:
                 logit += of_first
             features = (
                 _RUN + 2 * min((run_before + depth).bit_length(), _LONGEST_RUN) + (depth > 0),
-                of_hits,
                 _CLASSES + _N_CLASSES * class_before + token_class,
                 of_length_at_depth + _DEPTH_CLASSES[min(depth, _MAX_LENGTH)],
                 of_length,
-                of_agreeing,
                 of_gap,
                 of_prompt + _FORMS * (depth < prompt_depth),
                 TOKEN_FEATURES + token,
@@ -256,7 +249,6 @@ class AcceptanceModel:
                     corrections.learn(features, logit, rank == right)
         hit = right == 0
         self._run = self._run + 1 if hit else 0
-        self._last_hits = 2 * self._last_hits + hit & 7
         self._hit_rate += _CHANGE * (hit - self._hit_rate)
 
 

@@ -18,8 +18,10 @@ from .lookahead_source import LookaheadSource
 from .policy import (
     Policy,
     allowed_shortfall,
+    best_allowed,
     expected_shortfall,
     expected_tokens,
+    gains_of,
     price_of_time,
     replayed_costs,
 )
@@ -52,7 +54,6 @@ class Planner(Drafter):
             All but the planner's own are asked as a :class:`DrafterSource` does.
         branching: whether drafts may be trees; otherwise they are chains.
         replays: whether accepted tokens of a partly rejected draft run again (REPLAY).
-        guarded: whether a guard bounds what failed drafts may cost.
         experience: of earlier generations; None where there are none.
 
     Attributes:
@@ -71,7 +72,6 @@ class Planner(Drafter):
         *,
         branching: bool = True,
         replays: bool = False,
-        guarded: bool = True,
         experience: Experience | None = None,
     ) -> None:
         self.costs = costs
@@ -82,7 +82,6 @@ class Planner(Drafter):
         self._guests = [one for one in self._sources if isinstance(one, DrafterSource)]
         self._windows = [one for one in self._sources if isinstance(one, LookaheadSource)]
         self._replays = replays
-        self._guarded = guarded
         self._experience = experience or Experience()
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -91,7 +90,7 @@ class Planner(Drafter):
         self.failed = False
         self._begun: list[Drafter] = []
         self._plan = NO_PLAN
-        self.policy = Policy(self._guarded)
+        self.policy = Policy()
         try:
             self.costs.move_to(len(prompt))
             if self.costs.wants_plain_steps:
@@ -287,11 +286,12 @@ class Planner(Drafter):
         if gain(best) <= 0:
             return f"{told} (a plain step's time is worth {price:.2f})"
         shortfall = expected_shortfall(table[best + 1], candidates.p_by_depth(best))
-        if policy.allows(shortfall, gain(best)):
+        allowed = allowed_shortfall([policy.bank], gain(best))
+        if shortfall <= allowed:
             return "the guard forbids the rows of the lookahead window"
         return (
             f"the guard forbids it: {told}; the expected loss is {shortfall:.3f}, and its bank of "
-            f"{policy.bank:.2f} allows {allowed_shortfall([policy.bank], gain(best)):.3f}"
+            f"{policy.bank:.2f} allows {allowed:.3f}"
         )
 
     def _gain_of_chain(
@@ -301,8 +301,13 @@ class Planner(Drafter):
         expected = expected_tokens(p_reached)
         costs = costs or self.step_costs(expected, self.costs.hopeful.table)
         expected = expected[: len(costs) - 1]
-        gain, _ = self.policy.best(expected, costs, lambda n: p_reached[:n], guarded=guarded)
-        return gain
+        bank = self.policy.bank
+
+        def allows(gain: float, n_draft: int) -> bool:
+            shortfall = expected_shortfall(costs[n_draft + 1], p_reached[:n_draft])
+            return not guarded or shortfall <= allowed_shortfall([bank], gain)
+
+        return best_allowed(gains_of(expected, costs, self.policy.rate, 0.0), allows)[0]
 
     def step_costs(self, expected: Sequence[float], table: Sequence[float]) -> Sequence[float]:
         """What a step costs with ``rows`` rows besides pending ones, as ``costs[rows]``.

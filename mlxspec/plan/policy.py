@@ -63,11 +63,10 @@ class Policy:
       has so many.
 
     Args:
-        guarded: whether there is a guard.
         probe_step: where the round of probes begins, in steps.
 
     Attributes:
-        guarded, probe_step: as given; steps while plain ones are wanted add to the latter.
+        probe_step: as given; steps while plain ones are wanted add to it.
         rate: running average of tokens per plain step's time.
         gain: running average of the chosen drafts' gains; a step without a draft counts 0.
         bank: what the guard has left, in plain steps.
@@ -76,12 +75,11 @@ class Policy:
             steps.
     """
 
-    def __init__(self, guarded: bool = True, probe_step: int = 0) -> None:
+    def __init__(self, probe_step: int = 0) -> None:
         self.rate = _FIRST_RATE
         self.gain = 0.0
         self.bank = _FIRST_BANK
         self.patience = _FIRST_PATIENCE
-        self.guarded = guarded
         self.probe_step = probe_step
         self.ahead = False
         self._steps_without_draft = 0
@@ -100,36 +98,6 @@ class Policy:
         """Whether the next step shall be a plain one, which is measured."""
         gains_much = self.gain >= _MUCH_GAIN and not self._doubtful
         return not gains_much and self.probe_step % _PROBE_ROUND in _PROBE
-
-    def best(
-        self,
-        expected: Sequence[float],
-        costs: Sequence[float],
-        p_by_depth: Callable[[int], Sequence[float]],
-        guarded: bool = True,
-    ) -> tuple[float, int]:
-        """The greatest gain of one sequence that the guard allows, and its number of nodes.
-
-        Args:
-            expected: E(n), the tokens that a step emits on average with the first ``n`` nodes.
-            costs: ``costs[rows]`` is T(rows) / T(1).
-            p_by_depth: given a number of first nodes, the probabilities that at least 1, 2, …
-                of them are accepted.
-            guarded: whether to ask the guard.
-
-        Returns:
-            0.0 and 0 where no draft gains anything.
-        """
-
-        def allows(gain: float, n_draft: int) -> bool:
-            shortfall = expected_shortfall(costs[n_draft + 1], p_by_depth(n_draft))
-            return not guarded or self.allows(shortfall, gain)
-
-        return best_allowed(gains_of(expected, costs, self.rate, 0.0), allows)
-
-    def allows(self, shortfall: float, gain: float) -> bool:
-        """Whether the guard lets a draft of this expected shortfall and gain be verified."""
-        return not self.guarded or shortfall <= allowed_shortfall([self.bank], gain)
 
     def settle(
         self,

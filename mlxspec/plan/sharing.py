@@ -203,7 +203,6 @@ class _Step:
             costs = [0.0, *costs[1 + window :]]
             expected = [tokens + earned for tokens in expected[: len(costs) - 1]]
             gained = earned - price_of_time(expected, costs, rate) * (costs[1] - self._table[1])
-        guarded = any(policy.guarded for policy in policies)
         banks = [policy.bank for policy in policies]
 
         def allows(gain: float, n_draft: int) -> bool:
@@ -211,7 +210,7 @@ class _Step:
             cost = costs[n_draft + 1] if self.alone else 1 + self.further(n_draft)
             drafts = [self.drafting[index].p_by_depth(own) for index, own in shares.items()]
             shortfall = expected_shortfall(cost, *drafts) - earned
-            allowed = not guarded or shortfall <= allowed_shortfall(banks, gain + gained)
+            allowed = shortfall <= allowed_shortfall(banks, gain + gained)
             return allowed and (self.alone or patient or self._is_endured(n_draft, shares))
 
         gains = gains_of(expected, costs, rate, restart)

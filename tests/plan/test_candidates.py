@@ -13,7 +13,7 @@ from mlxspec.draft.drafter import DraftTree, Limits, TreeBuilder
 from mlxspec.draft.suffix_index import SuffixIndex
 from mlxspec.plan.cost_curve import CostCurve
 from mlxspec.plan.p_accept import AcceptanceModel
-from mlxspec.plan.policy import Policy, expected_tokens
+from mlxspec.plan.policy import best_allowed, expected_tokens, gains_of
 from mlxspec.plan.suffix_source import Evidence, SuffixTree
 
 Path = tuple[int, ...]
@@ -89,13 +89,12 @@ def test_the_nodes_that_are_left_out_are_in_no_best_draft(
     curve = CostCurve(enumerate(accumulate(slopes, initial=1.0), start=1))
     index, model = SuffixIndex(text), AcceptanceModel()
     evidence = Evidence("context", index.tokens, index.occurrences(), model)
-    policy = Policy(guarded=False)
-    policy.rate = rate
 
     def best(least_p: list[float], costs: list[float]) -> tuple[float, int]:
         limits = Limits(50, curve.widest - 1, branching, least_p, costs)
         tree = SuffixTree(text[-1], evidence, limits).tree()
-        return policy.best(expected_tokens(tree.p_reached), curve.table, tree.p_by_depth)
+        gains = gains_of(expected_tokens(tree.p_reached), curve.table, rate, 0.0)
+        return best_allowed(gains, lambda *_: True)
 
     whole = best([0.0] * curve.widest, [])
     assert best(curve.cheapest_rows, curve.table) == whole
