@@ -11,7 +11,7 @@ from pathlib import Path
 from ..draft.combined import united
 from ..draft.drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
 from ..draft.forced import Guide, guided
-from .cost_curve import USUAL_SYNC_OVERHEAD, CostCurve, Costs
+from .cost_curve import CostCurve, Costs
 from .drafter_source import DrafterSource
 from .experience import Experience
 from .lookahead_source import LookaheadSource
@@ -96,7 +96,7 @@ class Planner(Drafter):
             if self.costs.wants_plain_steps:
                 self.policy.probe_step = self._experience.probe_step
             first = _FIRST_DRAFT[: self.costs.hopeful.widest - 1]
-            self.policy.gain = self._gain_of_chain(first, guarded=False)
+            self.policy.gain = self._gain_of_chain(first)
             for source in self._sources:
                 source.begin(prompt)
                 self._begun.append(source)
@@ -167,28 +167,23 @@ class Planner(Drafter):
 
         Asked when nothing is drafted now. The next token may open a passage worth drafting. It
         pays to wait for that token where drafts have lately gained more than the sync overhead,
-        or where one would if the likeliest token came. Where the sync overhead is high, the
-        guard must allow that draft, too.
+        or where one would if the likeliest token came. The guard must allow that draft, too.
         """
         return self.failed or self._plan.pipelined
 
-    def gain_of_waiting(
-        self, candidates: DraftTree | None, costs: Sequence[float] | None, sync_overhead: float
-    ) -> float:
+    def gain_of_waiting(self, candidates: DraftTree | None, costs: Sequence[float] | None) -> float:
         """What a draft after the next token gains on average, if the step waits for that token.
 
         Args:
             candidates: after the current token; None where none were searched for.
             costs: ``costs[rows]`` is what a step with so many rows costs; by default one of this
                 sequence alone.
-            sync_overhead: of such a step.
         """
         branch = candidates.p_first_branch() if candidates else []
         if len(branch) < 2:
             return self.policy.gain
         then = [probability / branch[0] for probability in branch[1:]]
-        guarded = sync_overhead > USUAL_SYNC_OVERHEAD
-        return max(self.policy.gain, branch[0] * self._gain_of_chain(then, guarded, costs))
+        return max(self.policy.gain, branch[0] * self._gain_of_chain(then, costs))
 
     def observe(self, step: VerifiedStep) -> None:
         pending, self._pending = self._pending, step.pending
@@ -295,9 +290,9 @@ class Planner(Drafter):
         )
 
     def _gain_of_chain(
-        self, p_reached: Sequence[float], guarded: bool, costs: Sequence[float] | None = None
+        self, p_reached: Sequence[float], costs: Sequence[float] | None = None
     ) -> float:
-        """The gain of a chain whose first 1, 2, … tokens are accepted with these probabilities."""
+        """What a chain may gain whose first 1, 2, … tokens have these probabilities."""
         expected = expected_tokens(p_reached)
         costs = costs or self.step_costs(expected, self.costs.hopeful.table)
         expected = expected[: len(costs) - 1]
@@ -305,7 +300,7 @@ class Planner(Drafter):
 
         def allows(gain: float, n_draft: int) -> bool:
             shortfall = expected_shortfall(costs[n_draft + 1], p_reached[:n_draft])
-            return not guarded or shortfall <= allowed_shortfall([bank], gain)
+            return shortfall <= allowed_shortfall([bank], gain)
 
         return best_allowed(gains_of(expected, costs, self.policy.rate, 0.0), allows)[0]
 

@@ -238,18 +238,17 @@ class _Step:
     def is_pipelined(self, plans: Sequence[Plan]) -> bool:
         """Whether a step without drafts need not wait for its tokens, since drafts after these
         would hardly gain more than the wait costs."""
-        costs, overhead = self._costs, self._costs.sync_overhead
-        if not self.alone and costs.wants_plain_steps:
+        if not self.alone and self._costs.wants_plain_steps:
             # A probe of one sequence is not waited for by the others.
             return True
-        most = self._sequences * overhead
+        most = self._sequences * self._costs.sync_overhead
         if sum(policy.gain for policy in self._policies) > most:
             return False
         table: Sequence[float] | None = None
         if not self.alone:  # whoever drafts pays for what its rows take from all
             table = [0.0, *(1 + self.further(n) for n in range(len(self._table) - 1))]
         gains = (
-            planner.gain_of_waiting(plan.candidates, table, overhead)
+            planner.gain_of_waiting(plan.candidates, table)
             for planner, plan in zip(self._planners, plans, strict=True)
         )
         return sum(gains) <= most
