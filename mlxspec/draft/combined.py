@@ -6,7 +6,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep, origins_of, window_rows_of
+from .drafter import (
+    Drafter,
+    DraftTree,
+    Limits,
+    TreeBuilder,
+    VerifiedStep,
+    origins_of,
+    window_rows_of,
+)
 
 
 class CombinedDrafter(Drafter):
@@ -99,6 +107,19 @@ def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
         argmaxes=tuple(step.argmaxes[row] for row in rows),
         accepted=tuple(accepted),
     )
+
+
+def united(trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
+    """The likeliest nodes of several drafts for one token, whose probabilities are known.
+
+    Args:
+        trees: as for :func:`merge`.
+        limits: of the draft.
+    """
+    if len(trees) == 1:
+        return trees[0]
+    tree = merge(trees)[0].tree().best_first()
+    return (tree if limits.branching else tree.first_chain()).first(limits.nodes)
 
 
 def merge(

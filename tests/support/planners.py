@@ -9,7 +9,7 @@ from mlxspec.plan.cost_curve import CostCurve, FixedCosts
 from mlxspec.plan.planner import Planner
 from mlxspec.plan.suffix_source import SuffixSource
 
-_PLANNER = ("branching", "replays", "guarded")
+_PLANNER = ("branching", "replays")
 
 
 def suffix_planner(curve: CostCurve, sync_overhead: float = 0.02, **options: Any) -> Planner:
