@@ -163,3 +163,12 @@ def test_the_likeliest_nodes_hang_together() -> None:
     for n_draft in range(1, 8):
         assert len(tree.first(n_draft)) == n_draft + 1
         assert sum(tree.p_by_depth(n_draft)) == pytest.approx(sum(tree.p_reached[:n_draft]))
+
+
+def test_without_a_planner_all_guesses_are_drafted_and_no_window() -> None:
+    alone, given = LookaheadDrafter("auto"), LookaheadDrafter(0, guess_set_size=16)
+    for drafter in (alone, given):
+        drafter.begin(REPEATING * 2)
+    assert len(alone.propose(100)) > 1
+    assert alone.propose(100) == given.propose(100)
+    assert alone.window_rows() == {}
