@@ -87,7 +87,7 @@ def _memory(context: int) -> float:
 def _begin(context: int) -> float:
     """Seconds for which the prefill waits: the index is built beside it."""
     tokens = made_up_text(context)
-    drafter = Planner(FixedCosts(chip_curve("M4 Pro")), [SuffixSource()], guarded=False)
+    drafter = Planner(FixedCosts(chip_curve("M4 Pro")), [SuffixSource()])
     seconds = _seconds(drafter.begin, tokens)
     drafter.end()
     return seconds

@@ -6,7 +6,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep, origins_of, window_rows_of
+from .drafter import (
+    Drafter,
+    DraftTree,
+    Limits,
+    TreeBuilder,
+    VerifiedStep,
+    origins_of,
+    window_rows_of,
+)
 
 
 class CombinedDrafter(Drafter):
@@ -47,10 +55,13 @@ class CombinedDrafter(Drafter):
         else:
             second = self.second.propose(max_depth)
         self._parts = first, second
-        merged, self._nodes = merge(self._parts, self.max_rows)
-        self._n_rows = len(merged)
+        named = [
+            replace(tree, origins=origins_of(drafter, tree)[1:])
+            for drafter, tree in zip((self.first, self.second), self._parts, strict=True)
+        ]
+        merged, self._nodes = merge(named, self.max_rows)
         # Checked, and without probabilities: drafters that share rows may be anybody's.
-        return DraftTree(tuple(merged.tokens), tuple(merged.parents))
+        return DraftTree(tuple(merged.tokens), tuple(merged.parents), origins=tuple(merged.origins))
 
     def observe(self, step: VerifiedStep) -> None:
         first, second = self._parts
@@ -62,18 +73,6 @@ class CombinedDrafter(Drafter):
             self.first.end()
         finally:
             self.second.end()
-
-    def origins(self) -> tuple[str, ...]:
-        """Per node of the tree proposed last, its origin, by the first drafter that has one."""
-        origins = ["root"] + [""] * (self._n_rows - 1)
-        for drafter, tree, nodes in zip(
-            (self.first, self.second), self._parts, self._nodes, strict=True
-        ):
-            own = origins_of(drafter, tree)
-            for node, origin in zip(nodes, own, strict=True):
-                if node is not None:
-                    origins[node] = origins[node] or origin
-        return tuple(origins)
 
     def window_rows(self) -> dict[tuple[int, int], int]:
         rows: dict[tuple[int, int], int] = {}
@@ -96,13 +95,7 @@ def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
         the step with the target's choices after the nodes of ``tree`` and with its accepted
         nodes. The emitted tokens are all, whichever draft they came from.
     """
-    children: dict[tuple[int, int], int] = {}
-    for node in range(len(step.tree) - 1, 0, -1):  # so that the first of equal siblings remains
-        children[step.tree.parents[node], step.tree.tokens[node]] = node
-    verified: list[int | None] = [0]
-    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
-        above = verified[parent]
-        verified.append(None if above is None else children.get((above, token)))
+    verified = tree.nodes_in(step.tree)
     rows = [same for same in verified if same is not None]
     tree = tree.kept([same is not None for same in verified])
     own = {same: node for node, same in reversed(list(enumerate(rows)))}
@@ -114,6 +107,19 @@ def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
         argmaxes=tuple(step.argmaxes[row] for row in rows),
         accepted=tuple(accepted),
     )
+
+
+def united(trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
+    """The likeliest nodes of several drafts for one token, whose probabilities are known.
+
+    Args:
+        trees: as for :func:`merge`.
+        limits: of the draft.
+    """
+    if len(trees) == 1:
+        return trees[0]
+    tree = merge(trees)[0].tree().best_first()
+    return (tree if limits.branching else tree.first_chain()).first(limits.nodes)
 
 
 def merge(
@@ -170,6 +176,4 @@ def merge(
             nodes.append(node)
     if all(tree.p_reached or len(tree) == 1 for tree in trees):
         merged.p_reached = p_reached
-    if not all(tree.origins or len(tree) == 1 for tree in trees):
-        merged.origins = []
     return merged, numbers

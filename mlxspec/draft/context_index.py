@@ -27,9 +27,6 @@ class ContextIndex:
         """The tokens that the context began with."""
         self.output_start = 0
         """Where in the index's text the prompt ends and the output begins."""
-        self.conversation_end = 0
-        """Behind the last abandoned turn: what stands before is the conversation's, if not the
-        context's."""
 
     @property
     def index(self) -> SuffixIndex:
@@ -49,12 +46,9 @@ class ContextIndex:
         self.prompt = tokens
         if kept is not None:
             index, added = kept
-            if added and added[0] == SEPARATOR:
-                self.conversation_end = len(index) + 1
             self.output_start = len(index) + len(added)
             self._run(lambda: _extended(index, added))
         else:
-            self.conversation_end = 0
             self.output_start = len(tokens)
             self._run(lambda: SuffixIndex(tokens))
 

@@ -36,18 +36,24 @@ def checked_drafter(drafter: object) -> Drafter:
 _INTERFACE = ("begin", "propose", "observe", "end", "pipelined", "branching")
 
 
-def not_a_draft(proposed: object, drafter: Drafter, last: int) -> DrafterError:
-    """The error for a proposal that is no draft to follow the token ``last``."""
+def checked_draft(proposed: object, drafter: Drafter, last: int) -> DraftTree:
+    """Check and return what a drafter has proposed to follow the token ``last``.
+
+    Raises:
+        DrafterError: it is not a draft tree, or its root is another token.
+    """
     name = type(drafter).__name__
     if not isinstance(proposed, DraftTree):
-        return DrafterError(
+        raise DrafterError(
             f"{name}.propose returned {_described(proposed)}: return a DraftTree, such as "
             "DraftTree.chain(last token, drafted tokens)"
         )
-    return DrafterError(
-        f"{name}.propose returned a tree with the root {proposed.tokens[0]}, but the context ends "
-        f"with {last}: its last token comes from the prompt, and then from step.tokens"
-    )
+    if proposed.tokens[0] != last:
+        raise DrafterError(
+            f"{name}.propose returned a tree with the root {proposed.tokens[0]}, but the context "
+            f"ends with {last}: its last token comes from the prompt, and then from step.tokens"
+        )
+    return proposed
 
 
 def load_drafter(name: str) -> type[Drafter]:

@@ -6,7 +6,7 @@ Derive your own drafter from :class:`Drafter`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import index
@@ -135,21 +135,39 @@ class DraftTree:
         """The chain of first children: the part of a tree for a target that verifies chains."""
         if self.is_chain:
             return self
-        return self.kept([node in self._first_branch for node in range(len(self))])
+        nodes = [0]
+        for node in range(1, len(self)):
+            if self.parents[node] == nodes[-1]:
+                nodes.append(node)
+        return self._renumbered(nodes)
 
-    @cached_property
-    def _first_branch(self) -> dict[int, None]:
-        """The root, its first child, the first child of that, and so on."""
-        branch, node = {0: None}, 0
-        for other in range(1, len(self)):
-            if self.parents[other] == node:
-                branch[other] = None
-                node = other
-        return branch
+    def judged(self, tokens: Iterable[int]) -> Iterator[tuple[int, bool]]:
+        """The nodes that the tokens that followed have judged, and whether each was right.
 
-    def p_first_branch(self) -> list[float]:
-        """``p_reached`` of the root's first child, the first child of that, and so on."""
-        return [self.p_reached[node - 1] for node in self._first_branch if node]
+        Those are the root's children, the children of the right one, and so on.
+        """
+        right: int | None = 0
+        for token in tokens:
+            above, right = right, None
+            for node in range(1, len(self)):
+                if self.parents[node] == above:
+                    yield node, self.tokens[node] == token
+                    if right is None and self.tokens[node] == token:
+                        right = node
+            if right is None:
+                return
+
+    def nodes_in(self, other: DraftTree) -> list[int | None]:
+        """Per node, that of another tree for the same token on the same path; None if it has none.
+
+        Of equal siblings there, the first counts.
+        """
+        builder = TreeBuilder.of(other)
+        nodes: list[int | None] = [0]
+        for token, parent in zip(self.tokens[1:], self.parents[1:], strict=True):
+            above = nodes[parent]
+            nodes.append(None if above is None else builder.find(above, token))
+        return nodes
 
     def p_by_depth(self, n_draft: int) -> list[float]:
         """The probabilities that at least 1, 2, … of the first ``n_draft`` nodes are accepted."""
@@ -161,17 +179,7 @@ class DraftTree:
 
     def first(self, n_draft: int) -> DraftTree:
         """The tree of the root and the ``n_draft`` nodes after it."""
-        if n_draft >= len(self) - 1:
-            return self
-        if n_draft == 0:
-            return _root_alone(self.tokens[0])
-        rows = n_draft + 1
-        return self._of(
-            self.tokens[:rows],
-            self.parents[:rows],
-            self.p_reached[:n_draft],
-            self.origins[:n_draft],
-        )
+        return self if n_draft >= len(self) - 1 else self._renumbered(range(n_draft + 1))
 
     def best_first(self, max_nodes: int = sys.maxsize) -> DraftTree:
         """The ``max_nodes`` nodes with the highest ``p_reached``, the likeliest first.
@@ -206,6 +214,8 @@ class DraftTree:
 
     def _renumbered(self, nodes: Sequence[int]) -> DraftTree:
         """These nodes in this order: the root first, and parents before their children."""
+        if len(nodes) == 1:
+            return _root_alone(self.tokens[0])
         number = {-1: -1} | {node: place for place, node in enumerate(nodes)}
         return self._of(
             [self.tokens[node] for node in nodes],
@@ -405,7 +415,9 @@ class NoDraft(Drafter):
 def origins_of(drafter: Drafter, tree: DraftTree) -> tuple[str, ...]:
     """Per node of the tree that a drafter proposed last, where it came from."""
     said = drafter.origins() if hasattr(drafter, "origins") else None
-    return said or ("root", *(tree.origins or ["draft"] * (len(tree) - 1)))
+    if said and len(said) == len(tree):
+        return said
+    return "root", *(tree.origins or ["draft"] * (len(tree) - 1))
 
 
 def window_rows_of(drafter: Drafter) -> Mapping[tuple[int, int], int]:

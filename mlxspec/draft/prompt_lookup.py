@@ -9,9 +9,6 @@ from typing import TypeGuard
 from ..errors import OptionError
 from .drafter import Drafter, DraftTree, VerifiedStep
 
-# Token ids are packed into one integer per n-gram; no vocabulary has 2**24 tokens.
-_TOKEN_BITS = 24
-
 
 class NgramIndex:
     """Maps every n-gram of a token sequence, n_min <= n <= n_max, to its earliest end.
@@ -22,24 +19,19 @@ class NgramIndex:
 
     def __init__(self, n_min: int, n_max: int) -> None:
         self.tokens: list[int] = []
-        self._sizes = tuple(range(n_max, n_min - 1, -1))
-        self._masks = {n: (1 << n * _TOKEN_BITS) - 1 for n in self._sizes}
-        self._ends: dict[int, dict[int, int]] = {n: {} for n in self._sizes}
-        self._suffix = 0  # the last n_max tokens, packed
+        self._sizes = range(n_max, n_min - 1, -1)
+        self._ends: dict[tuple[int, ...], int] = {}
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens (ids >= 0) to the text."""
-        suffix, longest = self._suffix, self._masks[self._sizes[0]]
+        """Append tokens to the text."""
         text = self.tokens
-        tables = [(n, self._masks[n], self._ends[n]) for n in self._sizes]
+        longest = self._sizes[0]
         for token in tokens:
             text.append(token)
-            suffix = (suffix << _TOKEN_BITS | token) & longest
-            end = len(text)
-            for n, mask, ends in tables:
-                if n <= end:
-                    ends.setdefault(suffix & mask, end)
-        self._suffix = suffix
+            suffix = tuple(text[-longest:])
+            for n in self._sizes:
+                if n <= len(suffix):
+                    self._ends.setdefault(suffix[-n:], len(text))
 
     def continuation(self, length: int) -> Sequence[int]:
         """What followed the first occurrence of the longest n-gram at the text's end.
@@ -48,9 +40,9 @@ class NgramIndex:
             up to ``length`` tokens; none if no n-gram at the end has occurred before.
         """
         for n in self._sizes:
-            end = self._ends[n].get(self._suffix & self._masks[n])
+            end = self._ends.get(tuple(self.tokens[-n:]), len(self.tokens))
             # The n-gram at the very end is in the table too, and nothing follows it.
-            if end is not None and end < len(self.tokens) >= n:
+            if end < len(self.tokens):
                 return self.tokens[end : end + length]
         return ()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .drafter import (
     Drafter,
@@ -59,28 +59,22 @@ class RecordingDrafter(Drafter):
         self._drafter.begin(prompt)
 
     def propose(self, max_depth: int) -> DraftTree:
-        self._proposed = tree = self._drafter.propose(max_depth)
+        tree = self._drafter.propose(max_depth)
         # Asked now: after the step the drafter may have forgotten this tree.
-        self._origins = origins_of(self._drafter, tree)
         self._window = dict(window_rows_of(self._drafter))
         self._no_draft = no_draft_of(self._drafter) if max_depth > 0 else "the output ends here"
-        return tree
+        self._proposed = replace(tree, origins=origins_of(self._drafter, tree)[1:])
+        return self._proposed
 
     def observe(self, step: VerifiedStep) -> None:
-        proposed_of = _proposed_nodes(step.tree, self._proposed)
-        verified_of = {node: verified for verified, node in enumerate(proposed_of)}
-        self._steps.append(
-            RecordedStep(
-                step,
-                tuple(self._origins[node] for node in proposed_of),
-                {
-                    place: verified_of[node]
-                    for place, node in self._window.items()
-                    if node in verified_of
-                },
-                "" if step.drafted else self._why_none(step),
-            )
-        )
+        verified = dict(enumerate(self._proposed.nodes_in(step.tree)))
+        window = {
+            place: node
+            for place, proposed in self._window.items()
+            if (node := verified.get(proposed)) is not None
+        }
+        no_draft = "" if step.drafted else self._why_none(step)
+        self._steps.append(RecordedStep(step, ("root", *step.tree.origins), window, no_draft))
         self._drafter.observe(step)
 
     def _why_none(self, step: VerifiedStep) -> str:
@@ -94,23 +88,3 @@ class RecordingDrafter(Drafter):
 
     def end(self) -> None:
         self._drafter.end()
-
-
-def _proposed_nodes(verified: DraftTree, proposed: DraftTree) -> list[int]:
-    """Per node of the verified tree, its number in the proposed one.
-
-    The step drops nodes and renumbers the others in the same order.
-    """
-    nodes = [0]
-    taken = {0}
-    for token, parent in zip(verified.tokens[1:], verified.parents[1:], strict=True):
-        node = next(
-            node
-            for node in range(nodes[parent] + 1, len(proposed))
-            if proposed.parents[node] == nodes[parent]
-            and proposed.tokens[node] == token
-            and node not in taken
-        )
-        taken.add(node)
-        nodes.append(node)
-    return nodes

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from ..draft.custom import not_a_draft
+from ..draft.custom import checked_draft
 from ..draft.drafter import Drafter, DraftTree, VerifiedStep, accept, window_rows_of
 from .caches import held_arrays, move_rows, parts
 from .chooser import Chooser
@@ -207,10 +207,9 @@ class Sequence:
         """Whether the next forward may be dispatched before the proposed step's token is known."""
         return not self.proposed and self.drafter.pipelined
 
-    def _fitting(self, tree: object, max_depth: int) -> DraftTree:
+    def _fitting(self, proposed: object, max_depth: int) -> DraftTree:
         """Cut a proposal down to what the target can verify and the output can still hold."""
-        if not isinstance(tree, DraftTree) or tree.tokens[0] != self.last:
-            raise not_a_draft(tree, self.drafter, self.last)
+        tree = checked_draft(proposed, self.drafter, self.last)
         if len(tree) == 1:
             return tree
         # First, since nothing that follows has to know ids that the model lacks.

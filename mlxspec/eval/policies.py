@@ -282,13 +282,12 @@ class Hindsight(Drafter):
 
     def propose(self, max_depth: int) -> DraftTree:
         following = self.output[self._done : self._done + self.curve.widest]
-        self._acceptance.refresh()
         text = self._text
         evidence = Evidence(CONTEXT, text.tokens, text.occurrences(), self._acceptance)
         # What is improbable may turn out to be right.
         least_p, depth = [0.0] * self.curve.widest, min(max_depth, len(following))
         limits = Limits(depth, self.curve.widest - 1, self.branching, least_p)
-        self._candidates = SuffixTree(text.tokens[-1], [evidence], limits)
+        self._candidates = SuffixTree(text.tokens[-1], evidence, limits)
         everything = self._candidates.tree()
         return everything.first(self._best_n_draft(verify(everything, following).accepted))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast
 from ..draft.combined import CombinedDrafter
 from ..draft.custom import checked_drafter
 from ..draft.drafter import Drafter, NoDraft
-from ..draft.lookahead import LookaheadDrafter, check_sizes
+from ..draft.lookahead import LookaheadDrafter, LookaheadKnowledge
 from ..draft.prediction import PredictionDrafter
 from ..draft.prompt_lookup import PromptLookupDrafter
 from ..errors import OptionError
@@ -21,7 +21,6 @@ from ..memory.memory import Memory
 from ..plan.cost_curve import Costs, FixedCosts
 from ..plan.drafter_source import DrafterSource
 from ..plan.experience import Experience
-from ..plan.lookahead_source import LookaheadKnowledge, LookaheadSource
 from ..plan.planner import Planner
 from ..plan.policy import trees_pay
 from ..plan.suffix_source import Earlier, SuffixSource
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from ..engine.target import Capability
     from ..store.store import Store
     from .session import Session
-
-_AUTO_GUESSES = 16  # kept for one first token; how many are verified depends on the costs
 
 
 class Lessons:
@@ -154,30 +151,21 @@ class Lookahead(Drafting):
     first: Callable[[], Drafter] | None = None
 
     def __post_init__(self) -> None:
-        columns = 0 if self.window_size == "auto" else self.window_size
-        guesses = -1 if self.guess_set_size is None else self.guess_set_size
-        check_sizes(columns, self.ngram_size, guesses)
+        self.with_knowledge(None)
 
     @property
     def plans(self) -> bool:  # type: ignore[override]
         return self.window_size == "auto"
 
-    def with_knowledge(self, knowledge: LookaheadKnowledge) -> LookaheadDrafter | LookaheadSource:
-        """A drafter of these sizes, or with "auto" a source for a planner."""
-        size, guesses, reads_prompt = self.ngram_size, self.guess_set_size, self.pool_from_prompt
-        if self.window_size != "auto":
-            return LookaheadDrafter(self.window_size, size, guesses, reads_prompt)
-        return LookaheadSource(
-            ngram_size=size,
-            guess_set_size=_AUTO_GUESSES if guesses is None else guesses,
-            pool_from_prompt=reads_prompt,
-            knowledge=knowledge,
-        )
+    def with_knowledge(self, knowledge: LookaheadKnowledge | None) -> LookaheadDrafter:
+        """A drafter of these sizes that knows what earlier generations have taught."""
+        sizes = self.window_size, self.ngram_size, self.guess_set_size, self.pool_from_prompt
+        return LookaheadDrafter(*sizes, knowledge=knowledge)
 
     def make(self, decoder: Planning, session: Session | None) -> Drafter:
         own = self.with_knowledge(decoder.lessons.lookahead)
         first = [self.first()] if self.first else []
-        if isinstance(own, LookaheadSource):
+        if self.plans:
             return _planned(decoder, [*first, own], decoder.lessons)
         return CombinedDrafter(first[0], own) if first else own
 
@@ -218,7 +206,7 @@ class Auto(Drafting):
             sources.append(DrafterSource(PredictionDrafter(self.prediction), "prediction"))
         if self.lookahead:
             ahead = self.lookahead.with_knowledge(decoder.lessons.lookahead)
-            (sources if isinstance(ahead, LookaheadSource) else fallbacks).append(ahead)
+            (sources if self.lookahead.plans else fallbacks).append(ahead)
         branching = trees_pay(decoder.costs.curve)
         return _planned(decoder, sources, lessons, fallbacks, branching=branching)
 

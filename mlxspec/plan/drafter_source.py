@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from ..draft.combined import view
-from ..draft.custom import checked_drafter, not_a_draft
+from ..draft.custom import checked_draft, checked_drafter
 from ..draft.drafter import Drafter, DraftTree, Limits, VerifiedStep
 
 # Where these come from: docs/planner-notes.md, "Constants".
@@ -42,24 +42,21 @@ class DrafterSource(Drafter):
     def __init__(self, drafter: Drafter, name: str | None = None) -> None:
         self._drafter = checked_drafter(drafter)
         self.name = name or type(drafter).__name__
-        self._p_accept = [[_FIRST_P_ACCEPT] * _DEPTHS for _ in range(_RANKS)]
+        # By rank among siblings and depth.
+        self._p_accept: defaultdict[tuple[int, int], float] = defaultdict(lambda: _FIRST_P_ACCEPT)
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
         self._tree: DraftTree | None = None
         with self._asking():
             self._drafter.begin(list(prompt))
+        self.spent = 0.0
 
     def propose(self, limits: Limits) -> DraftTree:  # type: ignore[override]  # a planner's
         with self._asking():
-            started = time.perf_counter()
-            proposed: object = self._drafter.propose(limits)
-            self.spent += time.perf_counter() - started
-            if not isinstance(proposed, DraftTree) or proposed.tokens[0] != self._last:
-                raise not_a_draft(proposed, self._drafter, self._last)
+            proposed = checked_draft(self._drafter.propose(limits), self._drafter, self._last)
         tree = proposed.pruned(limits, sys.maxsize)
         self._tree = tree = tree if limits.branching else tree.first_chain()
-        self._cells = _cells_of(tree)
         names = (self.name,) * (len(tree) - 1)
         p_reached = tree.p_reached or tuple(self._estimate(tree))
         return replace(tree, p_reached=p_reached, origins=names).best_first(limits.nodes)
@@ -71,10 +68,9 @@ class DrafterSource(Drafter):
                 self._learn(tree, step.tokens)
             step = view(step, tree)
         self._last = step.tokens[-1]
-        with self._asking():
-            started = time.perf_counter()
+        self.spent = 0.0
+        with self._asking():  # which counts for the next step
             self._drafter.observe(step)
-            self.spent = time.perf_counter() - started  # which counts for the next step
 
     def end(self) -> None:
         with self._asking():
@@ -82,43 +78,30 @@ class DrafterSource(Drafter):
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Tell a fault of the drafter's from one of planning."""
+        """Time the drafter, and tell a fault of its from one of planning."""
+        started = time.perf_counter()
         try:
             yield
         except Exception as error:
             self.fault = error
             raise
+        finally:
+            self.spent += time.perf_counter() - started
 
     def _estimate(self, tree: DraftTree) -> list[float]:
         """The probability that each node but the root is accepted."""
-        p_reached: list[float] = []
-        for parent, (rank, depth) in zip(tree.parents[1:], self._cells, strict=True):
-            above = p_reached[parent - 1] if parent else 1.0
-            p_reached.append(above * self._p_accept[rank][depth])
-        return p_reached
+        p_reached, siblings = [1.0], Counter[int]()
+        self._cells = [(0, 0)]
+        for parent, depth in zip(tree.parents[1:], tree.depths[1:], strict=True):
+            cell = min(siblings[parent], _RANKS - 1), min(depth, _DEPTHS)
+            siblings[parent] += 1
+            self._cells.append(cell)
+            p_reached.append(p_reached[parent] * self._p_accept[cell])
+        return p_reached[1:]
 
     def _learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
         """Learn from the tokens that followed, up to the first that the tree does not have."""
-        node: int | None = 0
-        for token in tokens:
-            above, node = node, None
-            for child in range(1, len(tree)):
-                if tree.parents[child] == above and node is None:
-                    rank, depth = self._cells[child - 1]
-                    hit = tree.tokens[child] == token
-                    p_accept = self._p_accept[rank][depth]
-                    p_accept += _RATE * (hit - p_accept)
-                    self._p_accept[rank][depth] = min(_MOST, max(_LEAST, p_accept))
-                    node = child if hit else None
-            if node is None:
-                return
-
-
-def _cells_of(tree: DraftTree) -> list[tuple[int, int]]:
-    """Per node but the root, its rank among siblings and its depth, both counted from 0."""
-    siblings: Counter[int] = Counter()
-    cells: list[tuple[int, int]] = []
-    for parent, depth in zip(tree.parents[1:], tree.depths[1:], strict=True):
-        cells.append((min(siblings[parent], _RANKS - 1), min(depth, _DEPTHS) - 1))
-        siblings[parent] += 1
-    return cells
+        for node, right in tree.judged(tokens):
+            cell = self._cells[node]
+            p_accept = self._p_accept[cell] + _RATE * (right - self._p_accept[cell])
+            self._p_accept[cell] = min(_MOST, max(_LEAST, p_accept))

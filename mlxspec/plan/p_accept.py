@@ -65,16 +65,10 @@ def _class_of(piece: str) -> TokenClass:
 _MAX_LENGTH = 512  # beyond, a match is as good as one of this length
 _LOWEST, _HIGHEST = 1e-4, 0.998
 
-_BIAS_RATE, _BIAS_LIMIT = 0.1, 2.0
-# The fitted weights trust matches of 12–19 and 20–31 tokens too much where a copy may be about
-# to begin, so their biases start below 0 (docs/planner-notes.md, "First biases").
-_FIRST_LENGTH_BIASES = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -0.4, -0.4, 0.0)
 # Errors of a p_accept below this teach nothing, which saves most of the learning in long copies.
 # So a p_accept hardly rises above 0.99.
 _SURE = 0.01
-_RECENT_RATE = 0.1
-_AVERAGE_RATE = 0.03
-_FIRST_AVERAGE = 0.3
+_FIRST_HIT_RATE, _CHANGE = 0.3, 0.1  # of the best continuations
 _USUAL_AGE = 8192  # tokens; how far back an occurrence in earlier texts counts as
 
 # The features that experience corrects are numbered. No two share a number: the values of each
@@ -84,15 +78,12 @@ _N_CLASSES, _UNKNOWN = len(TokenClass), int(TokenClass.UNKNOWN)
 _FORMS, _LOWER_RANKED = 3, 2
 _LONGEST_RUN = 10  # as a power of two
 _N_LENGTHS, _N_DEPTHS = 11, 8
-_MOST_AGREEING = 4
 _NO_GAP = 5
 _RUN = 0
-_LAST_HITS = _RUN + 2 * (_LONGEST_RUN + 1)
-_CLASSES = _LAST_HITS + 2**3
+_CLASSES = _RUN + 2 * (_LONGEST_RUN + 1)
 _LENGTH_AT_DEPTH = _CLASSES + _N_CLASSES**2
 _LENGTH = _LENGTH_AT_DEPTH + _N_LENGTHS * _N_DEPTHS
-_AGREEING = _LENGTH + _FORMS * _N_LENGTHS
-_GAP = _AGREEING + _FORMS * (_MOST_AGREEING + 1)
+_GAP = _LENGTH + _FORMS * _N_LENGTHS
 _IN_PROMPT = _GAP + _NO_GAP + 1
 TOKEN_FEATURES = _IN_PROMPT + _FORMS * 2
 """Features from this number on are tokens, whose weights tell of texts."""
@@ -104,21 +95,17 @@ class Estimate(NamedTuple):
     Attributes:
         p_accept: the probability that it is right, given that its path is and that the
             better-ranked continuations are not.
-        kind: the index of the bias of its rank and origin.
-        length_class: the index of the bias of its match length.
         logit: of p_accept, without the corrections of experience.
         features: which of these it has.
     """
 
     p_accept: float
-    kind: int
-    length_class: int
     logit: float
     features: tuple[int, ...]
 
 
 class AcceptanceModel:
-    """A logistic model of a continuation's p_accept, with biases that are learned online.
+    """A logistic model of a continuation's p_accept, with corrections that are learned online.
 
     Evidence: length of the match, number of occurrences that agree and disagree, distance,
     the class of the token, rank among the continuations, and how often recent ones were right.
@@ -141,7 +128,6 @@ class AcceptanceModel:
         self,
         corrections: Sequence[Corrections] = (),
         output_start: int = 0,
-        conversation_end: int = 0,
     ) -> None:
         """Start a generation.
 
@@ -149,25 +135,11 @@ class AcceptanceModel:
             corrections: what earlier generations have taught; all of them learn, and the first
                 ones are followed. By default there are some for this generation alone.
             output_start: where in the index's text the output begins.
-            conversation_end: what stands before it in the index is the conversation's, but not
-                the context's.
         """
         self._corrections = corrections or [Corrections()]
         self._output_start = output_start
-        self._conversation_end = conversation_end
-        self._recent = self._average = _FIRST_AVERAGE
-        self._kind_biases = [0.0] * 4
-        self._length_biases = [*_FIRST_LENGTH_BIASES]
+        self._hit_rate = _FIRST_HIT_RATE
         self._run = 0  # tokens in a row whose best continuation was right
-        self._last_hits = 0  # of the last three tokens, the newest as the lowest bit
-
-    def refresh(self) -> None:
-        """Take into account what was learned in the last step; call it once a step."""
-        recent, average = _logit(self._recent), _logit(self._average)
-        self._standing = {
-            weights: weights.logit_recent * recent + weights.logit_average * average
-            for weights in (self._unanimous, self._divided, self._lower_ranked)
-        }
 
     def estimate(
         self,
@@ -215,88 +187,69 @@ class AcceptanceModel:
             a function of a token, the depth of the node that it follows, and that node's token.
         """
         _, matched, newest, agreed = found[rank]
-        weights, form, gap, kind = self._form_of(found, rank)
+        weights, form, gap = self._form_of(found, rank)
         z = weights.by_rank[min(rank, 4)] if rank else weights.by_gap[gap]
-        z += self._standing[weights]
+        z += weights.logit_hit_rate * _logit(self._hit_rate)
         z += weights.share * len(agreed) / occurrences
         z += weights.log_agreeing * _LOG[len(agreed)]
         z += weights.log_occurrences * _LOG[occurrences]
         z += weights.earlier if self._earlier else weights.log_age * math.log(end - newest + 1)
-        z += self._kind_biases[kind]
         prompt_depth = 0 if self._earlier else self._output_start - newest
         # What follows runs for each node of a long copy, so nothing is looked up there twice.
         by_length, by_class = weights.by_length, weights.by_class
         by_class_before, of_first = weights.by_class_before, weights.first
-        length_biases, classes, n_classes = self._length_biases, self._classes, len(self._classes)
+        classes, n_classes = self._classes, len(self._classes)
         correct, run_before = self._corrections[0].logit, self._run
         match_class = _LENGTH_CLASSES[matched]
-        of_hits, of_gap, of_prompt = _LAST_HITS + self._last_hits, _GAP + gap, _IN_PROMPT + form
+        of_gap, of_prompt = _GAP + gap, _IN_PROMPT + form
         of_length_at_depth = _LENGTH_AT_DEPTH + _N_DEPTHS * match_class
         of_length = _LENGTH + _FORMS * match_class + form
-        of_agreeing = _AGREEING + _FORMS * min(len(agreed), _MOST_AGREEING) + form
 
         def estimate(token: int, depth: int, before: int) -> Estimate:
             length = min(matched + depth, _MAX_LENGTH)
-            length_class = _LENGTH_CLASSES[length]
             token_class = classes[token] if token < n_classes else _UNKNOWN
             class_before = classes[before] if before < n_classes else _UNKNOWN
-            logit = z + by_length[length] + length_biases[length_class]
-            logit += by_class[token_class] + by_class_before[class_before]
+            logit = z + by_length[length] + by_class[token_class] + by_class_before[class_before]
             if depth == 0:
                 logit += of_first
             features = (
                 _RUN + 2 * min((run_before + depth).bit_length(), _LONGEST_RUN) + (depth > 0),
-                of_hits,
                 _CLASSES + _N_CLASSES * class_before + token_class,
                 of_length_at_depth + _DEPTH_CLASSES[min(depth, _MAX_LENGTH)],
                 of_length,
-                of_agreeing,
                 of_gap,
                 of_prompt + _FORMS * (depth < prompt_depth),
                 TOKEN_FEATURES + token,
             )
             p_accept = 1 / (1 + exp(-logit - correct(features)))
             p_accept = _HIGHEST if p_accept > _HIGHEST else max(p_accept, _LOWEST)
-            return Estimate(p_accept, kind, length_class, logit, features)
+            return Estimate(p_accept, logit, features)
 
         return estimate
 
-    def _form_of(self, found: Sequence[Continuation], rank: int) -> tuple[_Weights, int, int, int]:
-        """The weights of a continuation, its form, the gap to the next one, and its kind."""
+    def _form_of(self, found: Sequence[Continuation], rank: int) -> tuple[_Weights, int, int]:
+        """The weights of a continuation, its form, and the gap to the next one."""
         if rank > 0:
-            weights, form, gap = self._lower_ranked, _LOWER_RANKED, _NO_GAP
-        elif len(found) > 1:
-            gap = min(found[0].length - found[1].length, _NO_GAP - 1)
-            weights, form = self._divided, 1
-        else:
-            weights, form, gap = self._unanimous, 0, _NO_GAP
-        abandoned = not self._earlier and found[rank].newest < self._conversation_end
-        return weights, form, gap, 2 * (rank > 0) + abandoned
+            return self._lower_ranked, _LOWER_RANKED, _NO_GAP
+        if len(found) > 1:
+            return self._divided, 1, min(found[0].length - found[1].length, _NO_GAP - 1)
+        return self._unanimous, 0, _NO_GAP
 
-    def learn(self, estimates: Sequence[Estimate], right: int | None, *, at_root: bool) -> None:
+    def learn(self, estimates: Sequence[Estimate], right: int | None) -> None:
         """Learn which of a node's continuations was right.
 
         Args:
             estimates: of the continuations, best first.
             right: the rank of the right one; None if none was.
-            at_root: whether the node is the root.
         """
         tried = estimates if right is None else estimates[: right + 1]
-        for rank, (p_accept, kind, length_class, logit, features) in enumerate(tried):
-            error = (rank == right) - p_accept
-            if abs(error) < _SURE:
-                continue
-            for corrections in self._corrections:
-                corrections.learn(features, logit, rank == right)
-            change = _BIAS_RATE * error
-            for biases, index in ((self._kind_biases, kind), (self._length_biases, length_class)):
-                biases[index] = min(_BIAS_LIMIT, max(-_BIAS_LIMIT, biases[index] + change))
+        for rank, (p_accept, logit, features) in enumerate(tried):
+            if abs((rank == right) - p_accept) >= _SURE:
+                for corrections in self._corrections:
+                    corrections.learn(features, logit, rank == right)
         hit = right == 0
         self._run = self._run + 1 if hit else 0
-        self._last_hits = 2 * self._last_hits + hit & 7
-        self._recent += _RECENT_RATE * (hit - self._recent)
-        if at_root:
-            self._average += _AVERAGE_RATE * (hit - self._average)
+        self._hit_rate += _CHANGE * (hit - self._hit_rate)
 
 
 class _Weights:
@@ -320,8 +273,8 @@ class _Weights:
         self.log_agreeing: float = prior["log_agreeing"]
         self.log_occurrences: float = prior.get("log_occurrences", 0.0)
         self.log_age: float = prior["log_age"]
-        self.logit_recent: float = prior["logit_recent"]
-        self.logit_average: float = prior["logit_average"]
+        # Two averages of hits were fitted; beside what is learned online, one does.
+        self.logit_hit_rate: float = prior["logit_recent"] + prior["logit_average"]
         self.first: float = prior["first"]
         self.earlier: float = prior["from_memory"] + self.log_age * math.log(_USUAL_AGE)
 
@@ -337,8 +290,8 @@ def _weights() -> tuple[_Weights, _Weights, _Weights]:
     return unanimous, divided, lower_ranked
 
 
-def _logit(average: float) -> float:
-    clipped = min(0.98, max(0.02, average))
+def _logit(rate: float) -> float:
+    clipped = min(0.98, max(0.02, rate))
     return math.log(clipped / (1 - clipped))
 
 

@@ -8,18 +8,20 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from ..draft.combined import merge
+from ..draft.combined import united
 from ..draft.drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
 from ..draft.forced import Guide, guided
-from .cost_curve import USUAL_SYNC_OVERHEAD, CostCurve, Costs
+from ..draft.lookahead import LookaheadDrafter
+from .cost_curve import CostCurve, Costs
 from .drafter_source import DrafterSource
 from .experience import Experience
-from .lookahead_source import LookaheadSource
 from .policy import (
     Policy,
     allowed_shortfall,
+    best_allowed,
     expected_shortfall,
     expected_tokens,
+    gains_of,
     price_of_time,
     replayed_costs,
 )
@@ -52,7 +54,6 @@ class Planner(Drafter):
             All but the planner's own are asked as a :class:`DrafterSource` does.
         branching: whether drafts may be trees; otherwise they are chains.
         replays: whether accepted tokens of a partly rejected draft run again (REPLAY).
-        guarded: whether a guard bounds what failed drafts may cost.
         experience: of earlier generations; None where there are none.
 
     Attributes:
@@ -71,18 +72,14 @@ class Planner(Drafter):
         *,
         branching: bool = True,
         replays: bool = False,
-        guarded: bool = True,
         experience: Experience | None = None,
     ) -> None:
         self.costs = costs
         self.branching = branching
-        self._sources = [
-            one if isinstance(one, _SOURCES) else DrafterSource(one) for one in drafters
-        ]
+        self._sources = [one if _has_probabilities(one) else DrafterSource(one) for one in drafters]
         self._guests = [one for one in self._sources if isinstance(one, DrafterSource)]
-        self._windows = [one for one in self._sources if isinstance(one, LookaheadSource)]
+        self._windows = [one for one in self._sources if isinstance(one, LookaheadDrafter)]
         self._replays = replays
-        self._guarded = guarded
         self._experience = experience or Experience()
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -91,13 +88,13 @@ class Planner(Drafter):
         self.failed = False
         self._begun: list[Drafter] = []
         self._plan = NO_PLAN
-        self.policy = Policy(self._guarded)
+        self.policy = Policy()
         try:
             self.costs.move_to(len(prompt))
             if self.costs.wants_plain_steps:
                 self.policy.probe_step = self._experience.probe_step
             first = _FIRST_DRAFT[: self.costs.hopeful.widest - 1]
-            self.policy.gain = self._gain_of_chain(first, guarded=False)
+            self.policy.gain = self._gain_of_chain(first)
             for source in self._sources:
                 source.begin(prompt)
                 self._begun.append(source)
@@ -114,10 +111,7 @@ class Planner(Drafter):
         forced = self.guide is not None and bool(self.guide.forced())
         if not forced and self.policy.skips_search(curve):
             return None
-        found = [source.propose(limits) for source in self._sources]
-        tree = found[0]
-        if len(found) > 1:
-            tree = merge(found)[0].tree().best_first(limits.nodes)
+        tree = united([source.propose(limits) for source in self._sources], limits)
         return guided(tree, self.guide, limits.nodes, limits) if self.guide else tree
 
     def propose(self, max_depth: int) -> DraftTree:
@@ -171,28 +165,23 @@ class Planner(Drafter):
 
         Asked when nothing is drafted now. The next token may open a passage worth drafting. It
         pays to wait for that token where drafts have lately gained more than the sync overhead,
-        or where one would if the likeliest token came. Where the sync overhead is high, the
-        guard must allow that draft, too.
+        or where one would if the likeliest token came. The guard must allow that draft, too.
         """
         return self.failed or self._plan.pipelined
 
-    def gain_of_waiting(
-        self, candidates: DraftTree | None, costs: Sequence[float] | None, sync_overhead: float
-    ) -> float:
+    def gain_of_waiting(self, candidates: DraftTree | None, costs: Sequence[float] | None) -> float:
         """What a draft after the next token gains on average, if the step waits for that token.
 
         Args:
             candidates: after the current token; None where none were searched for.
             costs: ``costs[rows]`` is what a step with so many rows costs; by default one of this
                 sequence alone.
-            sync_overhead: of such a step.
         """
-        branch = candidates.p_first_branch() if candidates else []
+        branch = candidates.first_chain().p_reached if candidates else ()
         if len(branch) < 2:
             return self.policy.gain
         then = [probability / branch[0] for probability in branch[1:]]
-        guarded = sync_overhead > USUAL_SYNC_OVERHEAD
-        return max(self.policy.gain, branch[0] * self._gain_of_chain(then, guarded, costs))
+        return max(self.policy.gain, branch[0] * self._gain_of_chain(then, costs))
 
     def observe(self, step: VerifiedStep) -> None:
         pending, self._pending = self._pending, step.pending
@@ -275,7 +264,7 @@ class Planner(Drafter):
             return "a plain step, to measure its time"
         expected = expected_tokens(candidates.p_reached)
         table = self.step_costs(expected, costs.hopeful.table)
-        restart_cost = policy.restart_cost(costs.sync_overhead)
+        restart_cost = costs.sync_overhead if policy.ahead else 0.0
         price = price_of_time(expected, table, policy.rate)
 
         def gain(n_draft: int) -> float:
@@ -290,22 +279,28 @@ class Planner(Drafter):
         if gain(best) <= 0:
             return f"{told} (a plain step's time is worth {price:.2f})"
         shortfall = expected_shortfall(table[best + 1], candidates.p_by_depth(best))
-        if policy.allows(shortfall, gain(best)):
+        allowed = allowed_shortfall([policy.bank], gain(best))
+        if shortfall <= allowed:
             return "the guard forbids the rows of the lookahead window"
         return (
             f"the guard forbids it: {told}; the expected loss is {shortfall:.3f}, and its bank of "
-            f"{policy.bank:.2f} allows {allowed_shortfall([policy.bank], gain(best)):.3f}"
+            f"{policy.bank:.2f} allows {allowed:.3f}"
         )
 
     def _gain_of_chain(
-        self, p_reached: Sequence[float], guarded: bool, costs: Sequence[float] | None = None
+        self, p_reached: Sequence[float], costs: Sequence[float] | None = None
     ) -> float:
-        """The gain of a chain whose first 1, 2, … tokens are accepted with these probabilities."""
+        """What a chain may gain whose first 1, 2, … tokens have these probabilities."""
         expected = expected_tokens(p_reached)
         costs = costs or self.step_costs(expected, self.costs.hopeful.table)
         expected = expected[: len(costs) - 1]
-        gain, _ = self.policy.best(expected, costs, lambda n: p_reached[:n], guarded=guarded)
-        return gain
+        bank = self.policy.bank
+
+        def allows(gain: float, n_draft: int) -> bool:
+            shortfall = expected_shortfall(costs[n_draft + 1], p_reached[:n_draft])
+            return shortfall <= allowed_shortfall([bank], gain)
+
+        return best_allowed(gains_of(expected, costs, self.policy.rate, 0.0), allows)[0]
 
     def step_costs(self, expected: Sequence[float], table: Sequence[float]) -> Sequence[float]:
         """What a step costs with ``rows`` rows besides pending ones, as ``costs[rows]``.
@@ -319,15 +314,21 @@ class Planner(Drafter):
     def window_beside(
         self, expected: Sequence[float], costs: Sequence[float], max_depth: int
     ) -> tuple[int, float]:
-        """As :meth:`LookaheadSource.rows_beside`; 0 rows without such a source."""
-        for window in self._windows:
-            rows, earned = window.rows_beside(expected, costs, self.policy, max_depth)
+        """As :meth:`LookaheadDrafter.rows_beside`; 0 rows without such a drafter."""
+        for window in self._windows if self.branching else ():
+            price = price_of_time(expected[: len(costs) - 1], costs, self.policy.rate)
+            bank = self.policy.bank
+            rows, earned = window.rows_beside(expected, costs, price, bank, max_depth)
             if rows:
                 return rows, earned
         return 0, 0.0
 
 
-_SOURCES = DrafterSource, LookaheadSource, SuffixSource  # whose drafts have probabilities
+def _has_probabilities(drafter: Drafter) -> bool:
+    """Whether a drafter takes :class:`Limits`, and knows how likely its drafts are right."""
+    if isinstance(drafter, LookaheadDrafter):
+        return drafter.follows_costs
+    return isinstance(drafter, DrafterSource | SuffixSource)
 
 
 def log_fault(error: Exception) -> None:

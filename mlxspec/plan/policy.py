@@ -14,7 +14,7 @@ from itertools import accumulate
 import numpy as np
 
 from ..draft.drafter import VerifiedStep
-from .cost_curve import USUAL_SYNC_OVERHEAD, CostCurve
+from .cost_curve import CostCurve
 
 SHARE_OF_NOW = 0.8  # of this step's best rate in the price of time; the rest is the average's
 _FIRST_RATE = 1.2
@@ -23,7 +23,6 @@ _CHANGE = 0.1  # weight of the newest step in the running averages
 _FIRST_BANK = 2.0
 _INCOME = 1.02  # per emitted token, so that the bank keeps its level at 98 % of plain speed
 _STAKE = 0.04  # the square of an allowed shortfall, as a part of bank times gain
-_RISKED_SHARE, _RESERVE = 0.12, 0.5  # of the bank, what may be risked; or all beyond so much
 
 # In plain joint steps: an output comes so much later at most, and takes a tenth longer. A first
 # patience of less lets the newest of many short outputs keep all others from drafting.
@@ -53,7 +52,7 @@ class Policy:
       what the draft gains; see :func:`allowed_shortfall`. So safe drafts pass at once, bold ones
       only after something was gained, and those that hardly gain anything seldom.
     - Where the next step's forward is dispatched already, a draft interrupts the pipeline, which
-      costs the *restart*; see :meth:`restart_cost`.
+      costs the sync overhead.
     - The *back-off*: where rows are expensive, drafts seldom pay, and searching for one in each
       step takes noticeable time. There, after eight steps without a draft, only every fourth
       step searches.
@@ -64,11 +63,10 @@ class Policy:
       has so many.
 
     Args:
-        guarded: whether there is a guard.
         probe_step: where the round of probes begins, in steps.
 
     Attributes:
-        guarded, probe_step: as given; steps while plain ones are wanted add to the latter.
+        probe_step: as given; steps while plain ones are wanted add to it.
         rate: running average of tokens per plain step's time.
         gain: running average of the chosen drafts' gains; a step without a draft counts 0.
         bank: what the guard has left, in plain steps.
@@ -77,14 +75,13 @@ class Policy:
             steps.
     """
 
-    def __init__(self, guarded: bool = True, probe_step: int = 0) -> None:
+    def __init__(self, probe_step: int = 0) -> None:
         self.rate = _FIRST_RATE
         self.gain = 0.0
         self.bank = _FIRST_BANK
         self.patience = _FIRST_PATIENCE
-        self.guarded = guarded
         self.probe_step = probe_step
-        self.ahead = self._drafted_last = False
+        self.ahead = False
         self._steps_without_draft = 0
         self._doubtful = False
 
@@ -101,47 +98,6 @@ class Policy:
         """Whether the next step shall be a plain one, which is measured."""
         gains_much = self.gain >= _MUCH_GAIN and not self._doubtful
         return not gains_much and self.probe_step % _PROBE_ROUND in _PROBE
-
-    def restart_cost(self, sync_overhead: float) -> float:
-        """What any draft costs besides its rows.
-
-        In a pipeline that is the sync overhead. Where nothing is dispatched, a plain step waits
-        for its token as well; but after one, what it usually costs to begin a pipeline remains,
-        which keeps drafts that hardly gain anything from being tried again and again.
-        """
-        if self.ahead:
-            return sync_overhead
-        return 0.0 if self._drafted_last else min(sync_overhead, USUAL_SYNC_OVERHEAD)
-
-    def best(
-        self,
-        expected: Sequence[float],
-        costs: Sequence[float],
-        p_by_depth: Callable[[int], Sequence[float]],
-        guarded: bool = True,
-    ) -> tuple[float, int]:
-        """The greatest gain of one sequence that the guard allows, and its number of nodes.
-
-        Args:
-            expected: E(n), the tokens that a step emits on average with the first ``n`` nodes.
-            costs: ``costs[rows]`` is T(rows) / T(1).
-            p_by_depth: given a number of first nodes, the probabilities that at least 1, 2, …
-                of them are accepted.
-            guarded: whether to ask the guard.
-
-        Returns:
-            0.0 and 0 where no draft gains anything.
-        """
-
-        def allows(gain: float, n_draft: int) -> bool:
-            shortfall = expected_shortfall(costs[n_draft + 1], p_by_depth(n_draft))
-            return not guarded or self.allows(shortfall, gain)
-
-        return best_allowed(gains_of(expected, costs, self.rate, 0.0), allows)
-
-    def allows(self, shortfall: float, gain: float) -> bool:
-        """Whether the guard lets a draft of this expected shortfall and gain be verified."""
-        return not self.guarded or shortfall <= allowed_shortfall([self.bank], gain)
 
     def settle(
         self,
@@ -167,7 +123,7 @@ class Policy:
                 sequences share it.
         """
         emitted = len(step.tokens)
-        self.ahead, self._drafted_last = step.ahead, step.drafted > 0
+        self.ahead = step.ahead
         self._steps_without_draft = 0 if chosen else self._steps_without_draft + 1
         self.probe_step = self.probe_step + 1 if probing else 0
         self._doubtful = doubtful
@@ -226,30 +182,14 @@ def gains_of(
     ]
 
 
-def expected_shortfall(cost: float, p_by_depth: Sequence[float]) -> float:
+def expected_shortfall(cost: float, *drafts: Sequence[float]) -> float:
     """The expected time that a step costs beyond what it emits: E[max(0, cost - emitted)].
 
     Args:
-        cost: T(rows) / T(1) of the step.
-        p_by_depth: the probabilities that at least 1, 2, … draft tokens are accepted.
-    """
-    shortfall = cost - 1
-    for depth, probability in enumerate(p_by_depth, start=1):
-        if depth >= cost:
-            break
-        shortfall -= probability * min(1.0, cost - depth)
-    return shortfall
-
-
-def shortfall_of_all(cost: float, drafts: Sequence[Sequence[float]]) -> float:
-    """As :func:`expected_shortfall`, for the drafts of several sequences together.
-
-    Args:
         cost: 1 and the time that the step takes beyond a plain one, from all sequences.
-        drafts: per sequence, the probabilities that at least 1, 2, … of its tokens are accepted.
+        drafts: per sequence that drafts, the probabilities that at least 1, 2, … of its tokens
+            are accepted.
     """
-    if len(drafts) <= 1:
-        return expected_shortfall(cost, drafts[0] if drafts else ())
     accepted = np.ones(1)  # the probabilities that 0, 1, … are accepted in all
     for p_by_depth in drafts:
         at_least = np.minimum.accumulate(np.array([1.0, *p_by_depth, 0.0]))
@@ -259,18 +199,16 @@ def shortfall_of_all(cost: float, drafts: Sequence[Sequence[float]]) -> float:
 
 
 def best_allowed(
-    gains: Sequence[tuple[float, int]],
-    allows: Callable[[float, int], bool],
-    halving: bool = False,
+    gains: Sequence[tuple[float, int]], allows: Callable[[float, int], bool]
 ) -> tuple[float, int]:
     """The greatest gain that is allowed, and the number of nodes that has it.
 
-    All numbers of nodes are compared, since cost curves have stairs.
+    All numbers of nodes are compared, since cost curves have stairs. After a refusal, half as many
+    are tried at most: a little less would hardly be safer, and asking takes a while.
 
     Args:
         gains: from :func:`gains_of`.
         allows: whether a gain with a number of nodes is allowed.
-        halving: after a refusal, try half as many nodes at most.
 
     Returns:
         0.0 and 0 where nothing is.
@@ -280,8 +218,7 @@ def best_allowed(
         if n_draft <= most:
             if allows(gain, n_draft):
                 return gain, n_draft
-            if halving:
-                most = n_draft // 2
+            most = n_draft // 2
     return 0.0, 0
 
 
@@ -289,16 +226,14 @@ def allowed_shortfall(banks: Sequence[float], gain: float) -> float:
     """The expected shortfall up to which the guard lets a draft be verified.
 
     A draft is a bet, and as with Kelly's criterion (Kelly 1956) the stake grows with the edge: the
-    square of the shortfall is at most 4 % of the bank times the gain. It is also at most 12 % of
-    the bank, or what the bank holds beyond half a plain step for each sequence, whichever is more.
+    square of the shortfall is at most 4 % of the bank times the gain. It is also at most the bank.
 
     Args:
         banks: of the sequences that share the step, in plain steps.
         gain: the draft's, in tokens.
     """
     bank = max(0.0, sum(banks))
-    most = max(_RISKED_SHARE * bank, bank - _RESERVE * len(banks))
-    return min(math.sqrt(_STAKE * bank * max(0.0, gain)), most)
+    return min(math.sqrt(_STAKE * bank * max(0.0, gain)), bank)
 
 
 def replayed_costs(expected: Sequence[float], table: Sequence[float], pending: int) -> list[float]:

@@ -13,10 +13,10 @@ from .cost_curve import Costs
 from .policy import (
     allowed_shortfall,
     best_allowed,
+    expected_shortfall,
     expected_tokens,
     gains_of,
     price_of_time,
-    shortfall_of_all,
 )
 
 if TYPE_CHECKING:
@@ -197,27 +197,24 @@ class _Step:
         policies, overhead = self._policies, self._costs.sync_overhead
         rate = sum(one.rate * weight for one, weight in zip(policies, self._weights, strict=True))
         rate += self._sequences - len(policies)
-        restart = min((policy.restart_cost(overhead) for policy in policies), default=0.0)
-        if any(policy.ahead for policy in policies):  # who has just joined does not know it
-            restart = overhead
+        # Who has just joined does not know what was dispatched.
+        restart = overhead if any(policy.ahead for policy in policies) else 0.0
         if window:
             costs = [0.0, *costs[1 + window :]]
             expected = [tokens + earned for tokens in expected[: len(costs) - 1]]
             gained = earned - price_of_time(expected, costs, rate) * (costs[1] - self._table[1])
-        guarded = any(policy.guarded for policy in policies)
         banks = [policy.bank for policy in policies]
 
         def allows(gain: float, n_draft: int) -> bool:
             shares = self.shares(n_draft)
             cost = costs[n_draft + 1] if self.alone else 1 + self.further(n_draft)
             drafts = [self.drafting[index].p_by_depth(own) for index, own in shares.items()]
-            shortfall = shortfall_of_all(cost, drafts) - earned
-            allowed = not guarded or shortfall <= allowed_shortfall(banks, gain + gained)
+            shortfall = expected_shortfall(cost, *drafts) - earned
+            allowed = shortfall <= allowed_shortfall(banks, gain + gained)
             return allowed and (self.alone or patient or self._is_endured(n_draft, shares))
 
         gains = gains_of(expected, costs, rate, restart)
-        # Several have few tries, since each takes a while: a little less would hardly be safer.
-        gain, n_draft = best_allowed(gains, allows, halving=not self.alone)
+        gain, n_draft = best_allowed(gains, allows)
         gain += gained
         if window and not n_draft and not allows(0.0, 0):
             return 0.0, 0, 0
@@ -241,18 +238,17 @@ class _Step:
     def is_pipelined(self, plans: Sequence[Plan]) -> bool:
         """Whether a step without drafts need not wait for its tokens, since drafts after these
         would hardly gain more than the wait costs."""
-        costs, overhead = self._costs, self._costs.sync_overhead
-        if not self.alone and costs.wants_plain_steps:
+        if not self.alone and self._costs.wants_plain_steps:
             # A probe of one sequence is not waited for by the others.
             return True
-        most = self._sequences * overhead
+        most = self._sequences * self._costs.sync_overhead
         if sum(policy.gain for policy in self._policies) > most:
             return False
         table: Sequence[float] | None = None
         if not self.alone:  # whoever drafts pays for what its rows take from all
             table = [0.0, *(1 + self.further(n) for n in range(len(self._table) - 1))]
         gains = (
-            planner.gain_of_waiting(plan.candidates, table, overhead)
+            planner.gain_of_waiting(plan.candidates, table)
             for planner, plan in zip(self._planners, plans, strict=True)
         )
         return sum(gains) <= most

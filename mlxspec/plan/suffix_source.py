@@ -8,6 +8,7 @@ from heapq import heappop, heappush
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from ..draft.combined import united
 from ..draft.context_index import ContextIndex
 from ..draft.drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
 from ..draft.suffix_index import (
@@ -100,19 +101,14 @@ class SuffixSource(Drafter):
         self._context = self._kept_context or ContextIndex()
         self._context.begin(prompt)
         self._index: SuffixIndex | None = None
-        self._tree: SuffixTree | None = None
-        self._acceptance.begin(
-            self._experience.of_kind(prompt),
-            self._context.output_start,
-            self._context.conversation_end,
-        )
+        self._trees: list[SuffixTree] = []
+        self._acceptance.begin(self._experience.of_kind(prompt), self._context.output_start)
         for one, acceptance in self._earlier:
             acceptance.begin(one.experience.of_kind(prompt))
         self.earned: Counter[str] = Counter()
 
     def propose(self, limits: Limits) -> DraftTree:  # type: ignore[override]  # a planner's
         index = self._text()
-        self._acceptance.refresh()
         evidence = [Evidence(CONTEXT, index.tokens, index.occurrences(), self._acceptance)]
         self._excerpts: dict[str, tuple[Earlier, Excerpts]] = {}
         tail = index.tokens[-MAX_LENGTH:] if self._earlier else ()
@@ -120,19 +116,18 @@ class SuffixSource(Drafter):
             depth = min(limits, limits.nodes, EXCERPT_TOKENS)
             excerpts = one.texts.look_up(tail, _EARLIER_OCCURRENCES, depth)
             if excerpts.occurrences:
-                acceptance.refresh()
                 self._excerpts[one.name] = one, excerpts
                 evidence.append(
                     Evidence(one.name, excerpts.tokens, excerpts.occurrences, acceptance)
                 )
-        self._tree = SuffixTree(index.tokens[-1], evidence, limits)
-        return self._tree.tree()
+        self._trees = [SuffixTree(index.tokens[-1], one, limits) for one in evidence]
+        return united([tree.tree() for tree in self._trees], limits)
 
     def observe(self, step: VerifiedStep) -> None:
-        tree, self._tree = self._tree, None
-        self._count(step, tree)
-        if tree:
+        self._count(step)
+        for tree in self._trees:
             tree.learn(step.tokens)
+        self._trees = []
         self._text().extend(step.tokens)
 
     def end(self) -> None:
@@ -145,22 +140,21 @@ class SuffixSource(Drafter):
             self._index = self._context.index
         return self._index
 
-    def _count(self, step: VerifiedStep, tree: SuffixTree | None) -> None:
-        """Count the step, and its accepted drafts by where they came from."""
+    def _count(self, step: VerifiedStep) -> None:
+        """Count the step, and its accepted drafts by the first text that they came from."""
         self.earned["steps"] += 1
         self.earned["tokens"] += len(step.tokens)
-        node: int | None = 0
+        reached = [(tree, 0) for tree in self._trees]
         for accepted in step.accepted:
-            if tree and node is not None:
-                node = tree.find(node, step.tree.tokens[accepted])
-            if not tree or node is None:
-                self.earned[OTHERS] += 1
-                continue
-            name = tree.origins[node - 1]
+            token = step.tree.tokens[accepted]
+            below = [(tree, tree.find(node, token)) for tree, node in reached]
+            reached = [(tree, node) for tree, node in below if node]
+            name = reached[0][0].evidence.name if reached else OTHERS
             self.earned[name] += 1
             if name in self._excerpts:
                 earlier, excerpts = self._excerpts[name]
                 if earlier.on_used:
+                    tree, node = reached[0]
                     first = excerpts.occurrences.index(tree.first_occurrence(node))
                     earlier.on_used(excerpts.sources[first])
 
@@ -181,52 +175,41 @@ class Evidence(NamedTuple):
     acceptance: AcceptanceModel
 
 
-# Negative p_reached, serial number, parent, the text that names it, occurrences by text, path.
-_Frontier = tuple[float, int, int, int, list[list[Occurrence]], list[int]]
-# A text's probabilities, the tokens that it proposes as children of a node, and their estimates.
-_Saying = tuple[AcceptanceModel, Sequence[int], Sequence[Estimate]]
-# p_reached, token, the text that names it, and the occurrences that go on with it by text.
-_Child = tuple[float, int, int, list[list[Occurrence]]]
+# Negative p_reached, serial number, parent, occurrences, path.
+_Frontier = tuple[float, int, int, list[Occurrence], list[int]]
+# The tokens that the text proposes as children of a node, and their estimates.
+_Saying = tuple[Sequence[int], Sequence[Estimate]]
 
 
 class SuffixTree(TreeBuilder):
     """A tree of continuations, grown best first.
 
     A child's probability is its parent's, times those of its better siblings being wrong, times
-    its own. No child's exceeds its parent's, so any number of first nodes is a tree. Where two
-    texts propose the same child, it has the higher of their probabilities; a child that only the
-    later one proposes gets what the children of the earlier one leave.
+    its own. No child's exceeds its parent's, so any number of first nodes is a tree.
 
     It grows as long as the next node may belong to the best draft. The nodes so far bound the
     price of time from below: in a good copy that ends the growth early.
 
     Args:
         root: the current token.
-        evidence: where it occurred before, in one or several texts.
+        evidence: where it occurred before.
         limits: of the tree.
     """
 
-    def __init__(
-        self,
-        root: int,
-        evidence: Sequence[Evidence],
-        limits: Limits,
-    ) -> None:
+    def __init__(self, root: int, evidence: Evidence, limits: Limits) -> None:
         super().__init__(root)
-        self._evidence = evidence
+        self.evidence = evidence
         self._max_nodes, self._max_depth = limits.nodes, int(limits)
         self._least_p, self._costs = limits.least_p, limits.costs
         self._most_children = _CHILDREN if limits.branching else 1
         self._expected = self._best_rate = self._price = 1.0
-        self._branch = 0  # the end of the first branch
-        self._sayings: list[Sequence[_Saying]] = []  # per node, what each text said of its children
+        self._sayings: list[_Saying | None] = []  # per node, what was said of its children
         self._firsts: list[Occurrence] = []  # per node but the root, the best occurrence
-        self._nowhere: list[list[Occurrence]] = [[] for _ in evidence]
         self._serial = 0  # decides between equals: the older entry comes first
         self._grow()
 
     def first_occurrence(self, node: int) -> Occurrence:
-        """The best of the occurrences that a node continues, in the text that its origin names."""
+        """The best of the occurrences that a node continues."""
         return self._firsts[node - 1]
 
     def learn(self, emitted: Sequence[int]) -> None:
@@ -235,50 +218,35 @@ class SuffixTree(TreeBuilder):
         for token in emitted[:_LESSONS]:
             if node is None:
                 return
-            for acceptance, tokens, estimates in self._sayings[node]:
+            if said := self._sayings[node]:
+                tokens, estimates = said
                 right = tokens.index(token) if token in tokens else None
-                acceptance.learn(estimates, right, at_root=node == 0)
+                self.evidence.acceptance.learn(estimates, right)
             node = self.find(node, token)
 
     def _grow(self) -> None:
         """Best-first search from the root."""
         frontier: list[_Frontier] = []
-        self._expand(0, 1.0, [text.occurrences for text in self._evidence], [], frontier)
+        self._expand(0, 1.0, self.evidence.occurrences, [], frontier)
         while frontier and self._max_depth > 0:
-            negative_p, _, parent, number, occurrences, path = heappop(frontier)
-            if not self._is_wanted(-negative_p, parent):
-                if self._is_wanted(-negative_p, self._branch):
-                    continue  # that branch may yet grow
+            negative_p, _, parent, occurrences, path = heappop(frontier)
+            if not self._is_wanted(-negative_p):
                 break
-            node = self._append(path[-1], parent, -negative_p, number, occurrences[number][0])
-            if len(occurrences[number]) == sum(map(len, occurrences)):
-                self._follow(node, -negative_p, number, occurrences, path, frontier)
-            elif len(path) < self._max_depth:
-                self._expand(node, -negative_p, occurrences, path, frontier)
-            else:
-                self._sayings.append(())  # nothing follows
+            node = self._append(path[-1], parent, -negative_p, occurrences[0])
+            self._follow(node, -negative_p, occurrences, path, frontier)
 
-    def _is_wanted(self, p_reached: float, parent: int) -> bool:
+    def _is_wanted(self, p_reached: float) -> bool:
         """Whether to grow a node that is reached with this probability, the best one left."""
-        return len(self.p_reached) < self._max_nodes and p_reached >= self._least_wanted(parent)
+        return len(self.p_reached) < self._max_nodes and p_reached >= self._least_wanted()
 
-    def _least_wanted(self, parent: int) -> float:
-        """The probability below which no further child of a node is wanted."""
-        grown = len(self.p_reached)
-        least = self._least_p[grown] * self._price
-        if grown and parent == self._branch:
-            # What would pay if the first token were known to be right is grown as well.
-            least *= self.p_reached[0]
-        return max(_LEAST_P_REACHED, least)
+    def _least_wanted(self) -> float:
+        """The probability below which no further node is wanted."""
+        return max(_LEAST_P_REACHED, self._least_p[len(self.p_reached)] * self._price)
 
-    def _append(
-        self, token: int, parent: int, p_reached: float, number: int, occurrence: Occurrence
-    ) -> int:
-        """Add a node that a text proposes."""
-        node = self.child(parent, token, p_reached, self._evidence[number].name)
+    def _append(self, token: int, parent: int, p_reached: float, occurrence: Occurrence) -> int:
+        """Add a node that the text proposes."""
+        node = self.child(parent, token, p_reached, self.evidence.name)
         self._firsts.append(occurrence)
-        if parent == self._branch:
-            self._branch = node
         self._expected += p_reached
         rows = node + 1
         if rows < len(self._costs) and self._expected > self._best_rate * self._costs[rows]:
@@ -290,23 +258,21 @@ class SuffixTree(TreeBuilder):
         self,
         node: int,
         p_reached: float,
-        number: int,
-        occurrences: list[list[Occurrence]],
+        occurrences: list[Occurrence],
         path: list[int],
         frontier: list[_Frontier],
     ) -> None:
-        """Grow what follows a node in a single text, while that is one token, and the likeliest.
+        """Grow what follows a node, while that is one token, and the likeliest.
 
         Most of a long copy is such a path. What becomes of it is what the frontier and
         :meth:`_expand` would make of it.
         """
-        own = occurrences[number]
-        length, position = own[0]
-        others = [position for _, position in own[1:]]
-        _, tokens, _, acceptance = self._evidence[number]
+        length, position = occurrences[0]
+        others = [position for _, position in occurrences[1:]]
+        _, tokens, _, acceptance = self.evidence
         end = len(tokens)
-        together = Continuation(path[-1], length, max(map(_POSITION, own)), own)
-        estimate = acceptance.along([together], 0, len(own), end)
+        together = Continuation(path[-1], length, max(map(_POSITION, occurrences)), occurrences)
+        estimate = acceptance.along([together], 0, len(occurrences), end)
         likeliest_other = -frontier[0][0] if frontier else 0.0
         while (depth := len(path)) < self._max_depth:
             at = position + depth
@@ -319,83 +285,42 @@ class SuffixTree(TreeBuilder):
             if token == SEPARATOR:
                 break
             estimated = estimate(token, depth, path[-1])
-            self._sayings.append(((acceptance, (token,), (estimated,)),))
+            self._sayings.append(((token,), (estimated,)))
             p_reached *= estimated.p_accept
             path.append(token)
-            if p_reached <= likeliest_other or not self._is_wanted(p_reached, node):
-                heappush(frontier, (-p_reached, self._serial, node, number, occurrences, path))
+            if p_reached <= likeliest_other or not self._is_wanted(p_reached):
+                heappush(frontier, (-p_reached, self._serial, node, occurrences, path))
                 self._serial += 1
                 return
-            node = self._append(token, node, p_reached, number, own[0])
-        self._sayings.append(())  # nothing follows
+            node = self._append(token, node, p_reached, occurrences[0])
+        self._sayings.append(None)  # nothing follows
 
     def _expand(
         self,
         node: int,
         p_node: float,
-        occurrences: Sequence[list[Occurrence]],
+        occurrences: list[Occurrence],
         path: list[int],
         frontier: list[_Frontier],
     ) -> None:
         """Rank a node's continuations and put them on the frontier."""
-        most = self._most_children
+        _, text, _, acceptance = self.evidence
+        found = continuations(text, occurrences, path)
+        if not found:
+            self._sayings.append(None)
+            return
         # Of the current token all are worth learning from.
-        least_left = self._least_wanted(node) / p_node if node else 0.0
-        sayings: list[_Saying] = []
-        ranked: list[_Child] = []
-        for number, own in enumerate(occurrences):
-            if not own:
-                continue
-            text = self._evidence[number]
-            found = continuations(text.tokens, own, path)
-            if not found:
-                continue
-            estimates = text.acceptance.estimate(
-                found, len(text.tokens), len(path), self.tokens[node], most, least_left
-            )
-            said = [one.token for one in found[: len(estimates)]]
-            sayings.append((text.acceptance, said, estimates))
-            children: list[_Child] = []
-            left = p_node  # the probability that no child so far is right
-            for (token, _, _, going_on), estimate in zip(found, estimates, strict=False):
-                followed = self._nowhere.copy()
-                followed[number] = going_on
-                children.append((left * estimate.p_accept, token, number, followed))
-                left *= 1 - estimate.p_accept
-            ranked = _united(ranked, children, p_node, most) if ranked else children
-        self._sayings.append(sayings)
-        for p_child, token, number, followed in ranked:
-            heappush(frontier, (-p_child, self._serial, node, number, followed, [*path, token]))
+        least_left = self._least_wanted() / p_node if node else 0.0
+        estimates = acceptance.estimate(
+            found, len(text), len(path), self.tokens[node], self._most_children, least_left
+        )
+        self._sayings.append(([one.token for one in found[: len(estimates)]], estimates))
+        left = p_node  # the probability that no child so far is right
+        for (token, _, _, followed), estimate in zip(found, estimates, strict=False):
+            p_child = left * estimate.p_accept
+            heappush(frontier, (-p_child, self._serial, node, followed, [*path, token]))
             self._serial += 1
+            left *= 1 - estimate.p_accept
 
 
-def _united(
-    first: Sequence[_Child], second: Sequence[_Child], p_node: float, most: int
-) -> list[_Child]:
-    """The best children of a node that two texts propose, up to ``most`` of each, the best first.
-
-    Args:
-        first, second: what the texts propose, the likeliest first.
-        p_node: the node's own probability.
-        most: 1 where the node may have one child only.
-    """
-    united = {child[1]: child for child in first}
-    left = p_node - sum(child[0] for child in first)
-    share = max(0.0, left) / p_node
-    for p_child, token, number, followed in second:
-        known = united.get(token)
-        if known is None:
-            p_child = gained = max(0.0, min(share * p_child, left))
-        else:
-            p_known, _, name, followed_before = known
-            gained = max(0.0, min(p_child - p_known, left))
-            p_child, number = p_known + gained, number if gained else name
-            followed = [a or b for a, b in zip(followed_before, followed, strict=True)]
-        united[token] = p_child, token, number, followed
-        left -= gained
-    ranked = sorted(united.values(), key=_P_REACHED, reverse=True)
-    return ranked[:1] if most == 1 else ranked
-
-
-_P_REACHED = itemgetter(0)
 _POSITION = itemgetter(1)

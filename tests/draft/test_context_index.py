@@ -62,14 +62,11 @@ def test_a_next_turn_is_added_and_not_indexed_anew(monkeypatch: pytest.MonkeyPat
     kept.index.extend([1, 2, 3])
     kept.begin([*prompt, 1, 2, 3, 50, 51])
     assert kept.index.tokens.tolist() == [*prompt, 1, 2, 3, 50, 51]
-    assert kept.conversation_end == 0
     kept.begin([*prompt, 1, 60])  # an edited turn: the old one stays, to draft from
     assert kept.index.tokens.tolist()[-67:] == [51, -1, *[*prompt, 1][-64:], 60]
-    assert kept.conversation_end == len(kept.index) - 65
     assert built == [100]
     kept.begin(prompt[50:])  # next to nothing in common
     assert kept.index.tokens.tolist() == prompt[50:]
-    assert kept.conversation_end == 0
     assert built == [100, 50]
 
 

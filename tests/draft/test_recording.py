@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -43,23 +43,25 @@ class Talkative:
 
     def origins(self) -> tuple[str, ...]:
         assert not self._over
-        return tuple(f"origin of {token}" for token in self._tree.tokens)
+        return ("root", *(f"origin of {token}" for token in self._tree.tokens[1:]))
 
     def window_rows(self) -> dict[tuple[int, int], int]:
         assert not self._over
         return {(0, 0): 0, (0, 1): 4, (1, 0): 1, (1, 1): 5}
 
 
+Cut = Callable[[DraftTree], DraftTree]
+
+
 def step(tree: DraftTree) -> VerifiedStep:
     return VerifiedStep(tree, (0,) * len(tree), (0,) * len(tree), (), (7,))
 
 
-def record(drafter: Drafter, verified: VerifiedStep) -> RecordedStep:
+def record(drafter: Drafter, cut: Cut = lambda tree: tree) -> RecordedStep:
     steps: list[RecordedStep] = []
     recording = RecordingDrafter(drafter, steps)
     recording.begin([1, 10])
-    recording.propose(8)
-    recording.observe(verified)
+    recording.observe(step(cut(recording.propose(8))))
     recording.end()
     assert len(steps) == 1
     return steps[0]
@@ -67,7 +69,7 @@ def record(drafter: Drafter, verified: VerifiedStep) -> RecordedStep:
 
 def test_the_drafter_is_asked_and_told_as_without_a_recording():
     drafter = Talkative(TREE)
-    record(drafter, step(TREE))
+    record(drafter)
     assert drafter.calls == ["begin [1, 10]", "propose 8", "observe (7,)", "end"]
     for other in (drafter, NoDraft()):
         recording = RecordingDrafter(other, [])
@@ -75,18 +77,19 @@ def test_the_drafter_is_asked_and_told_as_without_a_recording():
 
 
 @pytest.mark.parametrize(
-    "verified",
+    "cut",
     [
-        TREE,
-        TREE.pruned(max_depth=1, vocab_size=100),
-        TREE.pruned(max_depth=9, vocab_size=13),
-        TREE.first_chain(),
-        DraftTree.chain(10),
+        lambda tree: tree,
+        lambda tree: tree.pruned(max_depth=1, vocab_size=100),
+        lambda tree: tree.pruned(max_depth=9, vocab_size=13),
+        lambda tree: tree.first_chain(),
+        lambda tree: DraftTree.chain(10),
     ],
 )
-def test_origins_and_window_follow_the_nodes_that_the_loop_has_kept(verified: DraftTree):
-    recorded = record(Talkative(TREE), step(verified))
-    assert recorded.origins == tuple(f"origin of {token}" for token in verified.tokens)
+def test_origins_and_window_follow_the_nodes_that_the_loop_has_kept(cut: Cut):
+    verified = cut(TREE)
+    recorded = record(Talkative(TREE), cut)
+    assert recorded.origins == ("root", *(f"origin of {token}" for token in verified.tokens[1:]))
     places = {(0, 0): 10, (0, 1): 14, (1, 0): 11, (1, 1): 15}
     kept = {place: token for place, token in places.items() if token in verified.tokens}
     assert {place: verified.tokens[node] for place, node in recorded.window.items()} == kept
@@ -102,7 +105,7 @@ def test_equal_siblings_keep_their_own_origins():
         def window_rows(self) -> dict[tuple[int, int], int]:
             return {}
 
-    recorded = record(Twins(tree), step(tree))
+    recorded = record(Twins(tree))
     assert recorded.origins == ("root", "first", "second", "below the second")
 
 
@@ -111,7 +114,7 @@ def test_a_drafter_that_tells_nothing_has_drafts():
         def propose(self, max_depth: int) -> DraftTree:
             return TREE
 
-    recorded = record(Silent(), step(TREE))
+    recorded = record(Silent())
     assert recorded.origins == ("root", *["draft"] * 5)
     assert recorded.window == {}
 
@@ -131,5 +134,5 @@ def test_why_a_step_has_no_draft() -> None:
     assert why_none(nothing, max_depth=0) == "the output ends here"
     assert "has to wait" in why_none(TREE, pipelined=True)
     assert "no room" in why_none(TREE)
-    assert record(Talkative(TREE), step(TREE)).no_draft == ""
-    assert record(NoDraft(), step(nothing)).no_draft == "this decoder never drafts"
+    assert record(Talkative(TREE)).no_draft == ""
+    assert record(NoDraft()).no_draft == "this decoder never drafts"

@@ -13,7 +13,7 @@ from mlxspec.draft.drafter import DraftTree, Limits, TreeBuilder
 from mlxspec.draft.suffix_index import SuffixIndex
 from mlxspec.plan.cost_curve import CostCurve
 from mlxspec.plan.p_accept import AcceptanceModel
-from mlxspec.plan.policy import Policy, expected_tokens
+from mlxspec.plan.policy import best_allowed, expected_tokens, gains_of
 from mlxspec.plan.suffix_source import Evidence, SuffixTree
 
 Path = tuple[int, ...]
@@ -88,15 +88,13 @@ def test_the_nodes_that_are_left_out_are_in_no_best_draft(
     """A tree that ends where the price of time says so has the best draft of the whole tree."""
     curve = CostCurve(enumerate(accumulate(slopes, initial=1.0), start=1))
     index, model = SuffixIndex(text), AcceptanceModel()
-    evidence = [Evidence("context", index.tokens, index.occurrences(), model)]
-    policy = Policy(guarded=False)
-    policy.rate = rate
+    evidence = Evidence("context", index.tokens, index.occurrences(), model)
 
     def best(least_p: list[float], costs: list[float]) -> tuple[float, int]:
-        model.refresh()
         limits = Limits(50, curve.widest - 1, branching, least_p, costs)
         tree = SuffixTree(text[-1], evidence, limits).tree()
-        return policy.best(expected_tokens(tree.p_reached), curve.table, tree.p_by_depth)
+        gains = gains_of(expected_tokens(tree.p_reached), curve.table, rate, 0.0)
+        return best_allowed(gains, lambda *_: True)
 
     whole = best([0.0] * curve.widest, [])
     assert best(curve.cheapest_rows, curve.table) == whole
@@ -105,11 +103,11 @@ def test_the_nodes_that_are_left_out_are_in_no_best_draft(
 class OneByOne(SuffixTree):
     """The same tree, each node of which comes from the frontier."""
 
-    def _follow(self, node, p_reached, number, occurrences, path, frontier):
+    def _follow(self, node, p_reached, occurrences, path, frontier):
         if len(path) < self._max_depth:
             self._expand(node, p_reached, occurrences, path, frontier)
         else:
-            self._sayings.append(())
+            self._sayings.append(None)
 
 
 @given(
@@ -136,23 +134,19 @@ def test_a_path_that_goes_on_alone_is_grown_as_if_node_by_node(
 ) -> None:
     index = SuffixIndex(context)
     models = AcceptanceModel(bytes((0, 1, 2))), AcceptanceModel(bytes((3, 4)), earlier=True)
-    models[0].begin((), output_start, output_start // 2)
+    models[0].begin((), output_start)
     texts = [Evidence("context", index.tokens, index.occurrences(), models[0])]
     if earlier:
         other = SuffixIndex(earlier)
         found = other.occurrences_of(context)
         texts.append(Evidence("earlier", other.tokens, found, models[1]))
-
-    def grown(kind: type[SuffixTree]) -> SuffixTree:
-        for model in models:
-            model.refresh()
-        limits = Limits(max_depth, max_nodes, branching, [least_p] * (max_nodes + 1), costs)
-        return kind(context[-1], texts, limits)
-
-    grown(SuffixTree).learn(emitted)
+    limits = Limits(max_depth, max_nodes, branching, [least_p] * (max_nodes + 1), costs)
 
     def content(tree: SuffixTree) -> dict[str, object]:
-        said = [[(a, [*tokens], [*p]) for a, tokens, p in one] for one in tree._sayings]
+        said = [one and [[*part] for part in one] for one in tree._sayings]
         return {**vars(tree), "_sayings": said, "_serial": None}  # which tells equals apart
 
-    assert content(grown(SuffixTree)) == content(grown(OneByOne))
+    for text in texts:
+        SuffixTree(context[-1], text, limits).learn(emitted)
+        whole, one_by_one = (kind(context[-1], text, limits) for kind in (SuffixTree, OneByOne))
+        assert content(whole) == content(one_by_one)

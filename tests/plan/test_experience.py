@@ -8,6 +8,7 @@ import random
 import pytest
 
 from mlxspec.eval.replay import replay
+from mlxspec.plan import policy
 from mlxspec.plan.chips import chip_curve
 from mlxspec.plan.cost_curve import FixedCosts
 from mlxspec.plan.experience import Corrections, Experience, probability
@@ -84,9 +85,10 @@ def test_many_kinds_take_bounded_room() -> None:
 
 @pytest.mark.parametrize("copies", [True, False])
 def test_a_decoder_drafts_more_where_its_requests_copy_and_less_where_they_do_not(
-    copies: bool,
+    copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each prompt has passages; an output repeats one, or leaves each after its first token."""
+    monkeypatch.setattr(policy, "_FIRST_BANK", math.inf)  # the guard allows all
     source, curve = random.Random(3), chip_curve("M4 Pro")
 
     def request() -> tuple[list[int], list[int]]:
@@ -101,7 +103,7 @@ def test_a_decoder_drafts_more_where_its_requests_copy_and_less_where_they_do_no
         for _ in range(rounds):
             tokens, output = request()
             suffixes = SuffixSource(experience=experience)
-            planner = Planner(FixedCosts(curve), [suffixes], guarded=False)
+            planner = Planner(FixedCosts(curve), [suffixes])
             total += replay(tokens, output, planner).cost(curve) / len(output)
         return total / rounds
 

@@ -39,7 +39,6 @@ def continuation(length: int, position: int = 50, count: int = 1) -> Continuatio
 
 
 def p_accept(model: AcceptanceModel, *found: Continuation) -> list[float]:
-    model.refresh()
     estimates = model.estimate(found, end=100, depth=0, before=3, limit=6)
     return [estimate.p_accept for estimate in estimates]
 
@@ -72,7 +71,7 @@ def test_the_next_generation_knows_what_this_one_taught(earlier: bool) -> None:
     first = p_accept(model, continuation(3))
     estimates = model.estimate([continuation(3)], end=100, depth=0, before=3, limit=1)
     for _ in range(20):
-        model.learn(estimates, None, at_root=True)
+        model.learn(estimates, None)
     model.begin([taught])
     assert p_accept(model, continuation(3)) < first
     model.begin()
@@ -87,24 +86,12 @@ def test_what_differs_in_a_feature_is_told_apart() -> None:
     for _ in range(100):
         model.begin([taught], output_start=70)
         for position, right in source.choices(((50, 0), (80, None)), k=4):
-            model.refresh()
             found = [continuation(3, position)]
-            model.learn(model.estimate(found, 100, 0, 3, 1), right, at_root=True)
+            model.learn(model.estimate(found, 100, 0, 3, 1), right)
     model.begin([taught], output_start=70)
     of_prompt = p_accept(model, continuation(3, position=50))[0]
     of_output = p_accept(model, continuation(3, position=80))[0]
     assert of_output < before < of_prompt
-
-
-def test_abandoned_turns_have_a_bias_of_their_own() -> None:
-    model = AcceptanceModel()
-    model.begin(conversation_end=40)
-    here, before = p_accept(model, continuation(3)), p_accept(model, continuation(3, position=30))
-    estimates = model.estimate([continuation(3, position=30)], end=100, depth=0, before=3, limit=1)
-    for _ in range(5):
-        model.learn(estimates, 0, at_root=False)
-    gained = p_accept(model, continuation(3))[0] - here[0]
-    assert p_accept(model, continuation(3, position=30))[0] - before[0] > gained > 0
 
 
 @pytest.mark.parametrize("truth", [True, False])
@@ -112,9 +99,8 @@ def test_experience_moves_the_estimates(truth: bool) -> None:
     model = AcceptanceModel()
     before = p_accept(model, continuation(2))[0]
     for _ in range(60):
-        model.refresh()
         estimates = model.estimate([continuation(2)], end=100, depth=0, before=3, limit=1)
-        model.learn(estimates, 0 if truth else None, at_root=True)
+        model.learn(estimates, 0 if truth else None)
     after = p_accept(model, continuation(2))[0]
     assert after > max(before, 0.9) if truth else after < min(before, 0.1)
     model.begin()

@@ -61,16 +61,14 @@ def test_one_sequence_drafts_whatever_its_rate(rate: float) -> None:
     assert drafts(copying(rate)) == [4]
 
 
-def test_sequences_without_a_guard_have_none_together() -> None:
-    guarded = copying(1.2)
-    free = [suffix_planner(FOUR_FREE, guarded=False) for _ in range(2)]
-    for planner in free:
-        planner.begin(TEXT)
-    for planner in (guarded, *free):
-        planner.policy.bank = 0.0
-    assert drafts(guarded) == [0]
-    assert drafts(free[0]) == [4]
-    assert drafts(*free) == [2, 2]
+def test_an_empty_bank_allows_nothing_and_the_banks_of_all_count() -> None:
+    poor, rich, richer = (copying(1.2) for _ in range(3))
+    for planner, bank in ((poor, 0.0), (rich, 9.0), (richer, 9.0)):
+        planner.policy.bank = bank
+    assert drafts(poor) == [0]
+    assert drafts(rich) == [4]
+    assert drafts(rich, richer) == [2, 2]
+    assert drafts(poor, rich) == [2, 2]
 
 
 def test_a_forward_that_is_dispatched_is_interrupted_for_all_or_for_none() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlxspec.draft.lookahead import LookaheadDrafter
 from mlxspec.plan.cost_curve import CostCurve, FixedCosts
-from mlxspec.plan.lookahead_source import LookaheadSource
 from mlxspec.plan.planner import Planner
 from mlxspec.plan.suffix_source import SuffixSource
 
-_PLANNER = ("branching", "replays", "guarded")
+_PLANNER = ("branching", "replays")
 
 
 def suffix_planner(curve: CostCurve, sync_overhead: float = 0.02, **options: Any) -> Planner:
@@ -21,4 +21,4 @@ def suffix_planner(curve: CostCurve, sync_overhead: float = 0.02, **options: Any
 def lookahead_planner(curve: CostCurve, **options: Any) -> Planner:
     """A planner of lookahead decoding."""
     own = {name: options.pop(name) for name in _PLANNER if name in options}
-    return Planner(FixedCosts(curve), [LookaheadSource(**options)], **own)
+    return Planner(FixedCosts(curve), [LookaheadDrafter("auto", **options)], **own)

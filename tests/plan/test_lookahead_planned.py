@@ -9,17 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.draft.drafter import DraftTree, VerifiedStep, accept
-from mlxspec.draft.lookahead import NgramPool
+from mlxspec.draft.lookahead import LookaheadDrafter, LookaheadKnowledge, NgramPool, WindowSize
 from mlxspec.eval.replay import replay
 from mlxspec.plan.cost_curve import CostCurve
-from mlxspec.plan.lookahead_source import (
-    GuessOdds,
-    GuessTree,
-    LiveGuesses,
-    WindowGain,
-    WindowSize,
-    best_window,
-)
 from mlxspec.plan.planner import Planner
 from tests.support.planners import lookahead_planner
 
@@ -105,12 +97,14 @@ def test_a_window_needs_a_target_that_verifies_trees() -> None:
     assert drafter.propose(100).is_chain
 
 
-def chosen(gain: WindowGain, curve: CostCurve, bank: float = 99.0, now=None) -> WindowSize | None:
-    return best_window(gain, [1.0, 1.3], curve.table, 1.3, 5, bank, now)
+def chosen(
+    gain: LookaheadKnowledge, curve: CostCurve, bank: float = 99.0, now=None
+) -> WindowSize | None:
+    return gain.best_window([1.0, 1.3], curve.table, 1.3, bank, 5, now)
 
 
 def test_the_window_follows_cost_and_what_it_earns() -> None:
-    gain = WindowGain()
+    gain = LookaheadKnowledge()
     wide = chosen(gain, FLAT)
     assert wide is not None
     assert wide.rows > 30
@@ -118,7 +112,7 @@ def test_the_window_follows_cost_and_what_it_earns() -> None:
     assert chosen(gain, UNKNOWN) is None
     assert chosen(gain, FLAT, bank=0.0) is None  # nobody can pay for a trial
     for _ in range(100):
-        gain.learn(wide, 0)
+        gain.learn_gain(wide, 0)
     assert chosen(gain, FLAT, now=wide) is None
     for _ in range(2000):
         gain.relax()
@@ -126,7 +120,7 @@ def test_the_window_follows_cost_and_what_it_earns() -> None:
 
 
 def test_a_window_at_hand_stays_unless_another_is_worth_noticeably_more() -> None:
-    gain = WindowGain()
+    gain = LookaheadKnowledge()
     wide = chosen(gain, FLAT)
     near = WindowSize(7, 5)
     assert near != wide
@@ -137,14 +131,13 @@ def test_a_window_at_hand_stays_unless_another_is_worth_noticeably_more() -> Non
 @given(st.lists(st.integers(0, 2), min_size=8, max_size=30), st.integers(2, 5))
 def test_guesses_agree_with_as_many_tokens_as_they_say(text: list[int], ngram_size: int) -> None:
     pool = NgramPool(ngram_size, -1)
-    live = LiveGuesses(pool, ngram_size)
-    live.at(text[0])
+    pool.live_guesses(text[0])
     pool.read(text[:1])
     for end in range(1, len(text)):
-        live.advance([text[end]])
+        pool.follow([text[end]])
         pool.read([text[end]])
         read = text[: end + 1]
-        for tail, agreement in live.at(text[end]):
+        for tail, agreement in pool.live_guesses(text[end]):
             reach = min(agreement, ngram_size - 1)  # a streak counts on
             ngram = [*read[len(read) - reach :], *tail]
             ends = range(len(ngram), len(read) + 1)
@@ -152,20 +145,30 @@ def test_guesses_agree_with_as_many_tokens_as_they_say(text: list[int], ngram_si
 
 
 def test_odds_are_learned_from_what_came() -> None:
-    odds = GuessOdds()
-    before = odds.probability(2, 0)
+    odds = LookaheadKnowledge()
+    before = odds.p_accept(2, 0)
     for _ in range(50):
         odds.learn(2, 0, True)
-    assert odds.probability(2, 0) > max(0.9, before)
-    assert odds.probability(5, 0) < odds.probability(2, 0)
+    assert odds.p_accept(2, 0) > max(0.9, before)
+    assert odds.p_accept(5, 0) < odds.p_accept(2, 0)
 
 
 def test_the_likeliest_nodes_hang_together() -> None:
     guesses = [((1, 2, 3), 4), ((1, 2, 4), 3), ((5, 6), 1), ((1, 7), 1)]
-    tree = GuessTree(9, guesses, GuessOdds(), max_depth=3, least_p=0.0, branching=True).tree()
-    tree = tree.best_first()
+    drafter = LookaheadDrafter("auto")
+    drafter.begin([9])
+    tree = drafter._likely(guesses, 3, 0.0, 4).best_first()
     assert [*tree.p_reached] == sorted(tree.p_reached, reverse=True)
     assert len(tree.p_reached) == 7
     for n_draft in range(1, 8):
         assert len(tree.first(n_draft)) == n_draft + 1
         assert sum(tree.p_by_depth(n_draft)) == pytest.approx(sum(tree.p_reached[:n_draft]))
+
+
+def test_without_a_planner_all_guesses_are_drafted_and_no_window() -> None:
+    alone, given = LookaheadDrafter("auto"), LookaheadDrafter(0, guess_set_size=16)
+    for drafter in (alone, given):
+        drafter.begin(REPEATING * 2)
+    assert len(alone.propose(100)) > 1
+    assert alone.propose(100) == given.propose(100)
+    assert alone.window_rows() == {}
