@@ -68,7 +68,7 @@ _LOWEST, _HIGHEST = 1e-4, 0.998
 # Errors of a p_accept below this teach nothing, which saves most of the learning in long copies.
 # So a p_accept hardly rises above 0.99.
 _SURE = 0.01
-_FIRST_HIT_RATE, _CHANGE = 0.3, 0.15  # of the best continuations
+_FIRST_HIT_RATE, _CHANGE = 0.3, 0.1  # of the best continuations
 _USUAL_AGE = 8192  # tokens; how far back an occurrence in earlier texts counts as
 
 # The features that experience corrects are numbered. No two share a number: the values of each
