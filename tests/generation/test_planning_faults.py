@@ -14,6 +14,7 @@ from mlxspec.draft.drafter import Drafter, DraftTree, VerifiedStep
 from mlxspec.engine import batch
 from mlxspec.generation.engine import Engine
 from mlxspec.generation.request import Request
+from mlxspec.plan.planner import Planner
 from mlxspec.plan.policy import Policy
 from mlxspec.plan.sharing import _Step
 from mlxspec.plan.suffix_source import SuffixSource
@@ -36,7 +37,7 @@ OF_ONE = [
     (GivenCosts, "move_to"),
     (SuffixSource, "begin"),
     (SuffixSource, "propose"),
-    (Policy, "best"),
+    (Planner, "_gain_of_chain"),
     (_Step, "is_pipelined"),
     (Policy, "settle"),
     (SuffixSource, "observe"),
