@@ -14,8 +14,7 @@ from mlx_lm.generate import generation_stream
 
 from ..draft.drafter import VerifiedStep
 from ..plan.live_costs import LiveCosts
-from ..plan.planner import Planner, log_fault
-from ..plan.sharing import NO_PLAN, Plan, plan_drafts
+from ..plan.planner import NO_PLAN, Plan, Planner, log_fault, plan_drafts
 from .joint import Joint, JointMode
 from .step import DecodedStep, Sequence, each, joint_step, step
 

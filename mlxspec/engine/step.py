@@ -22,8 +22,7 @@ from .joint import Joint, JointRows
 from .target import Capability, Progress, Target
 
 if TYPE_CHECKING:
-    from ..plan.planner import Planner
-    from ..plan.sharing import Plan
+    from ..plan.planner import Plan, Planner
 
 _Result = TypeVar("_Result")
 

@@ -14,8 +14,7 @@ from typing import cast
 
 from ..draft.drafter import Drafter, DraftTree, NoDraft, VerifiedStep, accept
 from ..plan.cost_curve import CostCurve, FixedCosts
-from ..plan.planner import Planner
-from ..plan.sharing import Plan, plan_drafts
+from ..plan.planner import Plan, Planner, plan_drafts
 from .traces import Completion
 
 SLOW = 0.98

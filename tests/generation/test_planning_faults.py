@@ -14,9 +14,8 @@ from mlxspec.draft.drafter import Drafter, DraftTree, VerifiedStep
 from mlxspec.engine import batch
 from mlxspec.generation.engine import Engine
 from mlxspec.generation.request import Request
-from mlxspec.plan.planner import Planner
+from mlxspec.plan.planner import Planner, _Step
 from mlxspec.plan.policy import Policy
-from mlxspec.plan.sharing import _Step
 from mlxspec.plan.suffix_source import SuffixSource
 from tests.support.demo import FLAT, GivenCosts, given_costs, stand_in_decoder
 from tests.support.engines import submit

@@ -14,8 +14,7 @@ from mlxspec.draft.drafter import DraftTree, VerifiedStep, accept
 from mlxspec.plan.cost_curve import CostCurve, Costs, FixedCosts
 from mlxspec.plan.live_costs import LiveCosts
 from mlxspec.plan.live_curve import KnownTime
-from mlxspec.plan.planner import Planner
-from mlxspec.plan.sharing import plan_drafts
+from mlxspec.plan.planner import Planner, plan_drafts
 from mlxspec.plan.suffix_source import SuffixSource
 from tests.plan.test_live_costs import ANY_TIME
 from tests.support.planners import suffix_planner
