@@ -198,10 +198,9 @@ def test_emits_no_less_per_time_than_the_planner_in_any_step() -> None:
 def test_prompt_lookup_drafts_what_generate_s_does():
     """Its options' defaults make the same drafter."""
     from mlxspec.cli.generating import Drafting
-    from mlxspec.draft.prompt_lookup import PromptLookupDrafter
 
     output = [2, 3, 4, 5, 9, 1, 2, 3, 7, 1, 2, 3, 4]
-    ours = PromptLookupDrafter(**Drafting(decoder="prompt-lookup").lookup)
+    ours = Drafting(decoder="prompt-lookup").lookup.new()
     replayed = replay(PROMPT, output, drafter_of("prompt-lookup", output))
     assert replayed == replay(PROMPT, output, ours)
     assert replayed != replay(PROMPT, output, drafter_of("spec-bench", output))
