@@ -161,7 +161,7 @@ class ContextCache:
     def begin_forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
         """Note what a forward will do; returns all its tokens, pending ones first, (rows,).
 
-        The arguments are those of :meth:`forward`.
+        The arguments are those of :meth:`mlxspec.engine.target.Target.forward`.
         """
         self._tree = tree
         if not self._replays:
@@ -182,7 +182,7 @@ class ContextCache:
         self.commit_moved(rows)
 
     def commit_moved(self, rows: Sequence[int]) -> None:
-        """As :meth:`commit`, of rows that are moved already: those of :meth:`kept`."""
+        """As :meth:`commit`, for rows that :func:`move_rows` has already moved."""
         pending: tuple[int, ...] = ()
         if len(rows) < len(self._tree):
             if self._replays:

@@ -169,11 +169,12 @@ class Sequence:
     def propose(self, plan: Plan | None = None) -> None:
         """Propose the rows of the step.
 
-        Where its forward is dispatched already they are the one row of that, and the draft has to
-        wait for the next step.
+        If the step's forward was dispatched during the last step, it has one row, and the draft
+        waits for the next step.
 
         Args:
-            plan: the drafter's, who is a planner, made together with those of others.
+            plan: made by :class:`mlxspec.engine.batch.Batch` for several sequences together; the
+                drafter is a planner then. None asks the drafter.
         """
         self._started = time.perf_counter() - self._uncounted
         max_depth = self.max_depth
@@ -228,14 +229,14 @@ class Sequence:
         self.forward, self.ahead = self.ahead, None
 
     def choose(self, forward: Forward, rows: JointRows, unknown: bool = False) -> None:
-        """Choose the target's token after each row of a forward, lazily, where that is to be done.
+        """Choose the target's token after each row of a forward, lazily.
 
-        Which tokens a constraint allows after a row depends on its token. So nothing is chosen
-        before that is known.
+        Which tokens a constraint allows after a row depends on the row's token. While that is
+        unknown, nothing is chosen, and :meth:`take_ahead` chooses later.
 
         Args:
             forward: of this sequence.
-            rows: of it.
+            rows: that it ran.
             unknown: whether the token of its single row has not been read yet.
         """
         grammar = self.chooser.grammar
@@ -268,7 +269,7 @@ class Sequence:
         return 0, *nodes[: len(tokens) - 1]
 
     def settle(self) -> DecodedStep:
-        """Commit what the target has accepted, whose rows are moved already; inform the drafter."""
+        """Commit the accepted rows, which :func:`keep` has moved; let the drafter observe them."""
         tree, forward, (nodes, tokens) = self.tree, self.forward, self._accepted
         if len(tree) > 1:
             with mx.stream(generation_stream):
@@ -332,7 +333,8 @@ class Forward:
     logprobs: mx.array = field(init=False)
 
     def set_choices(self, choices: mx.array, logprobs: mx.array, greedy: bool) -> None:
-        """Set the tokens chosen after the rows, (rows,), from what, (rows, vocabulary)."""
+        """Set the tokens chosen after the rows, (rows,), and what they were chosen from,
+        (rows, vocabulary)."""
         self.logits, self.choices = None, choices
         self.argmaxes = choices if greedy else mx.argmax(logprobs, axis=-1)
         self.logprobs = logprobs.squeeze(0) if len(logprobs) == 1 else logprobs
@@ -414,8 +416,8 @@ def joint_step(
         plans: of those sequences whose drafts were planned together.
 
     Returns:
-        per sequence its step, or what its drafter, a processor or the like has raised. That
-        sequence has to be closed; the others go on.
+        per sequence its step, or the exception that its drafter, processor or sampler raised.
+        Such a sequence must be closed; the others go on.
     """
     plans = plans or {}
     proposed = each(lambda sequence: sequence.propose(plans.get(sequence)), sequences)

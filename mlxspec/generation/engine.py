@@ -36,10 +36,10 @@ class Engine:
         decoder: runs the requests.
         max_active: how many requests run at once at most, without paused ones; others wait.
         stall: seconds for which running requests may wait for others' prompts between two steps.
-            Chunks are made so long by the speed of those before, except of prompts that would
-            give something else then (``chunks_matter`` of the decoder). With ``math.inf`` nobody
-            reads the answers as they come, and all that counts is the time that they take
-            together: prompts run first, and no request minds waiting for others' drafts.
+            The speed of earlier chunks decides how long the next one is, except for prompts whose
+            result depends on the chunks (the decoder's ``chunks_matter``). ``math.inf`` is for
+            batches, whose answers are not read as they come: only the total time counts, so
+            prompts run first, and requests wait for others' drafts.
         max_unread: a request with so many unread responses is paused until :meth:`has_read`
             counts nearly all of them; None counts none.
 
@@ -167,9 +167,9 @@ class Engine:
         return [request for request in self._running if request.state is state]
 
     def _prefill(self, hurried: bool) -> None:
-        """Run a chunk of a prompt, and others while running generations may wait.
+        """Run chunks of prompts for as long as decoding requests may wait, at least one.
 
-        Where there are none it comes to an end as soon, so that it can be cancelled.
+        Without decoding requests it stops after the same time, so that requests can be cancelled.
         """
         self._deadline, started = math.inf, time.perf_counter()
         while prefilling := self._in(State.PREFILL):
@@ -234,7 +234,7 @@ class Engine:
         request.state = State.DECODE
 
     def _note_speed(self, tokens: int, started: float) -> None:
-        """So many tokens of prompts have run since then."""
+        """Update the prefill's speed: so many prompt tokens have run since ``started``."""
         seconds = time.perf_counter() - started
         self.prefill_seconds += seconds
         if tokens:
@@ -276,7 +276,7 @@ class Engine:
         try:
             outcomes = self._batch.step(sequences)
             self.step_seconds = time.perf_counter() - started
-        except Exception as error:  # of the forward itself: nobody's fault, and nobody can go on
+        except Exception as error:  # of the forward itself, which all requests share
             for request in requests:
                 self._end(request, error)
             return
@@ -287,7 +287,7 @@ class Engine:
                 self._end(request, outcome)
 
     def _respond(self, request: Request, sequence: Sequence, step: DecodedStep) -> None:
-        """Hand out what a step of a request has brought."""
+        """Hand out the responses of a request's step."""
         verified = step.verified
         self.step_shape = verified.rows, verified.sequences
         try:

@@ -38,7 +38,7 @@ pipelined."""
 
 
 class State(StrEnum):
-    """How far a request is."""
+    """The stage that a request is in."""
 
     WAITING = "queued"
     PREFILL = "prefill"
@@ -91,7 +91,7 @@ class Request:
     Attributes:
         record_times: each is called with the rows and the time of each step.
         lease_more: wraps the lease of the model's caches in a lease of further caches.
-        state: how far it is.
+        state: the stage that it is in.
         error: what ended it, if that was a fault.
         finish_reason: of its last response, once that has come.
         context: the prompt and the tokens of the responses so far.
@@ -186,7 +186,7 @@ class Request:
         return self.sequence
 
     def on_progress(self, done: int, total: int) -> None:
-        """So many tokens of the prompt have run; the prefill ends when the first step begins."""
+        """Note how many tokens of the prompt have run; the last call marks the prefill's end."""
         hold_at_exit()
         self.prefilled = self.n_cached + done
         self._prefill_ended = time.perf_counter()
@@ -194,7 +194,7 @@ class Request:
             self.options.on_progress(done, total)
 
     def on_step(self, step: steps.DecodedStep, seconds: float, plain_seconds: float | None) -> None:
-        """A step has run in an engine; its responses follow.
+        """Called by an engine after each step, before the step's responses.
 
         Args:
             step: its part in the step.
@@ -206,11 +206,11 @@ class Request:
             self.plain_seconds += plain_seconds
 
     def on_response(self, response: GenerationResponse) -> None:
-        """Hand out a response of an engine."""
+        """Called by an engine with each response."""
         self.receive(response)
 
     def on_end(self) -> None:
-        """The request has ended in an engine, and its last response, if any, is handed out."""
+        """Called by an engine at the end, after the last response if there is one."""
 
     def responses_of(self, step: steps.DecodedStep) -> Iterator[GenerationResponse]:
         """One response per token of a step, up to the last one of the output."""

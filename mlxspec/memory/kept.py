@@ -169,7 +169,7 @@ class KeptTexts:
         """Write an answer into the current journal; the first one begins it.
 
         Raises:
-            JournalMovedError: another process has moved it; see :meth:`lost_journals`.
+            JournalMovedError: another process has moved it.
             OSError: it cannot be written.
         """
         if not self.journals:

@@ -1,4 +1,4 @@
-"""Drafters that know nothing of a planner, as its sources."""
+"""Adapts any drafter to be a source of the planner."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class DrafterSource(Drafter):
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Time the drafter, and tell a fault of its from one of planning."""
+        """Time the drafter, and record what it raises: no fault of planning."""
         started = time.perf_counter()
         try:
             yield

@@ -70,11 +70,11 @@ NO_PLAN = Plan()
 class Planner(Drafter):
     """Drafts what gains most under the costs of rows.
 
-    The costs are those that may plausibly be hoped for, so that what is hardly known is tried.
-    In each step the drafters' trees are merged, their nodes are sorted by their probabilities, and
-    the number of them is chosen at which expected tokens less the price of their time are
-    greatest, within what the policy allows: see :func:`plan_drafts`. Every
-    step corrects the costs and the probabilities.
+    It plans with optimistic costs (``hopeful``), so that widths whose cost is hardly known are
+    tried. In each step the drafters' trees are merged and their nodes sorted by probability. The
+    number of nodes is chosen that maximises the expected tokens less the price of their time,
+    within what the policy allows: see :func:`plan_drafts`. Every step
+    corrects the costs and the probabilities.
 
     A fault in any of that costs the generation its drafts and nothing else: a line in the log says
     what it was, and the remaining steps are plain. What a drafter of the user's own raises is
@@ -82,8 +82,9 @@ class Planner(Drafter):
 
     Args:
         costs: what steps cost; every step is recorded there.
-        drafters: what it drafts from; where several propose siblings, the first one's count first.
-            All but the planner's own are asked as a :class:`DrafterSource` does.
+        drafters: what it drafts from; where several propose siblings, the first one's come first.
+            Any drafter that is not a source of the planner's own is wrapped in a
+            :class:`DrafterSource`.
         branching: whether drafts may be trees; otherwise they are chains.
         replays: whether accepted tokens of a partly rejected draft run again (REPLAY).
         experience: of earlier generations; None where there are none.
@@ -227,19 +228,19 @@ class Planner(Drafter):
     def _learn(self, step: VerifiedStep, pending: int) -> None:
         """Learn from a step before which so many accepted tokens were pending."""
         spent = sum(guest.spent for guest in self._guests)
-        if step.pipelined:  # it tells what plain decoding takes, which has no planner
+        if step.pipelined:  # it measures plain decoding, which has no planner
             spent = max(spent, min(step.drafting, step.seconds / 2))
         # First: a lent cache may have made it longer than the prompt.
         self.costs.move_to(step.context)
         plan, costs, charge = self._plan, self._plan.joint or self.costs, None
-        # Nor those that were dispatched while another sequence shared them.
+        # A step that is planned alone may have been dispatched before, together with others.
         if not plan.joint and step.sequences == 1:
             self.costs.record(step.rows, step.seconds - spent, step.pipelined)
         if plan.joint:
             drafted = step.rows - step.sequences
             cost = costs.hopeful(1 + drafted)
             charge = plan.charge if drafted else 1.0
-        else:  # with what the step has told, since the hope may have been vain
+        else:  # as corrected by this step, since the plan's costs were optimistic
             cost = costs.curve(pending + len(step.tree))
         self.policy.settle(
             step,
@@ -374,15 +375,15 @@ def plan_drafts(
 ) -> list[Plan]:
     """Plan the drafts of the next step, of one sequence or of several together.
 
-    The candidates of all of them are sorted by their probabilities, and the number is chosen at
-    which the tokens expected of all sequences less the price of the step's time are greatest, as
-    far as the guard allows. A token counts by the time that it saves, the less the faster its
-    sequence is: what is easily copied waits, and is still there to be copied.
+    All candidates are sorted by their probabilities. The number of them is chosen that maximises
+    the tokens expected of all sequences less the price of the step's time, within what the guard
+    allows. A token counts by the time that it saves, so one of a fast sequence counts less: text
+    that is easily copied can be copied later.
 
-    Everybody waits for a draft, so several sequences have two guards. They share their banks: what
-    these hold in all pays for a step that fails, and what a step costs beyond a plain one is
-    charged to those who draft, in proportion to their rows. And none waits for the others longer
-    than its patience: all in all a few plain joint steps, and a tenth of its time.
+    A draft delays every sequence of the step, so there are two guards. The sequences share their
+    banks: the sum pays for a step that fails, and what a step costs beyond a plain one is charged
+    to those that draft, in proportion to their rows. And none waits for the others longer than its
+    patience: a few plain joint steps in all, and a tenth of its time.
 
     Args:
         planners: of the sequences that plan their drafts, in the middle of a generation.
@@ -394,7 +395,7 @@ def plan_drafts(
         patient: whether sequences may wait for others as long as all gain together.
 
     Returns:
-        per planner its plan; where its drafters have raised something, that as the plan's fault.
+        per planner its plan, whose fault is what its drafters raised, if they did.
     """
     step = _Step(planners, costs, sequences, rows_taken)
     plans = step.search(max_depths)

@@ -1,4 +1,4 @@
-"""How an answer goes out: in pieces as they come, or whole, with life signs while it takes long."""
+"""Sending an answer: in chunks as they come or whole, with keep-alives while it takes long."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ FAILED = ApiError("the server has failed; its log says how", status=500)
 
 
 class Silence(NamedTuple):
-    """How long a client hears nothing.
+    """How long nothing is sent before a keep-alive is.
 
     Attributes:
-        sign: seconds before a stream, or an answer that has begun, sends a sign of life.
-        begin: seconds before an answer that is no stream begins with spaces, which are such signs.
+        sign: seconds without data after which a stream, or a whole answer that has begun, sends
+            one.
+        begin: seconds before an answer that is not streamed begins with spaces as keep-alives.
     """
 
     sign: float = 10.0
@@ -44,10 +45,10 @@ async def answered(
 
     Args:
         request: whose client waits.
-        stream: what happens to the generations.
-        answer: what is made of it.
+        stream: the generations' events.
+        answer: makes chunks or a whole answer of them.
         streamed: send it as server-sent events.
-        silence: how long the client may hear nothing.
+        silence: when keep-alives are sent.
 
     Raises:
         ApiError: a generation has failed before anything was sent.
@@ -140,7 +141,7 @@ async def _server_sent_events(
 async def _with_life_signs(
     making: asyncio.Task[dict[str, Any]], answer: Answer, life_sign: float
 ) -> AsyncIterator[str]:
-    """JSON that takes long: spaces, which belong to no value, say that all is well."""
+    """JSON that takes long: spaces before it, which parsers skip, keep the connection alive."""
     while not making.done():
         yield " "
         await asyncio.wait({making}, timeout=life_sign)
@@ -151,7 +152,7 @@ async def _with_life_signs(
 
 
 def _told(error: Exception) -> ApiError:
-    """What a client is told of an error."""
+    """The error that a client gets for an exception."""
     if isinstance(error, ApiError):
         return error
     _log.error("an answer has failed", exc_info=error)

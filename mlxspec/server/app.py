@@ -1,4 +1,4 @@
-"""The application: each API's endpoints, and those that tell how the server is doing."""
+"""The application: each API's endpoints, and the server's status."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ def create_app(
         worker: started by the caller, who also stops it.
         max_tokens: of requests that do not say, as far as the context has room.
         hosts, keys, on_refusal: as for :class:`mlxspec.server.gate.Gate`.
-        silence: how long clients hear nothing.
+        silence: when keep-alives are sent.
     """
     worker.records.metrics.registry.register(Gauges(worker))
 
     async def refused(request: Request, error: Exception) -> Response:
-        told = error if isinstance(error, ApiError) else _wrong_path(request, error)
-        if not is_answered(request):  # else the generation's end tells of it
-            on_refusal(request.url.path, told)
-        return error_response(told, request.url.path)
+        refusal = error if isinstance(error, ApiError) else _wrong_path(request, error)
+        if not is_answered(request):  # else the log has the end of the generation
+            on_refusal(request.url.path, refusal)
+        return error_response(refusal, request.url.path)
 
     generating = Generating(worker, max_tokens, silence)
     routes = [
         *OpenAIEndpoints(generating).routes,
         *ResponsesEndpoints(generating).routes,
         *MessagesEndpoints(generating).routes,
-        *_Telling(worker).routes,
+        *_StatusRoutes(worker).routes,
     ]
     return Starlette(
         routes=routes,
@@ -102,7 +102,7 @@ _NOT_OURS = {
     "/v1/vector_stores": "vector stores",
     "/v1/videos": "videos",
 }
-"""Beginnings of OpenAI's and others' paths that clients try, and what is not to be had there."""
+"""Path prefixes of OpenAI's and other APIs that clients try, and what this server lacks there."""
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
@@ -111,8 +111,8 @@ async def _server_error(request: Request, error: Exception) -> Response:
     return error_response(failed, request.url.path)
 
 
-class _Telling:
-    """The endpoints that tell how the server is doing."""
+class _StatusRoutes:
+    """The endpoints of health, metrics and status."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

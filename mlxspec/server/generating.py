@@ -42,12 +42,12 @@ _Parsed = TypeVar("_Parsed")
 
 
 class Generating:
-    """Makes generations of requests.
+    """Turns checked bodies into generations, and these into responses.
 
     Args:
         worker: runs them.
         max_tokens: of requests that do not say, as far as the context has room.
-        silence: how long clients hear nothing.
+        silence: when keep-alives are sent.
 
     Attributes:
         models: by their names.
@@ -87,17 +87,21 @@ class Generating:
         return served
 
     async def read(self, request: HttpRequest, parse: Callable[[Any], _Parsed]) -> _Parsed:
-        """What a function makes of a body's JSON, in a thread beside the event loop.
+        """Read a body and parse its JSON, in a thread beside the event loop.
+
+        Args:
+            request: whose body it is.
+            parse: makes the result of the JSON value.
 
         Raises:
-            ApiError: it is no JSON, or out of bounds, or what the function raises.
+            ApiError: the body is not JSON or is out of bounds, or ``parse`` raises it.
         """
         data = await body_of(request)
         async with self._reading if len(data) > _LARGE else nullcontext():
             return await run_in_threadpool(lambda: parse(read_body(data)))
 
     async def tokenized(self, served: ServedModel, make: Callable[..., Any], *args: Any) -> Any:
-        """What a function makes with a model's tokenizer, in a thread beside the event loop."""
+        """Call a function that uses a model's tokenizer, in a thread beside the event loop."""
         async with self._tokenizing[served.name]:
             return await run_in_threadpool(make, *args)
 
@@ -173,7 +177,7 @@ class Generating:
     async def _submitted(
         self, served: ServedModel, body: Request, prompts: Sequence[Prompt], partition: str
     ) -> EventStream:
-        """Queue ``n`` generations of each prompt, which may use what a partition has left."""
+        """Queue ``n`` generations of each prompt, with the prefixes and answers of a partition."""
         prediction: tuple[int, ...] = ()
         if body.prediction:
             if not served.predicts:
@@ -220,7 +224,7 @@ class Generating:
             return await run_in_threadpool(compiled_constraint, body, prompt, tokenizer, vocabulary)
 
     def _max_tokens_of(self, served: ServedModel, n_prompt: int, body: Request) -> int:
-        """How many tokens an output may have; a request that does not say takes what there is."""
+        """How many tokens an output may have: what the request asks for, or as many as fit."""
         longest, memory = served.context_length, served.memory
         if longest is not None and n_prompt >= longest:
             raise ApiError(
@@ -241,7 +245,7 @@ class Generating:
 
 
 def _samplings(served: ServedModel, body: Request) -> list[SamplingParams]:
-    """How to pick the tokens of each of a prompt's choices."""
+    """The sampling parameters of each of a prompt's choices."""
     vocab_size, special = served.decoder.vocab_size, served.special_tokens
     return [body.sampling.params(vocab_size, choice, special) for choice in range(body.n)]
 

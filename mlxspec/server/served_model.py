@@ -37,8 +37,8 @@ class ServedModel:
         decoder: loaded, with its costs known.
         cache: of prefixes.
         memory: what caches take.
-        options: defaults of all its generations, which a request's go before.
-        template_arguments: what its chat template is given, which a request's go before.
+        options: defaults of its generations; a request's own override them.
+        template_arguments: defaults for its chat template; a request's own override them.
         owner: the partition that the decoder's own memory belongs to. The others have one each,
             in the process alone.
         path: where it was loaded from, as the user wrote it: requests may call it that, too.
@@ -105,11 +105,11 @@ class ServedModel:
             )
 
     def make_drafter(self, prediction: Sequence[int], partition: str) -> MakeDrafter:
-        """What makes the drafter of one generation; called in the worker's thread alone.
+        """Return what makes the drafter of one generation; called in the worker's thread alone.
 
         Args:
             prediction: token ids that the output is expected to follow.
-            partition: whose answers it drafts from, and is to be drafted from by.
+            partition: whose answers it drafts from, and adds its own to.
         """
         decoder = self._decoder_of(partition)
         drafting = decoder.drafting

@@ -40,7 +40,8 @@ class ServedRequest(Request):
         options: as for :meth:`mlxspec.Decoder.stream`.
         index: of the choice, which its events carry.
         prediction: token ids that the output is expected to follow.
-        top_logprobs: how many of the likeliest tokens to tell; None tells no log-probability.
+        top_logprobs: how many of the likeliest tokens its events have; None for no
+            log-probabilities.
         partition: whose prefixes and answers may be used.
 
     Raises:
@@ -52,7 +53,7 @@ class ServedRequest(Request):
         asked: when it came, by ``time.perf_counter``.
         first_token: when its first token came.
         nbytes: what its caches may come to take.
-        failure: what ended it, if that was no end of its own.
+        failure: the error that ended it, if one did.
         outcome: how it has ended, in a word.
     """
 
@@ -107,7 +108,7 @@ class ServedRequest(Request):
         return self.plain_seconds / self.decode_seconds if known else None
 
     def figures(self) -> dict[str, Any]:
-        """How it is doing, as JSON."""
+        """Its state and figures, as JSON."""
         return {
             "number": self.number,
             "model": self.served.name,
@@ -152,7 +153,7 @@ class ServedRequest(Request):
         records.tell(self, piece)
 
     def on_end(self) -> None:
-        """Tell the client, and keep the caches for prompts that begin with what they hold."""
+        """Send the last event, and give the caches back to the prefix cache."""
         failed = self.error is not None and self.finish_reason is None
         ended = _failure(self.error) if self.error and failed else self._end()
         self.stream.records.end(self, ended)
@@ -165,7 +166,7 @@ class ServedRequest(Request):
         self.options = self.options._replace(session=None)
 
     def _end(self) -> Ended:
-        """Of its own, or as if the model had ended it."""
+        """The last event; a request that was cancelled without an error ends with "stop"."""
         stop = self.output.stop_string if self.finish_reason else None
         return Ended(
             *(self.index, self.finish_reason or "stop", len(self.prompt), self.n_cached),
@@ -174,7 +175,7 @@ class ServedRequest(Request):
 
 
 def _failure(error: Exception) -> ApiError:
-    """What a client is told of what has ended its generation."""
+    """The error that a client gets for what ended its generation."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, MlxspecError):
@@ -184,7 +185,7 @@ def _failure(error: Exception) -> ApiError:
 
 
 Batch = tuple[ServedRequest, list[Event | ApiError]]
-"""What has happened to a request, in order; never empty."""
+"""A request and its events of one turn, in order; never empty."""
 
 
 class Commands(Protocol):
@@ -194,7 +195,7 @@ class Commands(Protocol):
         """End a request before its next step: with an error, or as if the model had."""
 
     def has_read(self, request: ServedRequest, count: int) -> None:
-        """So many tokens have been read: a request that waited for it may go on."""
+        """The client has read so many tokens; a paused request may resume."""
 
 
 class EventStream:
@@ -220,10 +221,9 @@ class EventStream:
 
     @staticmethod
     def deliver(batches: Sequence[Batch]) -> None:
-        """Hand over what has happened to generations of any streams; called in any thread.
+        """Hand over events to the streams of their requests; called in any thread.
 
-        All of one event loop come together: each call would interrupt the loop, and the worker
-        would wait for it.
+        There is one call per event loop, since each interrupts the loop, and the worker waits.
         """
         of_loops: defaultdict[asyncio.AbstractEventLoop, list[Batch]] = defaultdict(list)
         for request, batch in batches:
@@ -253,7 +253,7 @@ class EventStream:
             self._waiting = None
 
     async def events(self, life_sign: float) -> AsyncGenerator[list[Event], None]:
-        """What happens, until all generations have ended.
+        """The events, in batches, until all generations have ended.
 
         Leaving the loop early ends the generations.
 
@@ -287,7 +287,7 @@ class EventStream:
                 self._commands.end(request)
 
     def close(self) -> None:
-        """End all generations that have not ended: nobody wants the answers."""
+        """Cancel all generations that have not ended."""
         for request in self.requests:
             if not request.done:
                 self._commands.end(request, ApiError("cancelled", status=499))
@@ -314,11 +314,11 @@ class Records:
         self._outbox: dict[ServedRequest, list[Event | ApiError]] = {}
 
     def tell(self, request: ServedRequest, event: Event | ApiError) -> None:
-        """Let its client hear of an event at the end of the turn."""
+        """Queue an event for its client, until the end of the turn."""
         self._outbox.setdefault(request, []).append(event)
 
     def end(self, request: ServedRequest, ended: Ended | ApiError) -> None:
-        """A request has ended."""
+        """Record the end of a request, and queue it for the client."""
         now = time.perf_counter()
         request.outcome = outcome_of(ended)
         request.failure = ended if isinstance(ended, ApiError) else None
@@ -333,6 +333,6 @@ class Records:
             _log.exception("the end of a generation could not be recorded")
 
     def deliver(self) -> None:
-        """A turn has ended: hand over all that is to be told."""
+        """Hand over the queued events, at the end of a turn."""
         outbox, self._outbox = self._outbox, {}
         EventStream.deliver([*outbox.items()])

@@ -1,7 +1,7 @@
 """The thread that owns the models: requests come in, the events of their generations go out.
 
-Every MLX call happens in this thread. Others talk to it by two ways only: commands go in by a
-queue, and the events of a step come out together, handed over to the loop that waits for them.
+Every MLX call happens in this thread. Others reach it in two ways only: commands go in through a
+queue, and the events of a turn come out together, to the event loops that wait for them.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Worker:
         self._commands.put(partial(self._queues[request.served.name].cancel, request, error))
 
     def has_read(self, request: ServedRequest, count: int) -> None:
-        """So many tokens have been read: a request that waited for it may go on."""
+        """The client has read so many tokens; a paused request may resume."""
         self._commands.put(partial(self._queues[request.served.name].has_read, request, count))
 
     def _run(self) -> None:
