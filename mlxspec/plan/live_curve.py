@@ -226,6 +226,10 @@ class LiveCurve:
             if self._off >= _LASTING:  # no other step was right: it is the machine
                 self._covariance = mm + _MACHINE_VARIANCE, md, me, dd, de, ee
                 shared = shared[0] + _MACHINE_VARIANCE, shared[1], shared[2]
+            elif rows == 1:  # drafted steps were right: what they take remains, in other plain ones
+                md, dd = md - _MACHINE_VARIANCE, dd + _MACHINE_VARIANCE
+                self._covariance = mm + _MACHINE_VARIANCE, md, me, dd, de, ee
+                shared = shared[0] + _MACHINE_VARIANCE, shared[1] - _MACHINE_VARIANCE, shared[2]
             else:
                 own.variance += _MACHINE_VARIANCE
         own.off = self._off = 0

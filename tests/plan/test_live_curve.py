@@ -99,6 +99,25 @@ def test_a_busy_machine_that_comes_and_goes_leaves_the_costs_alone():
     assert max(errors) < 0.1
 
 
+@pytest.mark.parametrize("change", [0.5, 1.4])
+def test_plain_steps_that_change_alone_are_told_from_the_machine(change: float):
+    live = LiveCurve([KnownTime(1, PLAIN_SECONDS, 0.03)])
+    generator = random.Random(1)
+
+    def rounds(number: int, plain: float) -> None:
+        for _ in range(number):
+            for rows in [4] * 24 + [1] * 4:
+                cost = 1.5 if rows == 4 else plain
+                live.record(rows, PLAIN_SECONDS * cost * generator.lognormvariate(0, 0.02))
+
+    rounds(20, plain=1)
+    assert live.curve(4) == pytest.approx(1.5, rel=0.03)
+    rounds(20, plain=change)
+    assert live.curve(4) == pytest.approx(1.5 / change, rel=0.03)
+    live.record(6, PLAIN_SECONDS * 2)  # as many rows as no step had before
+    assert 1.5 / change <= live.curve(6) < 3 / change
+
+
 def test_a_burst_of_another_program_s_work_leaves_the_costs_alone():
     live = measured(M4)
     run(live, M4, 200)
