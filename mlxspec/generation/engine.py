@@ -149,7 +149,7 @@ class Engine:
 
     def close(self, error: Exception | None = None) -> None:
         """End all requests."""
-        for request in [*self._waiting, *self._running]:
+        for request in dict.fromkeys([*self._waiting, *self._running]):
             self._end(request, error)
 
     def next_waiting(self) -> Request | None:
@@ -186,8 +186,8 @@ class Engine:
                 return
 
     def _move_to_end(self, request: Request) -> None:
+        self._running.append(request)  # first, so that an interrupt finds it in one place
         self._running.remove(request)
-        self._running.append(request)
 
     def _short_prompts(self, prefilling: list[Request]) -> dict[Request, Sequence]:
         """Requests whose prompts can run in one forward, as many as one chunk has tokens for."""
@@ -332,13 +332,13 @@ class Engine:
         try:
             if last:
                 request.on_response(last)
-        except Exception as failure:
-            request.error = request.error or failure
+        except Exception as failure:  # it has not come
+            request.error, request.finish_reason = request.error or failure, None
         request.on_end()
 
     def _forget(self, request: Request) -> None:
         for requests in (self._waiting, self._running):
-            if request in requests:
+            while request in requests:  # twice where an interrupt came as it moved
                 requests.remove(request)
 
     @cached_property

@@ -21,6 +21,7 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import FLAT, endless_tokenizer, given_costs, stand_in_decoder
 from tests.support.engines import submit
 from tests.support.examples import examples
+from tests.support.interrupts import functions_of, interrupted_anywhere
 from tests.support.random_models import random_model
 
 pytestmark = pytest.mark.slow
@@ -408,3 +409,22 @@ def test_of_two_generations_at_once_on_one_prompt_cache_the_second_is_refused(ki
     assert requests[0].error is None
     assert "in use by a generation that is running" in str(requests[1].error)
     assert alone(decoder, prompts[1], 8, prompt_cache=caches[1]) == expected[1]
+
+
+def test_an_interrupt_as_prompts_take_turns_leaves_their_sessions_to_the_next() -> None:
+    decoder = small_decoder()
+    prompts = [[*range(1, 40)], [*range(2, 30)]]
+
+    def prepare() -> list[mlxspec.Session]:
+        return [mlxspec.Session() for _ in prompts]
+
+    def run(sessions: list[mlxspec.Session]) -> None:
+        engine = Engine(decoder)
+        for prompt, session in zip(prompts, sessions, strict=True):
+            submit(engine, prompt, lambda response: None, 2, session=session)
+        engine.run()
+
+    moving = [one for one in functions_of(Engine) if one.__name__ in ("_move_to_end", "_forget")]
+    for sessions in interrupted_anywhere(moving, prepare, run):
+        for prompt, session in zip(prompts, sessions, strict=True):
+            assert alone(decoder, prompt, 2, session=session) == alone(decoder, prompt, 2)

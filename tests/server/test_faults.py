@@ -666,6 +666,18 @@ def test_a_fault_in_one_request_leaves_the_others(
     assert third.json()["choices"][0]["text"] == alone("Then", 30)
 
 
+def test_a_fault_in_the_last_token_is_told(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object) -> Any:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(mlxspec.GenerationResponse, "token_logprobs", broken)
+    answer = post(server, TEXT, {"prompt": "Once upon", "max_tokens": 1, "logprobs": 2})
+    assert answer.status_code == 500
+    assert "out of order" in error_of(answer)["message"]
+
+
 def test_a_log_that_cannot_be_written_stops_nothing(
     narrow: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
