@@ -88,21 +88,21 @@ _SCENARIOS = {
 
 
 class Machine:
-    """Tells how long steps take."""
+    """Simulates how long steps take."""
 
     def __init__(self, curve: CostCurve, scenario: Scenario) -> None:
         self._curve, self._scenario = curve, scenario
         self._chance, self._steps = random.Random(3), 0
 
     def step(self, rows: int, pipelined: bool, ahead: bool) -> tuple[float, float]:
-        """A step's cost in plain steps, and the seconds that a clock tells."""
+        """A step's cost in plain steps, and the seconds that a clock measures."""
         waits = rows == 1 and not pipelined
         cost = self._curve(rows) + (self._scenario.sync_overhead if waits else 0.0)
-        told = cost + _OVERLAP * (ahead - pipelined)
+        measured = cost + _OVERLAP * (ahead - pipelined)
         speed = self._scenario.slow if self._steps // _PHASE % 2 else 1.0
         self._steps += 1
         scatter = self._chance.lognormvariate(0, self._scenario.scatter)
-        return cost, _PLAIN_STEP * told * speed * scatter
+        return cost, _PLAIN_STEP * measured * speed * scatter
 
 
 class Timed(Drafter):

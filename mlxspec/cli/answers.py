@@ -27,7 +27,6 @@ from rich.text import Text
 from ..errors import MlxspecError, OptionError
 from ..generation.decoder import Decoder
 from ..generation.engine import Engine
-from ..generation.options import check_options
 from ..generation.request import Request
 from ..generation.response import (
     GenerationResponse,
@@ -120,8 +119,7 @@ def _check(generation: Generation, prompt: PromptOptions, decoder: Decoder) -> N
         OptionError: one of them does not fit the model.
     """
     prompt.uses_template("", decoder.tokenizer)
-    model, tokenizer, options = decoder.model, decoder.tokenizer, generation.options(decoder)
-    check_options(model, tokenizer, decoder.vocab_size, generation.max_tokens, options)
+    decoder.checked(generation.max_tokens, generation.options(decoder))
 
 
 @dataclass

@@ -429,9 +429,13 @@ class Decoder:
         """
         longest, template = context_length(self.model), options.get("chat_template_kwargs")
         tokens = prompt_ids(prompt, self.tokenizer, self.vocab_size, longest, template)
-        checked = check_options(self.model, self.tokenizer, self.vocab_size, max_tokens, options)
+        checked = self.checked(max_tokens, options)
         make_drafter = make_drafter or self.drafting_with()
         return Request(self, tokens, max_tokens, checked, make_drafter, receive)
+
+    def checked(self, max_tokens: int, options: GenerationOptions) -> CheckedOptions:
+        """Check options for this model; the arguments and errors are those of :meth:`decode`."""
+        return check_options(self.model, self.tokenizer, self.vocab_size, max_tokens, options)
 
     def drafter_of(self, request: Request) -> Drafter:
         """Make a request's drafter, which also drafts what its grammar forces.

@@ -78,7 +78,7 @@ class DrafterSource(Drafter):
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Time the drafter, and record what it raises: no fault of planning."""
+        """Time the drafter, and record what it raises, which is not a fault of planning."""
         started = time.perf_counter()
         try:
             yield

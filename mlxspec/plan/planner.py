@@ -73,8 +73,8 @@ class Planner(Drafter):
     It plans with optimistic costs (``hopeful``), so that widths whose cost is hardly known are
     tried. In each step the drafters' trees are merged and their nodes sorted by probability. The
     number of nodes is chosen that maximises the expected tokens less the price of their time,
-    within what the policy allows: see :func:`plan_drafts`. Every step
-    corrects the costs and the probabilities.
+    within what the policy allows: see :func:`plan_drafts`. Every step corrects the costs and the
+    probabilities.
 
     A fault in any of that costs the generation its drafts and nothing else: a line in the log says
     what it was, and the remaining steps are plain. What a drafter of the user's own raises is

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 from ..draft.drafter import origins_of
 from ..engine import step as steps
 from ..errors import MlxspecError
-from ..generation.options import GenerationOptions, check_options
+from ..generation.options import GenerationOptions
 from ..generation.request import Request, State
 from ..generation.response import GenerationResponse
 from ..generation.session import Session
@@ -72,9 +72,8 @@ class ServedRequest(Request):
         partition: str = "",
     ) -> None:
         decoder = served.decoder
-        both = cast(GenerationOptions, {**served.options, **options})
-        checked = check_options(
-            decoder.model, decoder.tokenizer, decoder.vocab_size, max_tokens, both
+        checked = decoder.checked(
+            max_tokens, cast(GenerationOptions, {**served.options, **options})
         )
         super().__init__(
             *(decoder, prompt, max_tokens, checked),

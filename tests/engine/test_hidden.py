@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -23,6 +24,14 @@ TREE = DraftTree((2, 6, 5, 8), (-1, 0, 0, 1))
 
 def close(found: mx.array, expected: mx.array) -> bool:
     return bool(mx.max(mx.abs(finite(found) - finite(expected))) < 1e-3)
+
+
+def hidden_states(name: str, layers: tuple[int, ...]) -> tuple[nn.Module, HiddenStates]:
+    """A model whose body is found, and what notes its hidden states."""
+    model = ARCHITECTURES[name].model()
+    body = find_body(model)
+    assert body
+    return model, HiddenStates(model, body, layers)
 
 
 @pytest.mark.slow
@@ -46,10 +55,7 @@ def test_the_logits_follow_from_the_hidden_states(name: str) -> None:
 
 
 def test_layers_return_what_enters_the_next_one_and_the_last_norm() -> None:
-    model = ARCHITECTURES["llama3"].model()
-    body = find_body(model)
-    assert body
-    states = HiddenStates(model, body, (0, 1))
+    model, states = hidden_states("llama3", (0, 1))
     states.model(mx.array([PROMPT]), cache=make_prompt_cache(model))
     first, second = states.of_layers
     if len(model.layers) == 2:
@@ -60,10 +66,7 @@ def test_layers_return_what_enters_the_next_one_and_the_last_norm() -> None:
 @pytest.mark.parametrize("name", COMMON)
 def test_rows_of_a_draft_have_the_states_that_they_have_in_a_row(name: str) -> None:
     architecture = ARCHITECTURES[name]
-    model = architecture.model()
-    body = find_body(model)
-    assert body
-    states = HiddenStates(model, body, (0,))
+    model, states = hidden_states(name, (0,))
     target = new_target(states.model, architecture.capability)
     target.prefill(PROMPT)
     trees = [TREE if architecture.capability is Capability.TREE else DraftTree.chain(2, [6, 8])]
@@ -84,10 +87,7 @@ def test_rows_of_a_draft_have_the_states_that_they_have_in_a_row(name: str) -> N
 @pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3_next"])
 def test_rows_of_several_sequences_have_the_states_that_they_have_alone(name: str) -> None:
     architecture = ARCHITECTURES[name]
-    model = architecture.model()
-    body = find_body(model)
-    assert body
-    states = HiddenStates(model, body, (0,))
+    model, states = hidden_states(name, (0,))
     joint = Joint(states.model, joint_mode(model))
     members = []
     for number in range(3):
