@@ -26,7 +26,7 @@ import mlxspec  # before mlx_lm, for OpenBLAS
 # isort: split
 import mlx_lm
 
-from mlxspec.eval.prompts import bundled_prompts
+from mlxspec.bench.prompts import bundled_prompts
 from mlxspec.generation.engine import Engine
 
 _TOKENS = 160

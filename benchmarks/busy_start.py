@@ -22,10 +22,10 @@ from short_answers import SEED, prompts
 
 import mlxspec
 from mlxspec import AutoDecoder
+from mlxspec.drafting.chips import chip_curve
+from mlxspec.drafting.cost_file import CostCache, KnownRange
+from mlxspec.drafting.live_curve import KnownTime
 from mlxspec.engine.costs import KeptCosts, cost_key
-from mlxspec.plan.chips import chip_curve
-from mlxspec.plan.cost_file import CostCache, KnownRange
-from mlxspec.plan.live_curve import KnownTime
 
 _MOST = 160  # tokens of an answer
 _FIRST = 300  # tokens after which drafts should be good

@@ -26,7 +26,7 @@ import time
 import zipfile
 from pathlib import Path
 
-from mlxspec.loading.npz import expected_shapes
+from mlxspec.models.npz import expected_shapes
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ALLOWANCE = 300e6

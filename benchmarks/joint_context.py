@@ -23,7 +23,7 @@ import mlxspec  # noqa: F401  (before mlx.core, for OpenBLAS)
 import mlx.core as mx
 from mlx_lm.models.llama import Model, ModelArgs
 
-from mlxspec.draft.drafter import DraftTree
+from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine.caches import for_steps
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.joint import Joint, JointMode, JointRows

@@ -16,18 +16,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
 
-from mlxspec.draft.drafter import Drafter, DraftTree, VerifiedStep
-from mlxspec.eval.replay import replay
-from mlxspec.eval.traces import Completion, load_trace_tokenizer, read_completions
-from mlxspec.plan.chips import chip_curve
-from mlxspec.plan.cost_curve import CostCurve, Costs, FixedCosts
-from mlxspec.plan.experience import Experience
-from mlxspec.plan.live_costs import LiveCosts
-from mlxspec.plan.live_curve import KnownTime
-from mlxspec.plan.measurement import QUICK
-from mlxspec.plan.planner import Planner
-from mlxspec.plan.policy import trees_pay
-from mlxspec.plan.suffix_source import SuffixSource
+from mlxspec.bench.replay import replay
+from mlxspec.bench.traces import Completion, load_trace_tokenizer, read_completions
+from mlxspec.drafting.chips import chip_curve
+from mlxspec.drafting.cost_curve import CostCurve, Costs, FixedCosts
+from mlxspec.drafting.drafter import Drafter, DraftTree, VerifiedStep
+from mlxspec.drafting.experience import Experience
+from mlxspec.drafting.live_costs import LiveCosts
+from mlxspec.drafting.live_curve import KnownTime
+from mlxspec.drafting.measurement import QUICK
+from mlxspec.drafting.planner import Planner
+from mlxspec.drafting.policy import trees_pay
+from mlxspec.drafting.suffix_source import SuffixSource
 
 _LIMIT = 5  # conversations of a category
 _CHIPS = ("M2 Pro", "M3 Ultra", "M4 Pro", "CPU fp32 OpenBLAS", "H200-like")

@@ -22,13 +22,13 @@ import mlxspec  # noqa: F401  (before mlx.core, for OpenBLAS)
 # isort: split
 import mlx.core as mx
 
-from mlxspec.draft.drafter import DraftTree, VerifiedStep
+from mlxspec.drafting.chips import chip_curve
+from mlxspec.drafting.cost_curve import FixedCosts
+from mlxspec.drafting.drafter import DraftTree, VerifiedStep
+from mlxspec.drafting.planner import Planner
+from mlxspec.drafting.suffix_source import SuffixSource
 from mlxspec.engine.caches import Kept, TreeKVCache, TreeQuantizedKVCache, cut, move_rows
 from mlxspec.engine.tree_attention import OpenMask, TreeRows
-from mlxspec.plan.chips import chip_curve
-from mlxspec.plan.cost_curve import FixedCosts
-from mlxspec.plan.planner import Planner
-from mlxspec.plan.suffix_source import SuffixSource
 
 _CONTEXTS = (1_000, 10_000, 100_000)
 _STEPS = 200

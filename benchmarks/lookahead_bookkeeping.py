@@ -14,8 +14,8 @@ from statistics import median, quantiles
 
 from planner_cost import made_up_text
 
-from mlxspec.draft.drafter import DraftTree, VerifiedStep, accept
-from mlxspec.draft.lookahead import LookaheadDrafter
+from mlxspec.drafting.drafter import DraftTree, VerifiedStep, accept
+from mlxspec.drafting.lookahead import LookaheadDrafter
 
 _PROMPT, _OUTPUT = 2000, 2000
 _SIZES = ((5, 3, 5), (10, 5, 8), (15, 5, 15), (30, 5, 30))

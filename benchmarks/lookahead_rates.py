@@ -23,8 +23,8 @@ from statistics import geometric_mean, mean, median
 
 import mlxspec
 from mlxspec import LookaheadDecoder, SpeculationStats
-from mlxspec.draft.drafter import NoDraft
-from mlxspec.eval.prompts import bundled_prompts
+from mlxspec.bench.prompts import bundled_prompts
+from mlxspec.drafting.drafter import NoDraft
 from mlxspec.generation.response import GenerationResponse
 
 _TOKENS = 80

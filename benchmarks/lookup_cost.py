@@ -14,8 +14,8 @@ import random
 import time
 from statistics import median
 
-from mlxspec.draft.drafter import DraftTree, VerifiedStep
-from mlxspec.draft.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.drafter import DraftTree, VerifiedStep
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
 
 STEPS = 2000
 EMITTED = 3

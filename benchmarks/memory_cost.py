@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from store_cost import Words
 
-from mlxspec.memory import KeptTexts, Memory, identify
+from mlxspec.corpus import KeptTexts, Memory, identify
 
 VOCABULARY = 32_000
 LOOKUPS = 5000

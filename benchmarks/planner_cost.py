@@ -18,16 +18,16 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
 
-from mlxspec.draft.drafter import DraftTree, VerifiedStep
-from mlxspec.draft.suffix_index import SuffixIndex
-from mlxspec.eval.replay import replay
-from mlxspec.plan.chips import chip_curve
-from mlxspec.plan.cost_curve import CostCurve, FixedCosts
-from mlxspec.plan.live_costs import LiveCosts
-from mlxspec.plan.live_curve import KnownTime
-from mlxspec.plan.planner import Planner
-from mlxspec.plan.policy import trees_pay
-from mlxspec.plan.suffix_source import SuffixSource
+from mlxspec.bench.replay import replay
+from mlxspec.corpus.suffix_index import SuffixIndex
+from mlxspec.drafting.chips import chip_curve
+from mlxspec.drafting.cost_curve import CostCurve, FixedCosts
+from mlxspec.drafting.drafter import DraftTree, VerifiedStep
+from mlxspec.drafting.live_costs import LiveCosts
+from mlxspec.drafting.live_curve import KnownTime
+from mlxspec.drafting.planner import Planner
+from mlxspec.drafting.policy import trees_pay
+from mlxspec.drafting.suffix_source import SuffixSource
 
 _OUTPUT = 10_000  # tokens decoded behind the context
 _CONTEXTS = (2_000, 32_000, 100_000)

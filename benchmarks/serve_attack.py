@@ -41,7 +41,7 @@ import httpx
 from attacks import RESPONSES, Attack, Kept, attack, right_bodies
 from servers import MLXSPEC, Server, copy_with_tools, float32_copy, server
 
-from mlxspec.loading.model_files import DEMO_DIRECTORY
+from mlxspec.models.model_files import DEMO_DIRECTORY
 
 _CLIENTS = 6
 _ANSWER_SECONDS = 60.0  # after which there is no answer

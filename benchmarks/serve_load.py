@@ -36,8 +36,8 @@ import mlxspec  # before mlx, for OpenBLAS
 import httpx
 from servers import MLXSPEC, event_in, float32_copy, server
 
-from mlxspec.eval.prompts import BenchPrompt, bundled_prompts
-from mlxspec.loading.model_files import DEMO_DIRECTORY
+from mlxspec.bench.prompts import BenchPrompt, bundled_prompts
+from mlxspec.models.model_files import DEMO_DIRECTORY
 
 _TOKENS = 160
 _COUNTS = (1, 2, 4, 8)
@@ -49,8 +49,8 @@ _KINDS = {
 }
 _OURS, _THEIRS = "mlxspec serve", "mlx_lm.server"
 _WITHOUT_MEMORY = (
-    "import mlxspec, mlxspec.memory; "
-    f"mlxspec.memory.Memory = lambda *args, **options: None; {MLXSPEC}"
+    "import mlxspec, mlxspec.corpus; "
+    f"mlxspec.corpus.Memory = lambda *args, **options: None; {MLXSPEC}"
 )
 _MLX_LM = "import mlxspec; from mlx_lm.server import main; main()"  # mlxspec loads OpenBLAS
 

@@ -43,10 +43,10 @@ import httpx
 from servers import MLXSPEC, Server, copy_with_tools, event_in, server
 
 import mlxspec
+from mlxspec.bench.prompts import bundled_prompts
 from mlxspec.engine.grammar import Vocabulary
-from mlxspec.eval.prompts import bundled_prompts
 from mlxspec.generation.response import GenerationResult, Transcript
-from mlxspec.loading.model_files import DEMO_DIRECTORY
+from mlxspec.models.model_files import DEMO_DIRECTORY
 from mlxspec.server.prompts import (
     chat_prompt,
     compiled_constraint,

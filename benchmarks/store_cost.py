@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
-from mlxspec.store.building import build_store
-from mlxspec.store.learner import Learner
-from mlxspec.store.store import Store, open_store
+from mlxspec.corpus.building import build_store
+from mlxspec.corpus.learner import Learner
+from mlxspec.corpus.store import Store, open_store
 
 VOCABULARY = 32_000
 LOOKUPS = 5000

@@ -26,7 +26,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def _table_of_chips() -> str:
     """T(M)/T(1) of each chip that mlxspec knows, and where it comes from."""
-    from mlxspec.plan.chips import ESTIMATED, chip_names, known_chip
+    from mlxspec.drafting.chips import ESTIMATED, chip_names, known_chip
 
     lines = [
         f"| | {' | '.join(f'{rows} rows' for rows in _SHOWN_ROWS)} |",
@@ -46,7 +46,7 @@ def _table_of_chips() -> str:
 
 def _table_of_other_chips() -> str:
     """The chips that mlxspec knows no curve of, and the nearest ones that it knows."""
-    from mlxspec.plan.chips import chips_without_curve, nearest_chips
+    from mlxspec.drafting.chips import chips_without_curve, nearest_chips
 
     nearest: dict[str, list[str]] = {}
     for chip in chips_without_curve():

@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from .compat.augmentation import Augmentation, augment
     from .compat.batch import batch_generate
     from .compat.generation import generate, stream_generate
-    from .draft.combined import CombinedDrafter
-    from .draft.drafter import Drafter, DraftTree, VerifiedStep
-    from .draft.lookahead import LookaheadDrafter
-    from .draft.prompt_lookup import PromptLookupDrafter
+    from .corpus.memory import Memory
+    from .drafting.combined import CombinedDrafter
+    from .drafting.drafter import Drafter, DraftTree, VerifiedStep
+    from .drafting.lookahead import LookaheadDrafter
+    from .drafting.prompt_lookup import PromptLookupDrafter
     from .engine.constraint import Constraint
     from .engine.draft_model import DraftModelDrafter
     from .engine.params import SamplingParams, pure
@@ -45,8 +46,7 @@ if TYPE_CHECKING:
         TokenLogprobs,
     )
     from .generation.session import Session
-    from .loading.model import load
-    from .memory.memory import Memory
+    from .models.model import load
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
@@ -99,13 +99,13 @@ _HOMES = {
     "batch_generate": ".compat.batch",
     "generate": ".compat.generation",
     "stream_generate": ".compat.generation",
-    "CombinedDrafter": ".draft.combined",
+    "CombinedDrafter": ".drafting.combined",
     "Constraint": ".engine.constraint",
-    "Drafter": ".draft.drafter",
-    "VerifiedStep": ".draft.drafter",
-    "LookaheadDrafter": ".draft.lookahead",
-    "PromptLookupDrafter": ".draft.prompt_lookup",
-    "DraftTree": ".draft.drafter",
+    "Drafter": ".drafting.drafter",
+    "VerifiedStep": ".drafting.drafter",
+    "LookaheadDrafter": ".drafting.lookahead",
+    "PromptLookupDrafter": ".drafting.prompt_lookup",
+    "DraftTree": ".drafting.drafter",
     "DraftModelDrafter": ".engine.draft_model",
     "load_prompt_cache": ".engine.prompt_cache_file",
     "save_prompt_cache": ".engine.prompt_cache_file",
@@ -131,8 +131,8 @@ _HOMES = {
     "SpeculationStats": ".generation.response",
     "TokenLogprobs": ".generation.response",
     "Session": ".generation.session",
-    "load": ".loading.model",
-    "Memory": ".memory.memory",
+    "load": ".models.model",
+    "Memory": ".corpus.memory",
 }
 
 

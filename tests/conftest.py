@@ -99,7 +99,7 @@ def planning_faults() -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    log, taking = logging.getLogger("mlxspec.plan.planner"), Taking()
+    log, taking = logging.getLogger("mlxspec.drafting.planner"), Taking()
     log.addHandler(taking)
     yield lines
     log.removeHandler(taking)

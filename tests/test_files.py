@@ -16,13 +16,13 @@ from mlx_lm.models import cache
 
 import mlxspec
 from mlxspec import files, save_prompt_cache
-from mlxspec.draft.suffix_index import SEPARATOR
+from mlxspec.bench.page import write_report
+from mlxspec.corpus.building import add_to_store, build_store
+from mlxspec.corpus.learner import Learner
+from mlxspec.corpus.store import open_store
+from mlxspec.corpus.suffix_index import SEPARATOR
 from mlxspec.errors import OptionError, PromptCacheError, StoreError
-from mlxspec.eval.page import write_report
 from mlxspec.files import replaced, sole_writer
-from mlxspec.store.building import add_to_store, build_store
-from mlxspec.store.learner import Learner
-from mlxspec.store.store import open_store
 from tests.support.tokenizers import FIRST
 
 
@@ -165,7 +165,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path):
     path = tmp_path / "s"
     build_store(path, [[1, 2, 3]], FIRST)
     killing = (
-        "import os, sys; from mlxspec.store.learner import Learner\n"
+        "import os, sys; from mlxspec.corpus.learner import Learner\n"
         "from tests.support.tokenizers import FIRST\n"
         "os.fsync = lambda _: os.kill(os.getpid(), 9)\n"
         "with Learner(sys.argv[1], FIRST) as learner: learner.add([4, 5])"

@@ -13,14 +13,12 @@ PACKAGE = Path(mlxspec.__file__).parent
 # The higher the later; the same order as in CONTRIBUTING.md.
 ROOMS = (
     *("errors", "files", "jsonl", "process", "terminal"),
-    *("draft", "memory", "plan", "store", "loading", "engine", "distributed"),
-    *("generation", "compat", "convert", "eval", "server", "cli"),
+    *("corpus", "drafting", "models", "engine", "distributed"),
+    *("generation", "compat", "convert", "bench", "server", "cli"),
 )
 WITHOUT_MLX = (
-    "draft",
-    "memory",
-    "plan",
-    "store",
+    "corpus",
+    "drafting",
     "errors",
     "files",
     "jsonl",

@@ -24,6 +24,7 @@ from rich.panel import Panel
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 from rich.text import Text
 
+from ..corpus.learner import Learner
 from ..errors import MlxspecError, OptionError
 from ..generation.decoder import Decoder
 from ..generation.engine import Engine
@@ -34,9 +35,8 @@ from ..generation.response import (
     SpeculationStats,
     Transcript,
 )
-from ..loading.detokenizer import detokenizer_of
+from ..models.detokenizer import detokenizer_of
 from ..process import INTERRUPTED
-from ..store.learner import Learner
 from .figures import acceptance_row, against_plain, rate, result_report
 from .generating import Generation
 from .memories import Memories

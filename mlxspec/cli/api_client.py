@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import OptionError, PromptError
-from ..loading.model_files import given_name
+from ..models.model_files import given_name
 from .generating import API_KEY
 
 _SILENCE = 60.0  # seconds; a server of ours says sooner that it lives

@@ -61,8 +61,8 @@ def cache_prompt_command(
     from ..engine.prompt_cache_file import check_replaceable, prompt_cache_path, save_prompt_cache
     from ..engine.target import vocabulary_size
     from ..generation.options import prompt_ids
-    from ..loading.model import load
-    from ..loading.model_files import local_path
+    from ..models.model import load
+    from ..models.model_files import local_path
     from .cached_prompt import ADAPTERS_OF_FILE
 
     # All that needs no model is checked before one is loaded, or even downloaded.

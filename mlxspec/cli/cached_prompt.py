@@ -17,7 +17,7 @@ from ..engine.prompt_cache_file import check_fits, check_lengths, load_prompt_ca
 from ..errors import PromptCacheError
 from ..generation.decoder import Decoder
 from ..generation.session import Session
-from ..loading.model_files import DEMO, is_downloaded, is_repository_name
+from ..models.model_files import DEMO, is_downloaded, is_repository_name
 from ..terminal import visible
 from .generating import Generation
 from .output import at_terminal

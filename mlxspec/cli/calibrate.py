@@ -18,8 +18,8 @@ from .outcome import note
 from .output import FORCE_HELP, ProgressBar, at_terminal, output_console, write_json
 
 if TYPE_CHECKING:
+    from ..drafting.cost_file import CostCache, CostKey, KnownRange
     from ..engine.capability import Capability
-    from ..plan.cost_file import CostCache, CostKey, KnownRange
 
 _MOST_SEQUENCES = 64  # whose steps are shown
 _DIGEST = 8  # characters, which tell models of one kind and size apart
@@ -65,8 +65,8 @@ def calibrate_command(
     much to tell anything, nothing is kept, and the exit status is 1. The times are kept in the
     user's cache directory, or in the one that MLXSPEC_CACHE_DIR names.
     """
-    from ..eval.page import write_report
-    from ..plan.cost_file import CostCache
+    from ..bench.page import write_report
+    from ..drafting.cost_file import CostCache
 
     pictures = {kind: path for kind, path in (("png", png), ("svg", svg)) if path}
     for kind, path in pictures.items():
@@ -165,13 +165,13 @@ def _measured(
     Raises:
         MlxspecError: the times are noise; nothing is kept.
     """
+    from ..drafting.live_costs import context_range
+    from ..drafting.measurement import CAREFUL, noise
     from ..engine.calibration import calibrate
     from ..engine.capability import chain_capability
     from ..engine.costs import cost_key, known_range
-    from ..loading.model import load
-    from ..loading.model_files import given_name
-    from ..plan.live_costs import context_range
-    from ..plan.measurement import CAREFUL, noise
+    from ..models.model import load
+    from ..models.model_files import given_name
 
     model, _ = load(name, adapter_path=adapter_path)
     while True:
@@ -211,11 +211,11 @@ def _kept(
     cache: CostCache, name: str | None, adapter_path: str | None, context: int | None
 ) -> list[_Curve]:
     """What the cache has: of one model on this machine, or of all."""
+    from ..drafting.live_costs import context_range
     from ..engine.capability import chain_capability
     from ..engine.costs import cost_key
-    from ..loading.model import load
-    from ..loading.model_files import given_name
-    from ..plan.live_costs import context_range
+    from ..models.model import load
+    from ..models.model_files import given_name
 
     capability = None
     if name is None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from ..distributed.launch import launched_rank
 from ..engine.params import SamplingParams
 from ..errors import MlxspecError, OptionError, PromptError
-from ..loading.model_files import local_path
+from ..models.model_files import local_path
 from ..terminal import TokenPrinter, one_line, visible
 from .chat_commands import command_in, help_rows, help_text
 from .chat_figures import ChatFigures, answer_line

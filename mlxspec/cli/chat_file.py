@@ -15,7 +15,7 @@ from ..files import replaced
 from ..jsonl import conversation_of, load_json
 
 if TYPE_CHECKING:
-    from ..loading.chat_template import Messages
+    from ..models.chat_template import Messages
 
 _MOST_BYTES = 100_000_000
 _OURS = {"model", "created", "messages"}

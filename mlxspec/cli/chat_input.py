@@ -68,7 +68,7 @@ def history_file() -> Path:
     Raises:
         OptionError: the environment names no directory that there can be.
     """
-    from ..memory import data_directory
+    from ..corpus import data_directory
 
     return data_directory() / "chat_history"
 

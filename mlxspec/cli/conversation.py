@@ -10,7 +10,7 @@ from ..engine.target import Progress
 from ..errors import OptionError, PromptError
 from ..generation.response import GenerationResponse
 from ..generation.session import Session
-from ..loading.chat_template import Messages
+from ..models.chat_template import Messages
 from .chat_file import SavedChat
 from .generating import room_for
 

@@ -7,7 +7,7 @@ from typing import Any
 import click
 from rich.progress import DownloadColumn, TimeRemainingColumn
 
-from ..loading.model_files import local_path
+from ..models.model_files import local_path
 from .model_choice import model_argument
 from .options import NAME, command, option
 from .outcome import say

@@ -18,7 +18,7 @@ from rich.text import Text
 from ..errors import OptionError
 
 if TYPE_CHECKING:
-    from ..plan.live_curve import KnownTime
+    from ..drafting.live_curve import KnownTime
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class CostPoint:
 
 def cost_points(times: Sequence[KnownTime]) -> list[CostPoint]:
     """The curve of step times, that of one row first."""
-    from ..plan.measurement import cost_errors
+    from ..drafting.measurement import cost_errors
 
     return [
         CostPoint(time.rows, time.seconds, time.seconds / times[0].seconds, error)
@@ -132,7 +132,7 @@ def check_picture(option: str, path: Path, *, force: bool) -> None:
     Raises:
         OptionError: matplotlib is not there, or ``path`` cannot be written.
     """
-    from ..eval.page import check_report
+    from ..bench.page import check_report
 
     if find_spec("matplotlib") is None:
         raise OptionError(f"{option} needs matplotlib: pip install 'mlxspec[plots]'")

@@ -63,8 +63,8 @@ def explain_command(
     check_least(0, skip=skip)
     shows.check()
 
-    from ..draft.recording import RecordedStep, RecordingDrafter
-    from ..loading.model_files import given_name
+    from ..drafting.recording import RecordedStep, RecordingDrafter
+    from ..models.model_files import given_name
     from .explain_page import explain_page
     from .explain_terminal import print_explained
     from .explained import Explained, Pieces, telling_run

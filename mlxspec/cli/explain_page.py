@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from ..draft.recording import RecordedStep
-from ..eval.page import TreeDrawing, TreeNode, render
+from ..bench.page import TreeDrawing, TreeNode, render
+from ..drafting.recording import RecordedStep
 from .explained import (
     Cell,
     Explained,

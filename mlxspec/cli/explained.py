@@ -15,9 +15,9 @@ from typing import NamedTuple
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.cells import cell_len, set_cell_size
 
-from ..draft.recording import RecordedStep
+from ..drafting.recording import RecordedStep
 from ..generation.response import SpeculationStats
-from ..loading.detokenizer import detokenizer_of
+from ..models.detokenizer import detokenizer_of
 from ..terminal import one_line, visible
 
 _CONTEXT = 60  # tokens before a step that may be shown

@@ -178,7 +178,7 @@ def answer(
     """
     from ..engine.caches import cached_length
     from ..generation.response import Transcript
-    from ..loading.detokenizer import detokenizer_of
+    from ..models.detokenizer import detokenizer_of
 
     # All that needs no model is checked before one is loaded, or even downloaded.
     if prompt_cache_file is not None and prompt.system_prompt is not None:

@@ -40,15 +40,15 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
     from rich.console import Console
 
+    from ..corpus import Memory
+    from ..corpus.learner import Learner
     from ..distributed.leader import Leader
-    from ..draft.drafter import Drafter
+    from ..drafting.drafter import Drafter
     from ..generation.decoder import Decoder
     from ..generation.drafting import Auto, Lookahead, PromptLookup
     from ..generation.options import GenerationOptions
     from ..generation.request import Request
     from ..generation.response import GenerationResponse
-    from ..memory import Memory
-    from ..store.learner import Learner
     from .memories import Memories
 
 # What the options set that only some decoders take.
@@ -178,7 +178,7 @@ class Drafting:
     @cached_property
     def lookup(self) -> PromptLookup:
         """Prompt lookup with its parameters."""
-        from ..draft.prompt_lookup import parse_lookup_config
+        from ..drafting.prompt_lookup import parse_lookup_config
         from ..generation.drafting import PromptLookup
 
         given = self._given(LOOKUP)
@@ -211,9 +211,9 @@ class Drafting:
         Raises:
             StoreError: the store cannot be read, or is another tokenizer's.
         """
+        from ..corpus import Memory
+        from ..corpus.store import open_store
         from ..generation.drafting import Auto, PromptLookup
-        from ..memory import Memory
-        from ..store.store import open_store
 
         if self.kind == "plain":
             return PromptLookup(n_draft=0)
@@ -256,7 +256,7 @@ class Drafting:
         The window needs drafts as deep as itself, W + N - 3 tokens in its first step, and no
         draft reaches beyond the output's last token.
         """
-        from ..draft.prompt_lookup import parse_lookup_config
+        from ..drafting.prompt_lookup import parse_lookup_config
 
         if self.prompt_lookup_config is not None:
             *_, ignored = parse_lookup_config(self.prompt_lookup_config)
@@ -420,9 +420,9 @@ class Generation:
             memories: have the earlier answers that are drafted from.
             leader: splits the model over its ranks.
         """
-        from ..draft.custom import load_drafter
+        from ..drafting.custom import load_drafter
         from ..engine.draft_model import check_vocabularies
-        from ..loading.model import load
+        from ..models.model import load
 
         if leader and self.adapter_path is not None:
             raise OptionError(
@@ -457,7 +457,7 @@ class Generation:
 
     def learner(self, decoder: Decoder) -> AbstractContextManager[Learner | None]:
         """What adds outputs to the store, where that is wanted."""
-        from ..store.learner import Learner
+        from ..corpus.learner import Learner
 
         if not self.drafting.learn or self.drafting.store is None:
             return nullcontext()
@@ -521,7 +521,7 @@ class Generation:
             begun: the beginning of that answer; the form is that of what follows.
         """
         from ..generation.constrained import ends_in_reasoning, in_answer, leaves_reasoning_open
-        from ..loading.detokenizer import detokenizer_of
+        from ..models.detokenizer import detokenizer_of
 
         # XTC keeps line breaks and end tokens, as on mlx-lm's command line.
         kept = [*decoder.tokenizer.encode("\n"), *decoder.tokenizer.eos_token_ids]

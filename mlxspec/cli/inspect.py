@@ -43,7 +43,7 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
     several sequences share a forward, in which each has to get what it gets alone, and whether a
     prompt gives the same in whatever chunks it runs.
     """
-    from ..loading.model import load
+    from ..models.model import load
 
     model = needed_model(model)
     report = _report(load(model, adapter_path=adapter_path)[0])

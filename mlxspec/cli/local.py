@@ -14,17 +14,17 @@ from rich.console import Console
 from ..engine.positions import context_length
 from ..errors import OptionError
 from ..generation.response import GenerationResponse
-from ..loading.chat_template import Messages
-from ..loading.detokenizer import detokenizer_of
-from ..loading.model_files import find_directory
+from ..models.chat_template import Messages
+from ..models.detokenizer import detokenizer_of
+from ..models.model_files import find_directory
 from .generating import Generation
 from .memories import Memories
 from .model_choice import known_names, model_or_default, resolved
 from .prompts import in_template
 
 if TYPE_CHECKING:
+    from ..corpus.learner import Learner
     from ..generation.decoder import Decoder
-    from ..store.learner import Learner
 
 
 class LocalModel:

@@ -13,7 +13,7 @@ from ..errors import StoreError
 from .outcome import note
 
 if TYPE_CHECKING:
-    from ..memory import KeptTexts, Memory, TokenizerIdentity
+    from ..corpus import KeptTexts, Memory, TokenizerIdentity
 
 _QUIETLY = 1.0  # seconds that nobody wonders about
 
@@ -36,7 +36,7 @@ class Memories:
     """
 
     def __init__(self, keeps: bool = True, shared: bool = False) -> None:
-        from ..memory import SWITCH, Settings, settings_in_force
+        from ..corpus import SWITCH, Settings, settings_in_force
 
         self.keeps = keeps
         self._settings = settings_in_force(note) if keeps else Settings()
@@ -52,7 +52,7 @@ class Memories:
             tokenizer: a model's.
             model: what the user calls the model.
         """
-        from ..memory import Memory, identify
+        from ..corpus import Memory, identify
 
         self._asked = True
         if not self._needs_identity:
@@ -64,7 +64,7 @@ class Memories:
         return self._memories[identity.fingerprint]
 
     def _kept(self, identity: TokenizerIdentity, model: str) -> KeptTexts | None:
-        from ..memory import open_kept
+        from ..corpus import open_kept
 
         try:
             return open_kept(identity, absolute(model), self._settings.max_tokens)
@@ -77,7 +77,7 @@ class Memories:
 
         Whoever has a directory for them knows; so does who has been told, for whom it is made.
         """
-        from ..memory import memory_directory
+        from ..corpus import memory_directory
 
         if not (self._asked and self._undecided and sys.stderr.isatty()):
             return
@@ -104,7 +104,7 @@ class Memories:
 
 def absolute(model: str) -> str:
     """A model's name, by which it is found from any directory."""
-    from ..loading.model_files import DEMO, local_path
+    from ..models.model_files import DEMO, local_path
 
     is_there = model != DEMO and local_path(model).exists()
     return os.path.abspath(local_path(model)) if is_there else model

@@ -32,7 +32,7 @@ from .output import (
 )
 
 if TYPE_CHECKING:
-    from ..memory import About, Contents, KeptTexts, Settings, Text
+    from ..corpus import About, Contents, KeptTexts, Settings, Text
 
 _Earned = dict[date, dict[str, int]]
 _DAYS = 7  # that are shown one by one
@@ -85,7 +85,7 @@ def memory_command() -> None:
 )
 def on_command(model: str | None, max_tokens: int | None) -> None:
     """Keep answers from now on, and draft from them."""
-    from ..memory import (
+    from ..corpus import (
         directory_name,
         identify,
         load_settings,
@@ -117,7 +117,7 @@ def on_command(model: str | None, max_tokens: int | None) -> None:
 @_model_option
 def off_command(model: str | None) -> None:
     """Neither keep answers nor draft from those that are kept."""
-    from ..memory import (
+    from ..corpus import (
         directory_name,
         identify,
         load_settings,
@@ -151,8 +151,8 @@ def show_command(model: str | None, as_json: bool) -> None:
     Of each day the last table says which share of the answers' tokens were accepted drafts, by
     where they came from: the context, these answers, a store, and so on.
     """
-    from ..memory import earned_by_day, memory_directory, settings_in_force
-    from ..plan.experience_file import experience_directory, kept_experience
+    from ..corpus import earned_by_day, memory_directory, settings_in_force
+    from ..drafting.experience_file import experience_directory, kept_experience
 
     taught = len(kept_experience())
     settings = settings_in_force(note)
@@ -217,8 +217,8 @@ def forget_command(
         raise OptionError("what is to be forgotten? Give --since, --before, --matching or --all")
     if chosen.since is not None and chosen.before is not None and chosen.since >= chosen.before:
         raise OptionError(f"--since {since} is not before --before {before}: nothing lies between")
-    from ..memory import forget
-    from ..plan.experience_file import kept_experience
+    from ..corpus import forget
+    from ..drafting.experience_file import kept_experience
 
     tokenizer = _tokenizer_of(model)
     found: list[tuple[KeptTexts, Callable[[Text], bool]]] = []
@@ -292,7 +292,7 @@ class _Holding(NamedTuple):
         Args:
             tell: called with a line for each file that is damaged.
         """
-        from ..memory import kept_texts
+        from ..corpus import kept_texts
 
         return kept_texts(self.kept, tell)
 
@@ -307,7 +307,7 @@ def _holdings(tokenizer: Any, tell: Callable[[str], None]) -> Iterator[_Holding]
     Raises:
         StoreError: what is kept cannot be read.
     """
-    from ..memory import contents, identify, kept_directories
+    from ..corpus import contents, identify, kept_directories
 
     wanted = identify(tokenizer).fingerprint if tokenizer else None
     for about in kept_directories(tell):
@@ -328,7 +328,7 @@ def _tokenizer_of(model: str | None) -> Any:
     """
     if model is None:
         return None
-    from ..loading.tokenizer import load_tokenizer_of  # takes a second
+    from ..models.tokenizer import load_tokenizer_of  # takes a second
 
     return load_tokenizer_of(model)
 
@@ -343,7 +343,7 @@ def _decoder(about: About, tokenizer: Any) -> Callable[[Text], str]:
     Raises:
         LoadError: that is gone.
     """
-    from ..memory import identify
+    from ..corpus import identify
 
     tokenizer = tokenizer or _tokenizer_of(about.model or about.identity.name)
     if identify(tokenizer).fingerprint != about.identity.fingerprint:
@@ -446,7 +446,7 @@ def _may_forget() -> bool:
 
 def _tell_of_switch() -> None:
     """Say so where a variable goes before the settings."""
-    from ..memory import SWITCH
+    from ..corpus import SWITCH
 
     if switch := os.environ.get(SWITCH):
         note(f"{SWITCH} is {switch!r} here and goes before that")
@@ -479,7 +479,7 @@ def _at(seconds: float) -> str:
 
 def _table(earned: _Earned) -> FoldingTable:
     """What the answers of the last days earned, and all of them together."""
-    from ..memory import SOURCES
+    from ..corpus import SOURCES
 
     total = {
         name: sum(day[name] for day in earned.values()) for name in next(iter(earned.values()))

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..errors import MlxspecError, OptionError
-from ..loading.model_files import DEMO, DEMO_DIRECTORY, local_path
+from ..models.model_files import DEMO, DEMO_DIRECTORY, local_path
 from .model_choice import DIRECTORY, model_or_default
 from .options import command, option
 from .outcome import note
@@ -19,7 +19,7 @@ from .output import FoldingTable, print_tables, shown, size_in_words, write_json
 from .user_config import load_config
 
 if TYPE_CHECKING:
-    from ..loading.on_machine import ModelFiles
+    from ..models.on_machine import ModelFiles
 
 _RESERVE = 1.1  # of what the weights take: caches and a forward
 _EXAMPLE = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
@@ -103,7 +103,7 @@ def _found(memory: int, default: str | None) -> Iterator[_Model]:
     """All models, the one that answers by default first."""
     import mlx.core as mx
 
-    from ..loading.on_machine import model_files
+    from ..models.on_machine import model_files
 
     widens = mx.default_device().type == mx.cpu
     config = load_config()
@@ -130,7 +130,7 @@ def _directories(named: list[str]) -> dict[str, Path]:
     Args:
         named: those that the user has named; if they are directories, they are added.
     """
-    from ..loading.on_machine import cached_repositories
+    from ..models.on_machine import cached_repositories
 
     found = dict(cached_repositories())
     found[DEMO] = DEMO_DIRECTORY
@@ -149,7 +149,7 @@ class _Measured:
     """
 
     def __init__(self) -> None:
-        from ..plan.cost_file import CostCache
+        from ..drafting.cost_file import CostCache
 
         self._cache = CostCache()
         entries = self._cache.entries()
@@ -167,7 +167,7 @@ class _Measured:
         if architecture not in self._architectures:
             return False
         from ..engine.costs import cost_key
-        from ..loading.model import load
+        from ..models.model import load
 
         try:
             return bool(self._cache.read(cost_key(load(name, lazy=True)[0])))

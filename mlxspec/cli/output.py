@@ -258,7 +258,7 @@ class PageOptions:
         Raises:
             OptionError: it cannot.
         """
-        from ..eval.page import check_report
+        from ..bench.page import check_report
 
         if not self.html:
             return
@@ -288,7 +288,7 @@ class PageOptions:
         Raises:
             OptionError: the page cannot be written.
         """
-        from ..eval.page import write_report
+        from ..bench.page import write_report
 
         written = False
         try:

@@ -23,7 +23,7 @@ from .prompts import PromptOptions
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from ..loading.chat_template import Messages
+    from ..models.chat_template import Messages
 
 _LONGEST_LINE = 100_000_000  # bytes; no context holds as much
 _MARGIN = 50  # calls and levels by which writing may be nested deeper than checking
@@ -147,7 +147,7 @@ class Asked:
 def _conversation_tokens(
     messages: Messages, tokenizer: TokenizerWrapper, options: PromptOptions
 ) -> list[int]:
-    from ..loading.chat_template import apply_template
+    from ..models.chat_template import apply_template
 
     if options.chat is False:
         raise PromptError('"messages" need the chat template: leave out --raw, or give a "prompt"')

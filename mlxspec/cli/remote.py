@@ -15,7 +15,7 @@ import mlx.core as mx
 from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError, PromptError
 from ..generation.response import GenerationResponse, SpeculationStats
-from ..loading.chat_template import Messages
+from ..models.chat_template import Messages
 from .api_client import ApiClient
 from .generating import Drafting, Generation
 

@@ -24,10 +24,10 @@ from .output import (
 )
 
 if TYPE_CHECKING:
-    from ..eval.comparison import Comparison, JointComparison
-    from ..eval.policies import Policy
-    from ..eval.replay import JointReport, ReplayReport
-    from ..plan.chips import Chip
+    from ..bench.comparison import Comparison, JointComparison
+    from ..bench.policies import Policy
+    from ..bench.replay import JointReport, ReplayReport
+    from ..drafting.chips import Chip
 
 _ALL = "all"
 _DEFAULT_CHIP = "M4 Pro"
@@ -35,7 +35,7 @@ _OWN = "own curve"
 
 
 def _decoder_names() -> Iterator[str]:
-    from ..eval.policies import POLICIES
+    from ..bench.policies import POLICIES
 
     yield from (*POLICIES, _ALL)
 
@@ -116,8 +116,8 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     A line of TRACES is an object with "messages", as in OpenAI-style chat logs, and optionally
     "category", "model" and "completions", the indices of the messages to replay.
     """
-    from ..eval.comparison import compare, compare_jointly
-    from ..eval.traces import load_trace_tokenizer, read_completions
+    from ..bench.comparison import compare, compare_jointly
+    from ..bench.traces import load_trace_tokenizer, read_completions
 
     several = asked.concurrency
     _check_concurrency(several, shows)
@@ -199,8 +199,7 @@ def _decoders(asked: ReplayOptions, shows: ReportOptions) -> _Compared:
     Raises:
         OptionError: there is no such decoder.
     """
-    from ..draft.custom import load_drafter
-    from ..eval.comparison import (
+    from ..bench.comparison import (
         brief_verdict,
         chosen_policies,
         joint_verdict,
@@ -208,7 +207,8 @@ def _decoders(asked: ReplayOptions, shows: ReportOptions) -> _Compared:
         replay_page,
         verdict,
     )
-    from ..eval.policies import AUTO, policies_with
+    from ..bench.policies import AUTO, policies_with
+    from ..drafting.custom import load_drafter
 
     several = asked.concurrency
     names = asked.decoders if asked.decoders is not None else _ALL if shows.html else AUTO
@@ -230,8 +230,8 @@ def _memories(asked: ReplayOptions) -> _Compared:
     Raises:
         OptionError: there is no such size, or another decoder is asked for.
     """
-    from ..eval.memory_sizes import memories, memory_page, memory_verdict
-    from ..eval.policies import AUTO
+    from ..bench.memory_sizes import memories, memory_page, memory_verdict
+    from ..bench.policies import AUTO
 
     assert asked.memory is not None
     for option, given in (("--decoder", asked.decoders), ("--drafter", asked.drafter)):
@@ -277,8 +277,8 @@ def _report(
 
 def _chips(names: tuple[str, ...], file: Path | None) -> dict[str, Chip]:
     """The chips that are asked for, by name."""
-    from ..eval.comparison import read_curve
-    from ..plan.chips import Chip, chip_names, known_chip
+    from ..bench.comparison import read_curve
+    from ..drafting.chips import Chip, chip_names, known_chip
 
     if file:
         return {_OWN: Chip(_OWN, read_curve(file), "measured on the user's machine")}

@@ -250,7 +250,7 @@ def _keeps_answers(drafting: Drafting, keys: list[str]) -> bool:
     """Whether answers may be kept over runs: with several keys they would be read by others."""
     if drafting.no_memory or len(keys) < 2:
         return not drafting.no_memory
-    from ..memory import settings_in_force
+    from ..corpus import settings_in_force
 
     if settings_in_force(note).keeps_some:
         note(
@@ -313,7 +313,7 @@ def _names(models: list[str]) -> list[str]:
     Raises:
         OptionError: one is there twice.
     """
-    from ..loading.model_files import given_name
+    from ..models.model_files import given_name
 
     for model in models:
         if models.count(model) > 1:

@@ -17,7 +17,7 @@ from .outcome import note, say
 from .output import ProgressBar, counted, size_in_words
 
 if TYPE_CHECKING:
-    from ..store.store import Store, StoreInfo
+    from ..corpus.store import Store, StoreInfo
 
 EPILOG = """\b
 Examples:
@@ -78,7 +78,7 @@ def build_command(
     paths: tuple[str, ...], model: str, output: str, max_tokens: int | None, force: bool
 ) -> None:
     """Make a store from files and directories: text, code, chat logs."""
-    from ..store.building import build_store
+    from ..corpus.building import build_store
 
     info, source, took = _write(paths, model, max_tokens, partial(build_store, output, force=force))
     tokens, size = counted(info.built_tokens, "token"), size_in_words(info.nbytes)
@@ -92,8 +92,8 @@ def build_command(
 @_max_tokens_option
 def add_command(file: str, paths: tuple[str, ...], model: str, max_tokens: int | None) -> None:
     """Add files and directories to the store in FILE."""
-    from ..store.building import add_to_store
-    from ..store.store import open_store
+    from ..corpus.building import add_to_store
+    from ..corpus.store import open_store
 
     held = open_store(file).info
     info, source, took = _write(paths, model, max_tokens, partial(add_to_store, file))
@@ -106,7 +106,7 @@ def add_command(file: str, paths: tuple[str, ...], model: str, max_tokens: int |
 @_file
 def info_command(file: str) -> None:
     """Verify the store in FILE and say what it holds."""
-    from ..store.store import open_store
+    from ..corpus.store import open_store
 
     info = open_store(file).verify().info
     learned = counted(info.learned_tokens, "token"), counted(info.learned_sequences, "output")
@@ -127,8 +127,8 @@ def _write(
     Returns:
         what the store holds, and in words, how many files that came from and the time it took.
     """
-    from ..loading.tokenizer import load_tokenizer_of
-    from ..store.building import MAX_TOKENS, Reading, find_files, read_texts
+    from ..corpus.building import MAX_TOKENS, Reading, find_files, read_texts
+    from ..models.tokenizer import load_tokenizer_of
 
     started = time.perf_counter()
     limit = max_tokens or MAX_TOKENS

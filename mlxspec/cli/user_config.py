@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import platformdirs
 
 from ..errors import OptionError, SettingsError
-from ..loading.model_files import DEMO
+from ..models.model_files import DEMO
 
 ENVIRONMENT_VARIABLE = "MLXSPEC_CONFIG_DIR"
 """Names another directory for the file than the user's configuration directory."""

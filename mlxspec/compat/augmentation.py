@@ -17,8 +17,8 @@ import mlx.core as mx
 
 from ..errors import OptionError
 from ..generation.response import GenerationResponse
-from ..loading.model import load
-from ..loading.model_files import DEMO
+from ..models.model import load
+from ..models.model_files import DEMO
 from . import batch, generation
 
 _mlx_lm = import_module("mlx_lm.generate")  # the package has a function of that name

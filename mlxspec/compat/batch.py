@@ -74,7 +74,8 @@ def batch_generate(
     """Answer several prompts at once, with speculation.
 
     All prompts share each forward, and the rows of drafts go to whichever text is likeliest to
-    repeat, as far as that gains more than it takes from the others (:mod:`mlxspec.plan.planner`).
+    repeat, as far as that gains more than it takes from the others
+    (:mod:`mlxspec.drafting.planner`).
     A model whose forwards cannot be shared that way answers in mlx-lm's own batches, without
     drafts, or one prompt in turn with the others where those do not take it.
 

@@ -20,6 +20,7 @@ from mlx_lm.generate import stream_generate as stream_generate_plainly
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..corpus.memory import Memory
 from ..engine.draft_model import DraftModelDrafter, check_vocabularies
 from ..engine.target import Progress
 from ..errors import OptionError
@@ -28,7 +29,6 @@ from ..generation.leases import DraftCaches
 from ..generation.options import GenerationOptions, Prompt
 from ..generation.request import Detokenizer, RecordTime, responses
 from ..generation.response import GenerationResponse, SpeculationStats
-from ..memory.memory import Memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

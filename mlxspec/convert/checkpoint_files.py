@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConversionError, printable
-from ..loading.safetensors_header import DamagedHeader, Place, read_header
+from ..models.safetensors_header import DamagedHeader, Place, read_header
 
 BFLOAT16 = np.dtype("<u2")
 """numpy has no bfloat16: arrays hold its bits as unsigned integers, which no other weights are."""

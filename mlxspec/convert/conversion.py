@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..errors import OptionError
-from ..loading.model_files import check_name, check_readable
+from ..models.model_files import check_name, check_readable
 from .hugging_face import open_hugging_face, plan_hugging_face
 from .model_writer import (
     MAX_SHARD_BYTES,

@@ -11,14 +11,14 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from ..errors import ConversionError, printable
-from ..loading.model_files import (
+from ..models.model_files import (
     check_layers,
     download,
     is_repository_name,
     load_mlx_lm_model,
     local_path,
 )
-from ..loading.other_models import hub_repository
+from ..models.other_models import hub_repository
 from .checkpoint_files import count_tensors, read_settings
 from .model_writer import PlannedModel, Quantization, TensorGroup
 
@@ -180,7 +180,7 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 
     mlx-lm's ``save`` would write what transformers made of it instead, and copy Python files.
     """
-    from ..loading.tokenizer import load_tokenizer
+    from ..models.tokenizer import load_tokenizer
 
     for pattern in _COPIED:
         for path in sorted(source.glob(pattern)):

@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ConversionError
-from ..loading.safetensors_header import LENGTH
+from ..models.safetensors_header import LENGTH
 
 MAX_SHARD_BYTES = 5 << 30  # as mlx-lm's
 

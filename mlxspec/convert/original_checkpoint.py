@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ConversionError, LoadError, printable
-from ..loading.npz import complete_params, expected_shapes
+from ..models.npz import complete_params, expected_shapes
 from .checkpoint_files import BFLOAT16, read_safetensors, read_settings
 from .torch_zip import read_torch_zip
 

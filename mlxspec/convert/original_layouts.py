@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import ConversionError
-from ..loading.npz import config_from_params, original_to_mlx_name
+from ..models.npz import config_from_params, original_to_mlx_name
 from .model_writer import PlannedModel, Quantization, TensorGroup
 from .original_checkpoint import OriginalCheckpoint, OriginalTensor
 
@@ -152,7 +152,7 @@ def special_token_ids(tokenizer_model: Path) -> dict[str, int]:
 
 def write_sentencepiece_files(tokenizer_model: Path, directory: Path) -> None:
     """Write ``tokenizer.json``, whose ids are SentencePiece's, its settings and the original."""
-    from ..loading.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
+    from ..models.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
 
     build_tokenizer(tokenizer_model).save(str(directory / "tokenizer.json"))
     config = json.dumps(tokenizer_config(tokenizer_model), indent=2, ensure_ascii=False)

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 
-from ..draft.drafter import DraftTree
+from ..drafting.drafter import DraftTree
 from ..engine.capability import chunk_error, rounding_noise, row_error, tree_agrees
 from ..engine.params import CacheOptions
 from ..engine.target import Capability, Target

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..draft.drafter import DraftTree
+from ..drafting.drafter import DraftTree
 from ..engine.params import CacheOptions
 from ..engine.target import Capability, Target
 from ..errors import OptionError

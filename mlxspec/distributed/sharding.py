@@ -9,10 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..draft.drafter import DraftTree
+from ..drafting.drafter import DraftTree
 from ..engine.target import vocabulary_size
 from ..errors import LoadError
-from ..loading.model import load
+from ..models.model import load
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper

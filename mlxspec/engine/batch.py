@@ -12,9 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..draft.drafter import VerifiedStep
-from ..plan.live_costs import LiveCosts
-from ..plan.planner import NO_PLAN, Plan, Planner, log_fault, plan_drafts
+from ..drafting.drafter import VerifiedStep
+from ..drafting.live_costs import LiveCosts
+from ..drafting.planner import NO_PLAN, Plan, Planner, log_fault, plan_drafts
 from .joint import Joint, JointMode
 from .step import DecodedStep, Sequence, each, joint_step, step
 

@@ -9,9 +9,9 @@ from collections import abc
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
-from ..draft.drafter import Drafter, DraftTree, VerifiedStep
+from ..drafting.drafter import Drafter, DraftTree, VerifiedStep
+from ..drafting.measurement import MeasurementPlan, RowsTime, ShareDone, measure
 from ..errors import OptionError
-from ..plan.measurement import MeasurementPlan, RowsTime, ShareDone, measure
 from .batch import Batch
 from .capability import chain_capability, joint_mode
 from .chooser import Chooser
@@ -37,7 +37,7 @@ def calibrate(
 
     Args:
         model: an mlx-lm model.
-        plan: which steps, and for how long; see :data:`mlxspec.plan.measurement.QUICK`.
+        plan: which steps, and for how long; see :data:`mlxspec.drafting.measurement.QUICK`.
         context: tokens of context, in place of the plan's own number. Where the model's context
             is too short for all steps after it, there are fewer rounds, and the plan's own number
             becomes smaller.

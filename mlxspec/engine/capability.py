@@ -30,7 +30,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from ..draft.drafter import DraftTree
+from ..drafting.drafter import DraftTree
 from ..errors import OptionError
 from .caches import TREE_CACHES, for_steps, is_trimmable, parts, smallest_window
 from .joint import Joint, JointMode

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import CacheList
 
-from ..draft.drafter import DraftTree
+from ..drafting.drafter import DraftTree
 from .caches import (
     Kept,
     Snapshot,

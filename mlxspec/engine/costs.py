@@ -19,10 +19,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
-from ..plan.cost_file import CostCache, CostKey, KnownRange, Ranges
-from ..plan.live_costs import LiveCosts, context_range
-from ..plan.live_curve import KnownTime
-from ..plan.measurement import QUICK, MeasurementPlan, RowsTime, ShareDone, is_whole, noise
+from ..drafting.cost_file import CostCache, CostKey, KnownRange, Ranges
+from ..drafting.live_costs import LiveCosts, context_range
+from ..drafting.live_curve import KnownTime
+from ..drafting.measurement import QUICK, MeasurementPlan, RowsTime, ShareDone, is_whole, noise
 from .calibration import calibrate
 from .capability import chain_capability
 from .positions import context_length

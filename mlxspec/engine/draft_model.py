@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..draft.drafter import Drafter, DraftTree, VerifiedStep
+from ..drafting.drafter import Drafter, DraftTree, VerifiedStep
 from ..errors import OptionError
 from .capability import capability_with
 from .prompt_cache import Loan, lent_caches

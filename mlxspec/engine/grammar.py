@@ -17,9 +17,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..draft.drafter import DraftTree
+from ..drafting.drafter import DraftTree
 from ..errors import OptionError
-from ..loading.detokenizer import token_bytes
+from ..models.detokenizer import token_bytes
 from .compiling import compiled, in_one_line, outline_of
 from .constraint import Constraint, Phase, Phases
 

@@ -27,7 +27,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList
 
-from ..draft.drafter import DraftTree
+from ..drafting.drafter import DraftTree
 from .caches import TreeKVCache, masked_for
 from .patches import forward_at, install
 from .slots import SlotKVCache, Slots

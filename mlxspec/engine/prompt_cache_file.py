@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
 
 from ..errors import PromptCacheError
 from ..files import check_writable, replaced
-from ..loading.safetensors_header import DamagedHeader
+from ..models.safetensors_header import DamagedHeader
 from .caches import cached_length, parts
 from .prompt_cache_reading import holds_caches, read_caches, read_metadata
 

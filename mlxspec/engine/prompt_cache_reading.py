@@ -20,7 +20,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_caches
 
-from ..loading.safetensors_header import LENGTH, read_header
+from ..models.safetensors_header import LENGTH, read_header
 
 _MAX_HEADER_BYTES = 16 << 20  # of which the tokens take some seven each
 _MAX_HEADER_ITEMS = 1_000_000

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import make_logits_processors
 
-from ..draft.drafter import DraftTree
+from ..drafting.drafter import DraftTree
 from .params import LogitsProcessor, SamplingParams
 
 _LONGEST = 2**31 - 1  # that MLX can count back; no context is as long

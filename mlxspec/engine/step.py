@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from ..draft.custom import checked_draft
-from ..draft.drafter import Drafter, DraftTree, VerifiedStep, accept, window_rows_of
+from ..drafting.custom import checked_draft
+from ..drafting.drafter import Drafter, DraftTree, VerifiedStep, accept, window_rows_of
 from .caches import held_arrays, move_rows, parts
 from .chooser import Chooser
 from .joint import Joint, JointRows
 from .target import Capability, Progress, Target
 
 if TYPE_CHECKING:
-    from ..plan.planner import Plan, Planner
+    from ..drafting.planner import Plan, Planner
 
 _Result = TypeVar("_Result")
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from ..draft.drafter import DraftTree
+from ..drafting.drafter import DraftTree
 from .caches import Snapshot, TreeKVCache, masked_for, parts
 from .context_cache import ContextCache
 from .params import CacheOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
-from ..draft.drafter import DraftTree
+from ..drafting.drafter import DraftTree
 
 _MASK_STEP = 1024  # positions that the kept mask grows by
 

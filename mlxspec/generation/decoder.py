@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..draft.custom import checked_drafter
-from ..draft.drafter import Drafter, NoDraft
-from ..draft.forced import with_forced
+from ..corpus.settings import SWITCH
+from ..drafting.custom import checked_drafter
+from ..drafting.drafter import Drafter, NoDraft
+from ..drafting.experience_file import KeptExperience, experience_path
+from ..drafting.forced import with_forced
+from ..drafting.planner import Planner
 from ..engine.caches import smallest_window
 from ..engine.capability import (
     capability_with,
@@ -42,12 +45,9 @@ from ..engine.target import (
     vocabulary_size,
 )
 from ..errors import OptionError
-from ..loading.detokenizer import detokenizer_of
-from ..loading.model import load
-from ..loading.tokenizer import vocabulary_classes
-from ..memory.settings import SWITCH
-from ..plan.experience_file import KeptExperience, experience_path
-from ..plan.planner import Planner
+from ..models.detokenizer import detokenizer_of
+from ..models.model import load
+from ..models.tokenizer import vocabulary_classes
 from ..terminal import TokenPrinter
 from .asynchronous import AsyncGenerations
 from .drafting import Auto, Drafting, Lessons, Own, drafter_maker
@@ -102,7 +102,7 @@ class Decoder:
 
     keeps_experience = True
     """Whether what the generations of :class:`.drafting.Auto` teach is kept on disk; see
-    :mod:`mlxspec.plan.experience_file`."""
+    :mod:`mlxspec.drafting.experience_file`."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class Decoder:
 
     @cached_property
     def token_classes(self) -> bytes:
-        """Of each token; see :func:`mlxspec.plan.p_accept.token_classes`."""
+        """Of each token; see :func:`mlxspec.drafting.p_accept.token_classes`."""
         return vocabulary_classes(self.tokenizer)
 
     def stream(

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Literal
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..draft.custom import checked_drafter
-from ..draft.drafter import Drafter
-from ..draft.prompt_lookup import parse_lookup_config
+from ..corpus.memory import MAX_TOKENS, Memory
+from ..corpus.store import open_store
+from ..corpus.tokenizer_identity import identify
+from ..drafting.custom import checked_drafter
+from ..drafting.drafter import Drafter
+from ..drafting.prompt_lookup import parse_lookup_config
 from ..errors import OptionError, StoreError
-from ..memory.memory import MAX_TOKENS, Memory
-from ..memory.tokenizer_identity import identify
-from ..store.store import open_store
 from .decoder import Decoder
 from .drafting import Auto, Lookahead, PromptLookup, drafter_maker
 from .options import FurtherOptions, GenerationOptions, MakeDrafter, Prompt
@@ -41,7 +41,7 @@ class AutoDecoder(Decoder):
     Args:
         model, tokenizer, on_measuring: as for :class:`Decoder`.
         memory_tokens: how many tokens of outputs the decoder remembers in a memory of its own,
-            :data:`mlxspec.memory.MAX_TOKENS` by default. With 0 there is no memory, and nothing
+            :data:`mlxspec.corpus.MAX_TOKENS` by default. With 0 there is no memory, and nothing
             that one generation teaches is known in the next.
         memory: remembers the outputs instead. Several decoders of one tokenizer may share it.
         store: a file of ``mlxspec store build`` to draft from.

@@ -10,27 +10,27 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
-from ..draft.combined import CombinedDrafter
-from ..draft.custom import checked_drafter
-from ..draft.drafter import Drafter, NoDraft
-from ..draft.lookahead import LookaheadDrafter, LookaheadKnowledge
-from ..draft.prediction import PredictionDrafter
-from ..draft.prompt_lookup import PromptLookupDrafter
+from ..corpus.memory import Memory
+from ..drafting.combined import CombinedDrafter
+from ..drafting.cost_curve import Costs, FixedCosts
+from ..drafting.custom import checked_drafter
+from ..drafting.drafter import Drafter, NoDraft
+from ..drafting.drafter_source import DrafterSource
+from ..drafting.experience import Experience
+from ..drafting.lookahead import LookaheadDrafter, LookaheadKnowledge
+from ..drafting.planner import Planner
+from ..drafting.policy import trees_pay
+from ..drafting.prediction import PredictionDrafter
+from ..drafting.prompt_lookup import PromptLookupDrafter
+from ..drafting.suffix_source import Earlier, SuffixSource
 from ..errors import OptionError
-from ..memory.memory import Memory
-from ..plan.cost_curve import Costs, FixedCosts
-from ..plan.drafter_source import DrafterSource
-from ..plan.experience import Experience
-from ..plan.planner import Planner
-from ..plan.policy import trees_pay
-from ..plan.suffix_source import Earlier, SuffixSource
 
 if TYPE_CHECKING:
     from typing import Self
 
+    from ..corpus.store import Store
     from ..engine.costs import KeptCosts
     from ..engine.target import Capability
-    from ..store.store import Store
     from .session import Session
 
 

@@ -13,15 +13,15 @@ import mlx.nn as nn
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..draft.drafter import Drafter
+from ..drafting.drafter import Drafter
 from ..engine.capability import check_quantization
 from ..engine.constraint import Constraint, Phases
 from ..engine.params import CacheOptions, LogitsProcessor, Sampler, SamplingParams
 from ..engine.prompt_cache import lent_caches
 from ..engine.target import Progress
 from ..errors import OptionError, PromptError
-from ..loading.chat_template import Message, conversation_ids
-from ..loading.model import encode_prompt
+from ..models.chat_template import Message, conversation_ids
+from ..models.model import encode_prompt
 from .session import Session
 
 if TYPE_CHECKING:

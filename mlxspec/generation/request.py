@@ -15,11 +15,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
-from ..draft.drafter import Drafter
+from ..drafting.drafter import Drafter
+from ..drafting.live_costs import LiveCosts
 from ..engine import step as steps
 from ..engine.joint import JointMode
 from ..engine.target import Target
-from ..plan.live_costs import LiveCosts
 from .leases import CacheLease
 from .options import CheckedOptions, GenerationOptions, MakeDrafter, Prompt
 from .process_end import hold_at_exit

@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
-from ..draft.drafter import VerifiedStep
+from ..drafting.drafter import VerifiedStep
 from .errors import ApiError
 from .events import Ended
 

@@ -13,9 +13,9 @@ from ..engine.constraint import Constraint, Phases
 from ..engine.grammar import Grammar, Vocabulary, token_of
 from ..errors import OptionError, PromptError
 from ..generation.constrained import in_answer, leaves_reasoning_open
-from ..loading.chat_template import apply_template, reserved_arguments
-from ..loading.detokenizer import detokenizer_of
-from ..loading.model import encode_prompt
+from ..models.chat_template import apply_template, reserved_arguments
+from ..models.detokenizer import detokenizer_of
+from ..models.model import encode_prompt
 from .call_grammar import calls_constraint, is_strict, parameters_of
 from .errors import ApiError
 from .output import OutputFormat, call_opening, output_format

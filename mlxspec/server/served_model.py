@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+from ..corpus import MAX_TOKENS
 from ..engine.positions import context_length
 from ..generation.decoder import Decoder
 from ..generation.drafting import Auto
 from ..generation.options import GenerationOptions, MakeDrafter
-from ..memory import MAX_TOKENS
 from .admission import Memory
 from .errors import ApiError
 from .prefix_cache import PrefixCache

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, cast
 
-from ..draft.drafter import origins_of
+from ..drafting.drafter import origins_of
 from ..engine import step as steps
 from ..errors import MlxspecError
 from ..generation.options import GenerationOptions

@@ -20,8 +20,8 @@ from mlxspec.cli.generate import generate_command
 from mlxspec.cli.inspect import inspect_command
 from mlxspec.cli.serve import serve_command
 from mlxspec.engine.costs import cost_key
-from mlxspec.loading.model import load
-from mlxspec.loading.model_files import DEMO_DIRECTORY
+from mlxspec.models.model import load
+from mlxspec.models.model_files import DEMO_DIRECTORY
 from tests.support.adapters import write_adapters
 
 PROMPT = 'Repeat the following phrase 3 times: "The red fox sees the river.".'
@@ -103,7 +103,7 @@ def test_what_measures_a_model_measures_it_with_them(
         loaded.append((name, options["adapter_path"]))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mlxspec.loading.model.load", load_and_stop)
+    monkeypatch.setattr("mlxspec.models.model.load", load_and_stop)
     run(calibrate_command, "demo", "--adapter-path", lora)
     run(calibrate_command, "demo", "--adapter-path", lora, "--show")
     run(bench_command, "demo", "--adapter-path", lora)
@@ -159,7 +159,7 @@ def test_a_bad_directory_is_one_line(
 
 
 def test_nothing_is_downloaded_for_a_bad_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxspec.loading.model_files.download", lambda *_: 1 / 0)
+    monkeypatch.setattr("mlxspec.models.model_files.download", lambda *_: 1 / 0)
     result = run(generate_command, "a", "--model", "owner/name", "--adapter-path", "nowhere")
     assert "nowhere: no directory of adapters" in result.stderr
 

@@ -16,9 +16,9 @@ from rich.console import Console
 from mlxspec import load
 from mlxspec.cli import answers
 from mlxspec.cli.answers import Totals, totals_panel
+from mlxspec.corpus.store import open_store
 from mlxspec.engine.batch import Batch
 from mlxspec.generation.response import GenerationResponse, SpeculationStats, Transcript
-from mlxspec.store.store import open_store
 from tests.cli.test_generate import LINE, assert_one_line_error, generate, report
 
 IDS: list[Any] = [{"prompt": [last]} for last in (3, 4, 5, 6, 7)]
@@ -276,7 +276,7 @@ def test_a_fault_in_one_generation_costs_no_other(
 def test_a_wrong_use_is_one_line_before_any_model_is_loaded(
     prompts: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], named: str
 ) -> None:
-    monkeypatch.setattr("mlxspec.loading.model.load", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("mlxspec.models.model.load", lambda *_, **__: 1 / 0)
     empty = write(prompts.with_name("empty.jsonl"), [b"", b" "])
     files = {"FILE": str(write(prompts, IDS)), "EMPTY": str(empty)}
     given = [files.get(argument, argument) for argument in arguments]

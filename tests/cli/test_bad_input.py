@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 import mlxspec
+from mlxspec.bench import page
 from mlxspec.cli.main import main
 from mlxspec.cli.outcome import run_command
-from mlxspec.eval import page
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from mlxspec.bench.backends import BACKENDS, PLAIN, Backend
 from mlxspec.cli.bench import bench_command
-from mlxspec.eval.backends import BACKENDS, PLAIN, Backend
 
 QUICK = ("--max-tokens", "8", "--repeats", "1")
 

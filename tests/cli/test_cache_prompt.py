@@ -20,8 +20,8 @@ from mlxspec.cli import cached_prompt
 from mlxspec.cli.cache_prompt import cache_prompt_command
 from mlxspec.cli.generate import generate_command
 from mlxspec.errors import LoadError
-from mlxspec.loading import model_files as loading
-from mlxspec.loading.model_files import DEMO_DIRECTORY
+from mlxspec.models import model_files as loading
+from mlxspec.models.model_files import DEMO_DIRECTORY
 
 pytestmark = pytest.mark.slow
 

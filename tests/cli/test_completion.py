@@ -10,8 +10,8 @@ import pytest
 from click.shell_completion import BashComplete
 from click.testing import CliRunner
 
+from mlxspec.bench.backends import BACKENDS
 from mlxspec.cli.main import main
-from mlxspec.eval.backends import BACKENDS
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from mlxspec.cli.conversation import Conversation
 from mlxspec.cli.prompts import in_template
 from mlxspec.engine.params import SamplingParams
 from mlxspec.errors import OptionError, PromptError
-from mlxspec.loading.detokenizer import detokenizer_of
+from mlxspec.models.detokenizer import detokenizer_of
 from tests.support.architectures import ARCHITECTURES, KINDS_OF_CACHES
 from tests.support.demo import demo
 

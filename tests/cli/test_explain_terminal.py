@@ -14,8 +14,8 @@ from rich.console import Console
 
 from mlxspec.cli.explain_terminal import outline, print_explained
 from mlxspec.cli.explained import Fate, Node, nodes_of
-from mlxspec.draft.drafter import DraftTree, VerifiedStep
-from mlxspec.draft.recording import RecordedStep
+from mlxspec.drafting.drafter import DraftTree, VerifiedStep
+from mlxspec.drafting.recording import RecordedStep
 from tests.support.explained_steps import Letters, explained, lookahead_step, verified
 
 TREE = """\

@@ -19,9 +19,9 @@ from mlxspec.cli.explained import (
     telling_run,
     window_levels,
 )
-from mlxspec.draft.drafter import DraftTree, VerifiedStep
-from mlxspec.draft.lookahead import LookaheadDrafter
-from mlxspec.draft.recording import RecordedStep, RecordingDrafter
+from mlxspec.drafting.drafter import DraftTree, VerifiedStep
+from mlxspec.drafting.lookahead import LookaheadDrafter
+from mlxspec.drafting.recording import RecordedStep, RecordingDrafter
 from mlxspec.generation.decoder import Decoder
 from tests.support.demo import demo_decoder
 from tests.support.explained_steps import lookahead_step

@@ -87,7 +87,7 @@ def test_what_is_no_form_is_one_line_before_any_model_is_loaded(
     content: bytes | None,
     named: str,
 ) -> None:
-    monkeypatch.setattr("mlxspec.loading.model.load", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("mlxspec.models.model.load", lambda *_, **__: 1 / 0)
     file = tmp_path / "form"
     if content is not None:
         file.write_bytes(content)

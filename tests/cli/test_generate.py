@@ -20,6 +20,7 @@ from mlxspec.cli.generate import (
     machine_line,
     step_times_table,
 )
+from mlxspec.corpus.store import open_store
 from mlxspec.engine.target import Target
 from mlxspec.generation.response import (
     GenerationResponse,
@@ -28,7 +29,6 @@ from mlxspec.generation.response import (
     StepTime,
     Transcript,
 )
-from mlxspec.store.store import open_store
 from tests.cli.conftest import HOSTILE
 from tests.support.scripted_model import BOS
 
@@ -195,7 +195,7 @@ def test_without_mlx_model_a_line_says_that_the_demo_model_answers(
 def test_a_bad_option_is_one_line_before_any_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], named: str
 ):
-    monkeypatch.setattr("mlxspec.loading.model.load", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("mlxspec.models.model.load", lambda *_, **__: 1 / 0)
     assert_one_line_error(generate("--model", "any/model", *arguments), named)
 
 
@@ -260,7 +260,7 @@ def test_ctrl_c_while_the_model_loads_is_quiet(monkeypatch: pytest.MonkeyPatch):
     def load(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mlxspec.loading.model.load", load)
+    monkeypatch.setattr("mlxspec.models.model.load", load)
     result = generate("--model", "any", "--prompt", "a")
     assert result.exit_code == 130
     assert result.stderr.strip() == "Interrupted."

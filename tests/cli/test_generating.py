@@ -136,7 +136,7 @@ def test_log_probabilities_stand_in_the_json(endless: Path) -> None:
 def test_a_bad_option_is_one_line_before_any_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], named: str
 ) -> None:
-    monkeypatch.setattr("mlxspec.loading.model.load", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("mlxspec.models.model.load", lambda *_, **__: 1 / 0)
     assert_one_line_error(generate("--model", "any", "--prompt", "a", *arguments), named)
 
 
@@ -209,7 +209,7 @@ def test_a_window_that_never_runs_is_told(endless: Path) -> None:
 def test_what_makes_no_sense_is_one_line_before_a_model_is_loaded(
     options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxspec.loading.model.load", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("mlxspec.models.model.load", lambda *_, **__: 1 / 0)
     result = generate("--model", "none", "--prompt", "a", *options)
     assert result.exit_code == 1
     assert message in result.stderr
@@ -263,7 +263,7 @@ def test_a_drafter_of_ones_own_drafts_and_changes_no_token(endless: Path, own: s
 def test_what_is_no_drafter_is_one_line_before_a_model_is_loaded(
     own: str, drafter: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxspec.loading.model.load", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("mlxspec.models.model.load", lambda *_, **__: 1 / 0)
     result = generate("--model", "none", "--prompt", "a", "--drafter", drafter)
     assert_one_line_error(result, message)
 

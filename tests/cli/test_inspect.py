@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlxspec.cli.main import main
-from mlxspec.loading import model as loading
+from mlxspec.models import model as loading
 from tests.support.architectures import ARCHITECTURES
 
 

@@ -15,10 +15,7 @@ from click.testing import CliRunner, Result
 import mlxspec
 from mlxspec.cli.main import main
 from mlxspec.cli.memories import Memories
-from mlxspec.draft.suffix_index import SEPARATOR
-from mlxspec.errors import OptionError, StoreError
-from mlxspec.loading.tokenizer import load_tokenizer_of
-from mlxspec.memory import (
+from mlxspec.corpus import (
     KeptTexts,
     Memory,
     Settings,
@@ -30,10 +27,13 @@ from mlxspec.memory import (
     part,
     save_settings,
 )
-from mlxspec.store.store import open_store
+from mlxspec.corpus.store import open_store
+from mlxspec.corpus.suffix_index import SEPARATOR
+from mlxspec.errors import OptionError, StoreError
+from mlxspec.models.tokenizer import load_tokenizer_of
 from mlxspec.terminal import TokenPrinter
 from tests.cli.test_serve import serving
-from tests.memory.test_memory import make_small
+from tests.corpus.test_memory import make_small
 from tests.support.at_terminal import at_terminal
 from tests.support.demo import FLAT, demo, given_costs, stand_in_decoder
 from tests.support.tokenizers import FIRST

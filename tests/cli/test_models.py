@@ -7,8 +7,8 @@ import pytest
 from click.testing import Result
 
 from mlxspec.engine import device_memory
-from mlxspec.loading import on_machine
-from mlxspec.loading.model_files import DEMO_DIRECTORY
+from mlxspec.models import on_machine
+from mlxspec.models.model_files import DEMO_DIRECTORY
 from tests.support import command_line
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from mlxspec.bench.policies import POLICIES
 from mlxspec.cli.replay import replay_command
-from mlxspec.eval.policies import POLICIES
-from mlxspec.plan.chips import chip_names, known_chip
+from mlxspec.drafting.chips import chip_names, known_chip
 
 TOKENIZER = Path(__file__).parents[2] / "mlxspec" / "demo_model"
 FIGURES = ("speedup", "worst", "share_slow", "tokens_per_step", "rows_per_step")

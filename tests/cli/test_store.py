@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 
 import mlxspec
 from mlxspec.cli.main import main
-from mlxspec.loading.tokenizer import load_tokenizer_of
-from mlxspec.store.store import open_store
+from mlxspec.corpus.store import open_store
+from mlxspec.models.tokenizer import load_tokenizer_of
 
 ROOT = Path(mlxspec.__file__).parents[1]
 

@@ -19,7 +19,7 @@ from mlxspec.cli.chat import chat_command
 from mlxspec.cli.explain import explain_command
 from mlxspec.cli.generate import generate_command
 from mlxspec.generation.session import Session
-from mlxspec.loading.model_files import DEMO_DIRECTORY
+from mlxspec.models.model_files import DEMO_DIRECTORY
 
 PROMPT = 'Repeat the following phrase 2 times: "The red fox sees the river.".'
 TEMPLATE = """\

@@ -21,7 +21,7 @@ from mlx_lm.tokenizer_utils import (
 from mlx_lm.utils import load_tokenizer as load_as_mlx_lm
 
 import mlxspec
-from mlxspec.loading.tokenizer import load_tokenizer
+from mlxspec.models.tokenizer import load_tokenizer
 from tests.support.drop_in import (
     FREE,
     batch_generate,

@@ -17,7 +17,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
 
-from mlxspec.loading.model_files import DEMO_DIRECTORY
+from mlxspec.models.model_files import DEMO_DIRECTORY
 from tests.support.examples import LONG
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from mlxspec.bench.equality import first_difference
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.target import Capability
-from mlxspec.eval.equality import first_difference
 from mlxspec.generation.decoder import Decoder
 from tests.distributed.conftest import SECONDS, launched
 from tests.support.architectures import ARCHITECTURES

@@ -7,11 +7,11 @@ from dataclasses import replace
 import mlx.nn as nn
 import pytest
 
+from mlxspec.drafting.measurement import CAREFUL, QUICK
 from mlxspec.engine import calibration
 from mlxspec.engine.calibration import ModelSteps, calibrate
 from mlxspec.engine.target import Capability
 from mlxspec.errors import OptionError
-from mlxspec.plan.measurement import CAREFUL, QUICK
 from tests.support.architectures import ARCHITECTURES
 from tests.support.random_models import MAMBA_2, SLIDING_GEMMA_3, random_model
 

@@ -13,8 +13,8 @@ from mlx_lm.models import rope_utils
 
 from mlxspec.engine.capability import Capability, draft_end, examine
 from mlxspec.generation.decoder import Decoder
-from mlxspec.loading.model import load
-from mlxspec.loading.model_files import DEMO
+from mlxspec.models.model import load
+from mlxspec.models.model_files import DEMO
 from tests.support.architectures import ARCHITECTURES, livelier
 from tests.support.drafters import Oracle, PartlyRightDrafter
 from tests.support.random_models import random_model, scaled_rope

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
-from mlxspec.draft.drafter import DraftTree
+from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine.caches import parts
 from mlxspec.engine.context_cache import ContextCache
 from mlxspec.engine.params import CacheOptions

@@ -13,12 +13,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from mlxspec.drafting.cost_file import CostCache, KnownRange
+from mlxspec.drafting.live_curve import KnownTime
+from mlxspec.drafting.measurement import RowsTime
 from mlxspec.engine import costs as measured_costs
 from mlxspec.engine.costs import KeptCosts, cost_key, costs_for, machine_identity, model_identity
 from mlxspec.engine.target import Capability
-from mlxspec.plan.cost_file import CostCache, KnownRange
-from mlxspec.plan.live_curve import KnownTime
-from mlxspec.plan.measurement import RowsTime
 from tests.support.openblas import needs_openblas
 from tests.support.random_models import random_model
 

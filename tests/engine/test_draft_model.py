@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlxspec
 from mlxspec import CombinedDrafter, DraftModelDrafter, PromptLookupDrafter
 from mlxspec.compat.generation import decoder_of
-from mlxspec.draft.drafter import DraftTree, NoDraft, VerifiedStep
+from mlxspec.drafting.drafter import DraftTree, NoDraft, VerifiedStep
 from mlxspec.errors import OptionError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drop_in import FREE, REPEAT, fields, stand_in_with_costs, stream_generate

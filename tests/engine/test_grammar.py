@@ -10,11 +10,11 @@ import mlx.core as mx
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxspec.draft.drafter import DraftTree
+from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine.constraint import Constraint, Phase, Phases
 from mlxspec.engine.grammar import Grammar, GrammarState, Vocabulary
 from mlxspec.errors import OptionError
-from mlxspec.loading.detokenizer import wrap
+from mlxspec.models.detokenizer import wrap
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.demo import demo, endless_tokenizer
 from tests.support.examples import LONG

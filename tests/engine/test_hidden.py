@@ -7,7 +7,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.draft.drafter import DraftTree
+from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine.capability import Capability, finite, joint_mode
 from mlxspec.engine.hidden import HiddenStates, find_body, logits_of
 from mlxspec.engine.joint import Joint, JointRows

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
-from mlxspec.draft.drafter import DraftTree, NoDraft, origins_of
-from mlxspec.draft.lookahead import LookaheadDrafter
-from mlxspec.draft.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.drafter import DraftTree, NoDraft, origins_of
+from mlxspec.drafting.lookahead import LookaheadDrafter
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine import joint as engine
 from mlxspec.engine.capability import Capability, finite, joint_mode
 from mlxspec.engine.chooser import Chooser

@@ -6,9 +6,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlxspec.draft.combined import CombinedDrafter
-from mlxspec.draft.lookahead import LookaheadDrafter
-from mlxspec.draft.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.combined import CombinedDrafter
+from mlxspec.drafting.lookahead import LookaheadDrafter
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.sampling import SamplingParams
 from tests.support.demo import demo

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlxspec.draft.drafter import DraftTree, VerifiedStep
+from mlxspec.drafting.drafter import DraftTree, VerifiedStep
 from mlxspec.engine.target import Capability
 from tests.support.drafters import TruthDrafter
 from tests.support.examples import examples

@@ -9,11 +9,11 @@ import mlx.nn as nn
 import pytest
 from mlx_lm import stream_generate
 
-from mlxspec.draft.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine.positions import context_length, crossings, sparse_crossing
 from mlxspec.generation.decoder import Decoder
-from mlxspec.loading.model import load
-from mlxspec.loading.model_files import DEMO
+from mlxspec.models.model import load
+from mlxspec.models.model_files import DEMO
 from tests.support.architectures import ARCHITECTURES
 from tests.support.random_models import random_model
 

@@ -24,8 +24,8 @@ from mlx_lm.models.cache import (
 )
 
 from mlxspec import Decoder
-from mlxspec.draft.drafter import NoDraft
-from mlxspec.draft.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.drafter import NoDraft
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine import prompt_cache
 from mlxspec.engine.target import Target, target_for
 from mlxspec.errors import OptionError, PromptCacheError

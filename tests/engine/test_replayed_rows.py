@@ -10,7 +10,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.draft.drafter import Drafter, DraftTree, NoDraft
+from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft
 from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.sampling import SamplingParams

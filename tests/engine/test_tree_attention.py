@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.draft.drafter import DraftTree
+from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine import patches
 from mlxspec.engine.target import Target
 from mlxspec.engine.tree_attention import TreeRows
-from tests.draft.test_drafter import path, trees
+from tests.drafting.test_drafter import path, trees
 from tests.support.harness import new_target
 from tests.support.interrupts import functions_of, interrupted_anywhere
 from tests.support.random_models import LLAMA_3_SCALING, YARN_SCALING, random_model

@@ -12,8 +12,8 @@ import pytest
 
 import mlxspec
 from mlxspec import PromptLookupDecoder
+from mlxspec.bench.equality import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.errors import OptionError, PromptError
-from mlxspec.eval.equality import NEAR_TIE_FLOAT32, first_difference
 from tests.support.demo import demo_decoder
 
 pytestmark = pytest.mark.slow

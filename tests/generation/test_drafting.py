@@ -6,7 +6,7 @@ import pytest
 
 import mlxspec
 from mlxspec import GenerationResponse, OptionError
-from mlxspec.draft.drafter import NoDraft
+from mlxspec.drafting.drafter import NoDraft
 from mlxspec.generation.drafting import Auto, Drafting, Lookahead, PromptLookup
 from mlxspec.generation.engine import Engine
 from tests.support.demo import stand_in, stand_in_decoder

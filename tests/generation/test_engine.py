@@ -10,13 +10,13 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
-from mlxspec.draft.drafter import Drafter, DraftTree, VerifiedStep
+from mlxspec.drafting.drafter import Drafter, DraftTree, VerifiedStep
+from mlxspec.drafting.drafter_source import DrafterSource
+from mlxspec.drafting.planner import Planner
 from mlxspec.engine.joint import JointMode
 from mlxspec.errors import OptionError, PromptError
 from mlxspec.generation.engine import Engine
 from mlxspec.generation.request import Request
-from mlxspec.plan.drafter_source import DrafterSource
-from mlxspec.plan.planner import Planner
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import FLAT, endless_tokenizer, given_costs, stand_in_decoder
 from tests.support.engines import submit

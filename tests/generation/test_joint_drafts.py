@@ -9,8 +9,8 @@ import mlx.nn as nn
 import pytest
 
 import mlxspec
+from mlxspec.bench.prompts import bundled_prompts
 from mlxspec.engine.sampling import SamplingParams
-from mlxspec.eval.prompts import bundled_prompts
 from mlxspec.generation.engine import Engine
 from tests.support.demo import FLAT, demo, endless_tokenizer, given_costs
 from tests.support.engines import submit

@@ -14,10 +14,10 @@ from mlxspec import (
     LookaheadDrafter,
     PromptLookupDrafter,
 )
-from mlxspec.draft.drafter import NoDraft
+from mlxspec.bench.equality import NEAR_TIE_FLOAT32, first_difference
+from mlxspec.drafting.drafter import NoDraft
 from mlxspec.engine.capability import Capability
 from mlxspec.errors import OptionError, PromptError
-from mlxspec.eval.equality import NEAR_TIE_FLOAT32, first_difference
 from tests.support.demo import FLAT, LINEAR, given_costs, stand_in, stand_in_decoder
 
 pytestmark = pytest.mark.slow

@@ -10,12 +10,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
 from mlxspec.compat.generation import stream_with_draft_model
+from mlxspec.drafting.cost_file import CostCache, CostKey, KnownRange
+from mlxspec.drafting.live_curve import KnownTime
 from mlxspec.engine.costs import KeptCosts
 from mlxspec.engine.target import Capability
 from mlxspec.errors import MlxspecError
 from mlxspec.generation.decoder import Decoder
-from mlxspec.plan.cost_file import CostCache, CostKey, KnownRange
-from mlxspec.plan.live_curve import KnownTime
 from tests.support.demo import demo
 
 KINDS = [mlxspec.AutoDecoder, mlxspec.LookaheadDecoder, mlxspec.CombinedDecoder]

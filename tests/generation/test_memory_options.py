@@ -10,9 +10,9 @@ from click.testing import CliRunner
 from mlx_lm.generate import generate_step
 
 import mlxspec
+from mlxspec.bench.equality import NEAR_TIE_FLOAT32
 from mlxspec.cli.main import main
 from mlxspec.errors import OptionError
-from mlxspec.eval.equality import NEAR_TIE_FLOAT32
 from tests.support.demo import demo_decoder
 
 pytestmark = pytest.mark.slow

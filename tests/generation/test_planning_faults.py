@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import mlxspec
-from mlxspec.draft.drafter import Drafter, DraftTree, VerifiedStep
+from mlxspec.drafting.drafter import Drafter, DraftTree, VerifiedStep
+from mlxspec.drafting.planner import Planner, _Step
+from mlxspec.drafting.policy import Policy
+from mlxspec.drafting.suffix_source import SuffixSource
 from mlxspec.engine import batch
 from mlxspec.generation.engine import Engine
 from mlxspec.generation.request import Request
-from mlxspec.plan.planner import Planner, _Step
-from mlxspec.plan.policy import Policy
-from mlxspec.plan.suffix_source import SuffixSource
 from tests.support.demo import FLAT, GivenCosts, given_costs, stand_in_decoder
 from tests.support.engines import submit
 

@@ -27,9 +27,9 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec import Decoder, Session
-from mlxspec.draft.drafter import NoDraft
-from mlxspec.draft.lookahead import LookaheadDrafter
-from mlxspec.draft.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.drafter import NoDraft
+from mlxspec.drafting.lookahead import LookaheadDrafter
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
 from mlxspec.errors import OptionError, PromptCacheError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer

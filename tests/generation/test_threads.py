@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import mlxspec
+from mlxspec.drafting.cost_file import CostCache, CostKey, KnownRange
+from mlxspec.drafting.live_curve import KnownTime
 from mlxspec.engine.costs import KeptCosts
-from mlxspec.plan.cost_file import CostCache, CostKey, KnownRange
-from mlxspec.plan.live_curve import KnownTime
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer, stand_in_decoder
 from tests.support.drop_in import REPEAT

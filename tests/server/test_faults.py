@@ -21,8 +21,8 @@ from starlette.requests import ClientDisconnect
 
 import mlxspec
 from mlxspec.cli.request_log import RequestLog
+from mlxspec.drafting.live_costs import LiveCosts
 from mlxspec.generation.request import State
-from mlxspec.plan.live_costs import LiveCosts
 from mlxspec.server import generating
 from mlxspec.server.admission import Memory
 from mlxspec.server.answering import Silence

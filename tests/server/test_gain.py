@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from mlxspec.draft.drafter import NoDraft
+from mlxspec.drafting.drafter import NoDraft
+from mlxspec.drafting.drafter_source import DrafterSource
+from mlxspec.drafting.planner import Planner
 from mlxspec.generation import engine
-from mlxspec.plan.drafter_source import DrafterSource
-from mlxspec.plan.planner import Planner
 from mlxspec.server.model_queue import ModelQueue
 from mlxspec.server.served_model import ServedModel
 from mlxspec.server.served_request import Records, ServedRequest

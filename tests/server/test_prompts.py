@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxspec.loading.tokenizer import load_tokenizer_of
+from mlxspec.models.tokenizer import load_tokenizer_of
 from mlxspec.server.errors import ApiError
 from mlxspec.server.output import OutputParser, Reasoning, Text, ToolCallArguments, ToolCallBegun
 from mlxspec.server.prompts import ChatPrompt, Prompt, chat_prompt, completion_prompts

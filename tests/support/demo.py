@@ -10,9 +10,9 @@ from typing import TypeVar
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec import Decoder
+from mlxspec.drafting.cost_file import CostCache, CostKey, KnownRange
+from mlxspec.drafting.live_curve import KnownTime
 from mlxspec.engine.costs import KeptCosts
-from mlxspec.plan.cost_file import CostCache, CostKey, KnownRange
-from mlxspec.plan.live_curve import KnownTime
 from tests.support.examples import LONG
 from tests.support.llamas import repetitive_llama
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from mlxspec.draft.drafter import Drafter, DraftTree, VerifiedStep
+from mlxspec.drafting.drafter import Drafter, DraftTree, VerifiedStep
 
 
 class TruthDrafter(Drafter):

@@ -13,7 +13,7 @@ from mlx_lm.utils import save_model
 
 from mlxspec import AutoDecoder, Decoder
 from mlxspec.compat.generation import decoder_of
-from mlxspec.loading.model_files import DEMO_DIRECTORY
+from mlxspec.models.model_files import DEMO_DIRECTORY
 from tests.support.demo import CHAINS, demo, given_costs, stand_in
 
 REPEAT = '[INST] Repeat the following phrase 8 times: "The red fox sees the river.". [/INST]'

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlxspec.cli.explained import Explained
-from mlxspec.draft.drafter import DraftTree, VerifiedStep
-from mlxspec.draft.recording import RecordedStep
+from mlxspec.drafting.drafter import DraftTree, VerifiedStep
+from mlxspec.drafting.recording import RecordedStep
 from mlxspec.generation.response import SpeculationStats
 
 

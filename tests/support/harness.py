@@ -9,14 +9,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxspec.draft.drafter import Drafter, DraftTree, NoDraft
+from mlxspec.bench.equality import NEAR_TIE_FLOAT32, first_difference
+from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft
 from mlxspec.engine import step as engine
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.target import Progress, Target, target_for, vocabulary_size
-from mlxspec.eval.equality import NEAR_TIE_FLOAT32, first_difference
 
 NEAR_TIES: list[float] = []
 """Margins of the near ties that the comparisons have met; printed at the end of the tests."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlxspec.draft.lookahead import LookaheadDrafter
-from mlxspec.plan.cost_curve import CostCurve, FixedCosts
-from mlxspec.plan.planner import Planner
-from mlxspec.plan.suffix_source import SuffixSource
+from mlxspec.drafting.cost_curve import CostCurve, FixedCosts
+from mlxspec.drafting.lookahead import LookaheadDrafter
+from mlxspec.drafting.planner import Planner
+from mlxspec.drafting.suffix_source import SuffixSource
 
 _PLANNER = ("branching", "replays")
 

@@ -20,9 +20,9 @@ from mlx_lm.models.llama import Model, ModelArgs
 
 from mlxspec.distributed import group, leader, sharding
 from mlxspec.distributed.launch import let_rank_0_speak
-from mlxspec.draft.drafter import Drafter, NoDraft
-from mlxspec.draft.lookahead import LookaheadDrafter
-from mlxspec.draft.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.drafter import Drafter, NoDraft
+from mlxspec.drafting.lookahead import LookaheadDrafter
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine.capability import chain_capability
 from mlxspec.errors import LoadError
 from mlxspec.generation.decoder import Decoder

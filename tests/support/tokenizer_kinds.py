@@ -8,8 +8,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mlxspec.loading.model_files import DEMO_DIRECTORY
-from mlxspec.loading.sentencepiece_tokenizer import build_tokenizer
+from mlxspec.models.model_files import DEMO_DIRECTORY
+from mlxspec.models.sentencepiece_tokenizer import build_tokenizer
 from tests.support.shared import SHARED
 
 DEMO = DEMO_DIRECTORY / "tokenizer.model"

@@ -19,7 +19,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ... import __version__
-from ...loading.detokenizer import token_bytes
+from ...models.detokenizer import token_bytes
 from ..answer import Answer, ChatChoice
 from ..events import Ended, Piece
 from ..output import (

@@ -1,0 +1,68 @@
+"""Which tokenizer made some token ids."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..errors import StoreError
+from .suffix_array import TOKEN_BITS
+
+_HUB_SNAPSHOT = re.compile(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]")
+_MAX_VOCABULARY = (1 << TOKEN_BITS) - 1
+
+
+class Vocabulary(Protocol):
+    """What a store needs of a tokenizer; mlx-lm's, transformers' and tokenizers' have it."""
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+
+@dataclass(frozen=True)
+class TokenizerIdentity:
+    """Which tokenizer made some token ids.
+
+    Attributes:
+        name: for people; a model's name, without the path to it.
+        vocab_size: all ids are below it.
+        fingerprint: SHA-256 of the vocabulary, 32 bytes. Equal for tokenizers whose ids mean
+            the same. How they split a text is not in it: a store of text that was split
+            otherwise is still right, if less useful.
+    """
+
+    name: str
+    vocab_size: int
+    fingerprint: bytes
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.vocab_size:,} tokens, {self.fingerprint.hex()[:8]})"
+
+
+def identify(tokenizer: Vocabulary) -> TokenizerIdentity:
+    """The identity of a tokenizer, from its whole vocabulary, added tokens included.
+
+    Raises:
+        StoreError: it has no tokens, or more than a store can hold.
+    """
+    vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    name = _short_name(getattr(tokenizer, "name_or_path", None) or "unnamed")
+    if not vocabulary or not 0 <= vocabulary[0][0] <= vocabulary[-1][0] < _MAX_VOCABULARY:
+        raise StoreError(
+            f"the tokenizer {name} has ids that no store can hold: 0 to {_MAX_VOCABULARY - 1:,} "
+            "are possible"
+        )
+    fingerprint = hashlib.sha256(json.dumps(vocabulary).encode()).digest()
+    return TokenizerIdentity(name, vocabulary[-1][0] + 1, fingerprint)
+
+
+def _short_name(path: str) -> str:
+    """``owner/name`` of a copy from the Hub; of other directories the last part of the path."""
+    if snapshot := _HUB_SNAPSHOT.search(path):
+        return f"{snapshot[1]}/{snapshot[2]}"
+    if os.path.isabs(path) or os.path.isdir(path):
+        return os.path.basename(os.path.abspath(path)) or "unnamed"
+    return path

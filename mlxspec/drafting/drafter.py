@@ -1,0 +1,496 @@
+"""Draft trees, their acceptance by a step, and the interface of the drafters that propose them.
+
+Derive your own drafter from :class:`Drafter`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from operator import index
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Draft tokens below the last emitted token; a chain is a tree without branches.
+
+    Node 0 is the root, the last emitted token, which is no draft itself. Every other node is
+    a token proposed to follow its parent. Parents come before their children, so a loop over
+    the nodes meets all ancestors of a node before it.
+
+    Trees are equal if their tokens and parents are.
+
+    Args:
+        tokens: one token id per node, the root's first; any sequence of integers.
+        parents: the index of each node's parent; -1 for the root.
+        p_reached: per node but the root, the probability that it is accepted, at most its
+            parent's; empty where the drafter does not know it.
+        origins: per node but the root, a word for where it came from; empty where nothing says.
+
+    Raises:
+        TypeError: a token or a parent is not an integer.
+        ValueError: tokens and parents differ in length, a parent does not come before its child,
+            or probabilities or origins do not fit the nodes.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    p_reached: tuple[float, ...] = field(default=(), compare=False, repr=False)
+    origins: tuple[str, ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Lists and NumPy's integers become what the comparisons here and MLX understand.
+        object.__setattr__(self, "tokens", tuple(map(index, self.tokens)))
+        object.__setattr__(self, "parents", tuple(map(index, self.parents)))
+        object.__setattr__(self, "p_reached", tuple(map(float, self.p_reached)))
+        object.__setattr__(self, "origins", tuple(self.origins))
+        if not self.tokens or len(self.tokens) != len(self.parents):
+            raise ValueError("a draft tree needs one parent per token and at least the root")
+        if self.parents[0] != -1:
+            raise ValueError("node 0 of a draft tree is its root, whose parent is -1")
+        if any(not 0 <= parent < node for node, parent in enumerate(self.parents) if node):
+            raise ValueError("in a draft tree parents come before their children")
+        if {len(self.p_reached), len(self.origins)} - {0, len(self) - 1}:
+            raise ValueError("a draft tree needs one probability and one origin per drafted token")
+        p_parent = (1.0, *self.p_reached)
+        for probability, parent in zip(self.p_reached, self.parents[1:], strict=False):
+            if not 0 <= probability <= p_parent[parent]:
+                raise ValueError("a draft's probabilities lie between 0 and the parent's")
+
+    @classmethod
+    def chain(cls, root: int, draft: Iterable[int] = (), origin: str | None = None) -> DraftTree:
+        """The tree whose only branch is ``draft``; without one, the root alone."""
+        tokens = (index(root), *draft)
+        if len(tokens) == 1:
+            return _root_alone(tokens[0])
+        origins = () if origin is None else (origin,) * (len(tokens) - 1)
+        return cls(tokens, tuple(range(-1, len(tokens) - 1)), origins=origins)
+
+    @classmethod
+    def from_branches(cls, root: int, branches: Iterable[Sequence[int]]) -> DraftTree:
+        """Merge alternative continuations; branches with a common prefix share its nodes."""
+        builder = TreeBuilder(root)
+        for branch in branches:
+            builder.add_branch(branch)
+        return cls(tuple(builder.tokens), tuple(builder.parents))  # checks the tokens
+
+    @classmethod
+    def _of(
+        cls,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        p_reached: Sequence[float],
+        origins: Sequence[str],
+    ) -> DraftTree:
+        """A tree of parts that are known to fit: checking them takes longer than choosing them."""
+        tree = object.__new__(cls)
+        vars(tree).update(
+            tokens=tuple(tokens),
+            parents=tuple(parents),
+            p_reached=tuple(p_reached),
+            origins=tuple(origins),
+        )
+        return tree
+
+    def __len__(self) -> int:
+        """The number of rows that a forward over this tree has, the root's included."""
+        return len(self.tokens)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether no node has two children."""
+        return self.parents == tuple(range(-1, len(self) - 1))
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Distance of each node from the root: its position is that of the root plus this."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return tuple(depths)
+
+    def ancestors(self) -> np.ndarray:
+        """Which nodes each node attends to: its ancestors and itself.
+
+        Returns:
+            bool array of shape (nodes, nodes); row = the node that attends.
+        """
+        closure = np.eye(len(self), dtype=bool)
+        for node, parent in enumerate(self.parents[1:], start=1):
+            closure[node] |= closure[parent]
+        return closure
+
+    def child(self, node: int, token: int) -> int | None:
+        """The first child of ``node`` that proposes ``token``, or None."""
+        for other in range(node + 1, len(self)):
+            if self.parents[other] == node and self.tokens[other] == token:
+                return other
+        return None
+
+    def first_chain(self) -> DraftTree:
+        """The chain of first children: the part of a tree for a target that verifies chains."""
+        if self.is_chain:
+            return self
+        nodes = [0]
+        for node in range(1, len(self)):
+            if self.parents[node] == nodes[-1]:
+                nodes.append(node)
+        return self._renumbered(nodes)
+
+    def judged(self, tokens: Iterable[int]) -> Iterator[tuple[int, bool]]:
+        """The nodes that the tokens that followed have judged, and whether each was right.
+
+        Those are the root's children, the children of the right one, and so on.
+        """
+        right: int | None = 0
+        for token in tokens:
+            above, right = right, None
+            for node in range(1, len(self)):
+                if self.parents[node] == above:
+                    yield node, self.tokens[node] == token
+                    if right is None and self.tokens[node] == token:
+                        right = node
+            if right is None:
+                return
+
+    def nodes_in(self, other: DraftTree) -> list[int | None]:
+        """Per node, that of another tree for the same token on the same path; None if it has none.
+
+        Of equal siblings there, the first counts.
+        """
+        builder = TreeBuilder.of(other)
+        nodes: list[int | None] = [0]
+        for token, parent in zip(self.tokens[1:], self.parents[1:], strict=True):
+            above = nodes[parent]
+            nodes.append(None if above is None else builder.find(above, token))
+        return nodes
+
+    def p_by_depth(self, n_draft: int) -> list[float]:
+        """The probabilities that at least 1, 2, … of the first ``n_draft`` nodes are accepted."""
+        depths = self.depths[1 : n_draft + 1]
+        p_by_depth = [0.0] * max(depths, default=0)
+        for depth, probability in zip(depths, self.p_reached, strict=False):
+            p_by_depth[depth - 1] += probability
+        return p_by_depth
+
+    def first(self, n_draft: int) -> DraftTree:
+        """The tree of the root and the ``n_draft`` nodes after it."""
+        return self if n_draft >= len(self) - 1 else self._renumbered(range(n_draft + 1))
+
+    def best_first(self, max_nodes: int = sys.maxsize) -> DraftTree:
+        """The ``max_nodes`` nodes with the highest ``p_reached``, the likeliest first.
+
+        Equal ones keep their order, so that parents come before children.
+        """
+        order = sorted(range(1, len(self)), key=lambda node: -self.p_reached[node - 1])
+        return self._renumbered([0, *order[:max_nodes]])
+
+    def pruned(self, max_depth: int, vocab_size: int) -> DraftTree:
+        """Drop nodes deeper than ``max_depth`` or outside the vocabulary, with their subtrees."""
+        if max(self.depths) <= max_depth and all(0 <= t < vocab_size for t in self.tokens):
+            return self
+        return self.kept(
+            [
+                depth <= max_depth and 0 <= token < vocab_size
+                for token, depth in zip(self.tokens, self.depths, strict=True)
+            ]
+        )
+
+    def kept(self, keeps: Sequence[bool]) -> DraftTree:
+        """The nodes that are to be kept, of which the root is one, and whose parents are kept."""
+        if all(keeps):
+            return self
+        nodes = [0]
+        kept = {0}
+        for node in range(1, len(self)):
+            if keeps[node] and self.parents[node] in kept:
+                nodes.append(node)
+                kept.add(node)
+        return self._renumbered(nodes)
+
+    def _renumbered(self, nodes: Sequence[int]) -> DraftTree:
+        """These nodes in this order: the root first, and parents before their children."""
+        if len(nodes) == 1:
+            return _root_alone(self.tokens[0])
+        number = {-1: -1} | {node: place for place, node in enumerate(nodes)}
+        return self._of(
+            [self.tokens[node] for node in nodes],
+            [number[self.parents[node]] for node in nodes],
+            [self.p_reached[node - 1] for node in nodes[1:]] if self.p_reached else (),
+            [self.origins[node - 1] for node in nodes[1:]] if self.origins else (),
+        )
+
+
+@lru_cache(maxsize=1024)
+def _root_alone(token: int) -> DraftTree:
+    """The tree of a step without a draft: every step of a sequence asks for it."""
+    return DraftTree((token,), (-1,))
+
+
+def accept(tree: DraftTree, choices: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Walk the tree along the target's own choices.
+
+    From the root, descend while a child proposes what the target chose after its parent; the
+    first choice without such a child is the bonus token, which costs nothing since the target
+    has already computed it. The same rule serves every temperature: a choice is an argmax or
+    a sample keyed by its position, and with point-mass drafts no lossless rule accepts more
+    than this one (Leviathan et al. 2023, arXiv 2211.17192, in the case q = 1).
+
+    Args:
+        tree: what was verified.
+        choices: the target's choice after each node.
+
+    Returns:
+        the accepted nodes from the root's child downwards, and the emitted tokens: the
+        accepted nodes' tokens and the bonus token.
+    """
+    accepted: list[int] = []
+    tokens: list[int] = []
+    node = 0
+    while True:
+        tokens.append(choices[node])
+        child = tree.child(node, choices[node])
+        if child is None:
+            return tuple(accepted), tuple(tokens)
+        accepted.append(child)
+        node = child
+
+
+@dataclass(frozen=True)
+class VerifiedStep:
+    """What one step of the target says about a draft.
+
+    Attributes:
+        tree: the verified tree: the proposed one without what the step had to cut.
+        choices: per node, the token that the target picks after it.
+        argmaxes: per node, the target's most likely token; equals ``choices`` at temperature 0.
+        accepted: the accepted nodes, from the root's child downwards.
+        tokens: the emitted tokens: the accepted ones, then the bonus token; fewer if the output
+            ends before.
+        pending: accepted tokens that the next step has to run again in front of its own rows,
+            which makes it wider (models whose state cannot be cut back).
+        rows: of the step's forward, those of other sequences and pending ones included.
+        sequences: how many sequences shared the forward.
+        seconds: wall time of the step, from the proposal to the commit, and of the drafter's
+            ``observe`` after the step before. 0 where nobody measures.
+        drafting: seconds of them that the drafter took from the processor that ran the forward:
+            none where that is a GPU.
+        pipelined: whether its forward had been dispatched during the step before.
+        ahead: whether the next step's forward was dispatched during this one.
+        context: positions of the context, ``tokens`` included.
+    """
+
+    tree: DraftTree
+    choices: tuple[int, ...]
+    argmaxes: tuple[int, ...]
+    accepted: tuple[int, ...]
+    tokens: tuple[int, ...]
+    pending: int = 0
+    rows: int = 1
+    sequences: int = 1
+    seconds: float = 0.0
+    drafting: float = 0.0
+    pipelined: bool = False
+    ahead: bool = False
+    context: int = 0
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens that were verified."""
+        return len(self.tree) - 1
+
+
+class Limits(int):
+    """The limits of a draft: an integer, how deep it may be, with all else that bounds it.
+
+    Attributes:
+        nodes: how many nodes it may have, the root not counted.
+        branching: whether a node may have several children.
+        least_p: ``least_p[n]`` is the probability below which no node beyond the first n pays,
+            even if a plain step's time is worth one token; see
+            :attr:`mlxspec.drafting.cost_curve.CostCurve.cheapest_rows`.
+        costs: ``costs[rows]`` is T(rows) / T(1), which tells what the time is worth; empty where
+            other sequences have a say in that.
+    """
+
+    nodes: int
+    branching: bool
+    least_p: Sequence[float]
+    costs: Sequence[float]
+
+    def __new__(
+        cls,
+        max_depth: int,
+        nodes: int,
+        branching: bool,
+        least_p: Sequence[float],
+        costs: Sequence[float] = (),
+    ) -> Limits:
+        limits = super().__new__(cls, max_depth)
+        limits.nodes, limits.branching = nodes, branching
+        limits.least_p, limits.costs = least_p, costs
+        return limits
+
+
+class Drafter:
+    """Proposes draft trees. It can change the speed of decoding, never its output.
+
+    A drafter of your own needs :meth:`propose` and :meth:`observe`; all else has a default. A
+    generation calls ``begin`` once with the prompt, then ``propose`` and ``observe`` in turn, and
+    ``end`` when it ends in whatever way. A planner, which drafts only where that pays, may leave
+    out ``propose``: then ``observe`` comes alone.
+    """
+
+    branching = True
+    """Whether its trees may branch; False saves finding out whether the model verifies trees."""
+
+    pipelined = False
+    """Whether, when nothing is proposed, the next forward may be dispatched before the token of
+    this one is read.
+
+    The next proposal then waits for one plain step. It is read after every proposal, so it may be
+    a property: a drafter that never proposes says True; one that plans says True while it expects
+    no draft soon."""
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a generation whose context is ``prompt`` (at least one token id)."""
+
+    def propose(self, max_depth: int) -> DraftTree:
+        """Draft what follows the context, at most ``max_depth`` tokens deep.
+
+        The root of the tree is the context's last token; :meth:`DraftTree.chain` makes a tree
+        of tokens in a row, and of the root alone where there is nothing to draft. A planner
+        passes :class:`mlxspec.drafting.drafter.Limits`, an integer that knows further limits. It
+        takes a tree's ``p_reached``, and learns how likely the nodes of other trees are right.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method propose")
+
+    def observe(self, step: VerifiedStep) -> None:
+        """Learn from a step; ``step.tokens`` now belong to the context."""
+        raise NotImplementedError(f"{type(self).__name__} has no method observe")
+
+    def end(self) -> None:
+        """Release the generation's state."""
+
+    def origins(self) -> tuple[str, ...] | None:
+        """Per node of the tree proposed last, a word for where it came from; the root's is "root".
+
+        None means what the tree's own ``origins`` say, or "draft" for all other nodes.
+        """
+        return None
+
+    def window_rows(self) -> Mapping[tuple[int, int], int]:
+        """Lookahead decoding's window in the tree proposed last: the node of each row
+        (level, column)."""
+        return {}
+
+    def no_draft(self) -> str:
+        """Why the last proposal was the root alone, in a clause; asked before ``observe``."""
+        return "the drafter has nothing to propose"
+
+
+class NoDraft(Drafter):
+    """Plain decoding: proposes nothing."""
+
+    pipelined = True
+    branching = False
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._last = prompt[-1]
+
+    def no_draft(self) -> str:
+        return "this decoder never drafts"
+
+    def propose(self, max_depth: int) -> DraftTree:
+        return DraftTree.chain(self._last)
+
+    def observe(self, step: VerifiedStep) -> None:
+        self._last = step.tokens[-1]
+
+
+def origins_of(drafter: Drafter, tree: DraftTree) -> tuple[str, ...]:
+    """Per node of the tree that a drafter proposed last, where it came from."""
+    said = drafter.origins() if hasattr(drafter, "origins") else None
+    if said and len(said) == len(tree):
+        return said
+    return "root", *(tree.origins or ["draft"] * (len(tree) - 1))
+
+
+def window_rows_of(drafter: Drafter) -> Mapping[tuple[int, int], int]:
+    """:meth:`Drafter.window_rows` of any drafter."""
+    return drafter.window_rows() if hasattr(drafter, "window_rows") else {}
+
+
+def no_draft_of(drafter: Drafter) -> str:
+    """:meth:`Drafter.no_draft` of any drafter."""
+    return drafter.no_draft() if hasattr(drafter, "no_draft") else Drafter.no_draft(drafter)
+
+
+class TreeBuilder:
+    """Builds a draft tree node by node.
+
+    Args:
+        root: the last emitted token, node 0.
+
+    Attributes:
+        tokens, parents, p_reached, origins: of the nodes so far, as in :class:`DraftTree`.
+    """
+
+    def __init__(self, root: int) -> None:
+        self.tokens = [root]
+        self.parents = [-1]
+        self.p_reached: list[float] = []
+        self.origins: list[str] = []
+        self._children: dict[tuple[int, int], int] = {}
+
+    @classmethod
+    def of(cls, tree: DraftTree) -> TreeBuilder:
+        """A builder that starts from a tree, without its probabilities."""
+        builder = cls(tree.tokens[0])
+        builder.tokens, builder.parents = list(tree.tokens), list(tree.parents)
+        builder.origins = list(tree.origins)
+        for node in range(len(tree) - 1, 0, -1):  # so that the first of equal siblings counts
+            builder._children[tree.parents[node], tree.tokens[node]] = node
+        return builder
+
+    def __len__(self) -> int:
+        """The number of nodes, the root included."""
+        return len(self.tokens)
+
+    def find(self, parent: int, token: int) -> int | None:
+        """The child of a node with this token; None if there is none."""
+        return self._children.get((parent, token))
+
+    def child(
+        self, parent: int, token: int, p_reached: float | None = None, origin: str | None = None
+    ) -> int:
+        """The child of a node with this token; it is added if there is none."""
+        node = self._children.get((parent, token))
+        if node is None:
+            node = self._children[parent, token] = len(self.tokens)
+            self.tokens.append(token)
+            self.parents.append(parent)
+            if p_reached is not None:
+                self.p_reached.append(p_reached)
+            if origin is not None:
+                self.origins.append(origin)
+        return node
+
+    def add_branch(self, tokens: Iterable[int], origin: str | None = None) -> None:
+        """Add a continuation of the root; it shares the nodes of a common prefix."""
+        node = 0
+        for token in tokens:
+            node = self.child(node, token, origin=origin)
+
+    def tree(self) -> DraftTree:
+        """The tree so far, with what is known of all its nodes."""
+        drafted = len(self.tokens) - 1
+        if not drafted:
+            return _root_alone(self.tokens[0])
+        p_reached = self.p_reached if len(self.p_reached) == drafted else ()
+        origins = self.origins if len(self.origins) == drafted else ()
+        return DraftTree._of(self.tokens, self.parents, p_reached, origins)

@@ -1,0 +1,310 @@
+"""How likely a continuation is right (p_accept): the classes of tokens, and a model that learns."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Container, Iterable, Sequence
+from enum import IntEnum
+from functools import cache
+from importlib.resources import files
+from math import exp
+from typing import Any, NamedTuple
+
+from ..corpus.suffix_index import Continuation
+from .experience import Corrections
+
+
+class TokenClass(IntEnum):
+    """The kinds of tokens; some are easier to predict than others."""
+
+    WORD_START = 0
+    CONTINUATION = 1
+    PUNCTUATION = 2
+    DIGIT = 3
+    BYTE_OR_NEWLINE = 4
+    SPECIAL = 5
+    SPACED_PUNCTUATION = 6
+    UNKNOWN = 7
+
+
+def token_classes(pieces: Iterable[str], special: Container[int]) -> bytes:
+    """Classify a vocabulary.
+
+    Args:
+        pieces: each token's piece in order of the ids, as SentencePiece (``▁the``, ``<0x0A>``)
+            or byte-level BPE (``Ġthe``, ``Ċ``) writes it.
+        special: ids of control tokens.
+
+    Returns:
+        one :class:`TokenClass` per token id.
+    """
+    return bytes(
+        TokenClass.SPECIAL if token in special else _class_of(piece)
+        for token, piece in enumerate(pieces)
+    )
+
+
+def _class_of(piece: str) -> TokenClass:
+    if piece.startswith("<0x") and piece.endswith(">"):
+        return TokenClass.BYTE_OR_NEWLINE
+    text = piece.replace("▁", " ").replace("Ġ", " ").replace("Ċ", "\n").replace("ĉ", "\t")
+    word = text.lstrip(" ")
+    if "\n" in text or "\t" in text:
+        return TokenClass.BYTE_OR_NEWLINE
+    if not word:
+        return TokenClass.WORD_START
+    if word != text:
+        return TokenClass.WORD_START if word[0].isalnum() else TokenClass.SPACED_PUNCTUATION
+    if word.isdigit():
+        return TokenClass.DIGIT
+    return TokenClass.CONTINUATION if word[0].isalpha() else TokenClass.PUNCTUATION
+
+
+# Where these come from: docs/planner-notes.md, "Constants".
+_MAX_LENGTH = 512  # beyond, a match is as good as one of this length
+_LOWEST, _HIGHEST = 1e-4, 0.998
+
+# Errors of a p_accept below this teach nothing, which saves most of the learning in long copies.
+# So a p_accept hardly rises above 0.99.
+_SURE = 0.01
+_FIRST_HIT_RATE, _CHANGE = 0.3, 0.1  # of the best continuations
+_USUAL_AGE = 8192  # tokens; how far back an occurrence in earlier texts counts as
+
+# The features that experience corrects are numbered. No two share a number: the values of each
+# begin after those of the one before, and those of tokens, which have no end, come last.
+_N_CLASSES, _UNKNOWN = len(TokenClass), int(TokenClass.UNKNOWN)
+# Forms of a continuation: without a competitor, the best of several, one of the others.
+_FORMS, _LOWER_RANKED = 3, 2
+_LONGEST_RUN = 10  # as a power of two
+_N_LENGTHS, _N_DEPTHS = 11, 8
+_NO_GAP = 5
+_RUN = 0
+_CLASSES = _RUN + 2 * (_LONGEST_RUN + 1)
+_LENGTH_AT_DEPTH = _CLASSES + _N_CLASSES**2
+_LENGTH = _LENGTH_AT_DEPTH + _N_LENGTHS * _N_DEPTHS
+_GAP = _LENGTH + _FORMS * _N_LENGTHS
+_IN_PROMPT = _GAP + _NO_GAP + 1
+TOKEN_FEATURES = _IN_PROMPT + _FORMS * 2
+"""Features from this number on are tokens, whose weights tell of texts."""
+
+
+class Estimate(NamedTuple):
+    """The p_accept of one continuation.
+
+    Attributes:
+        p_accept: the probability that it is right, given that its path is and that the
+            better-ranked continuations are not.
+        logit: of p_accept, without the corrections of experience.
+        features: which of these it has.
+    """
+
+    p_accept: float
+    logit: float
+    features: tuple[int, ...]
+
+
+class AcceptanceModel:
+    """A logistic model of a continuation's p_accept, with corrections that are learned online.
+
+    Evidence: length of the match, number of occurrences that agree and disagree, distance,
+    the class of the token, rank among the continuations, and how often recent ones were right.
+    There are three weight vectors: for continuations without a competitor, for the best of
+    several, and for the others. They were fitted on replayed outputs and are in
+    ``p_accept_prior.json``.
+
+    Args:
+        classes: per token id its :class:`TokenClass`; tokens beyond its end are UNKNOWN.
+        earlier: whether the texts are earlier ones, and not the context.
+    """
+
+    def __init__(self, classes: bytes = b"", *, earlier: bool = False) -> None:
+        self._classes = classes
+        self._earlier = earlier
+        self._unanimous, self._divided, self._lower_ranked = _weights()
+        self.begin()
+
+    def begin(
+        self,
+        corrections: Sequence[Corrections] = (),
+        output_start: int = 0,
+    ) -> None:
+        """Start a generation.
+
+        Args:
+            corrections: what earlier generations have taught; all of them learn, and the first
+                ones are followed. By default there are some for this generation alone.
+            output_start: where in the index's text the output begins.
+        """
+        self._corrections = corrections or [Corrections()]
+        self._output_start = output_start
+        self._hit_rate = _FIRST_HIT_RATE
+        self._run = 0  # tokens in a row whose best continuation was right
+
+    def estimate(
+        self,
+        found: Sequence[Continuation],
+        end: int,
+        depth: int,
+        before: int,
+        limit: int,
+        least_left: float = 0.0,
+    ) -> list[Estimate]:
+        """Estimate the probabilities of the continuations of one node.
+
+        Args:
+            found: all continuations of the node, best first.
+            end: length of the indexed text.
+            depth: of the node: 0 for the root, the text's last token.
+            before: the node's own token.
+            limit: how many to estimate.
+            least_left: the others are not worth it once the probability that none so far is
+                right is lower than this.
+        """
+        occurrences = sum([len(continuation.occurrences) for continuation in found])
+        estimates: list[Estimate] = []
+        left = 1.0
+        for rank, continuation in enumerate(found[:limit]):
+            estimated = self.along(found, rank, occurrences, end)(continuation.token, depth, before)
+            estimates.append(estimated)
+            left *= 1 - estimated.p_accept
+            if left < least_left:
+                break
+        return estimates
+
+    def along(
+        self, found: Sequence[Continuation], rank: int, occurrences: int, end: int
+    ) -> Callable[[int, int, int], Estimate]:
+        """What estimates a continuation; and of one that is alone, all that follow it.
+
+        Args:
+            found: all continuations of a node, best first.
+            rank: of this one among them.
+            occurrences: of all continuations.
+            end: length of the indexed text.
+
+        Returns:
+            a function of a token, the depth of the node that it follows, and that node's token.
+        """
+        _, matched, newest, agreed = found[rank]
+        weights, form, gap = self._form_of(found, rank)
+        z = weights.by_rank[min(rank, 4)] if rank else weights.by_gap[gap]
+        z += weights.logit_hit_rate * _logit(self._hit_rate)
+        z += weights.share * len(agreed) / occurrences
+        z += weights.log_agreeing * _LOG[len(agreed)]
+        z += weights.log_occurrences * _LOG[occurrences]
+        z += weights.earlier if self._earlier else weights.log_age * math.log(end - newest + 1)
+        prompt_depth = 0 if self._earlier else self._output_start - newest
+        # What follows runs for each node of a long copy, so nothing is looked up there twice.
+        by_length, by_class = weights.by_length, weights.by_class
+        by_class_before, of_first = weights.by_class_before, weights.first
+        classes, n_classes = self._classes, len(self._classes)
+        correct, run_before = self._corrections[0].logit, self._run
+        match_class = _LENGTH_CLASSES[matched]
+        of_gap, of_prompt = _GAP + gap, _IN_PROMPT + form
+        of_length_at_depth = _LENGTH_AT_DEPTH + _N_DEPTHS * match_class
+        of_length = _LENGTH + _FORMS * match_class + form
+
+        def estimate(token: int, depth: int, before: int) -> Estimate:
+            length = min(matched + depth, _MAX_LENGTH)
+            token_class = classes[token] if token < n_classes else _UNKNOWN
+            class_before = classes[before] if before < n_classes else _UNKNOWN
+            logit = z + by_length[length] + by_class[token_class] + by_class_before[class_before]
+            if depth == 0:
+                logit += of_first
+            features = (
+                _RUN + 2 * min((run_before + depth).bit_length(), _LONGEST_RUN) + (depth > 0),
+                _CLASSES + _N_CLASSES * class_before + token_class,
+                of_length_at_depth + _DEPTH_CLASSES[min(depth, _MAX_LENGTH)],
+                of_length,
+                of_gap,
+                of_prompt + _FORMS * (depth < prompt_depth),
+                TOKEN_FEATURES + token,
+            )
+            p_accept = 1 / (1 + exp(-logit - correct(features)))
+            p_accept = _HIGHEST if p_accept > _HIGHEST else max(p_accept, _LOWEST)
+            return Estimate(p_accept, logit, features)
+
+        return estimate
+
+    def _form_of(self, found: Sequence[Continuation], rank: int) -> tuple[_Weights, int, int]:
+        """The weights of a continuation, its form, and the gap to the next one."""
+        if rank > 0:
+            return self._lower_ranked, _LOWER_RANKED, _NO_GAP
+        if len(found) > 1:
+            return self._divided, 1, min(found[0].length - found[1].length, _NO_GAP - 1)
+        return self._unanimous, 0, _NO_GAP
+
+    def learn(self, estimates: Sequence[Estimate], right: int | None) -> None:
+        """Learn which of a node's continuations was right.
+
+        Args:
+            estimates: of the continuations, best first.
+            right: the rank of the right one; None if none was.
+        """
+        tried = estimates if right is None else estimates[: right + 1]
+        for rank, (p_accept, logit, features) in enumerate(tried):
+            if abs((rank == right) - p_accept) >= _SURE:
+                for corrections in self._corrections:
+                    corrections.learn(features, logit, rank == right)
+        hit = right == 0
+        self._run = self._run + 1 if hit else 0
+        self._hit_rate += _CHANGE * (hit - self._hit_rate)
+
+
+class _Weights:
+    """One weight vector, its non-linear terms tabulated."""
+
+    def __init__(self, prior: dict[str, Any]) -> None:
+        logs = [math.log(length + 1) for length in range(_MAX_LENGTH + 1)]
+        constant, inverse = prior["constant"], prior["inverse_length"]
+        linear, square = prior["log_length"], prior["log_length_squared"]
+        self.by_length = [
+            constant + linear * x + square * x * x + inverse / (n + 1) for n, x in enumerate(logs)
+        ]
+        self.by_rank: list[float] = [0.0, 0.0, *prior.get("rank", ())]
+        # How much longer the match is than the second best: 0, 1, 2 to 3, 4 or more tokens; and
+        # where there is no second.
+        none, one, few, many = prior.get("gap", (0.0,) * 4)
+        self.by_gap = [none, one, few, few, many, 0.0]
+        self.by_class: list[float] = prior["class"]
+        self.by_class_before: list[float] = prior["class_before"]
+        self.share: float = prior.get("share", 0.0)
+        self.log_agreeing: float = prior["log_agreeing"]
+        self.log_occurrences: float = prior.get("log_occurrences", 0.0)
+        self.log_age: float = prior["log_age"]
+        # Two averages of hits were fitted; beside what is learned online, one does.
+        self.logit_hit_rate: float = prior["logit_recent"] + prior["logit_average"]
+        self.first: float = prior["first"]
+        self.earlier: float = prior["from_memory"] + self.log_age * math.log(_USUAL_AGE)
+
+
+@cache
+def _weights() -> tuple[_Weights, _Weights, _Weights]:
+    """For continuations without a competitor, for the best of several, and for the others."""
+    text = files(__package__).joinpath("p_accept_prior.json").read_text(encoding="utf-8")
+    prior: dict[str, dict[str, Any]] = json.loads(text)
+    unanimous, divided, lower_ranked = map(
+        _Weights, (prior["unanimous"], prior["divided"], prior["lower_ranked"])
+    )
+    return unanimous, divided, lower_ranked
+
+
+def _logit(rate: float) -> float:
+    clipped = min(0.98, max(0.02, rate))
+    return math.log(clipped / (1 - clipped))
+
+
+def _length_class(length: int) -> int:
+    """Lengths 0 to 5 are classes of their own, then 6–7, 8–11, 12–19, 20–31, 32 and more."""
+    return length if length < 6 else 6 + sum(length >= bound for bound in (8, 12, 20, 32))
+
+
+def _depth_class(depth: int) -> int:
+    """Depths 0 to 3 are classes of their own, then 4–7, 8–15, 16–23, 24 and more."""
+    return depth if depth < 4 else 4 + min(depth // 8, 3)
+
+
+_LENGTH_CLASSES = [_length_class(length) for length in range(_MAX_LENGTH + 1)]
+_DEPTH_CLASSES = [_depth_class(depth) for depth in range(_MAX_LENGTH + 1)]
+_LOG = [0.0, *(math.log(count) for count in range(1, 129))]  # of counts of occurrences

@@ -1,0 +1,273 @@
+"""When to draft, and how much: the gain of a draft, and what keeps drafts from costing too much.
+
+All times are in plain steps, the time of a pipelined step over one row. Where the constants come
+from: docs/planner-notes.md, "Constants".
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from .cost_curve import CostCurve
+from .drafter import VerifiedStep
+
+SHARE_OF_NOW = 0.8  # of this step's best rate in the price of time; the rest is the average's
+_FIRST_RATE = 1.2
+_CHANGE = 0.1  # weight of the newest step in the running averages
+
+_FIRST_BANK = 2.0
+_INCOME = 1.02  # per emitted token, so that the bank keeps its level at 98 % of plain speed
+_STAKE = 0.04  # the square of an allowed shortfall, as a part of bank times gain
+
+# In plain joint steps: an output comes so much later at most, and takes a tenth longer. A first
+# patience of less lets the newest of many short outputs keep all others from drafting.
+_FIRST_PATIENCE, _MOST_PATIENCE = 4.0, 64.0
+_PATIENCE_PER_STEP = 0.1
+
+_STEEP = 0.6  # plain steps that each further row costs; published curves of Macs stay below 0.3
+_STEPS_BEFORE_BACK_OFF = 8  # steps without a draft
+_STEPS_PER_SEARCH = 4
+
+_MUCH_GAIN = 1.0
+_PROBE_ROUND = 30  # steps
+_PROBE = range(12, 18)  # in a row, since the first and the last pipelined step tell nothing
+
+_ROWS_OF_A_TREE = 16
+_FLAT = 2.0  # plain steps that so many rows cost
+
+
+class Policy:
+    """Chooses how many of a step's candidates to verify; the state of one generation.
+
+    A draft's **gain** is what it emits beyond a plain step, less the price of its time, in
+    tokens. Four things temper it:
+
+    - The *guard* is a bank of time that pays for drafts that fail. Each step adds a little more
+      than it emits and takes out its cost. How much a draft may risk grows with the bank and with
+      what the draft gains; see :func:`allowed_shortfall`. So safe drafts pass at once, bold ones
+      only after something was gained, and those that hardly gain anything seldom.
+    - Where the next step's forward is dispatched already, a draft interrupts the pipeline, which
+      costs the sync overhead.
+    - The *back-off*: where rows are expensive, drafts seldom pay, and searching for one in each
+      step takes noticeable time. There, after eight steps without a draft, only every fourth
+      step searches.
+    - The *probe*: all costs are relative to the time of a plain step. Where every step has a
+      draft, a change of the costs looks like a change of the machine's speed. So while plain
+      steps are wanted, six in a row of every 30 steps go without a draft, unless drafts gain much
+      and there is no doubt of that. They are counted over generations, since a short one never
+      has so many.
+
+    Args:
+        probe_step: where the round of probes begins, in steps.
+
+    Attributes:
+        probe_step: as given; steps while plain ones are wanted add to it.
+        rate: running average of tokens per plain step's time.
+        gain: running average of the chosen drafts' gains; a step without a draft counts 0.
+        bank: what the guard has left, in plain steps.
+        ahead: whether the next step's forward is dispatched already.
+        patience: for how long the sequence may yet wait for the drafts of others, in plain joint
+            steps.
+    """
+
+    def __init__(self, probe_step: int = 0) -> None:
+        self.rate = _FIRST_RATE
+        self.gain = 0.0
+        self.bank = _FIRST_BANK
+        self.patience = _FIRST_PATIENCE
+        self.probe_step = probe_step
+        self.ahead = False
+        self._steps_without_draft = 0
+        self._doubtful = False
+
+    def skips_search(self, curve: CostCurve) -> bool:
+        """Whether the next step shall not search for a draft."""
+        return (
+            self._steps_without_draft >= _STEPS_BEFORE_BACK_OFF
+            and self._steps_without_draft % _STEPS_PER_SEARCH != 0
+            and curve.cheapest_rows[0] > _STEEP
+        )
+
+    @property
+    def probes(self) -> bool:
+        """Whether the next step shall be a plain one, which is measured."""
+        gains_much = self.gain >= _MUCH_GAIN and not self._doubtful
+        return not gains_much and self.probe_step % _PROBE_ROUND in _PROBE
+
+    def settle(
+        self,
+        step: VerifiedStep,
+        cost: float,
+        *,
+        chosen: bool,
+        gain: float,
+        probing: bool,
+        doubtful: bool = False,
+        charge: float | None = None,
+    ) -> None:
+        """Account for a step that ran.
+
+        Args:
+            step: what was verified; nothing where a plain step had been dispatched already.
+            cost: T(rows) / T(1) of the step.
+            chosen: whether a draft was chosen, verified or not.
+            gain: its gain, 0 for none.
+            probing: whether plain steps are wanted.
+            doubtful: whether costs are hardly known, so that gains may be imagined.
+            charge: what the guard takes for the step, where that is not its cost: several
+                sequences share it.
+        """
+        emitted = len(step.tokens)
+        self.ahead = step.ahead
+        self._steps_without_draft = 0 if chosen else self._steps_without_draft + 1
+        self.probe_step = self.probe_step + 1 if probing else 0
+        self._doubtful = doubtful
+        self.gain += _CHANGE * (gain - self.gain)
+        self.rate += _CHANGE * (emitted / cost - self.rate)
+        self.bank += _INCOME * emitted - (cost if charge is None else charge)
+        patience = self.patience + _PATIENCE_PER_STEP + emitted - cost
+        self.patience = min(max(patience, 0.0), _MOST_PATIENCE)
+
+
+def expected_tokens(p_reached: Sequence[float], sequences: int = 1) -> list[float]:
+    """E(n): what a step emits on average when the first ``n`` draft nodes are verified.
+
+    Args:
+        p_reached: per draft node, best first, the probability that it is accepted.
+        sequences: how many share the step.
+
+    Returns:
+        E(0), E(1), …; E(0) = 1, the token that every step emits of each sequence.
+    """
+    return list(accumulate(p_reached, initial=float(sequences)))
+
+
+def price_of_time(expected: Sequence[float], costs: Sequence[float], rate: float) -> float:
+    """The price of a plain step's time, in tokens.
+
+    Time that this step does not use goes to later steps, at their rate. That rate is predicted
+    from the best rate possible now, since easy passages last, and from the average.
+
+    Args:
+        expected: E(n) as from :func:`expected_tokens`.
+        costs: ``costs[rows]`` is T(rows) / T(1).
+        rate: recent tokens per plain step's time.
+    """
+    best = max(tokens / costs[rows] for rows, tokens in enumerate(expected, start=1))
+    return float(best**SHARE_OF_NOW * rate ** (1 - SHARE_OF_NOW))
+
+
+def gains_of(
+    expected: Sequence[float], costs: Sequence[float], rate: float, restart_cost: float
+) -> list[tuple[float, int]]:
+    """The drafts that gain anything: what each gains, and its number of nodes.
+
+    Args:
+        expected: E(n) as from :func:`expected_tokens`.
+        costs: ``costs[rows]`` is T(rows) / T(1).
+        rate: as for :func:`price_of_time`.
+        restart_cost: what any draft costs besides its rows.
+    """
+    price = price_of_time(expected, costs, rate)
+    plain = expected[0] - price * costs[1]
+    return [
+        (gain, n_draft)
+        for n_draft, tokens in enumerate(expected)
+        if (gain := tokens - price * (costs[n_draft + 1] + restart_cost) - plain) > 0
+    ]
+
+
+def expected_shortfall(cost: float, *drafts: Sequence[float]) -> float:
+    """The expected time that a step costs beyond what it emits: E[max(0, cost - emitted)].
+
+    Args:
+        cost: 1 and the time that the step takes beyond a plain one, from all sequences.
+        drafts: per sequence that drafts, the probabilities that at least 1, 2, … of its tokens
+            are accepted.
+    """
+    accepted = np.ones(1)  # the probabilities that 0, 1, … are accepted in all
+    for p_by_depth in drafts:
+        at_least = np.minimum.accumulate(np.array([1.0, *p_by_depth, 0.0]))
+        accepted = np.convolve(accepted, at_least[:-1] - at_least[1:])
+    missing = cost - 1 - np.arange(len(accepted))
+    return float(accepted @ np.maximum(missing, 0.0))
+
+
+def best_allowed(
+    gains: Sequence[tuple[float, int]], allows: Callable[[float, int], bool]
+) -> tuple[float, int]:
+    """The greatest gain that is allowed, and the number of nodes that has it.
+
+    All numbers of nodes are compared, since cost curves have stairs. After a refusal, half as many
+    are tried at most: a little less would hardly be safer, and asking takes a while.
+
+    Args:
+        gains: from :func:`gains_of`.
+        allows: whether a gain with a number of nodes is allowed.
+
+    Returns:
+        0.0 and 0 where nothing is.
+    """
+    most = sys.maxsize
+    for gain, n_draft in sorted(gains, reverse=True):
+        if n_draft <= most:
+            if allows(gain, n_draft):
+                return gain, n_draft
+            most = n_draft // 2
+    return 0.0, 0
+
+
+def allowed_shortfall(banks: Sequence[float], gain: float) -> float:
+    """The expected shortfall up to which the guard lets a draft be verified.
+
+    A draft is a bet, and as with Kelly's criterion (Kelly 1956) the stake grows with the edge: the
+    square of the shortfall is at most 4 % of the bank times the gain. It is also at most the bank.
+
+    Args:
+        banks: of the sequences that share the step, in plain steps.
+        gain: the draft's, in tokens.
+    """
+    bank = max(0.0, sum(banks))
+    return min(math.sqrt(_STAKE * bank * max(0.0, gain)), bank)
+
+
+def replayed_costs(expected: Sequence[float], table: Sequence[float], pending: int) -> list[float]:
+    """What a step costs where state cannot be cut back, and accepted tokens run once more.
+
+    Pending rows run in front of the step's own. A draft that is accepted in part makes the
+    next step wider by the tokens that are pending then.
+
+    Args:
+        expected: E(n) as from :func:`expected_tokens`.
+        table: ``table[rows]`` is T(rows) / T(1), up to the widest draft with its pending rows.
+        pending: accepted tokens that this step runs again.
+
+    Returns:
+        ``costs[rows]`` for the step's own rows, as :func:`price_of_time` takes them.
+    """
+    widest = len(table) - 1
+    costs = [0.0, table[min(pending + 1, widest)]]
+    for n_draft in range(1, len(expected)):
+        whole = expected[n_draft] - expected[n_draft - 1]  # the probability that all is accepted
+        cost = table[pending + 1 + n_draft]
+        if whole < 1:
+            accepted = (expected[n_draft] - 1 - n_draft * whole) / (1 - whole)
+            rows_then = min(pending + 2 + round(accepted), widest)
+            cost += (1 - whole) * (table[rows_then] - table[1])
+        costs.append(cost)
+    return costs
+
+
+def trees_pay(curve: CostCurve) -> bool:
+    """Whether rows are cheap enough for drafts that branch.
+
+    Branches pay only where sixteen rows cost less than two plain steps; elsewhere a chain is as
+    fast and saves the work of growing a tree.
+    """
+    rows = min(_ROWS_OF_A_TREE, curve.widest)
+    return rows > 1 and curve(rows) < _FLAT

@@ -1,0 +1,191 @@
+"""The tokenizer of a model: Hugging Face's files, or SentencePiece's model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.utils import load_tokenizer as load_hugging_face_tokenizer
+from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from ..drafting.p_accept import token_classes
+from ..errors import LoadError
+from .detokenizer import with_own_detokenizer, wrap
+from .model_files import (
+    DEMO,
+    check_name,
+    check_readable,
+    find_directory,
+    local_path,
+    one_line,
+    read_json_object,
+)
+from .other_models import is_gguf
+from .sentencepiece_tokenizer import build_tokenizer, tokenizer_config
+
+# Besides SentencePiece's model, what transformers builds a tokenizer from without further code.
+_HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
+_OTHER_FILES = {
+    "tekken.json": "a Tekken tokenizer",
+    "*.tiktoken": "a tiktoken tokenizer",
+    "tiktoken.model": "a tiktoken tokenizer",
+}
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token")
+
+
+def load_tokenizer_of(source: str | Path, *, revision: str | None = None) -> Any:
+    """Load a model's tokenizer and nothing else of the model.
+
+    Args:
+        source: whatever :func:`mlxspec.load` takes (of a repository on the Hub only the
+            tokenizer is downloaded), a directory with no more than a tokenizer's files, a
+            ``tokenizer.json``, or SentencePiece's model in a file of any name.
+        revision: branch, tag or commit of the repository.
+
+    Returns:
+        mlx-lm's tokenizer wrapper, as :func:`mlxspec.load` gives it.
+
+    Raises:
+        LoadError: there is no tokenizer, or one of a kind that is not read.
+    """
+    path = local_path(source)
+    check_name(path)
+    if source != DEMO and path.is_file() and not is_gguf(path):
+        return wrap(_from_file(path))
+    directory = find_directory(source, revision, weights=False)
+    check_readable(directory)
+    return load_tokenizer(directory, None)
+
+
+def _from_file(path: Path) -> PreTrainedTokenizerFast:
+    # tokenizer.json and tokenizer.model are called after where they are.
+    name = str(path.parent if path.stem == "tokenizer" else path)
+    if path.suffix != ".json":
+        return _fast(build_tokenizer(path), name, tokenizer_config(path))
+    try:
+        return _fast(Tokenizer.from_file(str(path)), name, {})
+    except Exception as error:  # the library raises nothing more specific
+        raise LoadError(f"{path}: no tokenizer of Hugging Face's ({error})") from error
+
+
+def _fast(tokenizer: Tokenizer, name: str, settings: dict[str, Any]) -> PreTrainedTokenizerFast:
+    settings = {key: value for key, value in settings.items() if key != "tokenizer_class"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, name_or_path=name, **settings)
+
+
+def load_tokenizer(
+    directory: Path,
+    eos_token_ids: Collection[int] | int | None,
+    settings: Mapping[str, Any] | None = None,
+) -> Any:
+    """mlx-lm's ``TokenizerWrapper``, with this package's streaming detokenizer beside its own.
+
+    ``tokenizer.json`` comes first. A ``tokenizer.model`` without it gives SentencePiece's ids,
+    which transformers would not; ``tokenizer_config.json`` adds the chat template, the special
+    tokens and the tokens beyond the model's pieces.
+
+    Args:
+        directory: where the tokenizer's files are.
+        eos_token_ids: what ends an output according to the model's configuration, besides the
+            tokenizer's own EOS.
+        settings: go before those of ``tokenizer_config.json``.
+
+    Raises:
+        LoadError: no tokenizer, one of a kind that is not read, or one that needs its
+            repository's code.
+    """
+    given = {**(settings or {})}
+    given.pop("trust_remote_code", None)
+    ids = [eos_token_ids] if isinstance(eos_token_ids, int) else eos_token_ids
+    try:
+        if not all(isinstance(token, int) for token in ids or ()):
+            raise ValueError(f"eos_token_id is {ids!r}")
+        if (
+            not (directory / "tokenizer.json").is_file()
+            and (directory / "tokenizer.model").is_file()
+        ):
+            wrapper = wrap(_sentencepiece(directory, given), eos_token_ids=ids)
+        elif any((directory / name).is_file() for name in _HUGGING_FACE_FILES):
+            wrapper = with_own_detokenizer(
+                load_hugging_face_tokenizer(
+                    directory, given | {"trust_remote_code": False}, eos_token_ids=ids
+                )
+            )
+        else:
+            raise LoadError(_no_tokenizer(directory))
+        _check_template(wrapper.chat_template)
+    except LoadError:
+        raise
+    except Exception as error:  # whatever wrong settings make the libraries raise
+        reason = one_line(error) or type(error).__name__
+        if "trust_remote_code" in str(error):
+            reason = "it needs Python code from its repository, which is never run"
+        raise LoadError(f"{directory}: the tokenizer cannot be loaded: {reason}") from error
+    return wrapper
+
+
+def _no_tokenizer(directory: Path) -> str:
+    for pattern, kind in _OTHER_FILES.items():
+        if found := sorted(directory.glob(pattern)):
+            return (
+                f"{found[0]}: {kind} is not read; use a version of the model that has a "
+                "tokenizer.json"
+            )
+    return f"{directory}: no tokenizer.json and no tokenizer.model; copy the model's own there"
+
+
+def _check_template(template: object) -> None:
+    """Raise ValueError for a chat template that is no text, nor several by name."""
+    texts = template.values() if isinstance(template, dict) else [template]
+    if template is not None and not all(isinstance(text, str) for text in texts):
+        raise ValueError("its chat template is no text")
+
+
+def _sentencepiece(directory: Path, given: dict[str, Any]) -> PreTrainedTokenizerFast:
+    """SentencePiece's model with what stands in ``tokenizer_config.json`` beside it."""
+    path, own_settings = directory / "tokenizer.model", directory / "tokenizer_config.json"
+    tokenizer, settings = build_tokenizer(path), tokenizer_config(path)
+    own = (read_json_object(own_settings) if own_settings.is_file() else {}) | given
+    try:
+        _add_tokens(tokenizer, own.get("added_tokens_decoder") or {}, path)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise LoadError(
+            f"{directory}: tokenizer_config.json has a damaged added_tokens_decoder ({error})"
+        ) from error
+    for key in _SPECIAL_TOKENS:
+        token = own.get(key)
+        name = token.get("content") if isinstance(token, dict) else token
+        if name is not None:
+            if not isinstance(name, str) or tokenizer.token_to_id(name) is None:
+                raise LoadError(f"{directory}: the tokenizer's {key} {name!r} is no token of it")
+            settings[key] = name
+    for key in ("chat_template", "add_bos_token"):
+        if own.get(key) is not None:
+            settings[key] = own[key]
+    template = directory / "chat_template.jinja"
+    if template.is_file() and "chat_template" not in given:
+        settings["chat_template"] = template.read_text(encoding="utf-8")
+    return _fast(tokenizer, str(directory), given | settings)
+
+
+def _add_tokens(tokenizer: Tokenizer, added: dict[str, Any], path: Path) -> None:
+    """Add the tokens beyond SentencePiece's pieces, whose ids must follow on."""
+    for index, token in sorted((int(key), value) for key, value in added.items()):
+        if tokenizer.id_to_token(index) == token["content"]:
+            continue
+        if index != tokenizer.get_vocab_size():
+            raise LoadError(
+                f"{path}: the added token {token['content']!r} cannot have the id {index}; use a "
+                "version of the model that has a tokenizer.json"
+            )
+        tokenizer.add_tokens(
+            [AddedToken(token["content"], special=bool(token.get("special")), normalized=True)]
+        )
+
+
+def vocabulary_classes(tokenizer: Any) -> bytes:
+    """The kind of each token, for :class:`mlxspec.drafting.p_accept.AcceptanceModel`."""
+    pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    return token_classes([piece or "" for piece in pieces], set(tokenizer.all_special_ids))

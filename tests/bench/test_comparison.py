@@ -1,0 +1,40 @@
+"""Policies side by side on recorded outputs."""
+
+import pytest
+
+from mlxspec.bench.comparison import chosen_policies, compare
+from mlxspec.bench.traces import Completion
+from mlxspec.drafting.cost_curve import CostCurve
+from mlxspec.errors import OptionError
+
+OUTPUT = list(range(100, 160))
+TWICE = [Completion("a", [prompt], 1, OUTPUT) for prompt in (1, 2)]
+CURVES = {
+    "flat": CostCurve([(1, 1), (64, 1.1)]),
+    "linear": CostCurve([(1, 1), (64, 64)]),
+}
+
+
+def test_auto_memory_knows_an_output_that_was_there_before() -> None:
+    reports = compare(TWICE, b"", chosen_policies("auto,auto-memory"), CURVES)
+    assert reports["flat"]["auto"].tokens_per_step == 1  # nothing in it repeats
+    assert reports["flat"]["auto-memory"].tokens_per_step > 1.5
+    assert reports["linear"]["auto-memory"].speedup >= 0.98
+
+
+def test_what_knows_no_costs_is_replayed_once_for_all_chips() -> None:
+    shares: list[float] = []
+    reports = compare(TWICE, b"", chosen_policies("prompt-lookup,auto"), CURVES, shares.append)
+    assert shares == pytest.approx([turn / 6 for turn in range(1, 7)])
+    assert {chip: list(by_name) for chip, by_name in reports.items()} == {
+        chip: ["prompt-lookup", "auto"] for chip in CURVES
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("plain", "leave it out"), ("lookahead", "mlxspec bench"), ("warp", "choose among auto, ")],
+)
+def test_what_is_not_replayed_is_told_why(name: str, reason: str) -> None:
+    with pytest.raises(OptionError, match=f"no decoder is replayed as '{name}': .*{reason}"):
+        chosen_policies(name)

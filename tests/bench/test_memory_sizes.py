@@ -1,0 +1,187 @@
+"""Memories of several sizes against the outputs that they can and cannot know."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxspec.bench.comparison import chosen_policies, compare
+from mlxspec.bench.memory_sizes import memories, memory_page, memory_verdict
+from mlxspec.bench.replay import ReplayReport
+from mlxspec.bench.traces import Completion
+from mlxspec.drafting.chips import Chip, chip_curve
+from mlxspec.drafting.cost_curve import CostCurve
+from mlxspec.errors import OptionError
+
+FLAT = {"flat": CostCurve([(1, 1), (64, 1.1)])}
+ANSWER = list(range(100, 160))
+
+
+def noise(count: int, seed: int) -> list[int]:
+    """Tokens of which none comes twice."""
+    return random.Random(seed).sample(range(1000 + 5000 * seed, 6000 + 5000 * seed), count)
+
+
+def replayed(sizes: str, *outputs: tuple[str, list[int]]) -> dict[str, ReplayReport]:
+    """Reports by the name of the memory of outputs by set."""
+    completions = [
+        Completion(name, [number + 1], 1, output) for number, (name, output) in enumerate(outputs)
+    ]
+    return compare(completions, b"", memories(sizes), FLAT)["flat"]
+
+
+def steps_are_saved(report: ReplayReport, name: str) -> bool:
+    """Whether drafts were accepted. Where nothing repeats in the context, they are a memory's."""
+    return report.sets[name].tokens_per_step > 1
+
+
+def test_sizes_are_sorted_and_no_memory_is_among_them() -> None:
+    policies = memories("all,1M, 20000,16k,1025,2048K,0")
+    assert {name: policy.memory_tokens for name, policy in policies.items()} == {
+        "no memory": 0,
+        "memory 1,025": 1025,
+        "memory 16k": 16 * 1024,
+        "memory 20,000": 20_000,
+        "memory 1M": 1024 * 1024,
+        "memory 2M": 2 * 1024 * 1024,
+        "memory all": None,
+    }
+    assert [*memories("8")] == ["no memory", "memory 8"]
+
+
+@pytest.mark.parametrize(
+    "sizes", ["", "x", "-5", "16k,", "1.5k", "1e3", "16kk", "k", "ALL", "٣", "9" * 5000, "+1"]
+)
+def test_what_is_no_size_is_refused(sizes: str) -> None:
+    with pytest.raises(OptionError, match=r"^--memory: '.*' is no size: give tokens as "):
+        memories(sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "twice"), [("16k,16k", "16k"), ("1024,1k", "1k"), ("all,0,all", "all"), ("0,0k", "0")]
+)
+def test_a_size_that_is_named_twice_is_refused(sizes: str, twice: str) -> None:
+    with pytest.raises(OptionError, match=f"--memory names {twice} twice: name each size once"):
+        memories(sizes)
+
+
+def test_an_answer_that_repeats_is_known_with_a_memory_alone() -> None:
+    reports = replayed("1k,all", ("first", ANSWER), ("again", ANSWER))
+    assert [steps_are_saved(one, "first") for one in reports.values()] == [False, False, False]
+    assert [steps_are_saved(one, "again") for one in reports.values()] == [False, True, True]
+
+
+def test_a_memory_forgets_what_it_has_no_room_for() -> None:
+    others = [("other", noise(300, seed)) for seed in range(1, 4)]
+    reports = replayed("400,4k", ("first", ANSWER), *others, ("again", ANSWER))
+    without, small, large = reports.values()
+    assert large.sets["again"].tokens_per_step > 1.5
+    assert small.sets["again"] == without.sets["again"]
+    # It holds what was last, though.
+    assert steps_are_saved(replayed("400", *others, others[-1])["memory 400"], "other")
+
+
+def test_of_an_answer_that_is_too_long_a_memory_knows_the_end() -> None:
+    reports = replayed("1,100,4k", ("long", noise(300, 1)), ("long", noise(300, 1)))
+    saved = [one.sets["long"].tokens_per_step for one in reports.values()]
+    assert saved == sorted(saved)
+    assert saved[0] == saved[1] == 1 < saved[2] < saved[3]
+
+
+def test_what_comes_later_is_not_known_yet() -> None:
+    longer = ("longer", [*noise(100, 1), *ANSWER])
+    after, before = (
+        replayed("all", *order)["memory all"]
+        for order in ((longer, ("answer", ANSWER)), (("answer", ANSWER), longer))
+    )
+    assert steps_are_saved(after, "answer")
+    assert not steps_are_saved(after, "longer")
+    assert steps_are_saved(before, "longer")
+    assert not steps_are_saved(before, "answer")
+
+
+def test_nothing_and_the_default_size_are_the_decoders_that_have_names() -> None:
+    pick = random.Random(0)
+    outputs = [[pick.randrange(40) for _ in range(60)] for _ in range(6)]
+    completions = [Completion("a", [41, 42], 2, pick.choice(outputs)) for _ in range(30)]
+    curves = {"M4 Pro": chip_curve("M4 Pro")}
+    named = compare(completions, b"", chosen_policies("auto,auto-memory"), curves)["M4 Pro"]
+    sized = compare(completions, b"", memories("1M,all,300"), curves)["M4 Pro"]
+    assert sized["no memory"] == named["auto"]
+    assert sized["memory 1M"] == sized["memory all"] == named["auto-memory"]
+    assert sized["memory 300"] not in named.values()
+    # Merging, which happens in another thread, changes nothing.
+    again = compare(completions, b"", memories("1M,all,300"), curves)["M4 Pro"]
+    assert sized == again
+
+
+def told(sizes: str, **speeds: list[float]) -> list[str]:
+    """The verdict on speeds by chip."""
+    policies = memories(sizes)
+    comparison = {
+        chip: {
+            name: SimpleNamespace(speedup=speed)
+            for name, speed in zip(policies, values, strict=True)
+        }
+        for chip, values in speeds.items()
+    }
+    return memory_verdict(policies, comparison)  # type: ignore[arg-type]
+
+
+def test_the_verdict_names_the_gain_the_chip_and_the_size_that_is_enough() -> None:
+    assert told(
+        "1k,16k,all",
+        M2=[1.0, 1.001, 1.0, 0.99],
+        M3=[1.5, 1.52, 1.6, 1.61],
+        M4=[2.0, 2.0, 2.2, 2.21],
+        M5=[1.0, 1.1, 1.2, 1.3],
+    ) == [
+        "Remembering gains at most 1 % on M2 (1.00× to 0.99×).",
+        "Remembering 16k tokens gains 6.7 % on M3 (1.50× to 1.60×), 10.0 % on M4 (2.00× to 2.20×); "
+        "no larger memory is more than 1 % faster.",
+        "Remembering everything gains 30.0 % on M5 (1.00× to 1.30×); "
+        "every smaller memory is more than 1 % slower.",
+    ]
+
+
+@given(st.lists(st.floats(0.5, 3), min_size=4, max_size=4))
+def test_a_size_is_enough_if_no_larger_one_is_faster_by_more_than_a_hundredth(
+    speeds: list[float],
+) -> None:
+    (line,) = told("1k,2k,3k", chip=speeds)
+    sizes = [0, 1024, 2048, 3072]
+    enough = min(
+        size
+        for size, speed in zip(sizes, speeds, strict=True)
+        if all(
+            faster <= 1.01 * speed
+            for larger, faster in zip(sizes, speeds, strict=True)
+            if larger > size
+        )
+    )
+    said = "gains at most" if enough == 0 else f"Remembering {enough // 1024}k tokens gains"
+    assert said in line
+    assert "gains -" not in line
+
+
+def test_one_size_and_nothing_are_compared_with_each_other_alone() -> None:
+    assert told("1M", M3=[1.5, 1.6]) == [
+        "Remembering 1M tokens gains 6.7 % on M3 (1.50× to 1.60×)."
+    ]
+
+
+def test_nothing_alone_is_compared_with_nothing() -> None:
+    assert told("0", M3=[1.5], M4=[1.6]) == [
+        "Without a memory the speed is 1.50× on M3, 1.60× on M4."
+    ]
+    reports = compare([Completion("a", [1], 1, ANSWER)], b"", memories("0"), FLAT)
+    assert (
+        memory_page(reports, memories("0"), {"flat": Chip("flat", FLAT["flat"], "made up")}).count(
+            "<circle"
+        )
+        == 1
+    )

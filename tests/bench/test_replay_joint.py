@@ -1,0 +1,222 @@
+"""Replay of several outputs at once: steps and times worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from mlxspec.bench.comparison import (
+    chosen_policies,
+    compare_jointly,
+    joint_verdict,
+    jointly_chosen,
+)
+from mlxspec.bench.policies import AUTO, HINDSIGHT, POLICIES
+from mlxspec.bench.replay import (
+    Replayed,
+    extended,
+    joint_curve,
+    joint_report,
+    replay,
+    replay_jointly,
+    replay_plain_batch,
+)
+from mlxspec.bench.traces import Completion
+from mlxspec.drafting.cost_curve import CostCurve
+from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft
+from mlxspec.errors import OptionError
+from tests.bench.test_replay import Scripted
+from tests.support.planners import suffix_planner
+
+FLAT = CostCurve([(1, 1), (64, 1.1)])
+STEEP = CostCurve([(1, 1), (64, 64)])
+ROUND = list(range(100, 112))  # what a copying output repeats
+
+
+def outputs(*texts: list[int]) -> list[Completion]:
+    """Outputs after a prompt of the one token 1."""
+    return [Completion("set", [1, *text], 1, text) for text in texts]
+
+
+def scripted(*drafters: Drafter) -> Callable[[Completion], Drafter]:
+    """One drafter for each output, in turn."""
+    remaining = iter(drafters)
+    return lambda one: next(remaining)
+
+
+def test_two_sequences_add_their_rows_in_each_step() -> None:
+    first = Scripted(DraftTree.chain(1, [2, 3]), DraftTree.chain(4))
+    second = Scripted(DraftTree.chain(1, [9]), DraftTree.chain(6, [7]))
+    work = outputs([2, 3, 4, 5], [6, 7, 8])
+    joint = replay_jointly(work, scripted(first, second), FLAT, 2)
+    spans = ((4, range(2)), (3, range(2)))
+    assert joint == Replayed(7, sequences=(2, 2), rows=(3 + 2, 1 + 2), spans=spans)
+    assert [step.tokens for step in first.steps] == [(2, 3, 4), (5,)]
+    assert [step.tokens for step in second.steps] == [(6,), (7, 8)]
+    assert {(step.rows, step.sequences) for step in second.steps} == {(5, 2), (3, 2)}
+    assert joint.cost(CostCurve([(1, 1), (2, 1), (3, 1.5), (5, 4)])) == 5.5
+    assert first.ended
+    assert second.ended
+
+
+def test_the_next_output_takes_the_place_of_one_that_ended() -> None:
+    work = outputs([2, 3], [4], [5, 6, 7], [8])
+    joint = replay_plain_batch(work, 2)
+    # 2 and 4; 3 and 5; 6 and 8; 7.
+    spans = ((1, range(1)), (2, range(2)), (1, range(2, 3)), (3, range(1, 4)))
+    assert joint == Replayed(7, (2, 2, 2, 1), (2, 2, 2, 1), spans)
+    assert replay_plain_batch(work, 10**30).sequences == (4, 2, 1)
+
+
+class Pipelined(Scripted):
+    pipelined = True
+
+
+def test_a_draft_made_while_a_plain_step_is_under_way_waits() -> None:
+    draft = DraftTree.chain(2, [3])
+    first = Pipelined(DraftTree.chain(1), draft, DraftTree.chain(3, [4]))
+    joint = replay_jointly(outputs([2, 3, 4, 5], [6, 7, 8]), scripted(first, Pipelined()), FLAT, 2)
+    assert joint.rows == (2, 2, 3)
+
+
+def test_all_go_on_pipelined_or_none() -> None:
+    first = Pipelined(DraftTree.chain(1), DraftTree.chain(2, [3]))
+    joint = replay_jointly(outputs([2, 3, 4], [6, 7]), scripted(first, Scripted()), FLAT, 2)
+    assert joint.rows == (2, 3)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_plain_batching_takes_the_time_of_its_rows(count: int) -> None:
+    curve = CostCurve([(1, 1), (4, 1.6), (8, 4)])
+    work = outputs(*([token] * 5 for token in range(count)))
+    joint = replay_plain_batch(work, count)
+    assert joint.cost(curve) / joint.tokens == pytest.approx(curve(count) / count)
+
+
+@pytest.mark.parametrize("curve", [FLAT, STEEP, CostCurve([(1, 1), (4, 1.2), (16, 3)])])
+@pytest.mark.parametrize("name", [AUTO, "auto-memory", "vllm", "suffix-tree"])
+def test_one_at_a_time_is_the_replay_of_one(curve: CostCurve, name: str) -> None:
+    work = outputs(ROUND * 4, [5, 6, 7] * 5, ROUND * 2)
+    reports = compare_jointly(work, b"", {name: POLICIES[name]}, {"chip": curve}, 1)
+    report = reports["chip"][name]
+    assert report.speedup == pytest.approx(report.one_at_a_time)
+    assert report.plain_batching == pytest.approx(1)
+    assert report.sequences_per_step == 1
+
+
+def test_steps_of_one_are_those_of_replay() -> None:
+    (work,) = outputs(ROUND * 4)
+    joint = replay_jointly([work], lambda one: suffix_planner(FLAT), FLAT, 1)
+    assert joint.rows == replay(work.prompt, work.output, suffix_planner(FLAT)).rows
+
+
+def test_planners_share_rows_where_they_pay() -> None:
+    work = outputs(ROUND * 6, [5, 6, 7] * 20, list(range(200, 260)))
+    for curve, gains in ((FLAT, True), (STEEP, False)):
+        drafters = {id(one): suffix_planner(curve) for one in work}
+        joint = replay_jointly(work, lambda one, by_id=drafters: by_id[id(one)], curve, 3)
+        plain = replay_plain_batch(work, 3)
+        assert joint.tokens == plain.tokens == 72 + 60 + 60
+        faster = plain.cost(extended(curve)) / joint.cost(extended(curve))
+        assert faster > 1.1 if gains else faster >= 0.98
+
+
+def test_every_token_of_every_output_is_emitted_once() -> None:
+    work = outputs(ROUND * 3, [5, 6] * 9, [1], ROUND)
+    drafters = [Watched(), Watched(), Watched(), Watched()]
+    replay_jointly(work, scripted(*drafters), FLAT, 3)
+    assert [one.emitted for one in drafters] == [one.output for one in work]
+
+
+class Watched(NoDraft):
+    """Drafts the same token thrice, and keeps what it is told."""
+
+    pipelined = False
+
+    def begin(self, prompt: list[int]) -> None:  # type: ignore[override]
+        super().begin(prompt)
+        self.emitted: list[int] = []
+
+    def propose(self, max_depth: int) -> DraftTree:
+        return DraftTree.chain(self._last, [6, 5, 6])
+
+    def observe(self, step) -> None:  # type: ignore[no-untyped-def]
+        super().observe(step)
+        self.emitted += step.tokens
+
+
+def test_a_joint_plain_step_is_the_unit_of_joint_costs() -> None:
+    curve = joint_curve(CostCurve([(1, 1), (2, 1.5), (4, 3), (8, 4)]), 2)
+    assert curve.widest == 8
+    assert curve(1) == 1
+    assert curve(3) == pytest.approx(3 / 1.5)
+    assert curve(7) == pytest.approx(4 / 1.5)
+    assert curve(8) == pytest.approx(4.5 / 1.5)  # nine rows: beyond the curve's end
+
+
+def test_one_sequence_has_the_curve_itself() -> None:
+    curve = CostCurve([(1, 1), (3, 1.1), (16, 2)])
+    assert joint_curve(curve, 1).table == pytest.approx(curve.table)
+
+
+def test_rows_beyond_a_curve_cost_at_least_their_share() -> None:
+    flat_end = extended(CostCurve([(1, 1), (4, 2), (8, 2)]))
+    assert [flat_end(rows) for rows in (8, 12, 16, 32)] == pytest.approx([2, 3, 4, 8])
+    steep_end = extended(CostCurve([(1, 1), (4, 1), (8, 9)]))
+    assert steep_end(12) == pytest.approx(17)
+    assert extended(CostCurve([(1, 1)]))(5) == 5
+
+
+def test_speeds_are_against_one_plain_sequence() -> None:
+    curve = CostCurve([(1, 1), (2, 1.25), (4, 2)])
+    # In a time of 4; a plain joint step takes 1.25.
+    joint = Replayed(8, (4, 4), (2, 2), spans=((5, range(2)), (3, range(2))))
+    plain = Replayed(8, (2, 2, 2, 2), (2, 2, 2, 2), spans=())  # of 5
+    alone = Replayed(8, (2, 2, 1, 2, 2))  # of 6
+    report = joint_report(joint, plain, alone, curve)
+    assert report.speedup == pytest.approx(2)
+    assert report.plain_batching == pytest.approx(8 / 5)
+    assert report.over_plain_batching == pytest.approx(5 / 4)
+    assert report.one_at_a_time == pytest.approx(8 / 6)
+    assert joint.times(curve) == [(5, pytest.approx(4 / 1.25)), (3, pytest.approx(4 / 1.25))]
+    assert report.share_slow == 0  # one is below 0.98, by less than two plain steps
+    assert (report.tokens, report.completions) == (8, 2)
+    assert (report.tokens_per_step, report.rows_per_step) == (4, 4)
+    assert report.sequences_per_step == 2
+    assert report.adds_up
+    assert joint_verdict(POLICIES, {"mine": {"auto": report}}) == [
+        "On mine batching and drafting add up (auto 2.00×, batching alone 1.60×, "
+        "one at a time 1.33×)."
+    ]
+
+
+def test_where_drafts_gain_nothing_the_verdict_says_so() -> None:
+    work = outputs(list(range(2, 40)), list(range(50, 90)))
+    reports = compare_jointly(work, b"", chosen_policies(AUTO), {"s": STEEP}, 2)
+    assert not reports["s"][AUTO].adds_up
+    assert "less than 2 %" in joint_verdict(POLICIES, reports)[0]
+
+
+def test_progress_counts_every_replay() -> None:
+    shares: list[float] = []
+    work = outputs([2], [3])
+    compare_jointly(work, b"", chosen_policies("vllm"), {"s": STEEP}, 2, shares.append)
+    assert shares == pytest.approx([turn / 6 for turn in range(1, 7)])
+
+
+def test_hindsight_is_left_out_or_refused() -> None:
+    assert list(jointly_chosen("all", 2)) == [name for name in POLICIES if name != HINDSIGHT]
+    with pytest.raises(OptionError, match="--decoder hindsight with --concurrency 2"):
+        jointly_chosen("auto,hindsight", 2)
+
+
+def test_a_drafter_s_fault_ends_the_others() -> None:
+    class Faulty(Scripted):
+        def propose(self, max_depth: int) -> DraftTree:
+            raise ValueError("faulty")
+
+    good = Scripted()
+    with pytest.raises(ValueError, match="faulty"):
+        replay_jointly(outputs([2, 3], [4]), scripted(good, Faulty()), FLAT, 2)
+    assert good.ended

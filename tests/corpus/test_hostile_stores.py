@@ -1,0 +1,69 @@
+"""Whatever stands in a store's file, it is refused, or what is drafted from it is a token."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxspec.corpus.building import build_store
+from mlxspec.corpus.store import open_store, write_store
+from mlxspec.corpus.suffix_array import SuffixArray
+from mlxspec.corpus.tokenizer_identity import identify
+from mlxspec.errors import StoreError
+from tests.support.examples import examples
+from tests.support.hostile import harmless, mutated
+from tests.support.tokenizers import FIRST
+
+pytestmark = pytest.mark.slow
+
+TEXTS = [[1, 2, 3, 4, 5], [7, 2, 3, 9], [1, 2, 3, 4, 6]]
+IDENTITY = identify(FIRST)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store") / "s.store"
+
+
+@pytest.fixture(scope="module")
+def whole(path: Path) -> bytes:
+    build_store(path, TEXTS, FIRST)
+    return path.read_bytes()
+
+
+def drafts_tokens_or_is_refused(path: Path) -> None:
+    def read() -> list[int]:
+        store = open_store(path, FIRST)
+        tokens, occurrences, _ = store.look_up([1, 2, 3])
+        assert all(-1 in tokens[position:] for _, position in occurrences)
+        return [token for token in tokens if token != -1]
+
+    drafted = harmless(read)
+    if not isinstance(drafted, StoreError):
+        assert isinstance(drafted, list)
+        assert all(0 <= token < IDENTITY.vocab_size for token in drafted)
+
+
+@settings(max_examples=examples(150))
+@given(data=st.data())
+def test_damaged_bytes_do_no_harm(path: Path, whole: bytes, data: st.DataObject) -> None:
+    path.write_bytes(data.draw(mutated(whole)))
+    drafts_tokens_or_is_refused(path)
+
+
+numbers = st.one_of(
+    st.integers(-2, 12), st.sampled_from([2**31 - 1, -(2**31), IDENTITY.vocab_size])
+)
+sections = st.lists(numbers, max_size=20).map(lambda values: np.array(values, dtype=np.int32))
+parts = st.builds(SuffixArray, sections, sections)
+
+
+@settings(max_examples=examples(150))
+@given(built=parts, learned=parts)
+def test_what_has_the_right_checksums_and_makes_no_sense_is_harmless(
+    path: Path, built: SuffixArray, learned: SuffixArray
+) -> None:
+    write_store(path, IDENTITY, built, learned)
+    drafts_tokens_or_is_refused(path)

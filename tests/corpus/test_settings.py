@@ -1,0 +1,197 @@
+"""Where answers are kept and whether, in files that may hold anything."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxspec.corpus import (
+    Memory,
+    Settings,
+    contents,
+    directory_name,
+    identify,
+    kept_directories,
+    kept_texts,
+    load_settings,
+    memory_directory,
+    open_kept,
+    save_settings,
+    settings_in_force,
+)
+from mlxspec.corpus import memory as memory_module
+from mlxspec.corpus.memory import _Shelf
+from mlxspec.errors import OptionError, StoreError
+from tests.support.hostile import json_values, mutated
+from tests.support.tokenizers import FIRST, SECOND
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MLXSPEC_DATA_DIR", str(tmp_path))
+    return tmp_path / "memory"
+
+
+def fail(line: str) -> None:
+    raise AssertionError(line)
+
+
+def test_nothing_is_kept_unless_it_is_said(home: Path):
+    settings = load_settings(fail)
+    assert settings == Settings()
+    assert not settings.keeps(identify(FIRST))
+    assert not home.exists()
+
+
+def test_settings_are_read_as_they_were_written(home: Path):
+    some = Settings(False, frozenset({directory_name(identify(FIRST))}), 1000)
+    others = Settings(True, some.tokenizers, 1000)
+    for settings in (Settings(True), some, others, Settings()):
+        save_settings(settings)
+        assert load_settings(fail) == settings
+        assert settings.keeps_some == (settings != Settings())
+    assert some.keeps(identify(FIRST))
+    assert not some.keeps(identify(SECOND))
+    assert not others.keeps(identify(FIRST))
+    assert others.keeps(identify(SECOND))
+    assert Settings(True).keeps(identify(SECOND))
+    assert (home / "settings.json").stat().st_mode & 0o777 == 0o600
+    assert home.stat().st_mode & 0o777 == 0o700
+
+
+@given(st.one_of(json_values, st.fixed_dictionaries(
+    {"version": st.just(1), "keep": json_values, "max_tokens": json_values}
+)))  # fmt: skip
+def test_whatever_settings_hold_is_read_or_nothing_is_kept(value: object):
+    path = memory_directory() / "settings.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(value))
+    lines: list[str] = []
+    settings = load_settings(lines.append)
+    if lines:
+        assert settings == Settings()
+        assert len(lines) == 1
+        assert "\n" not in lines[0]
+        assert "no answer is kept" in lines[0]
+    else:
+        assert isinstance(value, dict)
+        assert settings.max_tokens == value["max_tokens"]
+
+
+@given(mutated(b'{"version": 1, "keep": true, "max_tokens": 50000000}\n'))
+def test_damaged_settings_are_off_or_right(data: bytes):
+    path = memory_directory() / "settings.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
+    lines: list[str] = []
+    settings = load_settings(lines.append)
+    assert (settings == Settings()) or not lines
+
+
+def test_the_variable_goes_before_the_settings(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    some = Settings(False, frozenset({directory_name(identify(FIRST))}), 1000)
+    save_settings(some)
+    for value, expected in (
+        ("", some),
+        ("on", Settings(True, frozenset(), 1000)),
+        ("off", Settings()),
+        (str(tmp_path / "new"), Settings(True)),
+    ):
+        monkeypatch.setenv("MLXSPEC_MEMORY", value)
+        assert settings_in_force(fail) == expected
+        assert memory_directory() == (Path(value) if "/" in value else home)
+    monkeypatch.setenv("MLXSPEC_MEMORY", "~nobody-of-that-name/answers")
+    with pytest.raises(OptionError, match="MLXSPEC_MEMORY is '~nobody-of-that-name/answers': that"):
+        settings_in_force(fail)
+    monkeypatch.setenv("MLXSPEC_MEMORY", "answers")
+    with pytest.raises(OptionError, match="MLXSPEC_MEMORY is 'answers': set it to on, off, or a"):
+        memory_directory()
+
+
+def test_a_memory_is_closed_before_its_merging_ends(monkeypatch: pytest.MonkeyPatch):
+    go_on = _Shelf._go_on
+
+    def slow(shelf: _Shelf) -> None:
+        time.sleep(0.05)
+        go_on(shelf)
+
+    monkeypatch.setattr(memory_module, "LIVE_TOKENS", 8)
+    monkeypatch.setattr(_Shelf, "_merge", lambda shelf: iter([None] * 10_000))
+    monkeypatch.setattr(_Shelf, "_go_on", slow)
+    memory = Memory.kept_in(memory_directory(), FIRST, on_trouble=fail)
+    texts = [[number, *range(12)] for number in range(3)]
+    for text in texts:
+        memory.add(text)
+    memory.close(patience=0.1)
+    assert not memory._thread.is_alive()
+    monkeypatch.undo()
+    assert memory.kept
+    root = memory.kept.directory.parent
+    again = Memory.kept_in(root, FIRST, on_trouble=fail)
+    again.settle()
+    for text in texts:
+        assert text[3:] in [again.look_up(text[:3]).tokens[:10]]
+    again.close()
+    assert sorted(
+        text.tokens.tolist() for text in kept_texts(open_kept(identify(FIRST), root=root), fail)
+    ) == sorted(texts)
+
+
+def test_directories_say_of_which_tokenizer_they_are(home: Path):
+    first = open_kept(identify(FIRST), "owner/first")
+    open_kept(identify(SECOND), "owner/second")
+    memory = Memory(kept=first)
+    memory.add([1, 2, 3])
+    memory.close()
+    one, other = kept_directories(fail)
+    assert (one.identity, one.model) == (identify(FIRST), "owner/first")
+    assert (other.identity, other.model) == (identify(SECOND), "owner/second")
+    assert one.directory == home / identify(FIRST).fingerprint.hex()[:16]
+    assert contents(one.open(), fail).texts == 1
+    assert contents(other.open(), fail).texts == 0
+    assert contents(other.open(), fail).newest is None
+    open_kept(identify(FIRST))  # by somebody who does not know the model
+    assert kept_directories(fail)[0].model == "owner/first"
+    open_kept(identify(FIRST), "elsewhere/first")
+    assert kept_directories(fail)[0].model == "elsewhere/first"
+
+
+def test_a_directory_that_is_made_for_answers_is_its_owners_alone(tmp_path: Path):
+    umask = os.umask(0o022)
+    try:
+        kept = open_kept(identify(FIRST), root=tmp_path / "made" / "here")
+    finally:
+        os.umask(umask)
+    for directory in (kept.directory, kept.directory.parent):
+        assert directory.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_directory_without_a_word_of_its_tokenizer_is_told_of_and_mended(home: Path):
+    for content in ("", "[]", "{}", '{"version": 1}'):
+        open_kept(identify(FIRST), "m")
+        path = home / directory_name(identify(FIRST)) / "about.json"
+        path.write_text(content)
+        lines: list[str] = []
+        assert kept_directories(lines.append) == []
+        assert len(lines) == 1
+        assert str(path) in lines[0]
+        open_kept(identify(FIRST), "m")
+        assert kept_directories(fail)[0].model == "m"
+
+
+def test_where_nothing_can_be_made_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MLXSPEC_DATA_DIR", str(tmp_path / "file"))
+    with pytest.raises(StoreError, match="cannot be made"):
+        open_kept(identify(FIRST))
+    with pytest.raises(StoreError, match="cannot be made"):
+        save_settings(Settings(True))
+    lines: list[str] = []
+    assert load_settings(lines.append) == Settings()
+    assert len(lines) == 1

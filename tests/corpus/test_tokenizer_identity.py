@@ -1,0 +1,50 @@
+"""What makes two tokenizers the same."""
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from mlxspec.corpus.tokenizer_identity import identify
+from mlxspec.errors import StoreError
+from tests.support.tokenizers import FIRST, FakeTokenizer
+
+
+def test_the_vocabulary_decides_and_not_the_name():
+    assert identify(FIRST).fingerprint == identify(FakeTokenizer("elsewhere")).fingerprint
+    others = (FakeTokenizer(size=101), FakeTokenizer(prefix="T"))
+    assert identify(FIRST).fingerprint not in {identify(other).fingerprint for other in others}
+
+
+def test_swapped_ids_are_another_tokenizer():
+    one = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    other = Tokenizer(models.WordLevel({"a": 1, "b": 0}, unk_token="a"))
+    assert identify(one).fingerprint != identify(other).fingerprint
+
+
+def test_added_tokens_belong_to_the_vocabulary():
+    one = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    before = identify(one)
+    one.add_tokens(["<new>"])
+    assert identify(one).fingerprint != before.fingerprint
+    assert identify(one).vocab_size == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/home/me/secret place/mistral-7b", "mistral-7b"),
+        ("/cache/hub/models--some--tiny-model/snapshots/0a1b2c", "some/tiny-model"),
+        ("some/tiny-model", "some/tiny-model"),
+        ("", "unnamed"),
+        ("/", "unnamed"),
+    ],
+)
+def test_the_name_does_not_say_where_the_model_is(path: str, name: str):
+    assert identify(FakeTokenizer(path)).name == name
+
+
+def test_ids_beyond_what_can_be_sorted_are_refused():
+    for vocabulary in ({}, {"a": -1}, {"a": 1 << 21}):
+        tokenizer = FakeTokenizer("odd")
+        tokenizer._vocabulary = vocabulary
+        with pytest.raises(StoreError, match="the tokenizer odd has ids that no store can hold"):
+            identify(tokenizer)

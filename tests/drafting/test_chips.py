@@ -1,0 +1,87 @@
+"""Curves by the names of chips: how they are found, and what is said of those without one."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxspec.drafting.chips import (
+    chip_curve,
+    chip_names,
+    chips_without_curve,
+    known_chip,
+    nearest_chips,
+)
+from mlxspec.errors import OptionError
+
+
+def test_published_curves_have_a_source_and_rise() -> None:
+    assert "M4 Pro" in chip_names()
+    for name in chip_names():
+        chip = known_chip(name)
+        assert chip.name == name
+        assert chip.curve.table[1:] == sorted(chip.curve.table[1:])
+        assert chip.source
+    assert chip_curve("M4 Pro")(8) == 2.69
+
+
+def test_a_source_that_speaks_of_estimates_says_at_which_rows() -> None:
+    for name in chip_names():
+        chip = known_chip(name)
+        assert bool(chip.estimated) is ("estimate" in chip.source)
+        assert set(chip.estimated) <= set(chip.curve.rows) - {1}
+        assert ("≈" in chip.label) is bool(chip.estimated)
+
+
+def test_a_cost_between_points_is_an_estimate_where_one_of_them_is() -> None:
+    chip = known_chip("M4 Pro")  # measured up to 8 rows, estimated from 12 on
+    assert [rows for rows in range(1, 17) if chip.is_estimate(rows)] == list(range(9, 17))
+    assert chip.about == "≈ estimated at 12, 15, 16 and 32 rows"
+    assert known_chip("M3 Max").about == ""
+
+
+@pytest.mark.parametrize("name", ["m4 pro", "M4Pro", "Apple M4 Pro", "apple-m4-PRO", " M4  Pro "])
+def test_a_chip_is_found_however_its_name_is_written(name: str) -> None:
+    assert known_chip(name).name == "M4 Pro"
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("M1", ["M2 Pro"]),
+        ("M1 Max", ["M2 Pro"]),
+        ("M2 Ultra", ["M2 Pro", "M3 Ultra"]),
+        ("M3 Pro", ["M3 Max", "M4 Pro"]),
+        ("M4", ["M4 Pro"]),
+        ("M4 Max", ["M4 Pro", "M3 Max"]),
+        ("M5", ["M5 Max"]),
+        ("M5 Pro", ["M5 Max"]),
+        ("M6 Ultra", ["M5 Max"]),
+    ],
+)
+def test_a_chip_without_a_curve_has_the_nearest_of_its_family_named(
+    name: str, nearest: list[str]
+) -> None:
+    assert nearest_chips(name)[: len(nearest)] == nearest
+    with pytest.raises(OptionError) as caught:
+        known_chip(name)
+    message = str(caught.value)
+    assert f"{name!r}: the nearest known ones are {nearest[0]} and " in message
+    assert "mlxspec calibrate MODEL --json" in message
+    assert "--curve" in message
+    assert "template=bench-report.yml" in message
+
+
+def test_what_is_no_chip_of_apple_s_has_all_curves_named() -> None:
+    with pytest.raises(OptionError, match=r"'RTX 4090': choose one of M2 Pro, .*linear"):
+        known_chip("RTX 4090")
+    with pytest.raises(OptionError, match="'': choose one of"):
+        known_chip("")
+
+
+def test_a_chip_of_apple_s_has_a_curve_or_is_among_those_without() -> None:
+    without = chips_without_curve()
+    assert {"M1", "M4 Max"} <= {*without}
+    assert not {*without} & {*chip_names()}
+    for name in without:
+        with pytest.raises(OptionError, match=f"nearest known ones are {nearest_chips(name)[0]}"):
+            known_chip(name)

@@ -1,0 +1,155 @@
+"""Combined drafts against sets of token paths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxspec.drafting.combined import CombinedDrafter, view
+from mlxspec.drafting.drafter import DraftTree, NoDraft, VerifiedStep, accept
+from mlxspec.drafting.lookahead import LookaheadDrafter
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+
+branches = st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=5)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> DraftTree:
+    """Any tree, equal siblings included, whose root is 9."""
+    size = draw(st.integers(1, 9))
+    parents = [-1] + [draw(st.integers(0, node - 1)) for node in range(1, size)]
+    tokens = [9, *draw(st.lists(st.integers(0, 3), min_size=size - 1, max_size=size - 1))]
+    return DraftTree(tuple(tokens), tuple(parents))
+
+
+class Scripted:
+    """Proposes a given tree and keeps what it observes."""
+
+    pipelined = False
+    branching = True
+
+    def __init__(self, tree: DraftTree) -> None:
+        self.tree = tree
+        self.seen: list[VerifiedStep] = []
+        self.calls: list[str] = []
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.calls.append("begin")
+
+    def propose(self, max_depth: int) -> DraftTree:
+        return self.tree
+
+    def observe(self, step: VerifiedStep) -> None:
+        self.seen.append(step)
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+
+def path(tree: DraftTree, node: int) -> tuple[int, ...]:
+    return (*path(tree, tree.parents[node]), tree.tokens[node]) if node > 0 else ()
+
+
+def paths(tree: DraftTree) -> set[tuple[int, ...]]:
+    return {path(tree, node) for node in range(len(tree))}
+
+
+def choice(tokens: tuple[int, ...]) -> int:
+    """A made-up target: its token after a path."""
+    return (7 * sum(tokens) + len(tokens)) % 4
+
+
+def verified(tree: DraftTree) -> VerifiedStep:
+    choices = tuple(choice(path(tree, node)) for node in range(len(tree)))
+    argmaxes = tuple(token + 10 for token in choices)
+    accepted, tokens = accept(tree, choices)
+    return VerifiedStep(tree, choices, argmaxes, accepted, tokens)
+
+
+@given(trees(), trees())
+def test_the_merged_tree_has_exactly_the_paths_of_both(first: DraftTree, second: DraftTree) -> None:
+    combined = CombinedDrafter(Scripted(first), Scripted(second))
+    merged = combined.propose(10)
+    assert paths(merged) == paths(first) | paths(second)
+    assert len(merged) == len(paths(merged))  # nothing twice
+    from_first = {path(merged, node) for node in range(len(merged))[: len(paths(first))]}
+    assert from_first == paths(first)
+
+
+@given(trees(), trees(), st.integers(1, 12))
+def test_limited_rows_go_to_the_first_drafter(
+    first: DraftTree, second: DraftTree, max_rows: int
+) -> None:
+    merged = CombinedDrafter(Scripted(first), Scripted(second), max_rows).propose(10)
+    assert len(merged) == min(max_rows, len(paths(first) | paths(second)))
+    own = paths(merged) & paths(first)
+    assert len(own) >= min(max_rows, len(paths(first)))
+
+
+@given(trees(), trees(), st.integers(1, 12), st.integers(0, 5), st.booleans())
+def test_each_drafter_sees_the_step_as_if_its_own_tree_had_been_verified(
+    first: DraftTree, second: DraftTree, max_rows: int, depth: int, as_chain: bool
+) -> None:
+    drafters = Scripted(first), Scripted(second)
+    combined = CombinedDrafter(*drafters, max_rows)
+    proposed = combined.propose(10)
+    step = verified((proposed.first_chain() if as_chain else proposed).pruned(depth, 99))
+    combined.observe(step)
+    accepted = step.tokens[: len(step.accepted)]
+    for drafter in drafters:
+        (seen,) = drafter.seen
+        assert paths(seen.tree) == paths(drafter.tree) & paths(step.tree)
+        assert seen.tokens == step.tokens
+        for node in range(len(seen.tree)):
+            expected = choice(path(seen.tree, node))
+            assert (seen.choices[node], seen.argmaxes[node]) == (expected, expected + 10)
+        own = [accepted[:end] for end in range(1, len(accepted) + 1)]
+        own = [tokens for tokens in own if tokens in paths(drafter.tree)]
+        assert [path(seen.tree, node) for node in seen.accepted] == own
+        if paths(drafter.tree) <= paths(step.tree):
+            assert seen.tree is drafter.tree
+
+
+@given(trees())
+def test_a_trees_view_of_its_own_step_is_the_step(tree: DraftTree) -> None:
+    step = verified(DraftTree.from_branches(9, sorted(paths(tree))))
+    seen = view(step, step.tree)
+    assert seen == step
+
+
+def test_the_window_advances_inside_a_combination() -> None:
+    alone = LookaheadDrafter(4, 3, 3, pool_from_prompt=False)
+    inside = LookaheadDrafter(4, 3, 3, pool_from_prompt=False)
+    combined = CombinedDrafter(PromptLookupDrafter(3), inside)
+    prompt = [1, 2, 3, 2, 3]
+    alone.begin(prompt)
+    combined.begin(prompt)
+    for _ in range(8):
+        tree, merged = alone.propose(50), combined.propose(50)
+        assert paths(tree) <= paths(merged)
+        assert {path(merged, n) for n in combined.window_rows().values()} == {
+            path(tree, n) for n in alone.window_rows().values()
+        }
+        assert len(merged.origins) == len(merged) - 1
+        step = verified(merged)
+        combined.observe(step)
+        alone.observe(view(step, tree))
+    assert "window" in merged.origins
+    combined.end()
+
+
+def test_pipelining_waits_for_neither_only_if_neither_drafts() -> None:
+    drafting = Scripted(DraftTree.chain(9, [1]))
+    assert not CombinedDrafter(NoDraft(), drafting).pipelined
+    assert not CombinedDrafter(drafting, NoDraft()).pipelined
+    assert CombinedDrafter(NoDraft(), NoDraft()).pipelined
+
+
+def test_both_begin_and_end() -> None:
+    drafters = Scripted(DraftTree.chain(9)), Scripted(DraftTree.chain(9))
+    combined = CombinedDrafter(*drafters)
+    combined.begin([9])
+    combined.end()
+    assert [drafter.calls for drafter in drafters] == [["begin", "end"]] * 2

@@ -1,0 +1,332 @@
+"""What the cache keeps, what it refuses, and that it never fails."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlxspec.drafting.cost_file import CostCache, CostKey, KnownRange
+from mlxspec.drafting.live_costs import LiveCosts
+from mlxspec.drafting.live_curve import KnownTime
+from mlxspec.errors import OptionError
+from tests.support.examples import examples
+from tests.support.hostile import harmless, json_values, mutated
+
+KEY = CostKey({"chip": "M4", "mlx": "0.32.4"}, {"type": "llama", "digest": "a1"})
+TIMES = (KnownTime(1, 0.025, 0.02), KnownTime(4, 0.036, 0.03), KnownTime(32, 0.13, 0.05))
+KNOWN = KnownRange(TIMES, "careful", "2026-01-31T10:00:00+00:00")
+TOP_LEVEL = ("format", "version", "machine", "model", "ranges", "times", "source", "updated")
+OF_A_TIME = ("rows", "seconds", "uncertainty")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> CostCache:
+    return CostCache(tmp_path / "step_times")
+
+
+def only_file(cache: CostCache) -> Path:
+    (path,) = cache.directory.iterdir()
+    return path
+
+
+def spoiled(**changes: object) -> str:
+    """The file of KNOWN with other content."""
+    time = {"rows": 1, "seconds": 0.025, "uncertainty": 0.02}
+    known = {"times": [time], "source": "quick", "updated": "2026-01-31T10:00:00+00:00"}
+    for name in set(changes) & set(known):
+        known[name] = changes.pop(name)
+    content = {
+        "format": "mlxspec step times",
+        "version": 1,
+        "machine": KEY.machine,
+        "model": KEY.model,
+        "ranges": {"1024": known},
+        **changes,
+    }
+    return json.dumps(content)
+
+
+def plain(**changes: object) -> list[dict[str, object]]:
+    return [{"rows": 1, "seconds": 0.025, "uncertainty": 0.02, **changes}]
+
+
+def test_what_was_kept_is_read_again(cache: CostCache):
+    assert cache.read(KEY) == {}
+    cache.update(KEY, {1024: KNOWN})
+    assert CostCache(cache.directory).read(KEY) == {1024: KNOWN}
+    assert cache.entries() == [(KEY, {1024: KNOWN})]
+
+
+def test_an_update_leaves_other_ranges_and_other_models_alone(cache: CostCache):
+    other = CostKey(KEY.machine, {"type": "llama", "digest": "b2"})
+    newer = KnownRange(TIMES[:1], "steps", "2026-02-01T10:00:00+00:00")
+    cache.update(KEY, {1024: KNOWN})
+    cache.update(other, {1024: newer})
+    cache.update(KEY, {4096: newer})
+    assert cache.read(KEY) == {1024: KNOWN, 4096: newer}
+    assert cache.read(other) == {1024: newer}
+
+
+@pytest.mark.parametrize(
+    ("kept", "new", "stays"),
+    [
+        (("careful", 2), ("quick", 3), "careful"),
+        (("careful", 2), ("steps", 3), "careful"),
+        (("quick", 3), ("careful", 2), "careful"),
+        (("careful", 1), ("quick", 3), "quick"),  # only plain steps were measured
+        (("quick", 3), ("careful", 1), "quick"),
+        (("quick", 3), ("steps", 3), "quick"),
+        (("steps", 3), ("quick", 2), "quick"),
+    ],
+)
+def test_the_better_measurement_stays(
+    cache: CostCache, kept: tuple[str, int], new: tuple[str, int], stays: str
+):
+    for source, count in (kept, new):
+        known = KnownRange(TIMES[:count], source, "2026-02-01T10:00:00+00:00")
+        cache.update(KEY, {1024: known})
+    assert cache.read(KEY)[1024].source == stays
+
+
+def test_what_tells_the_cost_of_drafts_stays_before_all_else(cache: CostCache):
+    whole = tuple(KnownTime(rows, 0.02, 0.1) for rows in (1, 2, 4, 8))
+    later = "2026-02-01T10:00:00+00:00"
+    cache.update(KEY, {1024: KnownRange(whole[:3], "careful", later)})
+    cache.update(KEY, {1024: KnownRange(whole, "quick", later)})
+    cache.update(KEY, {1024: KnownRange(whole[:3], "careful", later)})
+    assert cache.read(KEY)[1024].source == "quick"
+
+
+def test_among_equals_the_last_one_stays_unless_it_knows_fewer_rows(cache: CostCache):
+    later = "2026-02-01T10:00:00+00:00"
+    cache.update(KEY, {1024: KNOWN})
+    cache.update(KEY, {1024: KnownRange(TIMES[:2], "careful", later)})
+    assert cache.read(KEY) == {1024: KNOWN}
+    cache.update(KEY, {1024: KnownRange(TIMES, "careful", later)})
+    assert cache.read(KEY)[1024].updated == later
+
+
+def test_a_name_stays_where_a_correction_has_none(cache: CostCache):
+    cache.update(KEY, {1024: replace(KNOWN, name="mine")})
+    cache.update(KEY, {1024: KNOWN})
+    assert cache.read(KEY)[1024].name == "mine"
+    cache.update(KEY, {1024: replace(KNOWN, name="newer")})
+    assert cache.read(KEY)[1024].name == "newer"
+
+
+def test_the_file_is_the_user_s_own_and_nothing_else_stays(cache: CostCache):
+    cache.update(KEY, {1024: KNOWN})
+    assert stat.S_IMODE(only_file(cache).stat().st_mode) == 0o600
+    assert stat.S_IMODE(cache.directory.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "null",
+        "{}",
+        '"text"',
+        "[" * 100_000,
+        "\x00\x01",
+        spoiled()[:-20],
+        spoiled(format="something else"),
+        spoiled(version=2),
+        spoiled(machine=None),
+        spoiled(model={"digest": ["a1"]}),
+        spoiled(model={"type": "llama", "digest": "another"}),
+        spoiled(ranges=[]),
+        spoiled(ranges={"1024": None}),
+        spoiled(ranges={"1000": {"times": plain()}}),
+        spoiled(ranges={"-1": {"times": plain()}}),
+        spoiled(ranges={"9" * 30: {"times": plain()}}),
+        spoiled(times=[]),
+        spoiled(times=[None]),
+        spoiled(times=plain(rows=2)),
+        spoiled(times=plain(rows=True)),
+        spoiled(times=plain(seconds=None)),
+        spoiled(times=plain(seconds="0.1")),
+        spoiled(times=plain(seconds=0)),
+        spoiled(times=plain(seconds=-0.1)),
+        spoiled(times=plain(seconds=float("nan"))),
+        spoiled(times=plain(seconds=float("inf"))),
+        spoiled(times=plain(seconds=10**400)),
+        spoiled(times=plain(uncertainty=float("nan"))),
+        spoiled(times=plain() + plain()),
+        spoiled(times=plain() + plain(rows=4, seconds=9.0)),
+        spoiled(times=plain(seconds=0.01) + plain(rows=2, seconds=0.327)),
+        spoiled(times=plain() + plain(rows=10**9)),
+        spoiled(source="\x1b[2J"),
+        spoiled(updated="\x1b[2J"),
+    ],
+)
+def test_a_spoiled_file_is_ignored_with_one_line_and_replaced(
+    cache: CostCache, content: str, caplog: pytest.LogCaptureFixture
+):
+    cache.directory.mkdir()
+    path = cache.directory / KEY.file_name
+    path.write_text(content)
+    assert cache.read(KEY) == {}
+    (line,) = caplog.messages
+    assert re.match("ignoring the step times in .*json: ", line)
+    assert "\n" not in line
+    cache.update(KEY, {1024: KNOWN})
+    assert cache.read(KEY) == {1024: KNOWN}
+
+
+def test_the_content_that_the_spoiled_files_are_made_of_is_good(cache: CostCache):
+    cache.directory.mkdir()
+    (cache.directory / KEY.file_name).write_text(spoiled())
+    assert cache.read(KEY)[1024].times == (KnownTime(1, 0.025, 0.02),)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_what_is_no_file_is_ignored_without_waiting_for_it(
+    cache: CostCache, caplog: pytest.LogCaptureFixture
+):
+    cache.directory.mkdir()
+    os.mkfifo(cache.directory / KEY.file_name)
+    assert cache.read(KEY) == {}
+    assert "ignoring" in caplog.text
+
+
+def usable_or_ignored(cache: CostCache) -> None:
+    """A reader that ignores what it cannot use, and never fails."""
+    known = harmless(lambda: [*cache.read(KEY).values(), *kept_in(cache)])
+    assert isinstance(known, list)
+    for times in (found.times for found in known):
+        assert times[0].rows == 1
+        assert all(1e-6 <= time.seconds <= 1e4 for time in times)
+        table = LiveCosts({1024: times}).for_sequences(3).curve.table
+        assert all(0 <= left <= right < math.inf for left, right in pairwise(table))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150))
+@given(
+    times=st.dictionaries(st.integers(2, 64), st.floats(2e-3, 9e-2) | st.floats()),
+    uncertainty=st.floats(0, 1) | st.floats(),
+)
+def test_times_that_make_no_sense_are_found_or_harmless(
+    cache: CostCache, times: dict[int, float], uncertainty: float
+):
+    kept = [
+        {"rows": rows, "seconds": seconds, "uncertainty": uncertainty}
+        for rows, seconds in sorted({**times, 1: 5e-3}.items())
+    ]
+    cache.directory.mkdir(exist_ok=True)
+    (cache.directory / KEY.file_name).write_text(spoiled(times=kept))
+    usable_or_ignored(cache)
+
+
+def kept_in(cache: CostCache) -> list[KnownRange]:
+    return [known for _, ranges in cache.entries() for known in ranges.values()]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150))
+@given(data=st.data())
+def test_damaged_bytes_are_found_or_harmless(cache: CostCache, data: st.DataObject):
+    cache.update(KEY, {1024: KNOWN})
+    path = only_file(cache)
+    path.write_bytes(data.draw(mutated(path.read_bytes())))
+    usable_or_ignored(cache)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150))
+@given(
+    name=st.sampled_from([*TOP_LEVEL, *OF_A_TIME]),
+    value=json_values,
+)
+def test_values_that_nobody_expects_are_found_or_harmless(
+    cache: CostCache, name: str, value: object
+):
+    cache.directory.mkdir(exist_ok=True)
+    change = {name: value}
+    content = spoiled(times=plain(**change)) if name in OF_A_TIME else spoiled(**change)
+    (cache.directory / KEY.file_name).write_text(content)
+    usable_or_ignored(cache)
+
+
+def test_implausible_times_are_not_written(cache: CostCache):
+    cache.update(KEY, {1024: KNOWN})
+    absurd = KnownRange((*TIMES[:1], KnownTime(4, 900.0, 0.1)), "steps", KNOWN.updated)
+    cache.update(KEY, {1024: absurd})
+    assert cache.read(KEY) == {1024: KNOWN}
+
+
+@pytest.mark.parametrize("parameters", ["abc", 10**400, -1, float("inf"), float("nan")])
+def test_a_number_of_parameters_that_is_none_is_no_entry(
+    cache: CostCache, parameters: object, caplog: pytest.LogCaptureFixture
+):
+    cache.directory.mkdir()
+    (cache.directory / "any.json").write_text(spoiled(model={"parameters": parameters}))
+    assert cache.entries() == []
+    assert re.search("ignoring .*parameters", caplog.text)
+
+
+def test_fewer_numbers_of_rows_do_not_replace_more(cache: CostCache):
+    cache.update(KEY, {1024: KNOWN})
+    cache.update(KEY, {1024: KnownRange(TIMES[:1], "careful", KNOWN.updated)})
+    assert cache.read(KEY) == {1024: KNOWN}
+
+
+def test_a_place_that_cannot_be_written_is_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "file").write_text("")
+    CostCache(tmp_path / "file" / "step_times").update(KEY, {1024: KNOWN})
+    (line,) = caplog.messages
+    assert re.search(r"not kept in .* \(Not a directory\); MLXSPEC_CACHE_DIR", line)
+
+
+def test_an_interrupted_write_leaves_the_file_as_it_was(
+    cache: CostCache, monkeypatch: pytest.MonkeyPatch
+):
+    cache.update(KEY, {1024: KNOWN})
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cache.update(KEY, {4096: KNOWN})
+    assert cache.read(KEY) == {1024: KNOWN}
+    assert only_file(cache).name == KEY.file_name
+
+
+def test_writers_and_readers_at_a_time_see_whole_files(
+    cache: CostCache, caplog: pytest.LogCaptureFixture
+):
+    cache.update(KEY, {1024: KNOWN})
+
+    def use(index: int) -> bool:
+        cache.update(KEY, {1024: KNOWN})
+        return cache.read(KEY) == {1024: KNOWN}
+
+    with ThreadPoolExecutor(8) as executor:
+        assert all(executor.map(use, range(100)))
+    assert caplog.messages == []
+
+
+def test_the_home_of_nobody_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MLXSPEC_CACHE_DIR", "~nosuchuser/x")
+    with pytest.raises(OptionError, match=r"MLXSPEC_CACHE_DIR is '~nosuchuser/x'.*name another"):
+        CostCache()
+
+
+def test_the_directory_is_the_one_that_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path / "here"))
+    assert CostCache().directory == tmp_path / "here" / "step_times"
+    monkeypatch.setenv("MLXSPEC_CACHE_DIR", "")
+    assert "mlxspec" in str(CostCache().directory)

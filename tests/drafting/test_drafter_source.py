@@ -1,0 +1,83 @@
+"""Any drafter's drafts as candidates: what is learned of them stays a probability."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from mlxspec.drafting.cost_curve import CostCurve, FixedCosts
+from mlxspec.drafting.drafter import Drafter, DraftTree, Limits, VerifiedStep
+from mlxspec.drafting.drafter_source import DrafterSource
+from mlxspec.drafting.planner import Planner
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+
+
+class Always(Drafter):
+    """Drafts the same tokens again and again."""
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._last = prompt[-1]
+
+    def propose(self, max_depth: int) -> DraftTree:
+        return DraftTree.chain(self._last, [1] * 20)
+
+    def observe(self, step: VerifiedStep) -> None:
+        self._last = step.tokens[-1]
+
+
+@pytest.mark.parametrize(("token", "first"), [(1, 0.99), (2, 0.01)])
+def test_no_draft_becomes_certain_or_impossible(token: int, first: float) -> None:
+    source = DrafterSource(Always())
+    source.begin([token])
+    step = VerifiedStep(DraftTree.chain(token), (token,), (token,), (), (token,))
+    for _ in range(400):
+        found = source.propose(Limits(100, 12, True, []))
+        source.observe(step)
+    assert found.p_reached[0] == pytest.approx(first)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_the_time_that_a_drafter_takes_is_no_cost_of_rows(
+    pipelined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    class Slow(PromptLookupDrafter):
+        def propose(self, max_depth: int) -> DraftTree:
+            now[0] += 0.01
+            return super().propose(max_depth)
+
+    class Recorded(FixedCosts):
+        def record(self, rows: int, seconds: float, pipelined: bool) -> None:
+            recorded.append(seconds)
+
+    recorded: list[float] = []
+    planner = Planner(Recorded(CostCurve([(1, 1.0), (32, 1.1)])), [DrafterSource(Slow())])
+    planner.begin([1, 2, 3])
+    for token in (4, 5, 6):
+        planner.propose(5)
+        tree, tokens = DraftTree.chain(token - 1), (token,)
+        times = {"seconds": 0.05, "pipelined": pipelined}  # no "drafting": a GPU ran the forward
+        planner.observe(VerifiedStep(tree, tokens, tokens, (), tokens, **times))
+    planner.end()
+    assert recorded == pytest.approx([0.04] * 3)
+
+
+def test_probabilities_that_a_drafter_knows_are_taken_and_a_limit_is_an_integer() -> None:
+    class Knowing(Always):
+        def propose(self, max_depth: int) -> DraftTree:
+            depth = min(max_depth, 2)
+            return DraftTree((self._last, *[1] * depth), range(-1, depth), (0.9, 0.3)[:depth])
+
+    source = DrafterSource(Knowing())
+    source.begin([2])
+    step = VerifiedStep(DraftTree.chain(2), (2,), (2,), (), (2,))
+    for _ in range(3):
+        found = source.propose(Limits(100, 12, True, []))
+        source.observe(step)
+    assert found.p_reached == (0.9, 0.3)
+    assert found.origins == ("Knowing",) * 2
+    assert source.propose(Limits(1, 12, True, [])).p_reached == (0.9,)

@@ -1,0 +1,114 @@
+"""What generations teach: known probabilities are found, and kinds of requests are kept apart."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from mlxspec.bench.replay import replay
+from mlxspec.drafting import policy
+from mlxspec.drafting.chips import chip_curve
+from mlxspec.drafting.cost_curve import FixedCosts
+from mlxspec.drafting.experience import Corrections, Experience, probability
+from mlxspec.drafting.planner import Planner
+from mlxspec.drafting.suffix_source import SuffixSource
+
+
+def test_the_probabilities_of_a_known_source_are_found() -> None:
+    """Features add to the logit of the truth; the estimates begin 1.5 too low."""
+    source, corrections = random.Random(1), Corrections()
+    truth = {0: 1.0, 1: -2.0, 2: 0.5, 3: 2.0}
+    errors = []
+    for count in range(20_000):
+        features = source.choice((0, 1)), source.choice((2, 3))
+        p_true = probability(sum(truth[one] for one in features))
+        corrections.learn(features, -1.5, source.random() < p_true)
+        if count > 15_000:
+            errors.append(abs(probability(-1.5 + corrections.logit(features)) - p_true))
+    assert sum(errors) / len(errors) < 0.02
+
+
+def test_it_follows_requests_that_change() -> None:
+    corrections = Corrections()
+    for right in (True, False):
+        for _ in range(3000):
+            corrections.learn((5,), 0.0, right)
+        assert (corrections.logit((5,)) > 1) == right
+
+
+def test_features_that_were_never_seen_change_nothing() -> None:
+    corrections = Corrections()
+    corrections.learn((1, 2), 0.0, True)
+    assert corrections.logit((3, 4)) == 0
+    assert corrections.logit((1, 3)) == corrections.logit((1,)) > 0
+
+
+def prompt(kind: int, number: int) -> list[int]:
+    return [kind] * 32 + [number]
+
+
+def test_a_kind_of_request_is_known_from_its_second_on() -> None:
+    experience = Experience()
+    everyone = experience.of_kind(prompt(1, 1))
+    assert len(everyone) == 1
+    everyone[0].learn((7,), 0.0, True)
+    own, shorter, everyone_again = experience.of_kind(prompt(1, 2))
+    assert everyone_again is everyone[0]
+    # It begins with what all have taught, and goes its own way.
+    assert own.logit((7,)) == shorter.logit((7,)) == everyone[0].logit((7,)) > 0
+    own.learn((7,), 0.0, False)
+    assert own.logit((7,)) < everyone[0].logit((7,))
+    assert experience.of_kind(prompt(1, 3))[0] is own
+    assert experience.of_kind(prompt(2, 1)) == everyone
+
+
+def test_what_begins_like_a_kind_and_goes_on_otherwise_follows_the_beginning() -> None:
+    experience = Experience()
+    for number in range(2):
+        experience.of_kind([1] * 8 + [number] * 24)
+    beginning, everyone = experience.of_kind([1] * 8 + [2] * 24)
+    assert experience.of_kind([1] * 8 + [3] * 24) == [beginning, everyone]
+    assert experience.of_kind([1] * 7) == [everyone]
+
+
+def test_many_kinds_take_bounded_room() -> None:
+    experience = Experience()
+    for kind in range(500):
+        experience.of_kind(prompt(kind, 0))
+        experience.of_kind(prompt(kind, 1))
+    assert len(experience.kinds) == 16
+    assert len(experience.of_kind(prompt(499, 2))) == 3  # the newest are known
+    assert len(experience.of_kind(prompt(0, 2))) == 1
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_decoder_drafts_more_where_its_requests_copy_and_less_where_they_do_not(
+    copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each prompt has passages; an output repeats one, or leaves each after its first token."""
+    monkeypatch.setattr(policy, "_FIRST_BANK", math.inf)  # the guard allows all
+    source, curve = random.Random(3), chip_curve("M4 Pro")
+
+    def request() -> tuple[list[int], list[int]]:
+        passages = [[source.randrange(50, 5000) for _ in range(12)] for _ in range(8)]
+        tokens = [token for passage in passages for token in passage]
+        if copies:
+            return tokens, source.choice(passages)[1:] * 2
+        return tokens, [t for p in passages for t in (p[0], source.randrange(50, 5000))]
+
+    def cost(experience: Experience, rounds: int) -> float:
+        total = 0.0
+        for _ in range(rounds):
+            tokens, output = request()
+            suffixes = SuffixSource(experience=experience)
+            planner = Planner(FixedCosts(curve), [suffixes])
+            total += replay(tokens, output, planner).cost(curve) / len(output)
+        return total / rounds
+
+    experience = Experience()
+    cost(experience, 30)
+    taught = cost(experience, 30)
+    untaught = math.fsum(cost(Experience(), 1) for _ in range(30)) / 30
+    assert taught < untaught - 0.01

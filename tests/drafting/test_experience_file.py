@@ -1,0 +1,247 @@
+"""What generations teach, kept on disk: merged between processes, without any text."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mlxspec.drafting import experience_file
+from mlxspec.drafting.cost_file import CostCache, CostKey
+from mlxspec.drafting.experience import Experience
+from mlxspec.drafting.experience_file import KeptExperience, experience_path
+from mlxspec.drafting.p_accept import TOKEN_FEATURES
+
+PROMPT = list(range(100, 140))
+
+
+def taught(experience: Experience, *features: int, right: bool = True, times: int = 20) -> None:
+    """One generation whose continuations with these features were all right, or all wrong."""
+    for _ in range(times):
+        for corrections in experience.of_kind(PROMPT):
+            corrections.learn(features, 0.0, right)
+    experience.end()
+
+
+def test_the_next_process_knows_what_was_learned(tmp_path: Path) -> None:
+    first = KeptExperience(tmp_path / "new" / "a.json")
+    taught(first, 3, 5)
+    second = KeptExperience(tmp_path / "new" / "a.json")
+    for then, now in zip(first.of_kind(PROMPT), second.of_kind(PROMPT), strict=True):
+        assert then.logit((3, 5)) > 1
+        assert now.logit((3, 5)) == pytest.approx(then.logit((3, 5)), abs=1e-3)
+    assert len(second.of_kind(PROMPT)) == 3  # its kinds are known as well
+    assert len(second.of_kind(PROMPT[1:])) == 1
+
+
+def test_no_token_is_written(tmp_path: Path) -> None:
+    experience = KeptExperience(tmp_path / "a.json")
+    taught(experience, 3, TOKEN_FEATURES + 4711)
+    text = (tmp_path / "a.json").read_text()
+    assert "4711" not in text.replace(experience.salt.hex(), "")
+    content = json.loads(text)
+    assert [one[0] for one in content["everything"]] == [3]
+    # The first tokens of prompts are hashed with a salt, which differs from file to file.
+    other = KeptExperience(tmp_path / "b.json")
+    taught(other, 3)
+    assert not {*content["kinds"]} & {*json.loads((tmp_path / "b.json").read_text())["kinds"]}
+    assert (tmp_path / "a.json").stat().st_mode & 0o077 == 0
+
+
+def test_two_processes_add_up(tmp_path: Path) -> None:
+    path, now = tmp_path / "a.json", [0.0]
+    taught(KeptExperience(path), 7)
+    before = KeptExperience(path).everything.logit((7,))
+    one, two = (KeptExperience(path, lambda: now[0]) for _ in range(2))
+    taught(one, 3)
+    taught(two, 5, right=False)
+    now[0] = 60
+    taught(one, 9)
+    weights = KeptExperience(path).everything
+    assert weights.logit((3,)) > 1
+    assert weights.logit((5,)) < -1
+    assert weights.logit((7,)) == pytest.approx(before)
+    assert weights.logit((9,)) > 1
+
+
+def test_of_two_first_processes_both_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    one, two = KeptExperience(path), KeptExperience(path)  # each with a salt of its own
+    taught(one, 3)
+    taught(two, 5)
+    weights = KeptExperience(path).everything
+    assert weights.logit((3,)) > 1
+    assert weights.logit((5,)) > 1
+
+
+def test_what_all_requests_taught_counts_once_in_a_kind_that_two_processes_begin(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.json"
+    first = KeptExperience(path)
+    taught(first, 3, times=1)
+    one, two = KeptExperience(path), KeptExperience(path)
+    begun = one.everything.logit((3,))
+    taught(one, 5, times=1)
+    taught(two, 5, times=1)
+    followed = KeptExperience(path).of_kind(PROMPT)[0]
+    assert followed.logit((3,)) == pytest.approx(begun, abs=1e-3)
+
+
+def test_a_kind_that_others_have_displaced_is_kept_whole(tmp_path: Path) -> None:
+    path, now = tmp_path / "a.json", [0.0]
+    experience = KeptExperience(path, lambda: now[0])
+    taught(experience, 3)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"kinds": {}}))
+    now[0] = 60
+    taught(experience, 5)
+    assert KeptExperience(path).of_kind(PROMPT)[0].logit((3,)) > 1
+
+
+def test_what_is_removed_is_forgotten_by_processes_that_run(tmp_path: Path) -> None:
+    path, now = tmp_path / "a.json", [0.0]
+    experience = KeptExperience(path, lambda: now[0])
+    taught(experience, 3)
+    path.unlink()
+    now[0] = 60
+    experience.end()
+    assert experience.everything.logit((3,)) == 0
+    assert KeptExperience(path).everything.logit((3,)) == 0
+
+
+def test_it_is_saved_seldom(tmp_path: Path) -> None:
+    path, now = tmp_path / "a.json", [0.0]
+    experience = KeptExperience(path, lambda: now[0])
+    taught(experience, 3)
+    written = path.read_bytes()
+    now[0] = 29
+    taught(experience, 5)
+    assert path.read_bytes() == written
+    now[0] = 31
+    experience.end()
+    assert KeptExperience(path).everything.logit((5,)) > 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "{",
+        "[]",
+        '{"format": "another"}',
+        '{"format": "mlxspec experience", "salt": "00", "everything": [], "kinds": {}}',
+        *(
+            json.dumps(
+                {
+                    "format": "mlxspec experience",
+                    "salt": "00" * 16,
+                    "everything": [one],
+                    "kinds": {},
+                }
+            )
+            for one in (
+                [TOKEN_FEATURES, 1.0, 1],
+                [1, float("nan"), 1],
+                [1, 1e9, 1],
+                [1],
+                ["1", 1, 1],
+            )
+        ),
+    ],
+)
+def test_a_damaged_file_is_ignored_with_a_line_and_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(damage)
+    experience = KeptExperience(path)
+    assert [record.message.count("\n") for record in caplog.records] == [0]
+    assert str(path) in caplog.text
+    taught(experience, 3)
+    caplog.clear()
+    assert KeptExperience(path).everything.logit((3,)) > 1
+    assert not caplog.records
+
+
+def test_a_place_that_cannot_be_written_gives_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    now = [0.0]
+    experience = KeptExperience(tmp_path / "file" / "experience" / "a.json", lambda: now[0])
+    for _ in range(3):
+        now[0] += 60
+        taught(experience, 3)
+    CostCache(tmp_path / "file" / "step_times").update(CostKey({}, {}), {})
+    assert len(caplog.records) == 1
+    assert re.search(r"is not kept in .* \(Not a directory\); MLXSPEC_CACHE_DIR", caplog.text)
+
+
+def test_a_full_disk_leaves_what_was_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    taught(KeptExperience(path), 3)
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    experience = KeptExperience(path)
+    monkeypatch.setattr(os, "fsync", full)
+    taught(experience, 5)
+    assert path.read_bytes() == before
+    assert "No space left" in caplog.text
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_few_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(experience_file, "_MOST_FILES", 3)
+    paths = [experience_path({"digest": str(number)}) for number in range(5)]
+    for age, path in enumerate(paths):
+        taught(KeptExperience(path), 3)
+        os.utime(path, (age, age))
+    assert {*experience_file.kept_experience()} == {*paths[2:]}
+
+
+WRITES = """
+import sys
+from pathlib import Path
+from mlxspec.drafting.experience_file import KeptExperience
+experience = KeptExperience(Path(sys.argv[1]), iter(range(0, 10**9, 60)).__next__)
+print("ready", flush=True)
+while True:
+    experience.everything.learn((3,), 0.0, True)
+    experience.end()
+"""
+
+
+@pytest.mark.slow
+def test_killed_while_writing_nothing_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    taught(KeptExperience(path), 7)
+    known = KeptExperience(path).everything.logit((7,))
+    for round_number in range(6):
+        writers = [
+            subprocess.Popen([sys.executable, "-c", WRITES, str(path)], stdout=subprocess.PIPE)
+            for _ in range(2)
+        ]
+        for writer in writers:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+        time.sleep(0.02 + 0.03 * round_number)
+        for writer in writers:
+            writer.send_signal(signal.SIGKILL)
+            writer.communicate()
+        assert KeptExperience(path).everything.logit((7,)) == pytest.approx(known)
+    taught(KeptExperience(path), 7)  # and what the killed ones had begun is cleared away
+    assert [*tmp_path.iterdir()] == [path]

@@ -1,0 +1,100 @@
+"""Forced tokens as drafts, beside whatever else is drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from mlxspec.drafting.drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
+from mlxspec.drafting.forced import guided, with_forced
+
+
+class Spelled:
+    """A guide for an output that is one text, or one of two after a common beginning."""
+
+    def __init__(self, *texts: str) -> None:
+        self._texts = [[*map(ord, text)] for text in texts]
+        self.at: list[int] = []
+
+    def forced(self, path: Sequence[int] = ()) -> list[int]:
+        found: list[int] = []
+        while len({*(follows := self._following([*self.at, *path, *found]))}) == 1:
+            found.append(follows[0])
+        return found
+
+    def guide(
+        self, tokens: Sequence[int], parents: Sequence[int]
+    ) -> tuple[list[bool], Mapping[int, Sequence[int]]]:
+        paths: list[list[int]] = [[]]
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            paths.append([*paths[parent], token])
+        allowed = [any(text[: len(path)] == path for text in self._texts) for path in paths]
+        inner = {parents[node] for node, flag in enumerate(allowed) if node and flag} - {0}
+        leaves = [node for node, flag in enumerate(allowed) if flag and node not in inner]
+        return allowed, {node: found for node in leaves if (found := self.forced(paths[node]))}
+
+    def _following(self, path: list[int]) -> list[int]:
+        return [t[len(path)] for t in self._texts if t[: len(path)] == path and len(t) > len(path)]
+
+
+class Fixed(Drafter):
+    """Always drafts the same."""
+
+    def __init__(self, tree: DraftTree, branching: bool = True) -> None:
+        self.tree, self.branching = tree, branching
+        self.seen: list[VerifiedStep] = []
+
+    def propose(self, max_depth: int) -> DraftTree:
+        return self.tree
+
+    def observe(self, step: VerifiedStep) -> None:
+        self.seen.append(step)
+
+
+def chain(text: str) -> DraftTree:
+    return DraftTree.chain(0, map(ord, text))
+
+
+def text_of(candidates: DraftTree, node: int) -> str:
+    text = ""
+    while node:
+        text = chr(candidates.tokens[node]) + text
+        node = candidates.parents[node]
+    return text
+
+
+@pytest.mark.parametrize("branching", [True, False])
+def test_forced_tokens_come_first_and_each_drafter_sees_its_own(branching: bool) -> None:
+    own = Fixed(chain("abx"), branching)
+    drafter = with_forced(own, Spelled("abc"))
+    assert drafter.branching == branching
+    drafter.begin([0])
+    tree = drafter.propose(8)
+    assert tree.first_chain() == chain("abc")
+    assert tree.origins[:3] == ("grammar", "grammar", "grammar")
+    tokens = tuple(map(ord, "abc"))
+    drafter.observe(VerifiedStep(tree, (*tokens, 0, 0), (*tokens, 0, 0), (1, 2, 3), (*tokens, 0)))
+    assert own.seen[0].tree == chain("abx")
+    assert own.seen[0].accepted == (1, 2)
+
+
+def test_candidates_that_may_not_come_are_left_out_and_forced_ones_are_put_in() -> None:
+    builder = TreeBuilder(0)
+    a = builder.child(0, ord("a"), 0.5, "lookup")
+    b = builder.child(a, ord("b"), 0.4, "lookup")
+    builder.child(0, ord("z"), 0.3, "lookup")
+    builder.child(b, ord("x"), 0.2, "lookup")
+    builder.child(b, ord("q"), 0.1, "lookup")
+    candidates = builder.tree()
+    found = guided(candidates, Spelled("abxcd", "abyef"), 16, 16)
+    texts = [text_of(found, node) for node in range(1, len(found.tokens))]
+    reached = dict(zip(texts, found.p_reached, strict=True))
+    assert set(reached) == {"a", "ab", "abx", "abxc", "abxcd"}
+    assert reached["a"] == pytest.approx(0.99)
+    assert reached["ab"] == pytest.approx(0.99**2)
+    assert reached["abx"] == pytest.approx(0.99**2 * 0.5)
+    assert reached["abxcd"] == pytest.approx(0.99**4 * 0.5)
+    assert found.origins == ("grammar", "grammar", "lookup", "grammar", "grammar")
+    assert len(guided(candidates, Spelled("abxcd", "abyef"), 3, 16).tokens) == 4
+    assert max(guided(candidates, Spelled("abxcd", "abyef"), 16, 4).depths) == 4

@@ -1,0 +1,107 @@
+"""p_accept: the classes of tokens, what the model estimates, and that it learns."""
+
+import random
+
+import pytest
+
+from mlxspec.corpus.suffix_index import Continuation, Occurrence
+from mlxspec.drafting.experience import Corrections
+from mlxspec.drafting.p_accept import AcceptanceModel, TokenClass, token_classes
+
+_EXPECTED = {
+    "▁the": TokenClass.WORD_START,
+    "Ġthe": TokenClass.WORD_START,
+    "▁": TokenClass.WORD_START,
+    "ing": TokenClass.CONTINUATION,
+    "7": TokenClass.DIGIT,
+    ").": TokenClass.PUNCTUATION,
+    "▁(": TokenClass.SPACED_PUNCTUATION,
+    "<0x0A>": TokenClass.BYTE_OR_NEWLINE,
+    "Ċ": TokenClass.BYTE_OR_NEWLINE,
+    "ĊĊ": TokenClass.BYTE_OR_NEWLINE,
+    "": TokenClass.WORD_START,
+}
+
+
+@pytest.mark.parametrize("piece", _EXPECTED)
+def test_pieces_are_classified_in_either_spelling(piece: str) -> None:
+    assert token_classes([piece], special=()) == bytes([_EXPECTED[piece]])
+
+
+def test_special_tokens_go_by_their_id() -> None:
+    assert token_classes(["</s>", "a"], special={0}) == bytes(
+        [TokenClass.SPECIAL, TokenClass.CONTINUATION]
+    )
+
+
+def continuation(length: int, position: int = 50, count: int = 1) -> Continuation:
+    return Continuation(9, length, position, [Occurrence(length, position)] * count)
+
+
+def p_accept(model: AcceptanceModel, *found: Continuation) -> list[float]:
+    estimates = model.estimate(found, end=100, depth=0, before=3, limit=6)
+    return [estimate.p_accept for estimate in estimates]
+
+
+def test_longer_matches_are_more_likely_right() -> None:
+    model = AcceptanceModel()
+    short, middle, long = (p_accept(model, continuation(length))[0] for length in (1, 4, 20))
+    assert 0 < short < middle < long < 1
+
+
+def test_competitors_make_the_best_less_likely() -> None:
+    model = AcceptanceModel()
+    alone = p_accept(model, continuation(4, count=2))[0]
+    close, clear = (
+        p_accept(model, continuation(4), continuation(length, position=20))[0] for length in (4, 1)
+    )
+    assert close < clear < alone
+
+
+def test_what_comes_from_earlier_texts_is_less_likely_right() -> None:
+    own = p_accept(AcceptanceModel(), continuation(3))[0]
+    assert p_accept(AcceptanceModel(earlier=True), continuation(3))[0] < own
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_the_next_generation_knows_what_this_one_taught(earlier: bool) -> None:
+    taught = Corrections()
+    model = AcceptanceModel(earlier=earlier)
+    model.begin([taught])
+    first = p_accept(model, continuation(3))
+    estimates = model.estimate([continuation(3)], end=100, depth=0, before=3, limit=1)
+    for _ in range(20):
+        model.learn(estimates, None)
+    model.begin([taught])
+    assert p_accept(model, continuation(3)) < first
+    model.begin()
+    assert p_accept(model, continuation(3)) == first
+
+
+def test_what_differs_in_a_feature_is_told_apart() -> None:
+    """Continuations of the prompt are right and those of the output are not."""
+    source, taught = random.Random(1), Corrections()
+    model = AcceptanceModel()
+    before = p_accept(model, continuation(3))[0]
+    for _ in range(100):
+        model.begin([taught], output_start=70)
+        for position, right in source.choices(((50, 0), (80, None)), k=4):
+            found = [continuation(3, position)]
+            model.learn(model.estimate(found, 100, 0, 3, 1), right)
+    model.begin([taught], output_start=70)
+    of_prompt = p_accept(model, continuation(3, position=50))[0]
+    of_output = p_accept(model, continuation(3, position=80))[0]
+    assert of_output < before < of_prompt
+
+
+@pytest.mark.parametrize("truth", [True, False])
+def test_experience_moves_the_estimates(truth: bool) -> None:
+    model = AcceptanceModel()
+    before = p_accept(model, continuation(2))[0]
+    for _ in range(60):
+        estimates = model.estimate([continuation(2)], end=100, depth=0, before=3, limit=1)
+        model.learn(estimates, 0 if truth else None)
+    after = p_accept(model, continuation(2))[0]
+    assert after > max(before, 0.9) if truth else after < min(before, 0.1)
+    model.begin()
+    assert p_accept(model, continuation(2))[0] == before

@@ -1,0 +1,63 @@
+"""Prompt lookup against a scan of the whole context."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxspec.drafting.drafter import DraftTree, VerifiedStep
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter, parse_lookup_config
+from mlxspec.errors import OptionError
+
+contexts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+def scan(context: Sequence[int], n_draft: int, ngram_max: int, ngram_min: int) -> list[int]:
+    """The draft by definition: longest n first, then the earliest match that continues."""
+    for n in range(ngram_max, ngram_min - 1, -1):
+        for start in range(len(context) - n):
+            if context[start : start + n] == context[len(context) - n :]:
+                return list(context[start + n : start + n + n_draft])
+    return []
+
+
+@given(contexts, contexts, st.integers(1, 6), st.integers(1, 4), st.integers(0, 3))
+def test_drafts_equal_a_scan_after_every_step(
+    prompt: list[int], output: list[int], n_draft: int, ngram_min: int, longer: int
+) -> None:
+    drafter = PromptLookupDrafter(n_draft, ngram_min + longer, ngram_min)
+    drafter.begin(prompt)
+    context = prompt.copy()
+    while True:
+        draft = scan(context, n_draft, ngram_min + longer, ngram_min)
+        assert drafter.propose(100) == DraftTree.chain(context[-1], draft)
+        assert drafter.propose(2) == DraftTree.chain(context[-1], draft[:2])
+        if not output:
+            break
+        emitted, output = tuple(output[:3]), output[3:]
+        drafter.observe(VerifiedStep(DraftTree.chain(context[-1]), (), (), (), emitted))
+        context += emitted
+
+
+@pytest.mark.parametrize(
+    ("n_draft", "ngram_max", "ngram_min"),
+    [(0, 3, 1), (-1, 3, 1), (10, 1, 2), (10, 0, 0), (10, 10**6, 1)],
+)
+def test_impossible_parameters_are_refused(n_draft: int, ngram_max: int, ngram_min: int) -> None:
+    with pytest.raises(OptionError):
+        PromptLookupDrafter(n_draft, ngram_max, ngram_min)
+
+
+def test_tensorrt_llm_form_is_understood() -> None:
+    assert parse_lookup_config("[10,2]") == (10, 2, None)
+    assert parse_lookup_config([10, 2]) == (10, 2, None)
+    *values, note = parse_lookup_config("[10,2,[0]]")
+    assert values == [10, 2]
+    assert "device list [0] is ignored" in note
+
+
+@pytest.mark.parametrize("config", ["", "[10]", "10,2", "[10,2,[0],1]", '["a",2]', "[-1,2]", 7])
+def test_other_forms_are_refused_with_the_right_one(config: object) -> None:
+    with pytest.raises(OptionError, match=r"\[10,2\]"):
+        parse_lookup_config(config)  # type: ignore[arg-type]

@@ -1,0 +1,142 @@
+"""Sharing the rows of a joint step, on texts whose drafts are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxspec.drafting.cost_curve import CostCurve, Costs, FixedCosts
+from mlxspec.drafting.drafter import DraftTree, VerifiedStep, accept
+from mlxspec.drafting.live_costs import LiveCosts
+from mlxspec.drafting.live_curve import KnownTime
+from mlxspec.drafting.planner import Planner, plan_drafts
+from mlxspec.drafting.suffix_source import SuffixSource
+from tests.drafting.test_live_costs import ANY_TIME
+from tests.support.planners import suffix_planner
+
+# Few rows are nearly free, the others cost more than they could earn.
+FOUR_FREE = CostCurve([(1, 1), (5, 1.01), (6, 20), (64, 80)])
+# A draft of eight tokens makes a step half as long again.
+DEAR = CostCurve([(1, 1), (2, 1.5), (9, 1.5), (10, 20), (64, 80)])
+TEXT = list(range(100, 130)) * 2 + list(range(100, 110))
+
+
+def trees(planners: Sequence[Planner], costs: Costs, **options: Any) -> list[DraftTree]:
+    """The drafts that are planned together."""
+    plans = plan_drafts(planners, [64] * len(planners), costs, **options)
+    return [planner.draft(plan) for planner, plan in zip(planners, plans, strict=True)]
+
+
+def drafts(*planners: Planner) -> list[int]:
+    """How many nodes each gets, after an equal text."""
+    costs = FixedCosts(FOUR_FREE, sync_overhead=0.0)
+    return [len(tree) - 1 for tree in trees(planners, costs, sequences=len(planners))]
+
+
+def copying(rate: float) -> Planner:
+    """A planner in the middle of a copy, whose sequence has had this rate."""
+    planner = suffix_planner(FOUR_FREE)
+    planner.begin(TEXT)
+    planner.policy.rate = rate
+    return planner
+
+
+def test_equal_sequences_share_equally() -> None:
+    assert drafts(copying(1.2), copying(1.2)) == [2, 2]
+
+
+def test_rows_go_to_the_slower_of_equal_drafts() -> None:
+    assert drafts(copying(4.0), copying(1.0)) == [0, 4]
+    assert drafts(copying(1.0), copying(4.0)) == [4, 0]
+
+
+@pytest.mark.parametrize("rate", [1.0, 4.0])
+def test_one_sequence_drafts_whatever_its_rate(rate: float) -> None:
+    assert drafts(copying(rate)) == [4]
+
+
+def test_an_empty_bank_allows_nothing_and_the_banks_of_all_count() -> None:
+    poor, rich, richer = (copying(1.2) for _ in range(3))
+    for planner, bank in ((poor, 0.0), (rich, 9.0), (richer, 9.0)):
+        planner.policy.bank = bank
+    assert drafts(poor) == [0]
+    assert drafts(rich) == [4]
+    assert drafts(rich, richer) == [2, 2]
+    assert drafts(poor, rich) == [2, 2]
+
+
+def test_a_forward_that_is_dispatched_is_interrupted_for_all_or_for_none() -> None:
+    costs = FixedCosts(FOUR_FREE, sync_overhead=4.0)  # more than these drafts gain
+
+    def drafted(ahead: bool) -> int:
+        planners = [copying(1.2), copying(1.2)]
+        planners[0].policy.ahead = ahead  # the other one has just joined
+        return sum(len(tree) - 1 for tree in trees(planners, costs, sequences=2))
+
+    assert drafted(ahead=False) == 4
+    assert drafted(ahead=True) == 0
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_nobody_waits_long_for_the_drafts_of_others(patient: bool) -> None:
+    copies, waits = copying(1.2), suffix_planner(DEAR)
+    waits.begin(range(200, 240))  # nothing repeats
+    for planner in (copies, waits):
+        planner.policy.bank = 100.0
+    waits.policy.patience = 0.1  # has waited already
+    costs = FixedCosts(DEAR, sync_overhead=0.0)
+    waits.policy.patience = 0.3
+    copied, _ = trees([copies, waits], costs, sequences=2, patient=patient)
+    assert (len(copied) > 1) is patient
+    waits.policy.patience = 4.0
+    copied, _ = trees([copies, waits], costs, sequences=2, patient=patient)
+    assert len(copied) > 1
+
+
+@given(
+    plain=ANY_TIME,
+    others=st.lists(ANY_TIME),
+    seconds=st.lists(st.floats(), min_size=4, max_size=4),
+    replays=st.booleans(),
+    rows_taken=st.integers(0, 70),
+)
+def test_no_step_times_make_planning_fail(
+    plain: KnownTime,
+    others: list[KnownTime],
+    seconds: list[float],
+    replays: bool,
+    rows_taken: int,
+) -> None:
+    costs = LiveCosts({1024: [*others, replace(plain, rows=1)]})
+    together = costs.for_sequences(3)
+    planners = [Planner(costs, [SuffixSource()], replays=replays) for _ in range(2)]
+    for planner in planners:
+        planner.begin(TEXT)
+    for number, taken in enumerate(seconds):
+        alone = number % 2
+        if alone:
+            drafted = [planner.propose(64) for planner in planners]
+        else:
+            drafted = trees(planners, together, sequences=3, rows_taken=rows_taken)
+        for planner, tree in zip(planners, drafted, strict=True):
+            nodes, tokens = accept(tree, [TEXT[30 + number]] * len(tree))
+            rows, sequences = (len(tree), 1) if alone else (len(tree) + 2, 3)
+            step = VerifiedStep(
+                *(tree, (), (), nodes, tokens),
+                rows=rows,
+                sequences=sequences,
+                seconds=taken,
+                context=80,
+                pending=number if replays else 0,
+                pipelined=planner.pipelined,
+            )
+            planner.observe(step)
+            together.record(rows, taken, planner.pipelined)
+    for planner in planners:
+        planner.end()
+        assert not planner.failed

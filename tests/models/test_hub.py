@@ -1,0 +1,128 @@
+"""Downloads from a stand-in for the Hub, each in a process of its own with an empty cache."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.local_hub import LocalHub, serve
+
+pytestmark = pytest.mark.slow
+
+# One JSON line for each repository: the names of the downloaded files, or the error.
+SCRIPT = """
+import json, sys
+from mlxspec.errors import LoadError
+from mlxspec.models.model_files import download, is_downloaded
+for request in sys.argv[1:]:
+    repository, _, revision = request.partition("@")
+    if revision == "?":
+        print(json.dumps(is_downloaded(repository)))
+        continue
+    try:
+        print(json.dumps(sorted(p.name for p in download(repository, revision or None).iterdir())))
+    except LoadError as error:
+        print(json.dumps(str(error)))
+"""
+
+
+OTHERS = {
+    "Tiny-GGUF": ("config.json", "tiny.Q4_K_M.gguf"),
+    "old": ("config.json", "pytorch_model.bin"),
+    "original": ("params.json", "consolidated.safetensors"),
+    "readme": ("README.md", "config.json"),
+}
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHub]:
+    directory = tmp_path_factory.mktemp("repository")
+    names = [
+        *("config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja"),
+        *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+        *("modeling.py", "pytorch_model.bin", "consolidated.safetensors", "model.gguf"),
+    ]
+    for name in names:
+        (directory / name).write_text(f"content of {name}")
+    repositories = {"someone/tiny": directory, "someone/gated": directory}
+    for kind, files in OTHERS.items():
+        repositories[f"someone/{kind}"] = other = tmp_path_factory.mktemp(kind)
+        for name in files:
+            (other / name).write_text(f"content of {name}")
+    with serve(LocalHub(repositories, gated={"someone/gated"})) as hub:
+        yield hub
+
+
+def download(endpoint: str, cache: Path, *requests: str) -> tuple[list, str]:
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(cache)}
+    environment["NO_PROXY"] = "127.0.0.1"
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *requests],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+def test_only_a_models_own_files_are_fetched_and_only_once(hub: LocalHub, tmp_path: Path) -> None:
+    wanted = {
+        *("config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja"),
+        *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+    }
+    hub.requests.clear()
+    (names,), progress = download(hub.endpoint, tmp_path, "someone/tiny@main")
+    assert set(names) == hub.files_sent() == wanted
+    assert "Fetching 6 files" in progress
+    hub.requests.clear()
+    download(hub.endpoint, tmp_path, "someone/tiny")
+    assert hub.files_sent() == set()
+
+
+def test_what_is_downloaded_is_known_without_the_hub(hub: LocalHub, tmp_path: Path) -> None:
+    hub.requests.clear()
+    no, odd = "someone/tiny@?", "no/such/name@?"
+    assert download(hub.endpoint, tmp_path, no, odd)[0] == [False, False]
+    assert hub.requests == []
+    download(hub.endpoint, tmp_path, "someone/tiny")
+    assert download("http://127.0.0.1:9", tmp_path, "someone/tiny@?", odd)[0] == [True, False]
+
+
+def test_repositories_that_cannot_be_had_are_named(hub: LocalHub, tmp_path: Path) -> None:
+    (missing, gated, revision), _ = download(
+        hub.endpoint, tmp_path, "someone/nothing", "someone/gated", "someone/tiny@nope"
+    )
+    assert missing.startswith("someone/nothing: neither a local directory nor a repository")
+    assert gated.startswith("someone/gated: the repository is gated")
+    assert "hf auth login" in gated
+    assert revision == "someone/tiny: the repository has no revision 'nope'"
+
+
+def test_repositories_without_weights_for_mlx_say_what_they_have(
+    hub: LocalHub, tmp_path: Path
+) -> None:
+    names = [f"someone/{kind}" for kind in OTHERS]
+    errors, _ = download(hub.endpoint, tmp_path, *names)
+    told = dict(zip(OTHERS, errors, strict=True))
+    assert "GGUF format" in told["Tiny-GGUF"]
+    assert "mlx-community/models?search=Tiny " in told["Tiny-GGUF"]
+    assert "PyTorch's weights; use a version of the model with safetensors" in told["old"]
+    assert "mlxspec convert --torch-path" in told["original"]
+    assert "the repository has no weights; name one that has" in told["readme"]
+    (offline, gguf), _ = download(
+        "http://127.0.0.1:9", tmp_path, "someone/readme", "another/Model-GGUF"
+    )
+    assert "not on this machine, and the Hub cannot be reached" in offline
+    assert "the Hub cannot be reached" in gguf
+    assert "GGUF format" in gguf
+
+
+def test_without_a_network_the_error_says_so(tmp_path: Path) -> None:
+    (error,), _ = download("http://127.0.0.1:9", tmp_path, "someone/tiny")
+    assert error.startswith("someone/tiny: ")
+    assert "the Hub cannot be reached" in error

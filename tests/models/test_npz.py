@@ -1,0 +1,122 @@
+"""Original names and settings against mlx-lm's model classes."""
+
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.llama import Model, ModelArgs
+
+from mlxspec.errors import LoadError
+from mlxspec.models.npz import (
+    complete_params,
+    config_from_params,
+    expected_shapes,
+    original_to_mlx_name,
+)
+
+# params.json of Mistral 7B v0.1, and of Llama 2 7B, as published.
+MISTRAL = {
+    "dim": 4096,
+    "n_layers": 32,
+    "head_dim": 128,
+    "hidden_dim": 14336,
+    "n_heads": 32,
+    "n_kv_heads": 8,
+    "norm_eps": 1e-05,
+    "sliding_window": 4096,
+    "vocab_size": 32000,
+}
+LLAMA = {
+    "dim": 4096,
+    "multiple_of": 256,
+    "n_heads": 32,
+    "n_layers": 32,
+    "norm_eps": 1e-05,
+    "vocab_size": -1,
+}
+LLAMA_SHAPES = {
+    "tok_embeddings.weight": (32000, 4096),
+    "layers.0.feed_forward.w1.weight": (11008, 4096),
+}
+
+
+@pytest.mark.parametrize(("params", "shapes"), [(MISTRAL, {}), (LLAMA, LLAMA_SHAPES)])
+def test_names_and_shapes_are_those_of_mlx_lms_model(params: dict, shapes: dict):
+    full = complete_params(params, shapes)
+    model = Model(ModelArgs.from_dict(config_from_params(params, shapes)))
+    theirs = {name: tuple(a.shape) for name, a in tree_flatten(model.parameters())}
+    ours = {original_to_mlx_name(name): s for name, s in expected_shapes(full).items()}
+    assert ours == theirs
+
+
+def test_published_settings_of_mistral_7b():
+    # config.json of mistralai/Mistral-7B-v0.1
+    config = config_from_params(MISTRAL, {})
+    published = {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "vocab_size": 32000,
+        "tie_word_embeddings": False,
+    }
+    assert config.items() >= published.items()
+
+
+def test_quantised_layers_keep_their_parameter():
+    assert (
+        original_to_mlx_name("layers.31.feed_forward.w2.scales")
+        == "model.layers.31.mlp.down_proj.scales"
+    )
+    assert original_to_mlx_name("output.biases") == "lm_head.biases"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rope.freqs",
+        "norm",
+        "norm.bias",
+        "layers.0.attention.wq",
+        "layers.0.attention.wx.weight",
+        "layers.00.attention.wq.weight",
+        "layers.-1.attention.wq.weight",
+        "xlayers.0.attention.wq.weight",
+        "",
+    ],
+)
+def test_other_names_have_no_counterpart(name: str):
+    assert original_to_mlx_name(name) is None
+
+
+@pytest.mark.parametrize(("dim", "factor"), [(2048, 32.0), (3072, 32.0), (4096, 8.0)])
+def test_scaled_rope_has_the_factor_of_the_published_models(dim: int, factor: float):
+    # config.json of Llama-3.2-1B, Llama-3.2-3B and Llama-3.1-8B
+    params = MISTRAL | {"dim": dim, "use_scaled_rope": True}
+    assert config_from_params(params, {})["rope_scaling"] == {
+        "factor": factor,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
+
+
+def test_neighbouring_pairs_are_said_only_where_the_weights_have_them():
+    assert config_from_params(MISTRAL, {}, rope_traditional=True)["rope_traditional"] is True
+    assert "rope_traditional" not in config_from_params(MISTRAL, {})
+
+
+def test_an_unknown_setting_is_refused_unless_it_is_off():
+    with pytest.raises(LoadError, match="'logit_scale' belongs to no known"):
+        complete_params(MISTRAL | {"logit_scale": 2.0}, {})
+    assert complete_params(MISTRAL | {"vision_encoder": None, "use_biases": False}, {})
+
+
+def test_open_settings_without_tensors_name_what_is_missing():
+    with pytest.raises(LoadError, match=r"layers\.0\.feed_forward\.w1\.weight is missing"):
+        complete_params(LLAMA, {})

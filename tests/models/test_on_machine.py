@@ -1,0 +1,126 @@
+"""What is told of a model's files without loading them."""
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlxspec.models.model_files import DEMO_DIRECTORY
+from mlxspec.models.on_machine import cached_repositories, model_files
+
+
+def weights(path: Path, **types: mx.Dtype) -> None:
+    """A file of weights with a tensor of 100 numbers for each name."""
+    mx.save_safetensors(str(path), {name: mx.zeros((100,), of) for name, of in types.items()})
+
+
+def settings(directory: Path, **config: object) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def test_the_demo_model_can_be_run():
+    found = model_files(DEMO_DIRECTORY)
+    assert (found.trouble, found.architecture, found.weights) == ("", "mistral", "bf16")
+    arrays = mx.load(str(DEMO_DIRECTORY / "model.safetensors"))
+    assert found.weight_bytes == found.half_bytes == sum(one.nbytes for one in arrays.values())
+    assert found.nbytes == sum(file.stat().st_size for file in DEMO_DIRECTORY.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("config", "types", "told"),
+    [
+        ({"quantization": {"bits": 4, "group_size": 64}}, {"a": mx.uint32}, "4 bits"),
+        ({"quantization": {"bits": 4, "mode": "mxfp4"}}, {"a": mx.uint32}, "4 bits, mxfp4"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {"a": mx.uint8}, "fp8"),
+        ({}, {"a": mx.float16, "b": mx.float16, "c": mx.float32}, "fp32"),  # most bytes
+        ({}, {"a": mx.float16, "b": mx.float16, "c": mx.float16, "d": mx.float32}, "fp16"),
+    ],
+)
+def test_how_weights_are_written(config: dict, types: dict, told: str, tmp_path: Path):
+    settings(tmp_path, model_type="llama", **config)
+    weights(tmp_path / "model.safetensors", **types)
+    found = model_files(tmp_path)
+    assert (found.weights, found.trouble) == (told, "")
+    sizes = {mx.float16: 200, mx.float32: 400, mx.uint32: 400, mx.uint8: 100}
+    assert found.weight_bytes == sum(sizes[of] for of in types.values())
+    assert found.half_bytes == 200 * [*types.values()].count(mx.float16)
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "told"),
+    [
+        (None, ["a.gguf"], "GGUF, for llama.cpp; convert"),
+        ({"model_type": "llama"}, ["a.gguf"], "GGUF"),
+        (None, ["params.json", "consolidated.00.pth"], "mlxspec convert "),
+        ({"model_type": "llama"}, ["pytorch_model.bin"], "PyTorch's weights; take"),
+        ({"model_type": "llama"}, [], "its weights are not here; the rest is downloaded"),
+        (None, ["tokenizer.json"], "its weights are not here"),
+        (None, ["vae.safetensors"], "no language model"),
+        (None, ["README.md"], "no language model"),
+        ({"model_type": "bert"}, ["model.safetensors"], 'mlx-lm has no architecture "bert"'),
+        ({}, ["model.safetensors"], "names no model_type"),
+        ({"model_type": "x", "model_file": "x.py"}, ["model.safetensors"], "Python code"),
+    ],
+)
+def test_what_cannot_be_run_as_it_is(
+    config: dict | None, files: list[str], told: str, tmp_path: Path
+):
+    if config is not None:
+        settings(tmp_path, **config)
+    for name in files:
+        if name == "model.safetensors":
+            weights(tmp_path / name, a=mx.float16)
+        else:
+            (tmp_path / name).write_bytes(b"x" * 10)
+    assert told in model_files(tmp_path).trouble
+
+
+def test_an_architecture_that_mlx_lm_has_under_another_name_is_one(tmp_path: Path):
+    settings(tmp_path, model_type="xverse")
+    weights(tmp_path / "model.safetensors", a=mx.float16)
+    assert model_files(tmp_path).trouble == ""
+
+
+def test_parts_that_are_missing_and_files_that_are_damaged(tmp_path: Path):
+    settings(tmp_path, model_type="llama")
+    first = tmp_path / "model-00001-of-00002.safetensors"
+    weights(first, a=mx.float16)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": first.name, "b": "model-2.safetensors"}}))
+    assert model_files(tmp_path).trouble.startswith("1 of 2 files of weights are not here")
+    index.write_text("[]")
+    assert "index.json is damaged" in model_files(tmp_path).trouble
+    index.unlink()
+    first.write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
+    assert "cut short or damaged" in model_files(tmp_path).trouble
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json is damaged" in model_files(tmp_path).trouble
+
+
+def test_of_a_repository_the_main_revision_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert [*cached_repositories()] == []
+    tmp_path = tmp_path / "hub"
+    for name, revisions in {"owner/b": ("1" * 40, "2" * 40), "Owner/A": ("3" * 40,)}.items():
+        repository = tmp_path / f"models--{name.replace('/', '--')}"
+        (repository / "blobs").mkdir(parents=True)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(revisions[0])
+        for number, revision in enumerate(revisions):
+            blob = repository / "blobs" / str(number)
+            blob.write_text("{}")
+            os.utime(blob, (number, number))  # the other revision is younger
+            (repository / "snapshots" / revision).mkdir(parents=True)
+            (repository / "snapshots" / revision / "config.json").symlink_to(blob)
+    (tmp_path / "datasets--owner--data" / "snapshots").mkdir(parents=True)
+    found = [*cached_repositories()]
+    assert [(name, path.name) for name, path in found] == [
+        ("Owner/A", "3" * 40),
+        ("owner/b", "1" * 40),
+    ]

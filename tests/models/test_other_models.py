@@ -1,0 +1,140 @@
+"""Models of other programs: each is refused in one line that says what to use instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from mlxspec.convert.hugging_face import open_hugging_face
+from mlxspec.errors import LoadError
+from mlxspec.models import model_files
+from mlxspec.models.model import load
+from mlxspec.models.model_files import given_name
+from mlxspec.models.other_models import hub_repository
+from mlxspec.models.tokenizer import load_tokenizer_of
+
+
+def refused(name: str | Path) -> str:
+    with pytest.raises(LoadError) as caught:
+        load(name)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(f"{name}: ")
+    return message
+
+
+def searched(message: str) -> str:
+    """What the address in a message searches mlx-community for."""
+    (word,) = [word for word in message.split() if word.startswith("https://")]
+    address = urlsplit(word)
+    assert address.path == "/mlx-community/models"
+    return parse_qs(address.query).get("search", [""])[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "search"),
+    [
+        ("llama3.1:8b", "llama3.1"),
+        ("gpt-oss:20b", "gpt-oss"),
+        ("somebody/qwen2.5-coder:7b-instruct-q4_K_M", "qwen2.5-coder"),
+    ],
+)
+def test_a_name_of_ollama_s(name: str, search: str) -> None:
+    message = refused(name)
+    assert "a name of Ollama's" in message
+    assert searched(message) == search
+    assert "mlxspec convert --hf-path OWNER/NAME" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "search"),
+    [
+        ("mistral-7b-instruct-v0.2.Q4_K_M.gguf", "mistral-7b-instruct-v0.2"),
+        ("models/Qwen3-8B-IQ3_XS.gguf", "Qwen3-8B"),
+        ("tiny-f16.gguf", "tiny"),
+        ("~/phi.gguf", "phi"),
+    ],
+)
+def test_a_gguf_file_that_is_not_there(name: str, search: str) -> None:
+    message = refused(name)
+    assert "no such directory" in message
+    assert "GGUF format, which is llama.cpp's" in message
+    assert searched(message) == search
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "sha256-0a1b"])
+def test_a_gguf_file_is_told_by_its_content(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"GGUF\x03\0\0\0")
+    assert "GGUF format" in refused(tmp_path / name)
+    with pytest.raises(LoadError, match="GGUF format"):
+        load_tokenizer_of(tmp_path / name)
+
+
+def test_a_directory_of_gguf_files_alone(tmp_path: Path) -> None:
+    directory = tmp_path / "Mistral-7B-GGUF"
+    directory.mkdir()
+    (directory / "mistral.Q8_0.gguf").write_bytes(b"GGUF")
+    message = refused(directory)
+    assert "GGUF format" in message
+    assert searched(message) == "Mistral-7B"
+
+
+def test_a_directory_of_pytorch_s_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model-00001-of-00002.bin").touch()
+    assert "PyTorch's weights; use a version of the model with safetensors" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gpt-4", "claude-sonnet-4-5", "gemini-2.5-pro", "o3-mini"])
+def test_a_model_that_only_its_maker_serves(name: str) -> None:
+    message = refused(name)
+    assert "only its maker serves" in message
+    assert searched(message) == ""
+
+
+def test_a_bare_name_is_searched_for_and_a_path_is_not() -> None:
+    assert searched(refused("mistral")) == "mistral"
+    assert "https://" not in refused("./no/such/place")
+
+
+@pytest.mark.parametrize(
+    ("address", "repository", "revision"),
+    [
+        ("https://huggingface.co/owner/name", "owner/name", None),
+        ("https://huggingface.co/owner/name-4bit/?library=mlx#top", "owner/name-4bit", None),
+        ("huggingface.co/owner/name/tree/main", "owner/name", "main"),
+        ("https://hf.co/owner/name/blob/v1.0/config.json", "owner/name", "v1.0"),
+    ],
+)
+def test_the_page_of_a_repository_stands_for_it(
+    address: str, repository: str, revision: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def download(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
+        asked.append((name, revision))
+        raise LoadError(name)
+
+    monkeypatch.setattr(model_files, "download", download)
+    monkeypatch.setattr("mlxspec.convert.hugging_face.download", download)
+    for use in (load, load_tokenizer_of, open_hugging_face):
+        with pytest.raises(LoadError):
+            use(address)
+    assert asked == [(repository, revision)] * 3
+    assert given_name(address) == repository
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://example.com/owner/name",
+        "https://huggingface.co/owner",
+        "https://huggingface.co/datasets/owner/name",
+        "https://ollama.com/library/llama3",
+    ],
+)
+def test_another_address_is_no_model(address: str) -> None:
+    assert hub_repository(address) == (address, None)
+    assert "name a repository there as owner/name" in refused(address)
