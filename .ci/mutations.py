@@ -78,9 +78,7 @@ def main() -> None:
         shutil.copytree(ROOT, copy, ignore=ignored)
         for chosen in arguments.rooms:
             room, _, word = chosen.partition("/")
-            paths = sorted(
-                Path(ROOT, "mlxspec", room).glob(f"**/*{word}*.py" if word else "**/*.py")
-            )
+            paths = [p for p in sorted(ROOT.glob(f"mlxspec/{room}/**/*.py")) if word in p.stem]
             places = [(path, *place) for path in paths for place in comparisons(path)]
             tests = copy / "tests" / room
             if caught(copy, [tests], arguments.limit):
@@ -99,9 +97,8 @@ def main() -> None:
                 if not hit:
                     line = source.count("\n", 0, start) + 1
                     text = source.splitlines()[line - 1].strip()
-                    print(
-                        f"not found: {path.relative_to(ROOT)}:{line}: {FLIPPED[operator]}: {text}"
-                    )
+                    place = f"{path.relative_to(ROOT)}:{line}"
+                    print(f"not found: {place}: {FLIPPED[operator]} in {text}", flush=True)
             print(f"{chosen}: {found} of {len(sample)} found", flush=True)
 
 
