@@ -63,7 +63,7 @@ def explain_command(
     check_least(0, skip=skip)
     shows.check()
 
-    from ..drafting.recording import RecordedStep, RecordingDrafter
+    from ..drafting.sources import RecordedStep, RecordingDrafter
     from ..models.model_files import given_name
     from .explain_page import explain_page
     from .explain_terminal import print_explained

@@ -178,7 +178,7 @@ class Drafting:
     @cached_property
     def lookup(self) -> PromptLookup:
         """Prompt lookup with its parameters."""
-        from ..drafting.prompt_lookup import parse_lookup_config
+        from ..drafting.sources import parse_lookup_config
         from ..generation.drafting import PromptLookup
 
         given = self._given(LOOKUP)
@@ -256,7 +256,7 @@ class Drafting:
         The window needs drafts as deep as itself, W + N - 3 tokens in its first step, and no
         draft reaches beyond the output's last token.
         """
-        from ..drafting.prompt_lookup import parse_lookup_config
+        from ..drafting.sources import parse_lookup_config
 
         if self.prompt_lookup_config is not None:
             *_, ignored = parse_lookup_config(self.prompt_lookup_config)
@@ -420,7 +420,7 @@ class Generation:
             memories: have the earlier answers that are drafted from.
             leader: splits the model over its ranks.
         """
-        from ..drafting.custom import load_drafter
+        from ..drafting.drafter import load_drafter
         from ..engine.draft_model import check_vocabularies
         from ..models.model import load
 

@@ -12,12 +12,10 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from .combined import united
-from .cost_curve import CostCurve, Costs
+from .acceptance import Experience
+from .combined import Guide, guided, united
+from .costs import CostCurve, Costs
 from .drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
-from .drafter_source import DrafterSource
-from .experience import Experience
-from .forced import Guide, guided
 from .lookahead import LookaheadDrafter
 from .policy import (
     Policy,
@@ -29,6 +27,7 @@ from .policy import (
     price_of_time,
     replayed_costs,
 )
+from .sources import DrafterSource
 from .suffix_source import SuffixSource
 
 _log = logging.getLogger(__name__)

@@ -20,10 +20,9 @@ from ..corpus.suffix_index import (
     SuffixIndex,
     continuations,
 )
+from .acceptance import AcceptanceModel, Estimate, Experience
 from .combined import united
 from .drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
-from .experience import Experience
-from .p_accept import AcceptanceModel, Estimate
 from .policy import SHARE_OF_NOW
 
 CONTEXT = "context"
@@ -71,7 +70,7 @@ class SuffixSource(Drafter):
     Args:
         earlier: earlier texts to draft from.
         on_output: takes each output at its end, to be drafted from later.
-        token_classes: see :func:`mlxspec.drafting.p_accept.token_classes`.
+        token_classes: see :func:`mlxspec.drafting.acceptance.token_classes`.
         context: the index of the conversation so far, which is extended; by default each
             generation has a new one.
         experience: what earlier generations have taught of contexts; this one adds to it.

@@ -14,8 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from ..drafting.custom import checked_draft
-from ..drafting.drafter import Drafter, DraftTree, VerifiedStep, accept, window_rows_of
+from ..drafting.drafter import (
+    Drafter,
+    DraftTree,
+    VerifiedStep,
+    accept,
+    checked_draft,
+    window_rows_of,
+)
 from .caches import held_arrays, move_rows, parts
 from .chooser import Chooser
 from .joint import Joint, JointRows

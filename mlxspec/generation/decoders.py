@@ -16,9 +16,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..corpus.memory import MAX_TOKENS, Memory
 from ..corpus.store import open_store
 from ..corpus.tokenizer_identity import identify
-from ..drafting.custom import checked_drafter
-from ..drafting.drafter import Drafter
-from ..drafting.prompt_lookup import parse_lookup_config
+from ..drafting.drafter import Drafter, checked_drafter
+from ..drafting.sources import parse_lookup_config
 from ..errors import OptionError, StoreError
 from .decoder import Decoder
 from .drafting import Auto, Lookahead, PromptLookup, drafter_maker

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlxspec.drafting.combined import CombinedDrafter, view
 from mlxspec.drafting.drafter import DraftTree, NoDraft, VerifiedStep, accept
 from mlxspec.drafting.lookahead import LookaheadDrafter
-from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.sources import PromptLookupDrafter
 
 branches = st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=5)
 

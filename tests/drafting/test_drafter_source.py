@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from mlxspec.drafting.cost_curve import CostCurve, FixedCosts
+from mlxspec.drafting.costs import CostCurve, FixedCosts
 from mlxspec.drafting.drafter import Drafter, DraftTree, Limits, VerifiedStep
-from mlxspec.drafting.drafter_source import DrafterSource
 from mlxspec.drafting.planner import Planner
-from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.sources import DrafterSource, PromptLookupDrafter
 
 
 class Always(Drafter):

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from mlxspec.drafting.combined import guided, with_forced
 from mlxspec.drafting.drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
-from mlxspec.drafting.forced import guided, with_forced
 
 
 class Spelled:

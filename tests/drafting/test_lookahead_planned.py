@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.bench.replay import replay
-from mlxspec.drafting.cost_curve import CostCurve
+from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep, accept
 from mlxspec.drafting.lookahead import LookaheadDrafter, LookaheadKnowledge, NgramPool, WindowSize
 from mlxspec.drafting.planner import Planner

@@ -12,14 +12,11 @@ from mlxspec.bench.replay import MAX_DEPTH, replay, verify
 from mlxspec.corpus import Memory
 from mlxspec.corpus.context_index import ContextIndex
 from mlxspec.corpus.suffix_index import SEPARATOR, Excerpts, Occurrence, SuffixIndex
+from mlxspec.drafting.acceptance import AcceptanceModel, Corrections
 from mlxspec.drafting.chips import chip_curve
 from mlxspec.drafting.combined import united
-from mlxspec.drafting.cost_curve import CostCurve, FixedCosts
+from mlxspec.drafting.costs import CostCurve, FixedCosts, KnownTime, LiveCosts
 from mlxspec.drafting.drafter import DraftTree, Limits, VerifiedStep
-from mlxspec.drafting.experience import Corrections
-from mlxspec.drafting.live_costs import LiveCosts
-from mlxspec.drafting.live_curve import KnownTime
-from mlxspec.drafting.p_accept import AcceptanceModel
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.policy import allowed_shortfall
 from mlxspec.drafting.suffix_source import Earlier, Evidence, SuffixSource, SuffixTree

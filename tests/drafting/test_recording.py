@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft, VerifiedStep
-from mlxspec.drafting.recording import RecordedStep, RecordingDrafter
+from mlxspec.drafting.sources import RecordedStep, RecordingDrafter
 
 #      0
 #    1   4

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlxspec.drafting.drafter import DraftTree, NoDraft, origins_of
 from mlxspec.drafting.lookahead import LookaheadDrafter
-from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine import joint as engine
 from mlxspec.engine.capability import Capability, finite, joint_mode
 from mlxspec.engine.chooser import Chooser

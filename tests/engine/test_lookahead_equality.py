@@ -8,7 +8,7 @@ import pytest
 
 from mlxspec.drafting.combined import CombinedDrafter
 from mlxspec.drafting.lookahead import LookaheadDrafter
-from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.sampling import SamplingParams
 from tests.support.demo import demo

@@ -17,7 +17,7 @@ import mlxspec
 from mlxspec import AutoDecoder
 from mlxspec.bench.equality import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.corpus.learner import Learner
-from mlxspec.drafting.experience import Corrections
+from mlxspec.drafting.acceptance import Corrections
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.costs import KeptCosts
 from tests.support.demo import FLAT, LINEAR, demo_decoder, given_costs, stand_in_decoder

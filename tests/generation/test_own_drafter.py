@@ -10,7 +10,7 @@ import pytest
 
 import mlxspec
 from mlxspec import AutoDecoder, CombinedDecoder, Decoder, Drafter, DraftTree, VerifiedStep
-from mlxspec.drafting.custom import load_drafter
+from mlxspec.drafting.drafter import load_drafter
 from mlxspec.errors import DrafterError, OptionError
 from tests.support.demo import FLAT, demo_decoder, given_costs, stand_in_decoder
 from tests.support.drafters import HostileDrafter
