@@ -132,7 +132,7 @@ def test_a_sentencepiece_model_alone_gets_its_own_ids(tmp_path: Path, tokenizer_
 def test_a_quantised_model_is_not_quantised_again(tmp_path: Path, tokenizer_model: Path):
     source = write_model(tmp_path / "source", tokenizer_model)
     convert(hf_path=source, mlx_path=tmp_path / "q", quantize=True)
-    with pytest.raises(MlxspecError, match="is quantised already; leave out -q$"):
+    with pytest.raises(MlxspecError, match=r"is quantised already; leave out -q$"):
         convert(hf_path=tmp_path / "q", mlx_path=tmp_path / "qq", quantize=True)
     convert(hf_path=tmp_path / "q", mlx_path=tmp_path / "copy")
     assert_same_bits(tensors(tmp_path / "q"), tensors(tmp_path / "copy"))
