@@ -23,8 +23,8 @@ from short_answers import SEED, prompts
 import mlxspec
 from mlxspec import AutoDecoder
 from mlxspec.drafting.chips import chip_curve
-from mlxspec.drafting.cost_file import CostCache, KnownRange
-from mlxspec.drafting.live_curve import KnownTime
+from mlxspec.drafting.costs import KnownTime
+from mlxspec.drafting.kept import CostCache, KnownRange
 from mlxspec.engine.costs import KeptCosts, cost_key
 
 _MOST = 160  # tokens of an answer

@@ -23,7 +23,7 @@ import mlxspec  # noqa: F401  (before mlx.core, for OpenBLAS)
 import mlx.core as mx
 
 from mlxspec.drafting.chips import chip_curve
-from mlxspec.drafting.cost_curve import FixedCosts
+from mlxspec.drafting.costs import FixedCosts
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.suffix_source import SuffixSource

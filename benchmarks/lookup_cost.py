@@ -15,7 +15,7 @@ import time
 from statistics import median
 
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
-from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.sources import PromptLookupDrafter
 
 STEPS = 2000
 EMITTED = 3

@@ -21,10 +21,8 @@ from statistics import median, quantiles
 from mlxspec.bench.replay import replay
 from mlxspec.corpus.suffix_index import SuffixIndex
 from mlxspec.drafting.chips import chip_curve
-from mlxspec.drafting.cost_curve import CostCurve, FixedCosts
+from mlxspec.drafting.costs import CostCurve, FixedCosts, KnownTime, LiveCosts
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
-from mlxspec.drafting.live_costs import LiveCosts
-from mlxspec.drafting.live_curve import KnownTime
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.policy import trees_pay
 from mlxspec.drafting.suffix_source import SuffixSource

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .drafting.combined import CombinedDrafter
     from .drafting.drafter import Drafter, DraftTree, VerifiedStep
     from .drafting.lookahead import LookaheadDrafter
-    from .drafting.prompt_lookup import PromptLookupDrafter
+    from .drafting.sources import PromptLookupDrafter
     from .engine.constraint import Constraint
     from .engine.draft_model import DraftModelDrafter
     from .engine.params import SamplingParams, pure
@@ -104,7 +104,7 @@ _HOMES = {
     "Drafter": ".drafting.drafter",
     "VerifiedStep": ".drafting.drafter",
     "LookaheadDrafter": ".drafting.lookahead",
-    "PromptLookupDrafter": ".drafting.prompt_lookup",
+    "PromptLookupDrafter": ".drafting.sources",
     "DraftTree": ".drafting.drafter",
     "DraftModelDrafter": ".engine.draft_model",
     "load_prompt_cache": ".engine.prompt_cache_file",

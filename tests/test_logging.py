@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import mlxspec
-from mlxspec.drafting.cost_file import CostCache
+from mlxspec.drafting.kept import CostCache
 from mlxspec.drafting.measurement import RowsTime
 from mlxspec.engine import costs
 from mlxspec.engine.costs import costs_for
@@ -76,7 +76,7 @@ def test_nothing_is_logged_by_the_way_while_a_generation_runs(
 WARNS = """
 import logging, sys
 import mlxspec
-from mlxspec.drafting.cost_file import CostCache, CostKey
+from mlxspec.drafting.kept import CostCache, CostKey
 if sys.argv[1:]:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
 CostCache(__import__("pathlib").Path("/dev/null/x")).update(CostKey({}, {}), {})
@@ -88,9 +88,7 @@ def test_a_program_sees_what_it_has_set_up_to_see(set_up: bool) -> None:
     arguments = [sys.executable, "-c", WARNS, *(["set up"] if set_up else [])]
     seen = subprocess.run(arguments, capture_output=True, text=True, check=True).stderr
     if set_up:
-        assert seen.startswith(
-            "WARNING mlxspec.drafting.cost_file: step times are not kept in /dev"
-        )
+        assert seen.startswith("WARNING mlxspec.drafting.kept: step times are not kept in /dev")
     else:
         assert seen == ""
 

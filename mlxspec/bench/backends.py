@@ -14,7 +14,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..drafting.drafter import Drafter, NoDraft
-from ..drafting.prompt_lookup import PromptLookupDrafter
+from ..drafting.sources import PromptLookupDrafter
 from ..engine.params import SamplingParams
 from ..engine.target import Progress
 from ..errors import OptionError

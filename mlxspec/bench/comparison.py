@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ..corpus.memory import Memory
+from ..drafting.acceptance import Experience
 from ..drafting.chips import ESTIMATED, Chip
-from ..drafting.cost_curve import CostCurve
+from ..drafting.costs import CostCurve
 from ..drafting.drafter import Drafter
-from ..drafting.experience import Experience
 from ..drafting.suffix_source import Earlier
 from ..errors import OptionError
 from ..jsonl import load_json
@@ -109,7 +109,7 @@ def compare(
 
     Args:
         completions: the recorded outputs, at least one.
-        classes: of their tokens, see :func:`mlxspec.drafting.p_accept.token_classes`.
+        classes: of their tokens, see :func:`mlxspec.drafting.acceptance.token_classes`.
         policies: by name.
         curves: T(rows)/T(1) by the chip's name.
         on_progress: called with the share that is done.

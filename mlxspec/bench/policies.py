@@ -9,13 +9,12 @@ from heapq import heappop, heappush
 
 from ..corpus.memory import MAX_TOKENS
 from ..corpus.suffix_index import SuffixIndex
-from ..drafting.cost_curve import CostCurve, FixedCosts
+from ..drafting.acceptance import AcceptanceModel, Experience
+from ..drafting.costs import CostCurve, FixedCosts
 from ..drafting.drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
-from ..drafting.experience import Experience
-from ..drafting.p_accept import AcceptanceModel
 from ..drafting.planner import Planner
 from ..drafting.policy import trees_pay
-from ..drafting.prompt_lookup import NgramIndex, PromptLookupDrafter
+from ..drafting.sources import NgramIndex, PromptLookupDrafter
 from ..drafting.suffix_source import (
     CONTEXT,
     Earlier,
@@ -266,7 +265,7 @@ class Hindsight(Drafter):
         output: what the target answers, from the first token after the prompt.
         curve: T(rows) / T(1).
         branching: whether drafts may be trees.
-        token_classes: see :func:`mlxspec.drafting.p_accept.token_classes`.
+        token_classes: see :func:`mlxspec.drafting.acceptance.token_classes`.
     """
 
     output: Sequence[int]
@@ -313,7 +312,7 @@ class Task:
     Attributes:
         output: its tokens, which only hindsight reads.
         curve: T(rows) / T(1).
-        classes: see :func:`mlxspec.drafting.p_accept.token_classes`.
+        classes: see :func:`mlxspec.drafting.acceptance.token_classes`.
         memory: of the completions so far, if the policy has one.
         remember: adds this output to it.
         experience: what the completions so far have taught, if the policy knows it.

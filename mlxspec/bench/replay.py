@@ -12,7 +12,7 @@ from functools import cache
 from statistics import fmean, geometric_mean
 from typing import cast
 
-from ..drafting.cost_curve import CostCurve, FixedCosts
+from ..drafting.costs import CostCurve, FixedCosts
 from ..drafting.drafter import Drafter, DraftTree, NoDraft, VerifiedStep, accept
 from ..drafting.planner import Plan, Planner, plan_drafts
 from .traces import Completion
@@ -230,7 +230,7 @@ def joint_curve(curve: CostCurve, count: int) -> CostCurve:
     """T(rows)/T(1) of joint steps: one row is a plain step of all, each further one of a draft.
 
     A joint step is taken to cost what as many rows of one sequence do, as
-    :meth:`mlxspec.drafting.live_costs.LiveCosts.for_sequences` takes it before such steps have run.
+    :meth:`mlxspec.drafting.costs.LiveCosts.for_sequences` takes it before such steps have run.
     What it costs to attend to several contexts is not in the curves.
 
     Args:

@@ -121,7 +121,7 @@ class TraceTokenizer:
         encode: a text's ids, without special tokens.
         bos_id: what a context begins with.
         eos_id: what an answer ends with.
-        classes: see :func:`mlxspec.drafting.p_accept.token_classes`.
+        classes: see :func:`mlxspec.drafting.acceptance.token_classes`.
     """
 
     encode: Encode

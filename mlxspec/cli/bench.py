@@ -116,7 +116,7 @@ def bench_command(
         model_facts,
         what_differs,
     )
-    from ..drafting.custom import load_drafter
+    from ..drafting.drafter import load_drafter
     from ..models.model import load
 
     # All that needs no model is checked before one is loaded, or even downloaded.

@@ -18,7 +18,7 @@ from .outcome import note
 from .output import FORCE_HELP, ProgressBar, at_terminal, output_console, write_json
 
 if TYPE_CHECKING:
-    from ..drafting.cost_file import CostCache, CostKey, KnownRange
+    from ..drafting.kept import CostCache, CostKey, KnownRange
     from ..engine.capability import Capability
 
 _MOST_SEQUENCES = 64  # whose steps are shown
@@ -66,7 +66,7 @@ def calibrate_command(
     user's cache directory, or in the one that MLXSPEC_CACHE_DIR names.
     """
     from ..bench.page import write_report
-    from ..drafting.cost_file import CostCache
+    from ..drafting.kept import CostCache
 
     pictures = {kind: path for kind, path in (("png", png), ("svg", svg)) if path}
     for kind, path in pictures.items():
@@ -165,7 +165,7 @@ def _measured(
     Raises:
         MlxspecError: the times are noise; nothing is kept.
     """
-    from ..drafting.live_costs import context_range
+    from ..drafting.costs import context_range
     from ..drafting.measurement import CAREFUL, noise
     from ..engine.calibration import calibrate
     from ..engine.capability import chain_capability
@@ -211,7 +211,7 @@ def _kept(
     cache: CostCache, name: str | None, adapter_path: str | None, context: int | None
 ) -> list[_Curve]:
     """What the cache has: of one model on this machine, or of all."""
-    from ..drafting.live_costs import context_range
+    from ..drafting.costs import context_range
     from ..engine.capability import chain_capability
     from ..engine.costs import cost_key
     from ..models.model import load

@@ -18,7 +18,7 @@ from rich.text import Text
 from ..errors import OptionError
 
 if TYPE_CHECKING:
-    from ..drafting.live_curve import KnownTime
+    from ..drafting.costs import KnownTime
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ _view = partial(option, group="Steps and output")
 @model_option
 @options_of(PromptOptions, "prompt", "Model and prompt")
 @option("--max-tokens N", "Generate at most N tokens.", default=250, group="Model and prompt")
-@options_of(Generation, "generation", leave_out=("learn",))
+@options_of(Generation, "generation")
 @_view("--steps K", "Show K successive steps.", default=3)
 @_view(
     "--skip N",
@@ -63,7 +63,7 @@ def explain_command(
     check_least(0, skip=skip)
     shows.check()
 
-    from ..drafting.recording import RecordedStep, RecordingDrafter
+    from ..drafting.sources import RecordedStep, RecordingDrafter
     from ..models.model_files import given_name
     from .explain_page import explain_page
     from .explain_terminal import print_explained

@@ -8,7 +8,7 @@ from typing import Any
 from rich.cells import cell_len
 
 from ..bench.page import TreeDrawing, TreeNode, render
-from ..drafting.recording import RecordedStep
+from ..drafting.sources import RecordedStep
 from .explained import (
     Cell,
     Explained,

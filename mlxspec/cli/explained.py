@@ -15,7 +15,7 @@ from typing import NamedTuple
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rich.cells import cell_len, set_cell_size
 
-from ..drafting.recording import RecordedStep
+from ..drafting.sources import RecordedStep
 from ..generation.response import SpeculationStats
 from ..models.detokenizer import detokenizer_of
 from ..terminal import one_line, visible

@@ -152,7 +152,7 @@ def show_command(model: str | None, as_json: bool) -> None:
     where they came from: the context, these answers, a store, and so on.
     """
     from ..corpus import earned_by_day, memory_directory, settings_in_force
-    from ..drafting.experience_file import experience_directory, kept_experience
+    from ..drafting.kept import experience_directory, kept_experience
 
     taught = len(kept_experience())
     settings = settings_in_force(note)
@@ -218,7 +218,7 @@ def forget_command(
     if chosen.since is not None and chosen.before is not None and chosen.since >= chosen.before:
         raise OptionError(f"--since {since} is not before --before {before}: nothing lies between")
     from ..corpus import forget
-    from ..drafting.experience_file import kept_experience
+    from ..drafting.kept import kept_experience
 
     tokenizer = _tokenizer_of(model)
     found: list[tuple[KeptTexts, Callable[[Text], bool]]] = []

@@ -149,7 +149,7 @@ class _Measured:
     """
 
     def __init__(self) -> None:
-        from ..drafting.cost_file import CostCache
+        from ..drafting.kept import CostCache
 
         self._cache = CostCache()
         entries = self._cache.entries()

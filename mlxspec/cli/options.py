@@ -350,7 +350,7 @@ def names_completed(names: Callable[[], Iterable[str]]) -> Callable[..., list[st
 
 
 DRAFTER = "--drafter MODULE:CLASS"
-"""How a drafter of the user's is given; :func:`mlxspec.drafting.custom.load_drafter` loads it."""
+"""How a drafter of the user's is given; :func:`mlxspec.drafting.drafter.load_drafter` loads it."""
 
 ADAPTERS = "--adapter-path DIR"
 ADAPTERS_HELP = "Put in adapters (LoRA, DoRA) that mlx_lm.lora has trained for the model."

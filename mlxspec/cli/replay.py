@@ -208,7 +208,7 @@ def _decoders(asked: ReplayOptions, shows: ReportOptions) -> _Compared:
         verdict,
     )
     from ..bench.policies import AUTO, policies_with
-    from ..drafting.custom import load_drafter
+    from ..drafting.drafter import load_drafter
 
     several = asked.concurrency
     names = asked.decoders if asked.decoders is not None else _ALL if shows.html else AUTO

@@ -113,7 +113,7 @@ class _Size(click.ParamType):
     group="Requests",
 )
 @template_option("Requests")
-@options_of(Drafting, "drafting", "Drafting", leave_out=("learn",))
+@options_of(Drafting, "drafting", "Drafting")
 @options_of(CacheOptions, "caches", "Memory")
 @option(
     "--cache-bytes SIZE",

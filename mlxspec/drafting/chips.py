@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 from ..errors import OptionError
-from .cost_curve import CostCurve
+from .costs import CostCurve
 
 ESTIMATED = "≈"
 """Marks what rests on estimates."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Protocol
 
-from .live_curve import STEP_SECONDS, KnownTime
+from .costs import STEP_SECONDS, KnownTime
 
 ShareDone = Callable[[float], None]
 """Called with the share of a measurement that is done, from 0 to 1."""

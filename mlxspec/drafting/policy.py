@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from .cost_curve import CostCurve
+from .costs import CostCurve
 from .drafter import VerifiedStep
 
 SHARE_OF_NOW = 0.8  # of this step's best rate in the price of time; the rest is the average's

@@ -12,8 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
+from ..drafting.costs import LiveCosts
 from ..drafting.drafter import VerifiedStep
-from ..drafting.live_costs import LiveCosts
 from ..drafting.planner import NO_PLAN, Plan, Planner, log_fault, plan_drafts
 from .joint import Joint, JointMode
 from .step import DecodedStep, Sequence, each, joint_step, step

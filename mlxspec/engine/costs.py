@@ -19,9 +19,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
-from ..drafting.cost_file import CostCache, CostKey, KnownRange, Ranges
-from ..drafting.live_costs import LiveCosts, context_range
-from ..drafting.live_curve import KnownTime
+from ..drafting.costs import KnownTime, LiveCosts, context_range
+from ..drafting.kept import CostCache, CostKey, KnownRange, Ranges
 from ..drafting.measurement import QUICK, MeasurementPlan, RowsTime, ShareDone, is_whole, noise
 from .calibration import calibrate
 from .capability import chain_capability

@@ -14,8 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from ..drafting.custom import checked_draft
-from ..drafting.drafter import Drafter, DraftTree, VerifiedStep, accept, window_rows_of
+from ..drafting.drafter import (
+    Drafter,
+    DraftTree,
+    VerifiedStep,
+    accept,
+    checked_draft,
+)
 from .caches import held_arrays, move_rows, parts
 from .chooser import Chooser
 from .joint import Joint, JointRows
@@ -215,7 +220,7 @@ class Sequence:
         # First, since nothing that follows has to know ids that the model lacks.
         tree = tree.pruned(max_depth, self.target.vocab_size)
         # The rows of lookahead's window are no drafts and need not satisfy the grammar.
-        if self.chooser.grammar and not window_rows_of(self.drafter):
+        if self.chooser.grammar and not self.drafter.window_rows():
             tree = self.chooser.grammar.allowed(tree)
         return tree if self.target.capability is Capability.TREE else tree.first_chain()
 

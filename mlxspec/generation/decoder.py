@@ -15,10 +15,9 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..corpus.settings import SWITCH
-from ..drafting.custom import checked_drafter
-from ..drafting.drafter import Drafter, NoDraft
-from ..drafting.experience_file import KeptExperience, experience_path
-from ..drafting.forced import with_forced
+from ..drafting.combined import with_forced
+from ..drafting.drafter import Drafter, NoDraft, checked_drafter
+from ..drafting.kept import KeptExperience, experience_path
 from ..drafting.planner import Planner
 from ..engine.caches import smallest_window
 from ..engine.capability import (
@@ -102,7 +101,7 @@ class Decoder:
 
     keeps_experience = True
     """Whether what the generations of :class:`.drafting.Auto` teach is kept on disk; see
-    :mod:`mlxspec.drafting.experience_file`."""
+    :mod:`mlxspec.drafting.kept`."""
 
     def __init__(
         self,
@@ -224,7 +223,7 @@ class Decoder:
 
     @cached_property
     def token_classes(self) -> bytes:
-        """Of each token; see :func:`mlxspec.drafting.p_accept.token_classes`."""
+        """Of each token; see :func:`mlxspec.drafting.acceptance.token_classes`."""
         return vocabulary_classes(self.tokenizer)
 
     def stream(

@@ -11,17 +11,14 @@ from functools import reduce
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from ..corpus.memory import Memory
+from ..drafting.acceptance import Experience
 from ..drafting.combined import CombinedDrafter
-from ..drafting.cost_curve import Costs, FixedCosts
-from ..drafting.custom import checked_drafter
-from ..drafting.drafter import Drafter, NoDraft
-from ..drafting.drafter_source import DrafterSource
-from ..drafting.experience import Experience
+from ..drafting.costs import Costs, FixedCosts
+from ..drafting.drafter import Drafter, NoDraft, checked_drafter
 from ..drafting.lookahead import LookaheadDrafter, LookaheadKnowledge
 from ..drafting.planner import Planner
 from ..drafting.policy import trees_pay
-from ..drafting.prediction import PredictionDrafter
-from ..drafting.prompt_lookup import PromptLookupDrafter
+from ..drafting.sources import DrafterSource, PredictionDrafter, PromptLookupDrafter
 from ..drafting.suffix_source import Earlier, SuffixSource
 from ..errors import OptionError
 

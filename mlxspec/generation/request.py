@@ -15,8 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
+from ..drafting.costs import LiveCosts
 from ..drafting.drafter import Drafter
-from ..drafting.live_costs import LiveCosts
 from ..engine import step as steps
 from ..engine.joint import JointMode
 from ..engine.target import Target

@@ -10,7 +10,7 @@ from mlx_lm.utils import load_tokenizer as load_hugging_face_tokenizer
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from ..drafting.p_accept import token_classes
+from ..drafting.acceptance import token_classes
 from ..errors import LoadError
 from .detokenizer import with_own_detokenizer, wrap
 from .model_files import (
@@ -186,6 +186,6 @@ def _add_tokens(tokenizer: Tokenizer, added: dict[str, Any], path: Path) -> None
 
 
 def vocabulary_classes(tokenizer: Any) -> bytes:
-    """The kind of each token, for :class:`mlxspec.drafting.p_accept.AcceptanceModel`."""
+    """The kind of each token, for :class:`mlxspec.drafting.acceptance.AcceptanceModel`."""
     pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     return token_classes([piece or "" for piece in pieces], set(tokenizer.all_special_ids))

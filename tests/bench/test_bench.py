@@ -10,8 +10,7 @@ import mlxspec
 from mlxspec.bench.backends import BACKENDS, PLAIN, MakeBackend, chosen_backends
 from mlxspec.bench.bench import Measurement, run
 from mlxspec.bench.prompts import BenchPrompt, bundled_prompts
-from mlxspec.drafting.live_costs import LiveCosts
-from mlxspec.drafting.live_curve import KnownTime
+from mlxspec.drafting.costs import KnownTime, LiveCosts
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.errors import OptionError, PromptError
 from mlxspec.generation.decoders import AutoDecoder

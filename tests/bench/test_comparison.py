@@ -4,7 +4,7 @@ import pytest
 
 from mlxspec.bench.comparison import chosen_policies, compare
 from mlxspec.bench.traces import Completion
-from mlxspec.drafting.cost_curve import CostCurve
+from mlxspec.drafting.costs import CostCurve
 from mlxspec.errors import OptionError
 
 OUTPUT = list(range(100, 160))

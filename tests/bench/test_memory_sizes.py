@@ -14,7 +14,7 @@ from mlxspec.bench.memory_sizes import memories, memory_page, memory_verdict
 from mlxspec.bench.replay import ReplayReport
 from mlxspec.bench.traces import Completion
 from mlxspec.drafting.chips import Chip, chip_curve
-from mlxspec.drafting.cost_curve import CostCurve
+from mlxspec.drafting.costs import CostCurve
 from mlxspec.errors import OptionError
 
 FLAT = {"flat": CostCurve([(1, 1), (64, 1.1)])}

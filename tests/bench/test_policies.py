@@ -15,7 +15,7 @@ from mlxspec.bench.policies import (
     TensorRTPool,
 )
 from mlxspec.bench.replay import replay
-from mlxspec.drafting.cost_curve import CostCurve
+from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.drafter import Drafter
 from tests.support.planners import suffix_planner
 

@@ -5,9 +5,9 @@ from dataclasses import asdict
 import pytest
 
 from mlxspec.bench.replay import Replayed, replay, replay_report
-from mlxspec.drafting.cost_curve import CostCurve
+from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.drafter import DraftTree, NoDraft, VerifiedStep
-from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.sources import PromptLookupDrafter
 
 
 class Scripted:

@@ -23,7 +23,7 @@ from mlxspec.bench.replay import (
     replay_plain_batch,
 )
 from mlxspec.bench.traces import Completion
-from mlxspec.drafting.cost_curve import CostCurve
+from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft
 from mlxspec.errors import OptionError
 from tests.bench.test_replay import Scripted

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from mlxspec.cli.explain import explain_command
 from mlxspec.cli.explain_page import explain_page
-from mlxspec.drafting.recording import RecordedStep
+from mlxspec.drafting.sources import RecordedStep
 from tests.support.browser import screenshot, shown_document
 from tests.support.explained_steps import Letters, explained, lookahead_step
 from tests.support.scripted_model import write_scripted_model

@@ -15,7 +15,7 @@ from rich.console import Console
 from mlxspec.cli.explain_terminal import outline, print_explained
 from mlxspec.cli.explained import Fate, Node, nodes_of
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
-from mlxspec.drafting.recording import RecordedStep
+from mlxspec.drafting.sources import RecordedStep
 from tests.support.explained_steps import Letters, explained, lookahead_step, verified
 
 TREE = """\

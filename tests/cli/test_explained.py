@@ -21,7 +21,7 @@ from mlxspec.cli.explained import (
 )
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
 from mlxspec.drafting.lookahead import LookaheadDrafter
-from mlxspec.drafting.recording import RecordedStep, RecordingDrafter
+from mlxspec.drafting.sources import RecordedStep, RecordingDrafter
 from mlxspec.generation.decoder import Decoder
 from tests.support.demo import demo_decoder
 from tests.support.explained_steps import lookahead_step

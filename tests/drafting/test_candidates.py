@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.corpus.suffix_index import SuffixIndex
+from mlxspec.drafting.acceptance import AcceptanceModel
 from mlxspec.drafting.combined import merge
-from mlxspec.drafting.cost_curve import CostCurve
+from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.drafter import DraftTree, Limits, TreeBuilder
-from mlxspec.drafting.p_accept import AcceptanceModel
 from mlxspec.drafting.policy import best_allowed, expected_tokens, gains_of
 from mlxspec.drafting.suffix_source import Evidence, SuffixTree
 
@@ -36,7 +36,7 @@ def candidates(draw: st.DrawFn, name: str) -> DraftTree:
 
 
 def merged(sources: list[DraftTree], max_nodes: int) -> DraftTree:
-    return merge(sources)[0].tree().best_first(max_nodes)
+    return merge(sources).best_first(max_nodes)
 
 
 def paths(of: DraftTree | TreeBuilder) -> list[Path]:

@@ -16,9 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxspec.drafting.cost_file import CostCache, CostKey, KnownRange
-from mlxspec.drafting.live_costs import LiveCosts
-from mlxspec.drafting.live_curve import KnownTime
+from mlxspec.drafting.costs import KnownTime, LiveCosts
+from mlxspec.drafting.kept import CostCache, CostKey, KnownRange
 from mlxspec.errors import OptionError
 from tests.support.examples import examples
 from tests.support.hostile import harmless, json_values, mutated

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from mlxspec.drafting.cost_curve import CostCurve, FixedCosts
+from mlxspec.drafting.costs import CostCurve, FixedCosts
 from mlxspec.drafting.drafter import Drafter, DraftTree, Limits, VerifiedStep
-from mlxspec.drafting.drafter_source import DrafterSource
 from mlxspec.drafting.planner import Planner
-from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.sources import DrafterSource, PromptLookupDrafter
 
 
 class Always(Drafter):
@@ -33,7 +32,7 @@ def test_no_draft_becomes_certain_or_impossible(token: int, first: float) -> Non
     source.begin([token])
     step = VerifiedStep(DraftTree.chain(token), (token,), (token,), (), (token,))
     for _ in range(400):
-        found = source.propose(Limits(100, 12, True, []))
+        found = source.search(Limits(100, 12, True, []))
         source.observe(step)
     assert found.p_reached[0] == pytest.approx(first)
 
@@ -76,8 +75,8 @@ def test_probabilities_that_a_drafter_knows_are_taken_and_a_limit_is_an_integer(
     source.begin([2])
     step = VerifiedStep(DraftTree.chain(2), (2,), (2,), (), (2,))
     for _ in range(3):
-        found = source.propose(Limits(100, 12, True, []))
+        found = source.search(Limits(100, 12, True, []))
         source.observe(step)
     assert found.p_reached == (0.9, 0.3)
     assert found.origins == ("Knowing",) * 2
-    assert source.propose(Limits(1, 12, True, [])).p_reached == (0.9,)
+    assert source.search(Limits(1, 12, True, [])).p_reached == (0.9,)

@@ -9,9 +9,9 @@ import pytest
 
 from mlxspec.bench.replay import replay
 from mlxspec.drafting import policy
+from mlxspec.drafting.acceptance import Corrections, Experience, probability
 from mlxspec.drafting.chips import chip_curve
-from mlxspec.drafting.cost_curve import FixedCosts
-from mlxspec.drafting.experience import Corrections, Experience, probability
+from mlxspec.drafting.costs import FixedCosts
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.suffix_source import SuffixSource
 

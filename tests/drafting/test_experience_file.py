@@ -13,11 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.drafting import experience_file
-from mlxspec.drafting.cost_file import CostCache, CostKey
-from mlxspec.drafting.experience import Experience
-from mlxspec.drafting.experience_file import KeptExperience, experience_path
-from mlxspec.drafting.p_accept import TOKEN_FEATURES
+from mlxspec.drafting import kept as experience_file
+from mlxspec.drafting.acceptance import TOKEN_FEATURES, Experience
+from mlxspec.drafting.kept import CostCache, CostKey, KeptExperience, experience_path
 
 PROMPT = list(range(100, 140))
 
@@ -216,7 +214,7 @@ def test_few_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 WRITES = """
 import sys
 from pathlib import Path
-from mlxspec.drafting.experience_file import KeptExperience
+from mlxspec.drafting.kept import KeptExperience
 experience = KeptExperience(Path(sys.argv[1]), iter(range(0, 10**9, 60)).__next__)
 print("ready", flush=True)
 while True:

@@ -10,8 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.drafting.live_costs import USUAL_SYNC_OVERHEAD, LiveCosts, SyncOverhead, context_range
-from mlxspec.drafting.live_curve import KnownTime
+from mlxspec.drafting.costs import (
+    USUAL_SYNC_OVERHEAD,
+    KnownTime,
+    LiveCosts,
+    SyncOverhead,
+    context_range,
+)
 from tests.support.threads import at_once
 
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.drafting.chips import chip_curve
-from mlxspec.drafting.cost_curve import CostCurve
-from mlxspec.drafting.live_curve import WIDEST, KnownTime, LiveCurve
+from mlxspec.drafting.costs import WIDEST, CostCurve, KnownTime, LiveCurve
 from tests.support.interrupts import functions_of, interrupted_anywhere
 
 M4 = chip_curve("M4 Pro")

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from mlxspec.drafting.chips import chip_curve
-from mlxspec.drafting.cost_curve import CostCurve
-from mlxspec.drafting.live_curve import KnownTime, LiveCurve
+from mlxspec.drafting.costs import CostCurve, KnownTime, LiveCurve
 from mlxspec.drafting.measurement import (
     CAREFUL,
     QUICK,

@@ -5,8 +5,7 @@ import random
 import pytest
 
 from mlxspec.corpus.suffix_index import Continuation, Occurrence
-from mlxspec.drafting.experience import Corrections
-from mlxspec.drafting.p_accept import AcceptanceModel, TokenClass, token_classes
+from mlxspec.drafting.acceptance import AcceptanceModel, Corrections, TokenClass, token_classes
 
 _EXPECTED = {
     "▁the": TokenClass.WORD_START,

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from mlxspec.drafting.chips import chip_curve
-from mlxspec.drafting.cost_curve import CostCurve
+from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
 from mlxspec.drafting.policy import (
     Policy,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
-from mlxspec.drafting.prediction import PredictionDrafter
+from mlxspec.drafting.sources import PredictionDrafter
 
 texts = st.lists(st.integers(0, 3), max_size=40)
 

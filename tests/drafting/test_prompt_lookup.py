@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
-from mlxspec.drafting.prompt_lookup import PromptLookupDrafter, parse_lookup_config
+from mlxspec.drafting.sources import PromptLookupDrafter, parse_lookup_config
 from mlxspec.errors import OptionError
 
 contexts = st.lists(st.integers(0, 3), min_size=1, max_size=40)

@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.drafting.cost_curve import CostCurve, Costs, FixedCosts
+from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, KnownTime, LiveCosts
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep, accept
-from mlxspec.drafting.live_costs import LiveCosts
-from mlxspec.drafting.live_curve import KnownTime
 from mlxspec.drafting.planner import Planner, plan_drafts
 from mlxspec.drafting.suffix_source import SuffixSource
 from tests.drafting.test_live_costs import ANY_TIME

@@ -15,7 +15,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine.capability import (
     Capability,
     Finding,
@@ -35,14 +35,11 @@ from tests.support.examples import LONG, examples
 from tests.support.harness import assert_same_output, plain, run
 from tests.support.rarer_architectures import NOT_TRIED
 
-pytestmark = pytest.mark.slow
-
 SHORT_PROMPT = [7, 3, 9, 3]
 LONG_PROMPT = [(7 * i * i + 3 * i) % 64 for i in range(2 * WINDOW + 5)]  # the window has wrapped
 MAX_TOKENS = examples(28, long=60)  # the window wraps in the middle of drafts
 ODD_TOKEN = 5
 ODD_TOKENS = (5, 9, 2)
-JOINT_SAMPLE = ("gemma3", "gemma2", "ministral3", "llama4", "falcon_h1", "rwkv7", "baichuan_m1")
 
 
 @cache
@@ -56,7 +53,25 @@ def published_page() -> list[str]:
     return (Path(__file__).parents[2] / "docs/architectures.md").read_text().splitlines()
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+def families() -> list[str]:
+    """One architecture of each kind of caches, drafts, shared forwards and chunks."""
+    kinds = {}
+    for line in published_page():
+        published, *cells = line.removeprefix("| ").split(" | ")
+        if len(cells) == 6:
+            kinds.setdefault((*cells[1:3], *cells[4:]), published)
+    return [name for name in ARCHITECTURES if ARCHITECTURES[name].published in kinds.values()]
+
+
+# All of them every night, and where the engine or a model's loading changes.
+TRIED = list(ARCHITECTURES) if LONG else families()
+
+
+@pytest.mark.parametrize(
+    "name",
+    # phi3small has a fixed head size, so no model of it is small.
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "phi3small")) for name in TRIED],
+)
 def test_architecture(name: str) -> None:
     model, finding = examined(name)
     assert finding.capability is ARCHITECTURES[name].capability
@@ -96,13 +111,15 @@ def test_architecture(name: str) -> None:
     assert_same_output(model, LONG_PROMPT, expected, sampled.tokens, params)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES if LONG else JOINT_SAMPLE)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRIED)
 def test_the_page_says_how_several_sequences_share_a_forward(name: str) -> None:
     model, finding = examined(name)
     assert row(ARCHITECTURES[name], finding, model) in published_page()
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRIED)
 def test_nothing_passes_where_rows_together_differ_by_more_than_rounding(name: str) -> None:
     model, finding = examined(name)
     tokens = (3, 1, 4, 1, 5, 2, 6)
@@ -120,7 +137,8 @@ def test_no_page_says_plain_beside_joint() -> None:
     assert {joint for *_, drafts, _, joint, _ in rows if drafts == "plain"} == {"one at a time"}
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRIED)
 def test_prompts_give_the_same_in_any_chunks_that_are_allowed(name: str) -> None:
     model, finding = examined(name)
     end, _ = examine_chunks(model, finding.capability, finding.draft_end)

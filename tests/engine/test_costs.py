@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlxspec.drafting.cost_file import CostCache, KnownRange
-from mlxspec.drafting.live_curve import KnownTime
+from mlxspec.drafting.costs import KnownTime
+from mlxspec.drafting.kept import CostCache, KnownRange
 from mlxspec.drafting.measurement import RowsTime
 from mlxspec.engine import costs as measured_costs
 from mlxspec.engine.costs import KeptCosts, cost_key, costs_for, machine_identity, model_identity

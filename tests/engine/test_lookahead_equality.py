@@ -8,7 +8,7 @@ import pytest
 
 from mlxspec.drafting.combined import CombinedDrafter
 from mlxspec.drafting.lookahead import LookaheadDrafter
-from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.sampling import SamplingParams
 from tests.support.demo import demo
@@ -59,7 +59,7 @@ def test_the_demo_model_writes_the_same(temp: float, text: str) -> None:
     expected = plain(model, prompt, **options)
     for drafter in (
         LookaheadDrafter(3, 4, 3),
-        CombinedDrafter(PromptLookupDrafter(), LookaheadDrafter(3, 3, 3), max_rows=10),
+        CombinedDrafter(PromptLookupDrafter(), LookaheadDrafter(3, 3, 3)),
         CombinedDrafter(LookaheadDrafter(3, 3, 3), PromptLookupDrafter(4)),
     ):
         outcome = run(model, prompt, drafter, **options)

@@ -12,7 +12,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import mlxspec
 from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft
-from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.sampling import SamplingParams

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
 from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft, VerifiedStep
-from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine.capability import Capability, joint_mode
 from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.joint import Joint

@@ -11,8 +11,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
 from mlxspec.drafting.drafter import Drafter, DraftTree, VerifiedStep
-from mlxspec.drafting.drafter_source import DrafterSource
 from mlxspec.drafting.planner import Planner
+from mlxspec.drafting.sources import DrafterSource
 from mlxspec.engine.joint import JointMode
 from mlxspec.errors import OptionError, PromptError
 from mlxspec.generation.engine import Engine

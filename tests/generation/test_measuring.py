@@ -10,8 +10,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
 from mlxspec.compat.generation import stream_with_draft_model
-from mlxspec.drafting.cost_file import CostCache, CostKey, KnownRange
-from mlxspec.drafting.live_curve import KnownTime
+from mlxspec.drafting.costs import KnownTime
+from mlxspec.drafting.kept import CostCache, CostKey, KnownRange
 from mlxspec.engine.costs import KeptCosts
 from mlxspec.engine.target import Capability
 from mlxspec.errors import MlxspecError

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 
 import mlxspec
 from mlxspec.cli.request_log import RequestLog
-from mlxspec.drafting.live_costs import LiveCosts
+from mlxspec.drafting.costs import LiveCosts
 from mlxspec.generation.request import State
 from mlxspec.server import generating
 from mlxspec.server.admission import Memory

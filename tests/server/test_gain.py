@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from mlxspec.drafting.drafter import NoDraft
-from mlxspec.drafting.drafter_source import DrafterSource
 from mlxspec.drafting.planner import Planner
+from mlxspec.drafting.sources import DrafterSource
 from mlxspec.generation import engine
 from mlxspec.server.model_queue import ModelQueue
 from mlxspec.server.served_model import ServedModel

@@ -10,8 +10,8 @@ from typing import TypeVar
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec import Decoder
-from mlxspec.drafting.cost_file import CostCache, CostKey, KnownRange
-from mlxspec.drafting.live_curve import KnownTime
+from mlxspec.drafting.costs import KnownTime
+from mlxspec.drafting.kept import CostCache, CostKey, KnownRange
 from mlxspec.engine.costs import KeptCosts
 from tests.support.examples import LONG
 from tests.support.llamas import repetitive_llama

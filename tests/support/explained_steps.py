@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mlxspec.cli.explained import Explained
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
-from mlxspec.drafting.recording import RecordedStep
+from mlxspec.drafting.sources import RecordedStep
 from mlxspec.generation.response import SpeculationStats
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlxspec.drafting.cost_curve import CostCurve, FixedCosts
+from mlxspec.drafting.costs import CostCurve, FixedCosts
 from mlxspec.drafting.lookahead import LookaheadDrafter
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.suffix_source import SuffixSource

@@ -22,7 +22,7 @@ from mlxspec.distributed import group, leader, sharding
 from mlxspec.distributed.launch import let_rank_0_speak
 from mlxspec.drafting.drafter import Drafter, NoDraft
 from mlxspec.drafting.lookahead import LookaheadDrafter
-from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine.capability import chain_capability
 from mlxspec.errors import LoadError
 from mlxspec.generation.decoder import Decoder

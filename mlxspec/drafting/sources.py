@@ -1,0 +1,348 @@
+"""Small drafters: prompt lookup, a predicted output, and wrappers around any drafter."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from ..errors import OptionError
+from .combined import view
+from .drafter import (
+    Drafter,
+    DraftTree,
+    Limits,
+    Source,
+    VerifiedStep,
+    checked_draft,
+    checked_drafter,
+)
+
+
+class NgramIndex:
+    """Maps every n-gram of a token sequence, n_min <= n <= n_max, to its earliest end.
+
+    Adding a token costs one dictionary entry per n and a look-up one probe per n, whatever
+    the length of the text; nothing is ever scanned.
+    """
+
+    def __init__(self, n_min: int, n_max: int) -> None:
+        self.tokens: list[int] = []
+        self._sizes = range(n_max, n_min - 1, -1)
+        self._ends: dict[tuple[int, ...], int] = {}
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens to the text."""
+        text = self.tokens
+        longest = self._sizes[0]
+        for token in tokens:
+            text.append(token)
+            suffix = tuple(text[-longest:])
+            for n in self._sizes:
+                if n <= len(suffix):
+                    self._ends.setdefault(suffix[-n:], len(text))
+
+    def continuation(self, length: int) -> Sequence[int]:
+        """What followed the first occurrence of the longest n-gram at the text's end.
+
+        Returns:
+            up to ``length`` tokens; none if no n-gram at the end has occurred before.
+        """
+        for n in self._sizes:
+            end = self._ends.get(tuple(self.tokens[-n:]), len(self.tokens))
+            # The n-gram at the very end is in the table too, and nothing follows it.
+            if end < len(self.tokens):
+                return self.tokens[end : end + length]
+        return ()
+
+
+_LONGEST_NGRAM = 64  # each length has an index, which takes time and memory
+
+
+class PromptLookupDrafter(Drafter):
+    """Drafts a chain by looking the context's last tokens up in the context itself.
+
+    For n from ``ngram_max`` down to ``ngram_min``, the last n tokens of prompt and output are
+    looked up in what precedes them; the tokens after the earliest occurrence of the
+    longest match are the draft. (Apoorv Saxena, "Prompt Lookup Decoding", 2023; the earliest
+    match is the one that transformers takes too.)
+
+    Args:
+        n_draft: how many tokens to draft at most.
+        ngram_max: the longest n-gram looked up, at most 64.
+        ngram_min: the shortest.
+
+    Raises:
+        OptionError: a number is out of range, or ``ngram_min`` exceeds ``ngram_max``.
+    """
+
+    branching = False
+
+    def __init__(self, n_draft: int = 10, ngram_max: int = 3, ngram_min: int = 1) -> None:
+        if n_draft < 1:
+            raise OptionError(f"n_draft is {n_draft}: draft at least 1 token")
+        if not 1 <= ngram_min <= ngram_max <= _LONGEST_NGRAM:
+            raise OptionError(
+                f"ngram_min is {ngram_min} and ngram_max {ngram_max}: "
+                f"choose 1 <= ngram_min <= ngram_max <= {_LONGEST_NGRAM}"
+            )
+        self.n_draft = n_draft
+        self.ngram_max = ngram_max
+        self.ngram_min = ngram_min
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._index = NgramIndex(self.ngram_min, self.ngram_max)
+        self._index.extend(prompt)
+
+    def propose(self, max_depth: int) -> DraftTree:
+        draft = self._index.continuation(min(max_depth, self.n_draft))
+        return DraftTree.chain(self._index.tokens[-1], draft, "lookup")
+
+    def observe(self, step: VerifiedStep) -> None:
+        self._index.extend(step.tokens)
+
+    def end(self) -> None:
+        del self._index
+
+
+def parse_lookup_config(config: str | Sequence[object]) -> tuple[int, int, str | None]:
+    """Read TensorRT-LLM's ``prompt_lookup_config``: ``"[10,2,[0]]"``, or the list itself.
+
+    Args:
+        config: draft tokens, longest n-gram, and optionally a list of devices.
+
+    Returns:
+        the number of draft tokens, the longest n-gram, and a note for the user when a device
+        list was ignored.
+
+    Raises:
+        OptionError: it has another form.
+    """
+    try:
+        values = json.loads(config) if isinstance(config, str) else list(config)
+    except (TypeError, ValueError, RecursionError):
+        values = None
+    match values:
+        case [int(n_draft), int(ngram_max), *devices] if (
+            {type(n_draft), type(ngram_max)} == {int}
+            and min(n_draft, ngram_max) >= 0
+            and len(devices) <= 1
+        ):
+            note = None
+            if devices:
+                note = f"prompt_lookup_config: the device list {devices[0]} is ignored"
+            return n_draft, ngram_max, note
+    raise OptionError(
+        f"prompt_lookup_config is {config!r}: write it as [draft tokens, longest n-gram], "
+        "for example [10,2]"
+    )
+
+
+_LONGEST, _SHORTEST = 4, 2  # tokens that must agree where the output returns to the text
+
+
+class PredictionDrafter(Drafter):
+    """Drafts the rest of a text that the output is expected to follow, as an editor sends a file.
+
+    The output is taken to begin where the text begins. Where it departs, its last tokens are
+    looked up in the text: the next place after the one that was left, or else the first one.
+
+    Args:
+        prediction: token ids.
+    """
+
+    branching = False
+
+    def __init__(self, prediction: Sequence[int]) -> None:
+        self._text = tuple(prediction)
+        self._places: dict[tuple[int, ...], list[int]] = {}  # where each n-gram ends, ascending
+        for size in range(_SHORTEST, _LONGEST + 1):
+            for end in range(size, len(self._text) + 1):
+                self._places.setdefault(self._text[end - size : end], []).append(end)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._last = prompt[-1]
+        self._output: tuple[int, ...] = ()  # the last tokens
+        self._place = 0  # where in the text the output continues, or where it left the text
+        self._follows = True
+
+    def propose(self, max_depth: int) -> DraftTree:
+        draft = self._text[self._place : self._place + max_depth] if self._follows else ()
+        return DraftTree.chain(self._last, draft)
+
+    def observe(self, step: VerifiedStep) -> None:
+        for token in step.tokens:
+            self._last = token
+            self._output = (*self._output, token)[-_LONGEST:]
+            if self._follows and self._text[self._place : self._place + 1] == (token,):
+                self._place += 1
+            else:
+                self._find()
+
+    def _find(self) -> None:
+        """Look for the output's last tokens, the longest match first."""
+        suffixes = (self._output[-size:] for size in range(_LONGEST, _SHORTEST - 1, -1))
+        places = next((self._places[one] for one in suffixes if one in self._places), [])
+        self._follows = bool(places)
+        if places:
+            after = bisect_left(places, self._place)
+            self._place = places[after if after < len(places) else 0]
+
+
+# Where these come from: docs/planner-notes.md, "Constants".
+_RANKS, _DEPTHS = 4, 8  # ranks among siblings, and depths, each with a probability of its own
+_FIRST_P_ACCEPT = 0.5
+_RATE = 0.1
+_LEAST, _MOST = 0.01, 0.99  # nothing is certain, however often it was right or wrong
+
+
+class DrafterSource(Source):
+    """Gives the drafts of any drafter probabilities, as if it drafted alone.
+
+    Where a draft has no probabilities, they are learned from what followed, by depth and by rank
+    among siblings, whether the tokens were verified or not. So a drafter that is often wrong soon
+    costs nothing but its own time, which is no part of what rows cost.
+
+    Args:
+        drafter: proposes the drafts; it serves one generation at a time.
+        name: the origin of its drafts; by default the drafter's class.
+    """
+
+    def __init__(self, drafter: Drafter, name: str | None = None) -> None:
+        self._drafter = checked_drafter(drafter)
+        self.name = name or type(drafter).__name__
+        # By rank among siblings and depth.
+        self._p_accept: defaultdict[tuple[int, int], float] = defaultdict(lambda: _FIRST_P_ACCEPT)
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._last = prompt[-1]
+        self._tree: DraftTree | None = None
+        with self._asking():
+            self._drafter.begin(list(prompt))
+        self.spent = 0.0
+
+    def search(self, limits: Limits) -> DraftTree:
+        with self._asking():
+            proposed = self._drafter.propose(limits.max_depth)
+            proposed = checked_draft(proposed, self._drafter, self._last)
+        tree = proposed.pruned(limits.max_depth, sys.maxsize)
+        self._tree = tree = tree if limits.branching else tree.first_chain()
+        names = (self.name,) * (len(tree) - 1)
+        p_reached = tree.p_reached or tuple(self._estimate(tree))
+        return replace(tree, p_reached=p_reached, origins=names).best_first(limits.nodes)
+
+    def observe(self, step: VerifiedStep) -> None:
+        tree, self._tree = self._tree, None
+        if tree is not None:
+            if not tree.p_reached:
+                self._learn(tree, step.tokens)
+            step = view(step, tree)
+        self._last = step.tokens[-1]
+        self.spent = 0.0
+        with self._asking():  # which counts for the next step
+            self._drafter.observe(step)
+
+    def end(self) -> None:
+        with self._asking():
+            self._drafter.end()
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Time the drafter, and record what it raises, which is not a fault of planning."""
+        started = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            self.fault = error
+            raise
+        finally:
+            self.spent += time.perf_counter() - started
+
+    def _estimate(self, tree: DraftTree) -> list[float]:
+        """The probability that each node but the root is accepted."""
+        p_reached, siblings = [1.0], Counter[int]()
+        self._cells = [(0, 0)]
+        for parent, depth in zip(tree.parents[1:], tree.depths[1:], strict=True):
+            cell = min(siblings[parent], _RANKS - 1), min(depth, _DEPTHS)
+            siblings[parent] += 1
+            self._cells.append(cell)
+            p_reached.append(p_reached[parent] * self._p_accept[cell])
+        return p_reached[1:]
+
+    def _learn(self, tree: DraftTree, tokens: Sequence[int]) -> None:
+        """Learn from the tokens that followed, up to the first that the tree does not have."""
+        for node, right in tree.judged(tokens):
+            cell = self._cells[node]
+            p_accept = self._p_accept[cell] + _RATE * (right - self._p_accept[cell])
+            self._p_accept[cell] = min(_MOST, max(_LEAST, p_accept))
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One step, and what its drafter says of the tree.
+
+    Attributes:
+        verified: the step.
+        origins: per node of the verified tree, where it came from; the root's is "root".
+        window: lookahead decoding's window in the verified tree: the node of each (level, column).
+        no_draft: why nothing was drafted, in a clause; empty where something was.
+    """
+
+    verified: VerifiedStep
+    origins: tuple[str, ...]
+    window: Mapping[tuple[int, int], int]
+    no_draft: str = ""
+
+
+class RecordingDrafter(Drafter):
+    """Passes everything on to another drafter, and records every step.
+
+    Args:
+        drafter: the one to record.
+        steps: the list to which they are appended.
+    """
+
+    def __init__(self, drafter: Drafter, steps: list[RecordedStep]) -> None:
+        self._drafter = drafter
+        self._steps = steps
+        self.branching = drafter.branching
+
+    @property
+    def pipelined(self) -> bool:  # type: ignore[override]  # the drafter's
+        return self._drafter.pipelined
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._drafter.begin(prompt)
+
+    def propose(self, max_depth: int) -> DraftTree:
+        tree = self._drafter.propose(max_depth)
+        # Asked now: after the step the drafter may have forgotten this tree.
+        self._window = dict(self._drafter.window_rows())
+        self._no_draft = self._drafter.no_draft() if max_depth > 0 else "the output ends here"
+        self._proposed = replace(tree, origins=tree.node_origins[1:])
+        return self._proposed
+
+    def observe(self, step: VerifiedStep) -> None:
+        nodes = self._proposed.nodes_in(step.tree)
+        window = {
+            place: node for place, own in self._window.items() if (node := nodes[own]) is not None
+        }
+        if step.drafted:
+            self._no_draft = ""
+        elif len(self._proposed) > 1:
+            self._no_draft = (
+                "the step was dispatched before its draft was known, so that draft has to wait"
+                if step.pipelined
+                else "the output's form or its end leaves the proposed draft no room"
+            )
+        origins = step.tree.node_origins
+        self._steps.append(RecordedStep(step, origins, window, self._no_draft))
+        self._drafter.observe(step)
+
+    def end(self) -> None:
+        self._drafter.end()
