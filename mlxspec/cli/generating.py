@@ -122,8 +122,8 @@ class Drafting:
     )
     window_size: str | None = option_field(
         "-W --window-size --WINDOW_SIZE W",
-        "Lookahead: columns of the window, 0 for none, or auto: all sizes follow their measured "
-        "cost.  [default: auto]",
+        "Lookahead: columns of the window, or auto: none, and as many guesses as pay.  "
+        "[default: auto]",
         of=LOOKAHEAD,
     )
     ngram_size: int | None = option_field(

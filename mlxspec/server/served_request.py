@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, cast
 
-from ..drafting.drafter import origins_of
 from ..engine import step as steps
 from ..errors import MlxspecError
 from ..generation.options import GenerationOptions
@@ -129,8 +128,7 @@ class ServedRequest(Request):
 
     def on_step(self, step: steps.DecodedStep, seconds: float, plain_seconds: float | None) -> None:
         super().on_step(step, seconds, plain_seconds)
-        assert self.sequence
-        origins = origins_of(self.sequence.drafter, step.verified.tree)
+        origins = step.verified.tree.node_origins
         metrics = self.stream.records.metrics
         metrics.add_step(step.verified, origins, seconds, plain_seconds)
 
