@@ -79,7 +79,7 @@ def known_chip(name: str) -> Chip:
         if _plain(other) == _plain(name):
             raise OptionError(
                 f"no cost curve for the chip {name!r}: the nearest known ones are {first} and "
-                f"{second}; with that machine, mlxspec calibrate MODEL --json > curve.json measures "
+                f"{second}; on that machine, mlxspec calibrate MODEL --json > curve.json measures "
                 f"one for --curve curve.json, and {REPORT_FORM} takes it for the next version"
             )
     raise OptionError(
