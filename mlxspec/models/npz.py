@@ -22,22 +22,22 @@ import mlx.nn as nn
 from ..errors import LoadError
 from .model_files import check_layers
 
-# mlx-lm's name of a module, and the sizes of its weight's axes.
+# mlx-lm's name of a module.
 _TOP_LEVEL = {
-    "tok_embeddings": ("model.embed_tokens", ("vocab_size", "dim")),
-    "norm": ("model.norm", ("dim",)),
-    "output": ("lm_head", ("vocab_size", "dim")),
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
 }
 _LAYER = {
-    "attention.wq": ("self_attn.q_proj", ("queries", "dim")),
-    "attention.wk": ("self_attn.k_proj", ("keys", "dim")),
-    "attention.wv": ("self_attn.v_proj", ("keys", "dim")),
-    "attention.wo": ("self_attn.o_proj", ("dim", "queries")),
-    "feed_forward.w1": ("mlp.gate_proj", ("hidden_dim", "dim")),
-    "feed_forward.w2": ("mlp.down_proj", ("dim", "hidden_dim")),
-    "feed_forward.w3": ("mlp.up_proj", ("hidden_dim", "dim")),
-    "attention_norm": ("input_layernorm", ("dim",)),
-    "ffn_norm": ("post_attention_layernorm", ("dim",)),
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
 }
 _LAYER_PATTERN = re.compile(r"layers\.(0|[1-9][0-9]*)\.(.+)")
 _PARAMETERS = ("weight", "scales", "biases")
@@ -62,27 +62,11 @@ def original_to_mlx_name(name: str) -> str | None:
     if parameter not in _PARAMETERS:
         return None
     if module in _TOP_LEVEL:
-        return f"{_TOP_LEVEL[module][0]}.{parameter}"
+        return f"{_TOP_LEVEL[module]}.{parameter}"
     match = _LAYER_PATTERN.fullmatch(module)
     if match is None or match[2] not in _LAYER:
         return None
-    return f"model.layers.{match[1]}.{_LAYER[match[2]][0]}.{parameter}"
-
-
-def expected_shapes(params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor, by original name, for completed ``params``."""
-    sizes = {
-        **params,
-        "queries": params["n_heads"] * params["head_dim"],
-        "keys": params["n_kv_heads"] * params["head_dim"],
-    }
-    modules = {"tok_embeddings": _TOP_LEVEL["tok_embeddings"]}
-    for index in range(params["n_layers"]):
-        modules |= {f"layers.{index}.{name}": module for name, module in _LAYER.items()}
-    modules |= {name: _TOP_LEVEL[name] for name in ("norm", "output")}
-    return {
-        f"{name}.weight": tuple(sizes[axis] for axis in axes) for name, (_, axes) in modules.items()
-    }
+    return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{parameter}"
 
 
 def complete_params(
@@ -225,8 +209,6 @@ def load_npz_model(directory: Path, config: Mapping[str, Any]) -> nn.Module:
     Raises:
         LoadError: a file is damaged, or settings and weights do not fit together.
     """
-    from mlx_lm.utils import _get_classes
-
     weights = _read(directory)
     if "hidden_size" not in config:
         try:
@@ -234,6 +216,17 @@ def load_npz_model(directory: Path, config: Mapping[str, Any]) -> nn.Module:
         except LoadError as error:
             raise LoadError(f"{directory / 'config.json'}: {error}") from error
         weights = _renamed(weights, directory)
+    return build_model(config, weights)
+
+
+def build_model(config: Mapping[str, Any], weights: dict[str, mx.array]) -> nn.Module:
+    """mlx-lm's model with these weights, by its own names.
+
+    Raises:
+        ValueError: they do not fit the configuration.
+    """
+    from mlx_lm.utils import _get_classes
+
     check_layers(config, len(weights))
     model_class, args_class = _get_classes(dict(config))
     model = model_class(args_class.from_dict(config))

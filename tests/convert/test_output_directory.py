@@ -14,8 +14,7 @@ import pytest
 
 import mlxspec
 from mlxspec import files
-from mlxspec.convert.conversion import convert
-from mlxspec.convert.output_directory import check_outside, output_directory
+from mlxspec.convert.conversion import check_outside, convert, output_directory
 from mlxspec.errors import ConversionError
 
 ROOT = Path(mlxspec.__file__).parents[1]
@@ -67,7 +66,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, source: Path, error: ty
 def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path: Path, source: Path):
     code = (
         "import os, signal; from pathlib import Path\n"
-        "from mlxspec.convert.output_directory import output_directory\n"
+        "from mlxspec.convert.conversion import output_directory\n"
         f"with output_directory(Path({str(tmp_path / 'out')!r}), force=False) as partial:\n"
         "    (partial / 'half').write_text('half')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)"
