@@ -14,12 +14,9 @@ from starlette.routing import Route
 
 from ..errors import printable
 from .answering import FAILED, Silence, is_answered
+from .endpoints import Endpoints
 from .errors import ApiError, error_response
 from .gate import Gate, OnRefusal
-from .generating import Generating
-from .messages.endpoints import MessagesEndpoints
-from .openai.endpoints import OpenAIEndpoints
-from .responses.endpoints import ResponsesEndpoints
 from .status import Gauges, status_of
 from .worker import Worker
 
@@ -49,13 +46,7 @@ def create_app(
             on_refusal(request.url.path, refusal)
         return error_response(refusal, request.url.path)
 
-    generating = Generating(worker, max_tokens, silence)
-    routes = [
-        *OpenAIEndpoints(generating).routes,
-        *ResponsesEndpoints(generating).routes,
-        *MessagesEndpoints(generating).routes,
-        *_StatusRoutes(worker).routes,
-    ]
+    routes = [*Endpoints(worker, max_tokens, silence).routes, *_StatusRoutes(worker).routes]
     return Starlette(
         routes=routes,
         middleware=[Middleware(Gate, hosts=hosts, keys=keys, on_refusal=on_refusal)],

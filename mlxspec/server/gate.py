@@ -17,8 +17,8 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from .body import shown
 from .errors import ApiError, error_response
-from .fields import shown
 
 MOST_BYTES = 32 * 2**20
 """Of a request's body."""

@@ -23,13 +23,13 @@ import mlxspec
 from mlxspec.cli.request_log import RequestLog
 from mlxspec.drafting.costs import LiveCosts
 from mlxspec.generation.request import State
-from mlxspec.server import generating
+from mlxspec.server import endpoints
 from mlxspec.server.admission import Memory
 from mlxspec.server.answering import Silence
 from mlxspec.server.connections import Bounds
 from mlxspec.server.errors import ApiError
 from mlxspec.server.gate import MOST_BYTES
-from mlxspec.server.openai.answer import CompletionAnswer
+from mlxspec.server.openai_answer import CompletionAnswer
 from mlxspec.server.served_request import ServedRequest
 from mlxspec.server.worker import Limits
 from tests.support.brake import Brake, braked, until
@@ -472,14 +472,14 @@ def test_who_leaves_before_the_answer_begins_is_not_generated_for(
     server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[ServedRequest] = []
-    tokenizing, gone, plain = threading.Event(), threading.Event(), generating.completion_prompts
+    tokenizing, gone, plain = threading.Event(), threading.Event(), endpoints.completion_prompts
 
     def slowly(*args: Any) -> Any:
         tokenizing.set()
         assert gone.wait(30)
         return plain(*args)
 
-    monkeypatch.setattr(generating, "completion_prompts", slowly)
+    monkeypatch.setattr(endpoints, "completion_prompts", slowly)
     monkeypatch.setattr(server.worker.records, "on_end", seen.extend)
     client = RawClient(server, TEXT, {**ENDLESS, "stream": stream})
     assert tokenizing.wait(30)

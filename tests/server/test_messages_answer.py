@@ -16,8 +16,8 @@ from pydantic import TypeAdapter
 
 from mlxspec.server.errors import ApiError
 from mlxspec.server.events import Begun, Event
-from mlxspec.server.messages.answer import MessagesAnswer
-from mlxspec.server.messages.requests import parse_messages
+from mlxspec.server.messages import parse_messages
+from mlxspec.server.messages_answer import MessagesAnswer
 from mlxspec.server.output import output_format
 from tests.server.test_openai import CALLS, TOKENIZER, ended, extras, pieces
 from tests.support.examples import examples

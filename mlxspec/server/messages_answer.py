@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
-from ..answer import Answer, ChatChoice
-from ..body import JsonReader
-from ..errors import ApiError, new_request_id
-from ..events import Begun, Ended, Piece
-from ..output import Delta, OutputFormat, OutputParser, Reasoning, Text, ToolCallBegun
-from .requests import MessagesRequest
+from .answer import Answer, ChatChoice
+from .body import JsonReader
+from .errors import ApiError, new_request_id
+from .events import Begun, Ended, Piece
+from .output import Delta, OutputFormat, OutputParser, Reasoning, Text, ToolCallBegun
+from .requests import ChatRequest
 
 _SIGNATURE = "mlxspec"
 """Of thinking. Clients expect one and send it back; nothing is read from it."""
@@ -87,7 +87,7 @@ class MessagesAnswer(Answer):
         format: of the model's output.
     """
 
-    def __init__(self, request: MessagesRequest, model: str, format: OutputFormat) -> None:
+    def __init__(self, request: ChatRequest, model: str, format: OutputFormat) -> None:
         super().__init__(1)
         self.id = f"msg_{uuid.uuid4().hex}"
         self._request_id = new_request_id()

@@ -12,14 +12,14 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..answer import Answer, ChatChoice
-from ..errors import ApiError
-from ..events import Ended, Piece
-from ..fields import refuse, without_lone_surrogates
-from ..openai.answer import TokenNames
-from ..output import Delta, OutputFormat, OutputParser, Text, ToolCallArguments, ToolCallBegun
-from .requests import ResponsesRequest, Tool, new_id
-from .store import StoredResponse
+from .answer import Answer, ChatChoice
+from .body import refuse, without_lone_surrogates
+from .errors import ApiError
+from .events import Ended, Piece
+from .openai_answer import TokenNames
+from .output import Delta, OutputFormat, OutputParser, Text, ToolCallArguments, ToolCallBegun
+from .response_store import StoredResponse
+from .responses import ResponsesRequest, Tool, new_id
 
 ResponseEvent = dict[str, Any]
 
@@ -111,7 +111,7 @@ class ResponsesAnswer(Answer):
             "model": self._model,
             "output": [] if self._status == "in_progress" else [one.told() for one in self._items],
             "usage": self._usage(),
-            **self._request.told,
+            **self._request.repeated,
         }
 
     def finished(self, index: int) -> bool:
