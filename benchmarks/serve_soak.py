@@ -147,7 +147,7 @@ class Body(NamedTuple):
         return json.loads(self.json)
 
 
-class CacheMemory(NamedTuple):
+class Memory(NamedTuple):
     """The server's memory by kind, in MiB.
 
     Attributes:
@@ -185,7 +185,7 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
         self.answers: dict[Body, set[tuple[tuple[Choice, ...], int]]] = defaultdict(set)
-        self.memory: list[CacheMemory] = []
+        self.memory: list[Memory] = []
         self.slowest_health = 0.0
 
     async def run(self) -> None:
@@ -449,13 +449,13 @@ class Soak:
         return "; ".join(told)
 
 
-def memory_of(running: Server, status: dict[str, Any]) -> CacheMemory:
+def memory_of(running: Server, status: dict[str, Any]) -> Memory:
     """A server's memory, from what it tells and what the system does."""
     used, kept = status["memory"]["active"], status["memory"]["cache"]
     prefixes = sum(model["cache"]["bytes"] for model in status["models"])
     resident = running.resident
     mlx, kept, prefixes = (number / 2**20 for number in (used, kept, prefixes))
-    return CacheMemory(resident, mlx, kept, prefixes, resident - mlx - kept)
+    return Memory(resident, mlx, kept, prefixes, resident - mlx - kept)
 
 
 def with_key(key: str) -> dict[str, str]:

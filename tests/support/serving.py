@@ -18,7 +18,7 @@ from mlxspec.engine.params import CacheOptions
 from mlxspec.server.app import create_app
 from mlxspec.server.connections import Bounds, HttpServer
 from mlxspec.server.prefix_cache import PrefixCache
-from mlxspec.server.served_model import Memory, ServedModel
+from mlxspec.server.served_model import CacheMemory, ServedModel
 from mlxspec.server.worker import Worker, WorkerLimits
 from tests.support.chat_tokenizer import CHATML, with_tools
 from tests.support.demo import FLAT, given_costs, stand_in_decoder
@@ -53,7 +53,7 @@ def served(name: str = "small", cache_bytes: int = 1 << 28, **options: Any) -> S
     decoder = stand_in_decoder(mlxspec.AutoDecoder, memory_tokens=0)
     decoder.costs = given_costs(FLAT)
     caches = CacheOptions(**options)
-    memory = Memory(decoder.model, caches, limit=1 << 32)
+    memory = CacheMemory(decoder.model, caches, limit=1 << 32)
     chunks_matter = decoder.chunks_matter
     cache = PrefixCache(decoder.model, cache_bytes, caches, chunks_matter=chunks_matter)
     return ServedModel(name, decoder, cache, memory, options=vars(caches))  # type: ignore[arg-type]
