@@ -202,7 +202,7 @@ def test_no_other_method_is_named_for_what_is_not_served(server: Running) -> Non
     assert "allow" not in answer.headers
 
 
-def test_life_signs_come_before_the_first_token() -> None:
+def test_keep_alives_come_before_the_first_token() -> None:
     """As events: comments do not count for some clients."""
     body = {"input": "Hello there", "stream": True, "max_output_tokens": 2}
     with (
