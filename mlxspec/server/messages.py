@@ -102,7 +102,7 @@ class _Turn(Body):
     needed = {"user": ("content",), "assistant": ("content",)}
 
 
-class _Tool(Body):
+class _MessagesTool(Body):
     """A tool. One to be loaded later (``defer_loading``) is there at once, for the cache's sake."""
 
     type: Literal["custom"] = "custom"
@@ -119,7 +119,7 @@ class _Tool(Body):
         return {"type": "function", "function": given}
 
 
-class _ToolChoice(Body):
+class _MessagesToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: Name = "-"
     disable_parallel_tool_use: bool = False
@@ -144,8 +144,8 @@ class _CountBody(Sampling):
     max_tokens: Annotated[Integer, Field(ge=1)] | None = None
     system: _Blocks = []
     messages: Annotated[Items[_Turn], Field(min_length=1)]
-    tools: Items[_Tool] = []
-    tool_choice: _ToolChoice = _ToolChoice(type="auto")
+    tools: Items[_MessagesTool] = []
+    tool_choice: _MessagesToolChoice = _MessagesToolChoice(type="auto")
     thinking: _Thinking | None = None
     output_config: _OutputConfig = _OutputConfig()
     output_format: ResponseFormat | None = None
