@@ -30,7 +30,7 @@ CONTEXT = "context"
 OTHERS = "other"
 """Where accepted drafts came from that are not of a :class:`SuffixSource`."""
 
-# Where these come from: docs/planner-notes.md, "Constants".
+# Where these come from: notes/planner.md, "Constants".
 _LESSONS = 8  # tokens of a step that are learned from: further ones of a copy tell the same
 _CHILDREN = 6  # per node of a tree; more are never likely enough
 _EARLIER_OCCURRENCES = 8  # that earlier texts are asked for
