@@ -83,9 +83,15 @@ def explain_command(
         if skip is not None and skip >= len(recorded):
             raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps, skip fewer")
         explained = Explained(
-            *(given_name(model_or_default(generation.model)), generation.drafting.kind),
-            *(tokens, recorded, most_instructive(recorded, steps) if skip is None else skip, steps),
-            *(last.stats, Pieces(decoder.tokenizer), skip is None),
+            model=given_name(model_or_default(generation.model)),
+            decoder=generation.drafting.kind,
+            prompt=tokens,
+            steps=recorded,
+            first=most_instructive(recorded, steps) if skip is None else skip,
+            count=steps,
+            stats=last.stats,
+            pieces=Pieces(decoder.tokenizer),
+            chosen=skip is None,
         )
         tell_of_model(generation.model)
         shows.show(lambda: explained.print(output_console(color)), explained.page)
