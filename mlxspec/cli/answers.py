@@ -24,7 +24,6 @@ from rich.panel import Panel
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 from rich.text import Text
 
-from ..corpus.learner import Learner
 from ..errors import MlxspecError, OptionError
 from ..generation.decoder import Decoder
 from ..generation.engine import Engine
@@ -89,21 +88,19 @@ def answer_prompts(
         decoder = generation.load(Console(quiet=True) if quiet else console, memories)
         _check(generation, prompt, decoder)
         tell_of_model(generation.model)
-        with generation.learner(decoder) as learner:
-            answers = Answers(
-                generation,
-                decoder,
-                concurrency=concurrency or _CONCURRENCY,
-                prompt=prompt,
-                logprobs=logprobs,
-                learner=learner,
-                console=console,
-                quiet=quiet,
-            )
-            interrupted = answers.run(lines)
-            if not quiet:
-                console.print()
-                console.print(totals_panel(answers.totals, interrupted))
+        answers = Answers(
+            generation,
+            decoder,
+            concurrency=concurrency or _CONCURRENCY,
+            prompt=prompt,
+            logprobs=logprobs,
+            console=console,
+            quiet=quiet,
+        )
+        interrupted = answers.run(lines)
+        if not quiet:
+            console.print()
+            console.print(totals_panel(answers.totals, interrupted))
         if not as_json:
             memories.tell_once()
     if interrupted:
@@ -210,7 +207,6 @@ class Answers:
         concurrency: how many prompts are answered at once at most.
         prompt: what goes into the chat template, and how, where a line says nothing.
         logprobs: as for :class:`Transcript`.
-        learner: gets the outputs, if there is one.
         console: gets a line for each prompt that cannot be answered, and the progress.
         quiet: show no progress.
 
@@ -226,7 +222,6 @@ class Answers:
         concurrency: int,
         prompt: PromptOptions,
         logprobs: int | None,
-        learner: Learner | None,
         console: Console,
         quiet: bool = False,
     ) -> None:
@@ -235,7 +230,6 @@ class Answers:
         self._decoder = decoder
         self._prompt = prompt
         self._logprobs = logprobs
-        self._learner = learner
         self._console = console
         self._quiet = quiet
         self._model = model_or_default(generation.model)
@@ -335,8 +329,6 @@ class Answers:
         report = result_report(result, self._model)
         del report["step_times"]
         answer.write(report)  # first: what an interrupt finds written is not counted again
-        if self._learner:
-            self._learner.add(result.tokens)
         self.totals.add(result)
 
     def _fail(self, answer: _Answer, error: Exception) -> None:

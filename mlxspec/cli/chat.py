@@ -304,7 +304,6 @@ class _Chat:
         """
         printer = self._printer()
         self.settled = False
-        tokens: list[int] = []
         last: GenerationResponse | None = None
         ending = ""
         try:
@@ -312,7 +311,6 @@ class _Chat:
                 for last in responses:
                     if last.generation_tokens == 1:
                         self._tell_dropped()
-                    tokens.append(last.token)
                     printer.write(last.text, last.from_draft)
         except KeyboardInterrupt:
             if not self.interactive:
@@ -320,7 +318,6 @@ class _Chat:
             ending = "stopped"
         finally:
             printer.finish()
-            self.conversation.model.learn(tokens)
         if last is None:
             self._tell("Stopped before the first word; /retry asks again.")
             return

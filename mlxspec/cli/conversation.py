@@ -73,9 +73,6 @@ class ChatModel(Protocol):
             MlxspecError: it cannot be loaded, or cannot chat. This one can be used on.
         """
 
-    def learn(self, tokens: Sequence[int]) -> None:
-        """Add an answer to the store, where that is wanted."""
-
     def close(self) -> None:
         """End what it has begun."""
 

@@ -21,7 +21,7 @@ _view = partial(option, group="Steps and output")
 @model_option
 @options_of(PromptOptions, "prompt", "Model and prompt")
 @option("--max-tokens N", "Generate at most N tokens.", default=250, group="Model and prompt")
-@options_of(Generation, "generation", leave_out=("learn",))
+@options_of(Generation, "generation")
 @_view("--steps K", "Show K successive steps.", default=3)
 @_view(
     "--skip N",

@@ -219,20 +219,15 @@ def answer(
         asks = source if templated and generation.form.constraint is None else None
         beyond = isinstance(asks, str) and is_beyond_demo(asks)
         tell = partial(tell_of_model, generation.model, beyond)
-        with generation.learner(decoder) as learner:
-            _transcribe(start, transcript, printer, console, trims, tell)
-            if learner:
-                learner.add(transcript.tokens)
-            result = transcript.result(decoder.step_times.table())
-            result = replace(result, prompt_tokens=len(tokens))
-            if printer:
-                printer.finish()
-                console.print()
-                panel = figures_panel(result, printer.color, decoder.predicted_cost)
-                console.print(panel)
-            else:
-                write_json(result_report(result, model_or_default(generation.model)))
-        # Learned after the answer is shown, which is not lost where the store cannot be written.
+        _transcribe(start, transcript, printer, console, trims, tell)
+        result = transcript.result(decoder.step_times.table())
+        result = replace(result, prompt_tokens=len(tokens))
+        if printer:
+            printer.finish()
+            console.print()
+            console.print(figures_panel(result, printer.color, decoder.predicted_cost))
+        else:
+            write_json(result_report(result, model_or_default(generation.model)))
         generation.tell_if_full(decoder.model, room, result.finish_reason)
         if stats:
             console.print(step_times_table(result.step_times))

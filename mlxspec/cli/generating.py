@@ -7,10 +7,8 @@ far as that goes without a model, loads the model, and generates with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import click
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..corpus import Memory
-    from ..corpus.learner import Learner
     from ..distributed.leader import Leader
     from ..drafting.drafter import Drafter
     from ..generation.decoder import Decoder
@@ -104,7 +101,6 @@ class Drafting:
     num_draft_tokens: int | None = option_field(
         "--num-draft-tokens N", "Tokens that --draft-model drafts at most.  [default: 2]"
     )
-    learn: bool = option_field("--learn", "Add the output to the --store file.", default=False)
     no_memory: bool = option_field(NO_MEMORY, NO_MEMORY_HELP, default=False)
     n_draft: int | None = option_field(
         "--n-draft --prompt-lookup-num-tokens N",
@@ -126,8 +122,8 @@ class Drafting:
     )
     window_size: str | None = option_field(
         "-W --window-size --WINDOW_SIZE W",
-        "Lookahead: columns of the window, 0 for none, or auto: all sizes follow their measured "
-        "cost.  [default: auto]",
+        "Lookahead: columns of the window, or auto: none, and as many guesses as pay.  "
+        "[default: auto]",
         of=LOOKAHEAD,
     )
     ngram_size: int | None = option_field(
@@ -159,8 +155,6 @@ class Drafting:
             raise OptionError("--num-draft-tokens is of a draft model: name it with --draft-model")
         if self.draft_model is not None and self.drafter is not None:
             raise OptionError("--drafter and --draft-model are given together: choose one")
-        if self.learn and self.store is None:
-            raise OptionError("--learn adds to a store: name it with --store FILE")
         _ = self.lookup, self.lookahead  # which are checked
 
     def _given(self, of: str) -> dict[str, Any]:
@@ -222,21 +216,12 @@ class Drafting:
         if self.kind == "lookahead":
             return self.lookahead
         store = lookahead = None
-        if self.store is not None and not self._begins():
+        if self.store is not None:
             store = open_store(self.store, tokenizer)
         if self.kind == "combined":
             first = self.lookup.new if self._given(LOOKUP) else None
             lookahead = replace(self.lookahead, first=first)
         return Auto(memory or Memory(), store, extra, lookahead)
-
-    def _begins(self) -> bool:
-        """Whether this output is to be the store's first.
-
-        Another process that learns makes an empty file before it writes.
-        """
-        store = Path(self.store or "")
-        is_empty = not store.exists() or (store.is_file() and store.stat().st_size == 0)
-        return self.learn and is_empty
 
     def load_draft_model(self) -> tuple[nn.Module, Callable[[], Drafter]]:
         """The draft model, and what makes a drafter of it for each generation.
@@ -454,14 +439,6 @@ class Generation:
             if decoder.plans:
                 _ = decoder.costs
         return decoder
-
-    def learner(self, decoder: Decoder) -> AbstractContextManager[Learner | None]:
-        """What adds outputs to the store, where that is wanted."""
-        from ..corpus.learner import Learner
-
-        if not self.drafting.learn or self.drafting.store is None:
-            return nullcontext()
-        return Learner(self.drafting.store, decoder.tokenizer)
 
     def stream(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ from .model_choice import known_names, model_or_default, resolved
 from .prompts import in_template
 
 if TYPE_CHECKING:
-    from ..corpus.learner import Learner
     from ..generation.decoder import Decoder
 
 
@@ -58,8 +56,6 @@ class LocalModel:
         self._console = console
         self._memories = memories
         self._loaded: Decoder | None = None
-        self._learner: Learner | None = None
-        self._closing = ExitStack()
         self._decoder()
 
     @property
@@ -113,14 +109,9 @@ class LocalModel:
         asked = replace(self._generation, model=name, adapter_path=adapters)
         return LocalModel(asked, self._console, self._memories, self._template_arguments, adapted)
 
-    def learn(self, tokens: Sequence[int]) -> None:
-        if self._learner:
-            self._learner.add(tokens)
-
     def close(self) -> None:
-        """Write what was learned, and give the memory back."""
-        self._closing.close()
-        self._loaded = self._learner = None
+        """Give the model's memory back."""
+        self._loaded = None
         gc.collect()  # decoders may be part of cycles
         mx.clear_cache()
 
@@ -132,6 +123,5 @@ class LocalModel:
                     "this model's tokenizer has no chat template: choose a model that was trained "
                     "to chat, or 'mlxspec generate --raw'"
                 )
-            self._learner = self._closing.enter_context(self._generation.learner(decoder))
             self._loaded = decoder
         return self._loaded

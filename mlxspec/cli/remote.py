@@ -93,9 +93,6 @@ class RemoteModel:
         asked = replace(self._generation, model=name)
         return RemoteModel(self._address, asked, self._template_arguments)
 
-    def learn(self, tokens: Sequence[int]) -> None:
-        """Nothing: what a server learns from is its own."""
-
     def close(self) -> None:
         """Nothing: each request ends by itself."""
 

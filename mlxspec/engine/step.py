@@ -20,7 +20,6 @@ from ..drafting.drafter import (
     VerifiedStep,
     accept,
     checked_draft,
-    window_rows_of,
 )
 from .caches import held_arrays, move_rows, parts
 from .chooser import Chooser
@@ -221,7 +220,7 @@ class Sequence:
         # First, since nothing that follows has to know ids that the model lacks.
         tree = tree.pruned(max_depth, self.target.vocab_size)
         # The rows of lookahead's window are no drafts and need not satisfy the grammar.
-        if self.chooser.grammar and not window_rows_of(self.drafter):
+        if self.chooser.grammar and not self.drafter.window_rows():
             tree = self.chooser.grammar.allowed(tree)
         return tree if self.target.capability is Capability.TREE else tree.first_chain()
 

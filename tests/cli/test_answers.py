@@ -13,10 +13,8 @@ import pytest
 from click.testing import Result
 from rich.console import Console
 
-from mlxspec import load
 from mlxspec.cli import answers
 from mlxspec.cli.answers import Totals, totals_panel
-from mlxspec.corpus.store import open_store
 from mlxspec.engine.batch import Batch
 from mlxspec.generation.response import GenerationResponse, SpeculationStats, Transcript
 from tests.cli.test_generate import LINE, assert_one_line_error, generate, report
@@ -201,15 +199,6 @@ def test_log_probabilities_stand_in_the_results(endless: Path, prompts: Path) ->
     for one in results(generate(*options, "--logprobs", 2)):
         assert [entry["top"][0][0] for entry in one["logprobs"]] == one["tokens"]
     assert results(generate(*options))[0]["logprobs"] is None
-
-
-def test_the_outputs_are_learned(endless: Path, prompts: Path, tmp_path: Path) -> None:
-    store = tmp_path / "outputs.store"
-    options = ("--model", endless, "--max-tokens", 20, "--store", store)
-    lines = write(prompts, IDS[:2])
-    assert generate(*options, "--learn", "--prompts", lines).exit_code == 0
-    assert open_store(store, load(endless)[1]).info.learned_tokens >= 40
-    assert generate(*options, "--prompts", lines).exit_code == 0
 
 
 def test_ctrl_c_writes_what_there_is(

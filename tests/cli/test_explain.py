@@ -171,7 +171,6 @@ def test_all_options_that_say_what_is_generated_are_those_of_generate():
         {param.name for param in command.params} for command in (generate_command, explain_command)
     ]
     own = {
-        "learn",
         "prompts",
         "concurrency",
         "prompt_cache_file",

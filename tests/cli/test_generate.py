@@ -1,9 +1,7 @@
 """``mlxspec generate`` as a user calls it, and the figures that it shows."""
 
-import errno
 import io
 import json
-import os
 import re
 import shutil
 from dataclasses import replace
@@ -13,14 +11,12 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console, RenderableType
 
-from mlxspec import load
 from mlxspec.cli.generate import (
     figures_panel,
     generate_command,
     machine_line,
     step_times_table,
 )
-from mlxspec.corpus.store import open_store
 from mlxspec.engine.target import Target
 from mlxspec.generation.response import (
     GenerationResponse,
@@ -296,44 +292,9 @@ def test_ctrl_c_with_json_writes_what_there_is(endless: Path, monkeypatch: pytes
     assert data["prompt_tokens"] == 4
 
 
-@pytest.mark.parametrize("there", [False, True], ids=["no file", "an empty file"])
-def test_a_store_begins_with_the_first_output_that_is_learned(
-    endless: Path, tmp_path: Path, there: bool
-):
-    store = tmp_path / "outputs.store"
-    if there:
-        store.touch()
-    options = ("--model", endless, "--prompt", "a", "--max-tokens", 20, "--store", store)
-    assert generate(*options, "--learn").exit_code == 0
-    learned = open_store(store, load(endless)[1])
-    assert learned.info.learned_tokens >= 20
-    assert generate(*options).exit_code == 0
-
-
-def test_an_answer_is_not_lost_with_a_store_that_cannot_be_written(
-    endless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    store = tmp_path / "outputs.store"
-    options = ("--model", endless, "--prompt", "a b", "--max-tokens", 20, "--store", store)
-    result = generate(*options, "--learn", "--json")
-    assert json.loads(result.stdout)["generation_tokens"] == 20
-    error = result.stderr.splitlines()[-1]
-    assert error.startswith(f"Error: {store}: cannot be written (No space left on device)")
-    assert result.exit_code == 1
-    assert list(tmp_path.iterdir()) == []
-    result = generate(*options, "--learn")
-    assert result.stdout.startswith("one two three")
-    assert result.exit_code == 1
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--learn",), "--store FILE"),
         (("--store", "x", "--n-draft", "3"), "--decoder auto"),
         (("--store", "x", "--decoder", "plain"), "--decoder auto"),
         (("--decoder", "auto", "--ngram-max", "2"), "--ngram-max"),

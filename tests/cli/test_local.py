@@ -63,19 +63,3 @@ def test_the_first_is_gone_before_the_second_is_loaded_and_comes_back_if_that_fa
         conversation.switch(str(other))
         assert ask(conversation) == "ah oh"
         conversation.model.close()
-
-
-def test_what_was_learned_is_written_before_another_model_comes(
-    endless: Path, tmp_path: Path
-) -> None:
-    store = tmp_path / "store"
-    other = write_scripted_model(tmp_path / "other", ("ah", " oh"), ends=True)
-    with Memories(keeps=False) as memories:
-        asked = generation(str(endless), store=str(store), learn=True)
-        conversation = Conversation(LocalModel(asked, error_console(), memories), max_tokens=9)
-        tokens = [response.token for response in conversation.answer("a")]
-        conversation.model.learn(tokens)
-        with pytest.raises(MlxspecError, match="holds tokens of endless"):
-            conversation.switch(str(other))
-        assert store.stat().st_size > 0
-        conversation.model.close()

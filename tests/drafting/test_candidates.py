@@ -36,7 +36,7 @@ def candidates(draw: st.DrawFn, name: str) -> DraftTree:
 
 
 def merged(sources: list[DraftTree], max_nodes: int) -> DraftTree:
-    return merge(sources)[0].tree().best_first(max_nodes)
+    return merge(sources).best_first(max_nodes)
 
 
 def paths(of: DraftTree | TreeBuilder) -> list[Path]:

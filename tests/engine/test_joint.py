@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
-from mlxspec.drafting.drafter import DraftTree, NoDraft, origins_of
+from mlxspec.drafting.drafter import DraftTree, NoDraft
 from mlxspec.drafting.lookahead import LookaheadDrafter
 from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine import joint as engine
@@ -192,7 +192,7 @@ def test_lookaheads_windows_run_in_joint_steps() -> None:
             assert own.verified.sequences == len(active)
             member.tokens += own.verified.tokens
             member.logprobs += own.logprobs
-            origins = origins_of(member.sequence.drafter, own.verified.tree)
+            origins = own.verified.tree.node_origins
             verified.update(origins)
             accepted.update(origins[node] for node in own.verified.accepted)
         for member in members:

@@ -16,7 +16,7 @@ import pytest
 import mlxspec
 from mlxspec import AutoDecoder
 from mlxspec.bench.equality import NEAR_TIE_FLOAT32, first_difference
-from mlxspec.corpus.learner import Learner
+from mlxspec.corpus.building import build_store
 from mlxspec.drafting.acceptance import Corrections
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.costs import KeptCosts
@@ -111,8 +111,7 @@ def test_only_what_is_remembered_teaches_the_next_generation(
 
     store = tmp_path / "outputs.store"
     remembering = decoder_with(FLAT)
-    with Learner(store, remembering.tokenizer) as learner:
-        learner.add(tokens(remembering))
+    build_store(store, [tokens(remembering)], remembering.tokenizer)
     monkeypatch.setattr(Corrections, "learn", recorded)
     assert taught(remembering) & taught(remembering)
     forgetful = decoder_with(FLAT, memory_tokens=0, store=store)
@@ -180,8 +179,8 @@ def test_a_store_is_drafted_from(tmp_path: Path) -> None:
     prompt, store = "The history of the", tmp_path / "outputs.store"
     decoder = decoder_with(FLAT)
     *first, without = decoder.stream(prompt, 50)
-    with Learner(store, decoder.tokenizer) as learner:
-        learner.add([response.token for response in (*first, without)])
+    output = [response.token for response in (*first, without)]
+    build_store(store, [output], decoder.tokenizer)
     *_, last = decoder_with(FLAT, store=store).stream(prompt, 50)
     assert last.stats.steps < without.stats.steps
 

@@ -35,7 +35,7 @@ LINE = re.compile(
 OF_ONE = [
     (GivenCosts, "move_to"),
     (SuffixSource, "begin"),
-    (SuffixSource, "propose"),
+    (SuffixSource, "search"),
     (Planner, "_gain_of_chain"),
     (_Step, "is_pipelined"),
     (Policy, "settle"),
