@@ -337,12 +337,15 @@ def test_regexes_choices_and_grammars(constraint: Constraint, pattern: str) -> N
         (Constraint.grammar("root ::= x("), "x("),
         ({"type": "object"}, "dict"),
         # These would take minutes or gigabytes.
-        (Constraint.json_schema({"items": {"multipleOf": 999983}}), "multipleOf 999983"),
-        (Constraint.json_schema({"allOf": [{"multipleOf": 997}, {"multipleOf": 9.91}]}), "9.91"),
-        (Constraint.grammar(r'start: %json {"\u006dultipleOf": 99991}'), "multipleOf 99991"),
+        (Constraint.json_schema({"items": {"multipleOf": 999983}}), "more than 2 seconds"),
+        (
+            Constraint.json_schema({"allOf": [{"multipleOf": 997}, {"multipleOf": 9.91}]}),
+            "more than 2 seconds",
+        ),
+        (Constraint.grammar(r'start: %json {"\u006dultipleOf": 999983}'), "more than 2 seconds"),
         (
             Constraint.json_schema({"patternProperties": {f"^{n}[b-z]*$": {} for n in range(400)}}),
-            "400 patternProperties",
+            "more than 2 seconds",
         ),
         (
             Constraint.json_schema(
