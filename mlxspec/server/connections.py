@@ -130,7 +130,7 @@ class Connection(H11Protocol):
         self._since = self._taken = 0.0
         """When the client began to owe what it owes now, and when it last took something."""
         self._owed = self._unsent = 0
-        """Bytes that it had not taken then, and at the last look."""
+        """Bytes that it had not read then, and at the last look."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -225,7 +225,7 @@ def _tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 class _Seldom(logging.Filter):
     """Lets a message through once a minute, and tracebacks of all faults.
 
-    A request that is cancelled at the end of the server is no fault.
+    A request that is cancelled when the server ends is not a fault.
     """
 
     def __init__(self) -> None:

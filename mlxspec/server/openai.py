@@ -39,10 +39,6 @@ class _Tool(Body):
     id: str | None = None
 
 
-class _OfferedTool(_Tool):
-    type: Literal["function"]
-
-
 class _ToolChoice(Body):
     type: Literal["none", "auto", "required", "function"]
     function: _Function | None = None
@@ -101,7 +97,7 @@ class ChatBody(CommonBody):
     """A body of ``/v1/chat/completions``."""
 
     messages: Annotated[Items[_Message], Field(min_length=1)]
-    tools: Items[Annotated[_OfferedTool, WrapValidator(_as_sent)]] = []
+    tools: Items[Annotated[_Tool, WrapValidator(_as_sent)]] = []
     tool_choice: Annotated[
         _ToolChoice,
         BeforeValidator(lambda value: {"type": value} if isinstance(value, str) else value),

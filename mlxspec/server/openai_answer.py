@@ -25,7 +25,7 @@ from .output import Delta, OutputFormat, OutputParser
 from .requests import ApiRequest, ChatRequest, CompletionRequest
 from .worker import Ended, Piece
 
-_IMPOSSIBLE = -9999.0  # what OpenAI has for minus infinity, which is no JSON
+_IMPOSSIBLE = -9999.0  # what OpenAI has for minus infinity, which JSON lacks
 
 
 class _OpenAIAnswer(Answer):
@@ -157,7 +157,7 @@ def _runs(texts: Iterable[tuple[str, bool]]) -> list[list[Any]]:
 class ChatAnswer(_OpenAIAnswer):
     """The answer of ``/v1/chat/completions``.
 
-    Reasoning is told as ``reasoning_content``. Log-probabilities are of all generated tokens,
+    Reasoning is sent as ``reasoning_content``. Log-probabilities are of all generated tokens,
     those of reasoning, markers and calls too, but the one that ends the output.
 
     Args:
@@ -342,11 +342,11 @@ class TokenNames:
                 "top_logprobs": [self._entry(*one) for one in piece.top],
             }
             for piece in pieces
-            if self._is_told(piece)
+            if self._is_shown(piece)
         ]
 
     def of_completion(self, pieces: Iterable[Piece], offset: int, top: int) -> dict[str, list[Any]]:
-        """The lists of a completion's ``logprobs``; none of them where no token is told.
+        """The lists of a completion's ``logprobs``; empty where all tokens are left out.
 
         Args:
             pieces: the tokens.
@@ -355,7 +355,7 @@ class TokenNames:
         """
         found: dict[str, list[Any]] = defaultdict(list)
         for piece in pieces:
-            if self._is_told(piece):
+            if self._is_shown(piece):
                 found["tokens"].append(self._name(piece.token)[0])
                 found["token_logprobs"].append(_finite(piece.logprob))
                 found["text_offset"].append(offset)
@@ -367,7 +367,7 @@ class TokenNames:
             offset += len(piece.text)
         return found
 
-    def _is_told(self, piece: Piece) -> bool:
+    def _is_shown(self, piece: Piece) -> bool:
         return piece.logprob is not None and piece.token not in self._tokenizer.eos_token_ids
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:

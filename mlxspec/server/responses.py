@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from .body import ApiError, Body, Integer, Items, Name, TokenId, parse, refuse, shown
+from .body import ApiError, Body, Dictionary, Integer, Items, Name, TokenId, parse, refuse, shown
 from .requests import (
     ChatRequest,
     CommonBody,
@@ -172,7 +172,7 @@ class ResponsesBody(CommonBody):
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] = 0
     max_output_tokens: Annotated[Integer, Field(ge=1, le=2**31 - 1)] | None = None
     max_tool_calls: TokenId | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] = {}  # as at OpenAI
+    metadata: Annotated[Dictionary[str, str], Field(max_length=16)] = {}  # as at OpenAI
     reasoning: _ReasoningBody = _ReasoningBody()
     store: bool = True
     text: _TextBody = _TextBody()
@@ -423,19 +423,13 @@ def _items(
 
 
 def _message(one: _InputItem, path: str) -> dict[str, Any]:
-    return _message_item(one.id, one.role, [part.text for part in one.content], one.phase)
-
-
-def _message_item(
-    item_id: str | None, role: str, texts: Sequence[str], phase: str | None
-) -> dict[str, Any]:
-    item: dict[str, Any] = {"id": item_id or new_id("msg"), "type": "message"}
-    item |= {"role": role, "status": "completed"}
-    if role == "assistant":
-        more: dict[str, Any] = {"annotations": [], "logprobs": []}
-        item["content"] = [{"type": "output_text", "text": text, **more} for text in texts]
-        return item | ({"phase": phase} if phase else {})
-    return item | {"content": [{"type": "input_text", "text": text} for text in texts]}
+    texts = [part.text for part in one.content]
+    item = _item_of(one, "msg", role=one.role)
+    if one.role != "assistant":
+        return item | {"content": [{"type": "input_text", "text": text} for text in texts]}
+    more: dict[str, Any] = {"annotations": [], "logprobs": []}
+    item["content"] = [{"type": "output_text", "text": text, **more} for text in texts]
+    return item | ({"phase": one.phase} if one.phase else {})
 
 
 def _item_of(one: _InputItem, prefix: str, **fields: Any) -> dict[str, Any]:
