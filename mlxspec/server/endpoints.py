@@ -20,8 +20,15 @@ from .answer import Answer, KeepAlive, answered
 from .auth import body_of
 from .body import ApiError, new_request_id, parse, read_body, shown
 from .messages import MessagesAnswer, messages_headers, parse_messages
-from .openai import DetokenizeBody, parse_chat, parse_completion, parse_tokenize
-from .openai_answer import ChatAnswer, CompletionAnswer, detokenized
+from .openai import (
+    ChatAnswer,
+    CompletionAnswer,
+    DetokenizeBody,
+    detokenized,
+    parse_chat,
+    parse_completion,
+    parse_tokenize,
+)
 from .prompts import (
     ChatPrompt,
     Prompt,

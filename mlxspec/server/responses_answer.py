@@ -14,7 +14,7 @@ from pydantic_core import from_json
 
 from .answer import Answer, ChatChoice
 from .body import ApiError, refuse, without_lone_surrogates
-from .openai_answer import TokenNames
+from .openai import TokenNames
 from .output import Delta, OutputFormat, OutputParser
 from .responses import ResponsesRequest, StoredResponse, Tool, new_id
 from .worker import Ended, Piece
