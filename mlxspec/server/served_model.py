@@ -15,10 +15,9 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..corpus import MAX_TOKENS
-from ..engine.cache_memory import CacheKind, cache_kinds
 from ..engine.device_memory import free_memory
+from ..engine.model_sizes import CacheKind, cache_kinds, context_length
 from ..engine.params import CacheOptions
-from ..engine.positions import context_length
 from ..engine.target import vocabulary_size
 from ..generation.decoder import Decoder
 from ..generation.drafting import Auto

@@ -23,9 +23,9 @@ import mlxspec
 from mlxspec import Constraint, GenerationResponse, SamplingParams
 from mlxspec.bench.equality import NEAR_TIE_FLOAT32
 from mlxspec.engine.capability import Capability
-from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.compiling import definition_of
 from mlxspec.engine.grammar import Vocabulary
+from mlxspec.engine.sampling import Chooser
 from mlxspec.generation.constrained import leaves_reasoning_open
 from mlxspec.generation.engine import Engine
 from tests.support.demo import FLAT, AnyDecoder, demo, demo_decoder, given_costs

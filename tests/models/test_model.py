@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.utils import quantize_model, save_config, save_model
 
-from mlxspec.engine.positions import context_length
+from mlxspec.engine.model_sizes import context_length
 from mlxspec.errors import LoadError
 from mlxspec.models.model import encode_prompt, load
 from mlxspec.models.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
