@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,12 @@ import mlx.nn as nn
 from safetensors import SafetensorError
 
 from ..errors import ConversionError, LoadError, printable
-from ..models.model_files import check_safetensors, one_line, read_json_object
-from ..models.npz import build_model, config_from_params, original_to_mlx_name
+from ..models.model_files import (
+    check_layers,
+    check_safetensors,
+    one_line,
+    read_json_object,
+)
 from .torch_file import as_array, read_torch_file
 
 # Model parallelism splits a layer's first product by rows (its outputs), its second one by
@@ -36,6 +40,8 @@ def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, 
         ConversionError: a file or tensor is missing, damaged, of a wrong shape or unknown.
         LoadError: there is no ``params.json``, or it holds no settings.
     """
+    from mlx_lm.utils import _get_classes
+
     path = directory / "params.json"
     if not path.is_file() and (directory / "config.json").is_file():
         raise ConversionError(f"{path}: does not exist; use --hf-path for it")
@@ -59,7 +65,13 @@ def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, 
     config["torch_dtype"] = halves.most_common(1)[0][0] if halves else "float16"
     try:
         weights = _renamed(tensors, config["head_dim"])
-        return build_model(config, weights), config
+        check_layers(config, len(weights))
+        model_class, args_class = _get_classes(config)
+        model = model_class(args_class.from_dict(config))
+        if tied:
+            weights.pop("lm_head.weight", None)
+        model.load_weights(list(weights.items()))
+        return model, config
     except ValueError as error:  # MLX's
         raise ConversionError(f"{directory}: does not fit params.json: {one_line(error)}") from None
 
@@ -139,6 +151,159 @@ def _renamed(tensors: Mapping[str, mx.array], head_dim: int) -> dict[str, mx.arr
     return weights
 
 
+# --- names and settings ---
+
+_MODULES = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_NAME = re.compile(r"(?:layers\.(0|[1-9][0-9]*)\.)?(.+)\.weight")
+_KNOWN_PARAMS = {
+    *("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "vocab_size"),
+    *("norm_eps", "rope_theta", "use_scaled_rope", "sliding_window", "tied_embeddings"),
+    *("multiple_of", "ffn_dim_multiplier"),
+    *("max_seq_len", "max_position_embeddings", "max_batch_size"),
+}
+
+
+def original_to_mlx_name(name: str) -> str | None:
+    """mlx-lm's name of an original tensor, or None where its models have none (``rope.freqs``)."""
+    match = _NAME.fullmatch(name)
+    if match is None or match[2] not in _MODULES:
+        return None
+    layer, module = match[1], _MODULES[match[2]]
+    if (layer is None) != (module in ("model.embed_tokens", "model.norm", "lm_head")):
+        return None
+    return f"{module}.weight" if layer is None else f"model.layers.{layer}.{module}.weight"
+
+
+def complete_params(
+    params: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Any]:
+    """The settings of ``params.json`` with everything filled in that Llama leaves open.
+
+    ``hidden_dim`` and a ``vocab_size`` of -1 come from ``shapes``, those of the joined tensors by
+    original name; ``n_kv_heads``, ``head_dim`` and ``rope_theta`` have Llama's defaults.
+
+    Raises:
+        LoadError: a key is missing, has an impossible value, or is not known, so that the
+            model would compute something else.
+    """
+    unknown = [k for k, v in params.items() if k not in _KNOWN_PARAMS and v not in (None, False)]
+    if "moe" in unknown:
+        raise LoadError("mixture-of-experts models in Mistral's layout (key 'moe') are not known")
+    if unknown:
+        raise LoadError(f"the key {sorted(unknown)[0]!r} belongs to no known Llama or Mistral")
+    full = {key: value for key, value in params.items() if value is not None}
+    for key in ("dim", "n_layers", "n_heads", "norm_eps"):
+        if key not in full:
+            raise LoadError(f"the key {key!r} is missing")
+    full.setdefault("n_kv_heads", full["n_heads"])
+    full.setdefault("rope_theta", 10000.0)
+    for key in ("dim", "n_heads"):
+        _check_positive(full, key, int)
+    full.setdefault("head_dim", full["dim"] // full["n_heads"])
+    if "hidden_dim" not in full:
+        full["hidden_dim"] = _rows(shapes, "layers.0.feed_forward.w1.weight")
+    if full.get("vocab_size", -1) == -1:
+        full["vocab_size"] = _rows(shapes, "tok_embeddings.weight")
+    for key in ("n_layers", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size"):
+        _check_positive(full, key, int)
+    for key in ("max_position_embeddings", "max_seq_len"):
+        if key in full:
+            _check_positive(full, key, int)
+    for key in ("norm_eps", "rope_theta"):
+        _check_positive(full, key, int | float)
+    if full["head_dim"] % 2 or full["n_heads"] % full["n_kv_heads"]:
+        raise LoadError(
+            f"head_dim {full['head_dim']} must be even and n_heads {full['n_heads']} "
+            f"a multiple of n_kv_heads {full['n_kv_heads']}"
+        )
+    if not isinstance(full.get("sliding_window", 0), int):
+        raise LoadError("a sliding_window that differs per layer is not known")
+    return full
+
+
+def _check_positive(params: Mapping[str, Any], key: str, kind: Any) -> None:
+    value = params[key]
+    if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
+        what = "whole number" if kind is int else "number"
+        raise LoadError(f"the key {key!r} is {value!r}, not a positive {what}")
+
+
+def _rows(shapes: Mapping[str, Sequence[int]], name: str) -> int:
+    if name not in shapes:
+        raise LoadError(f"the tensor {name} is missing")
+    return shapes[name][0]
+
+
+def config_from_params(
+    params: Mapping[str, Any],
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    tie_word_embeddings: bool = False,
+) -> dict[str, Any]:
+    """``config.json`` in Hugging Face's keys, as mlx-lm reads it, from ``params.json``.
+
+    Args:
+        params: the content of ``params.json``.
+        shapes: shape of each tensor by original name, see :func:`complete_params`.
+        tie_word_embeddings: whether the embedding serves as the output layer, too.
+
+    Raises:
+        LoadError: see :func:`complete_params`.
+    """
+    full = complete_params(params, shapes)
+    is_llama = "multiple_of" in full
+    config = {
+        "architectures": ["LlamaForCausalLM" if is_llama else "MistralForCausalLM"],
+        "model_type": "llama" if is_llama else "mistral",
+        "hidden_act": "silu",
+        "hidden_size": full["dim"],
+        "intermediate_size": full["hidden_dim"],
+        "num_hidden_layers": full["n_layers"],
+        "num_attention_heads": full["n_heads"],
+        "num_key_value_heads": full["n_kv_heads"],
+        "head_dim": full["head_dim"],
+        "rms_norm_eps": full["norm_eps"],
+        "rope_theta": full["rope_theta"],
+        "vocab_size": full["vocab_size"],
+        "tie_word_embeddings": tie_word_embeddings,
+    }
+    if not is_llama:
+        config["sliding_window"] = full.get("sliding_window")
+    context = full.get("max_position_embeddings") or full.get("max_seq_len")
+    if full.get("use_scaled_rope"):
+        config["rope_scaling"] = _llama3_rope_scaling(full["dim"])
+        context = context or 131072
+    if context:
+        config["max_position_embeddings"] = context
+    return config
+
+
+def _llama3_rope_scaling(dim: int) -> dict[str, Any]:
+    """What ``use_scaled_rope`` stands for in Llama 3.1 and 3.2."""
+    return {
+        "rope_type": "llama3",
+        # params.json does not tell the two apart: the small text models of Llama 3.2 (widths
+        # 2048 and 3072) were published with 32, everything from width 4096 on with 8.
+        "factor": 32.0 if dim < 4096 else 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
 def half_split_rows(weight: mx.array, head_dim: int) -> mx.array:
     """Reorder the rows of a query or key projection for RoPE on halves.
 
@@ -154,6 +319,9 @@ def half_split_rows(weight: mx.array, head_dim: int) -> mx.array:
     """
     pairs = weight.reshape(-1, head_dim // 2, 2, weight.shape[-1])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
+
+
+# --- the tokenizer ---
 
 
 def write_original_tokenizer(source: Path, vocab_size: int, target: Path) -> dict[str, int]:

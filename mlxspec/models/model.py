@@ -27,7 +27,6 @@ from .model_files import (
     one_line,
     read_json_object,
 )
-from .npz import load_npz_model, npz_files
 from .other_models import instead_of_files
 
 if TYPE_CHECKING:
@@ -83,9 +82,9 @@ def load(
 
     Args:
         path_or_hf_repo: ``"demo"`` for the bundled model (``"./demo"`` is a directory of that
-            name), a local directory with ``config.json`` and ``model*.safetensors`` or
-            ``weights.npz``, or a repository on the Hugging Face Hub, which is downloaded once:
-            ``owner/name``, or the address of its page.
+            name), a local directory with ``config.json`` and ``model*.safetensors``, or a
+            repository on the Hugging Face Hub, which is downloaded once: ``owner/name``, or the
+            address of its page.
         tokenizer_config: settings of the tokenizer, in place of those that come with it.
         model_config: settings of the model, in place of those in ``config.json``.
         adapter_path: a directory of LoRA adapters that mlx-lm has trained.
@@ -161,22 +160,13 @@ def load_lazily(
         LoadError: what is missing, damaged or not supported.
     """
     changes = changes or {}
-    has_safetensors = any(directory.glob("model*.safetensors"))
-    if not has_safetensors and not npz_files(directory):
-        raise LoadError(
-            f"{directory}: no model*.safetensors and no weights.npz; {_remedy(directory)}"
-        )
-    tensors = _check_shards(directory) if has_safetensors else 0
+    if not any(directory.glob("model*.safetensors")):
+        raise LoadError(f"{directory}: no model*.safetensors; {_remedy(directory)}")
+    tensors = _check_shards(directory)
     try:
-        if has_safetensors:
-            check_layers(config | changes, tensors)
-            model, config = load_mlx_lm_model(directory, changes)
-        else:
-            config = config | changes
-            model = load_npz_model(directory, config)
+        check_layers(config | changes, tensors)
+        model, config = load_mlx_lm_model(directory, changes)
         _try(model)
-    except LoadError:
-        raise
     except SystemExit as error:  # of mlx-lm's OLMo 1, with a text that names the package
         raise LoadError(f"{directory}: the model needs a package that is not installed") from error
     except Exception as error:  # whatever a wrong configuration or file makes mlx-lm raise

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # What a model and its tokenizer are loaded from; no repository's code, no other formats.
 _TOKENIZER_AND_SETTINGS = ["*.json", "*.jsonl", "*.jinja", "*.txt", "tokenizer.model"]
-_WEIGHTS = ["model*.safetensors", "weights*.npz"]
+_WEIGHTS = ["model*.safetensors"]
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _COUNTS_LAYERS = re.compile(r"(^|_)(n|num)_(\w+_)?layers?$")  # and not vocab_size_per_layer_input
 _MOST_DIMENSIONS, _LARGEST_SIZE = 32, 2**31 - 1  # of an array of MLX's

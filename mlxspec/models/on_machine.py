@@ -77,10 +77,9 @@ def model_files(directory: Path) -> ModelFiles:
         return ModelFiles(directory, nbytes=nbytes, trouble=trouble)
     architecture = str(config.get("model_type") or "")
     weights = sorted(directory.glob("model*.safetensors"))
-    npz = sorted(directory.glob("weights*.npz"))
     trouble = (
         _other_kind(directory, names)
-        if not (weights or npz)
+        if not weights
         else _missing_part(directory, names) or _unsupported(config, architecture)
     )
     types: dict[str, int] = {}
@@ -90,7 +89,7 @@ def model_files(directory: Path) -> ModelFiles:
                 types[dtype] = types.get(dtype, 0) + size
     except (OSError, SafetensorError):
         trouble = trouble or "its weights are cut short or damaged; fetch them again"
-    size = sum(types.values()) or sum(path.stat().st_size for path in npz)
+    size = sum(types.values())
     return ModelFiles(
         directory,
         architecture,

@@ -17,13 +17,10 @@ from ..engine.grammar import Grammar, Vocabulary
 from ..engine.params import SamplingParams
 from ..errors import MlxspecError, OptionError
 from ..generation.options import GenerationOptions, prompt_ids
-from .answer import Answer
-from .answering import Silence, answered
-from .body import parse, read_body, shown
-from .errors import ApiError, new_request_id
-from .gate import body_of
-from .messages import parse_messages
-from .messages_answer import MessagesAnswer, messages_headers
+from .answer import Answer, KeepAlive, answered
+from .auth import body_of
+from .body import ApiError, new_request_id, parse, read_body, shown
+from .messages import MessagesAnswer, messages_headers, parse_messages
 from .openai import DetokenizeBody, parse_chat, parse_completion, parse_tokenize
 from .openai_answer import ChatAnswer, CompletionAnswer, detokenized
 from .prompts import (
@@ -36,12 +33,10 @@ from .prompts import (
     is_constrained,
 )
 from .requests import ApiRequest, ChatRequest, CompletionRequest, check_ids
-from .response_store import ResponseStore, StoredResponse
-from .responses import ResponsesRequest, parse_responses
+from .responses import ResponsesRequest, ResponseStore, StoredResponse, parse_responses
 from .responses_answer import ResponsesAnswer, input_items_answer
 from .served_model import ServedModel
-from .served_request import EventStream, ServedRequest
-from .worker import Worker
+from .worker import EventStream, ServedRequest, Worker
 
 _COMPILING = 4  # requests whose constraints are compiled at a time
 _LARGE = 1 << 20  # bytes of a body that others wait for
@@ -62,7 +57,7 @@ class Endpoints:
         routes: the paths, and what answers them.
     """
 
-    def __init__(self, worker: Worker, max_tokens: int, silence: Silence) -> None:
+    def __init__(self, worker: Worker, max_tokens: int, silence: KeepAlive) -> None:
         self._worker = worker
         self._max_tokens = max_tokens
         self._silence = silence

@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, WrapValidator
 
-from .body import Body, Integer, Items, Name, TokenId, parse, refuse
-from .errors import ApiError
+from .body import ApiError, Body, Integer, Items, Name, TokenId, parse, refuse
 from .requests import (
     MOST_CHOICES,
     ChatRequest,

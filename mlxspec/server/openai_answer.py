@@ -21,7 +21,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .. import __version__
 from ..models.detokenizer import token_bytes
 from .answer import Answer, ChatChoice
-from .events import Ended, Piece
 from .output import (
     Delta,
     OutputFormat,
@@ -32,6 +31,7 @@ from .output import (
     ToolCallBegun,
 )
 from .requests import ApiRequest, ChatRequest, CompletionRequest
+from .worker import Ended, Piece
 
 _IMPOSSIBLE = -9999.0  # what OpenAI has for minus infinity, which is no JSON
 

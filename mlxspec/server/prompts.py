@@ -16,9 +16,15 @@ from ..generation.constrained import in_answer, leaves_reasoning_open
 from ..models.chat_template import apply_template, reserved_arguments
 from ..models.detokenizer import detokenizer_of
 from ..models.model import encode_prompt
-from .call_grammar import calls_constraint, is_strict, parameters_of
-from .errors import ApiError
-from .output import OutputFormat, call_opening, output_format
+from .body import ApiError
+from .output import (
+    OutputFormat,
+    call_opening,
+    calls_constraint,
+    is_strict,
+    output_format,
+    parameters_of,
+)
 from .requests import ApiRequest, ChatRequest, CompletionRequest, check_ids
 
 

@@ -19,8 +19,17 @@ from pydantic_core import PydanticCustomError
 from ..engine.constraint import Constraint
 from ..engine.params import SamplingParams
 from ..errors import OptionError
-from .body import MOST_VALUES, Body, Integer, Items, JsonReader, TokenId, as_integer, refuse
-from .errors import ApiError
+from .body import (
+    MOST_VALUES,
+    ApiError,
+    Body,
+    Integer,
+    Items,
+    JsonReader,
+    TokenId,
+    as_integer,
+    refuse,
+)
 
 MOST_CHOICES = 128  # of all prompts together
 _MOST_TOKENS = 2**31 - 1

@@ -1,7 +1,6 @@
 """Whole conversions, against the real mlx-lm and an independent forward."""
 
 import json
-import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -186,28 +185,6 @@ def test_mlxspec_loads_the_result_and_computes_what_the_original_does(
     )
     weights = rounded_to_8_bits(WEIGHTS) if quantize else WEIGHTS
     assert_computes(tmp_path / "out", weights)
-
-
-@pytest.mark.parametrize("quantize", [False, True])
-def test_mlxspec_loads_the_npz_layout_of_mlx_examples(
-    tmp_path: Path, tokenizer_model: Path, quantize: bool
-):
-    """It has the originals' names and pairs of RoPE, and quantises linear layers only."""
-    arrays = {name: mx.array(array).astype(mx.float16) for name, array in WEIGHTS.items()}
-    config = original.PARAMS | {"rope_theta": 10000.0, "model_type": "mistral"}
-    weights = dict(WEIGHTS)
-    if quantize:
-        config["quantization"] = {"group_size": 64, "bits": 8}
-        weights = rounded_to_8_bits(WEIGHTS)
-        weights["tok_embeddings.weight"] = WEIGHTS["tok_embeddings.weight"]
-        for name, array in list(arrays.items()):
-            if array.ndim == 2 and array.shape[1] % 64 == 0 and name != "tok_embeddings.weight":
-                parts = zip(("weight", "scales", "biases"), mx.quantize(array, 64, 8), strict=True)
-                arrays |= {name.removesuffix("weight") + part: value for part, value in parts}
-    mx.savez(str(tmp_path / "weights.npz"), **arrays)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    shutil.copyfile(tokenizer_model, tmp_path / "tokenizer.model")
-    assert_computes(tmp_path, weights)
 
 
 def assert_computes(path: Path, weights: dict[str, np.ndarray]) -> None:

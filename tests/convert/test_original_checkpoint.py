@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from mlxspec.convert.conversion import convert
-from mlxspec.convert.original import half_split_rows
+from mlxspec.convert.original import half_split_rows, original_to_mlx_name
 from mlxspec.convert.torch_file import as_array, read_torch_file
 from mlxspec.errors import ConversionError, MlxspecError
-from mlxspec.models.npz import original_to_mlx_name
 from tests.support import original, torch_file
 from tests.support.comparison import tensors
 

@@ -19,11 +19,11 @@ from mlxspec.drafting.drafter import DraftTree, NoDraft
 from mlxspec.drafting.lookahead import LookaheadDrafter
 from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine import joint as engine
-from mlxspec.engine.capability import Capability, finite, joint_mode
-from mlxspec.engine.chooser import Chooser
+from mlxspec.engine.capability import Capability, joint_mode
 from mlxspec.engine.joint import Joint, JointMode, JointRows
 from mlxspec.engine.params import CacheOptions
-from mlxspec.engine.sampling import SamplingParams
+from mlxspec.engine.patches import finite
+from mlxspec.engine.sampling import Chooser, SamplingParams
 from mlxspec.engine.step import DecodedStep, Sequence, joint_step
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import HostileDrafter

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.server import prompts
-from mlxspec.server.body import MOST_VALUES
-from mlxspec.server.errors import ApiError
+from mlxspec.server.body import MOST_VALUES, ApiError
 from mlxspec.server.messages import parse_messages
 from mlxspec.server.openai import parse_chat, parse_completion
 from mlxspec.server.prompts import chat_prompt, check_length, completion_prompts

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from mlxspec.server.body import read_body
-from mlxspec.server.errors import ApiError
+from mlxspec.server.body import ApiError, read_body
 from mlxspec.server.messages import parse_messages
 from mlxspec.server.openai import parse_chat
 from mlxspec.server.requests import ChatRequest

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.models.tokenizer import load_tokenizer_of
-from mlxspec.server.errors import ApiError
+from mlxspec.server.body import ApiError
 from mlxspec.server.openai import parse_chat, parse_completion
 from mlxspec.server.output import OutputParser, Reasoning, Text, ToolCallArguments, ToolCallBegun
 from mlxspec.server.prompts import ChatPrompt, Prompt, chat_prompt, completion_prompts

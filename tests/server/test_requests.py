@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec import Constraint
-from mlxspec.server.body import parse, read_body
-from mlxspec.server.errors import ApiError
+from mlxspec.server.body import ApiError, parse, read_body
 from mlxspec.server.openai import DetokenizeBody, parse_chat, parse_completion, parse_tokenize
 from mlxspec.server.requests import ChatRequest, CompletionRequest, Sampling
 from tests.support.examples import examples

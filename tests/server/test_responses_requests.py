@@ -11,11 +11,15 @@ from hypothesis import given, settings
 from openai.types.responses import Response, ResponseItem
 from pydantic import TypeAdapter
 
-from mlxspec.server.errors import ApiError
+from mlxspec.server.body import ApiError
 from mlxspec.server.openai import parse_chat
 from mlxspec.server.requests import ChatRequest
-from mlxspec.server.response_store import ResponseStore, StoredResponse
-from mlxspec.server.responses import ResponsesRequest, parse_responses
+from mlxspec.server.responses import (
+    ResponsesRequest,
+    ResponseStore,
+    StoredResponse,
+    parse_responses,
+)
 from tests.server.test_requests import check_any, hostile, param_of
 from tests.support.examples import examples
 from tests.support.hostile import json_values

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 from rich.console import Console
 
+from ...engine.model_sizes import context_length
 from ...engine.params import CacheOptions, SamplingParams
-from ...engine.positions import context_length
 from ...errors import OptionError, PromptError
 from ...generation.response import GenerationResponse, SpeculationStats
 from ...models.chat_template import Messages

@@ -4,12 +4,12 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
 
-from mlxspec.errors import LoadError
-from mlxspec.models.npz import (
+from mlxspec.convert.original import (
     complete_params,
     config_from_params,
     original_to_mlx_name,
 )
+from mlxspec.errors import LoadError
 from tests.support import original
 
 # params.json of Mistral 7B v0.1, and of Llama 2 7B, as published.
@@ -72,14 +72,6 @@ def test_published_settings_of_mistral_7b():
     assert config.items() >= published.items()
 
 
-def test_quantised_layers_keep_their_parameter():
-    assert (
-        original_to_mlx_name("layers.31.feed_forward.w2.scales")
-        == "model.layers.31.mlp.down_proj.scales"
-    )
-    assert original_to_mlx_name("output.biases") == "lm_head.biases"
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -109,11 +101,6 @@ def test_scaled_rope_has_the_factor_of_the_published_models(dim: int, factor: fl
         "original_max_position_embeddings": 8192,
         "rope_type": "llama3",
     }
-
-
-def test_neighbouring_pairs_are_said_only_where_the_weights_have_them():
-    assert config_from_params(MISTRAL, {}, rope_traditional=True)["rope_traditional"] is True
-    assert "rope_traditional" not in config_from_params(MISTRAL, {})
 
 
 def test_an_unknown_setting_is_refused_unless_it_is_off():
