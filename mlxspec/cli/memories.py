@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import StoreError
-from .outcome import note
+from .common.notes import note
 
 if TYPE_CHECKING:
     from ..corpus import KeptTexts, Memory, TokenizerIdentity

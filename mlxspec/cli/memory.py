@@ -17,11 +17,10 @@ import click
 from ..errors import LoadError, OptionError, StoreError
 from ..files import check_writable, replaced
 from ..terminal import one_line
-from .memories import absolute
-from .model_choice import MODEL
-from .options import FILE, SETTINGS, Group, option
-from .outcome import note, say
-from .output import (
+from .common.model_choice import MODEL
+from .common.notes import note, say
+from .common.options import FILE, SETTINGS, Group, option
+from .common.output import (
     FoldingTable,
     at_terminal,
     counted,
@@ -30,6 +29,7 @@ from .output import (
     size_in_words,
     write_json,
 )
+from .memories import absolute
 
 if TYPE_CHECKING:
     from ..corpus import About, Contents, KeptTexts, Settings, Text

@@ -12,7 +12,7 @@ from .part import Learned, put
 from .suffix_index import SEPARATOR, SuffixIndex
 
 LEADING_TOKENS = 8
-"""Of a prompt, by which the opening of its answer is found: docs/planner-notes.md, "Openings"."""
+"""Of a prompt, by which the opening of its answer is found: notes/planner.md, "Openings"."""
 
 _PIECE = 256  # tokens that are indexed at a time
 
