@@ -13,7 +13,6 @@ import click
 from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
-from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -26,7 +25,7 @@ from .common.generation import Generation
 from .common.model_choice import is_beyond_demo, model_or_default, tell_of_model
 from .common.notes import silence_notes
 from .common.options import NAME, Command, check_least, color_option, command, option, options_of
-from .common.output import ProgressBar, error_console, figures_grid, write_json
+from .common.output import error_console, figures_grid, prefill_bar, write_json
 from .common.prompt import PromptOptions, model_option, prompt_argument
 from .memories import Memories
 
@@ -192,7 +191,7 @@ def answer(
     check_least(0, logprobs=logprobs)
     cached = None
     if prompt_cache_file is not None:
-        from .cached_prompt import CachedPrompt
+        from .cache_prompt import CachedPrompt
 
         cached = CachedPrompt(prompt_cache_file)
         generation = cached.completed(generation)
@@ -258,12 +257,6 @@ def _transcribe(
             transcript.add(response)
             if printer:
                 printer.write(response.text, response.from_draft)
-
-
-def prefill_bar(console: Console, delay: float = 1.0) -> ProgressBar:
-    """A bar for prefills that take so long, in seconds, that one wonders."""
-    figures = MofNCompleteColumn(), TimeElapsedColumn()
-    return ProgressBar("prefill", *figures, console=console, delay=delay)
 
 
 def figures_panel(result: GenerationResult, legend: bool, predicted_cost: float = 0.0) -> Panel:

@@ -14,8 +14,7 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from mlxspec import PromptLookupDecoder
-from mlxspec.cli.chat.conversation import Conversation
-from mlxspec.cli.chat.saved import SavedChat, read_chat
+from mlxspec.cli.chat.conversation import Conversation, SavedChat, read_chat
 from mlxspec.cli.common.prompt import in_template
 from mlxspec.engine.params import SamplingParams
 from mlxspec.errors import OptionError, PromptError
