@@ -38,7 +38,7 @@ from ..models.detokenizer import detokenizer_of
 from ..process import INTERRUPTED
 from .figures import acceptance_row, against_plain, rate, result_report
 from .generating import Generation
-from .memories import Memories
+from .memory import Memories
 from .model_choice import model_or_default, tell_of_model
 from .options import check_least
 from .outcome import told

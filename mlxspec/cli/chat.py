@@ -25,7 +25,7 @@ from .chat_file import SavedChat, read_chat
 from .chat_input import ChatInput, open_input
 from .generate import prefill_bar
 from .generating import Generation
-from .memories import Memories
+from .memory import Memories
 from .model_choice import model_argument, resolved, tell_of_model
 from .options import FILE, color_option, command, option, options_of
 from .outcome import note

@@ -7,7 +7,7 @@ from functools import partial
 from ..errors import OptionError
 from .generate import prefill_bar
 from .generating import Generation
-from .memories import Memories
+from .memory import Memories
 from .model_choice import model_or_default, tell_of_model
 from .options import check_least, color_option, command, option, options_of
 from .output import PageOptions, ProgressBar, error_console, output_console

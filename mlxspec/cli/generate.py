@@ -23,7 +23,7 @@ from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
 from .figures import acceptance_row, rate, result_report, speedup_rows
 from .generating import Generation
-from .memories import Memories
+from .memory import Memories
 from .model_choice import is_beyond_demo, model_or_default, tell_of_model
 from .options import NAME, Command, check_least, color_option, command, option, options_of
 from .outcome import silence_notes

@@ -17,7 +17,7 @@ from ..models.chat_template import Messages
 from ..models.detokenizer import detokenizer_of
 from ..models.model_files import find_directory
 from .generating import Generation
-from .memories import Memories
+from .memory import Memories
 from .model_choice import known_names, model_or_default, resolved
 from .prompts import in_template
 

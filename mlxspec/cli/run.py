@@ -15,7 +15,7 @@ from types import TracebackType
 import click
 
 from ..process import INTERRUPTED
-from .memories import Memories
+from .memory import Memories
 from .options import NO_MEMORY, NO_MEMORY_HELP, SETTINGS, SectionedCommand, argument
 
 EPILOG = """\b

@@ -27,7 +27,7 @@ from ..errors import OptionError
 from ..files import is_ours_alone
 from ..process import give_back_large_blocks
 from .generating import API_KEY, Drafting, Ends, Generation
-from .memories import Memories
+from .memory import Memories
 from .model_choice import model_argument, model_or_default, tell_of_model
 from .options import (
     ADAPTERS,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Literal, NamedTuple
 
-from ..corpus.context_index import common_length
+from ..corpus.suffix_index import common_length
 from ..errors import OptionError
 from .drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
 

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from ..corpus.context_index import common_length
+from ..corpus.suffix_index import common_length
 
 Value = TypeVar("Value")
 

@@ -10,7 +10,7 @@ import pytest
 from mlxspec.cli.conversation import Conversation
 from mlxspec.cli.generating import Drafting, Ends, Generation
 from mlxspec.cli.local import LocalModel
-from mlxspec.cli.memories import Memories
+from mlxspec.cli.memory import Memories
 from mlxspec.cli.output import error_console
 from mlxspec.engine.params import CacheOptions, SamplingParams
 from mlxspec.errors import MlxspecError
