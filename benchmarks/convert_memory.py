@@ -25,8 +25,7 @@ import tempfile
 import time
 import zipfile
 from pathlib import Path
-
-from mlxspec.models.npz import expected_shapes
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ALLOWANCE = 300e6
@@ -58,7 +57,6 @@ def main() -> int:
         runs = {
             "--torch-path": ["--torch-path", "original"],
             "--torch-path -q": ["--torch-path", "original", "-q"],
-            "--torch-path --format npz": ["--torch-path", "original", "--format", "npz"],
             "--hf-path": ["--hf-path", "plain"],
             "--hf-path -q": ["--hf-path", "plain", "-q"],
         }
@@ -81,7 +79,7 @@ def write_checkpoint(directory: Path, params: dict, tokenizer: Path) -> list[int
     directory.mkdir()
     (directory / "params.json").write_text(json.dumps(params))
     shutil.copyfile(tokenizer, directory / "tokenizer.model")
-    shapes = expected_shapes(params)
+    shapes = shapes_of(params)
     with zipfile.ZipFile(directory / "consolidated.00.pth", "w") as archive:
         archive.writestr("consolidated/data.pkl", state_dict_pickle(shapes))
         for index, shape in enumerate(shapes.values()):
@@ -91,6 +89,27 @@ def write_checkpoint(directory: Path, params: dict, tokenizer: Path) -> list[int
                     member.write(random_bfloat16(min(remaining, CHUNK_BYTES)))
                     remaining -= CHUNK_BYTES
     return [2 * math.prod(shape) for shape in shapes.values()]
+
+
+def shapes_of(params: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor, by original name."""
+    dim, hidden = params["dim"], params["hidden_dim"]
+    queries, keys = (params[heads] * params["head_dim"] for heads in ("n_heads", "n_kv_heads"))
+    layer = {
+        "attention.wq": (queries, dim),
+        "attention.wk": (keys, dim),
+        "attention.wv": (keys, dim),
+        "attention.wo": (dim, queries),
+        "feed_forward.w1": (hidden, dim),
+        "feed_forward.w2": (dim, hidden),
+        "feed_forward.w3": (hidden, dim),
+        "attention_norm": (dim,),
+        "ffn_norm": (dim,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (params["vocab_size"], dim)}
+    for index in range(params["n_layers"]):
+        shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes | {"norm.weight": (dim,), "output.weight": (params["vocab_size"], dim)}
 
 
 def random_bfloat16(nbytes: int) -> bytes:

@@ -27,8 +27,15 @@ from mlxspec.drafting.costs import FixedCosts
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.suffix_source import SuffixSource
-from mlxspec.engine.caches import Kept, TreeKVCache, TreeQuantizedKVCache, cut, move_rows
-from mlxspec.engine.tree_attention import OpenMask, TreeRows
+from mlxspec.engine.caches import (
+    Kept,
+    OpenMask,
+    TreeKVCache,
+    TreeQuantizedKVCache,
+    TreeRows,
+    cut,
+    move_rows,
+)
 
 _CONTEXTS = (1_000, 10_000, 100_000)
 _STEPS = 200

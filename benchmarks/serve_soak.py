@@ -47,13 +47,13 @@ from mlxspec.bench.prompts import bundled_prompts
 from mlxspec.engine.grammar import Vocabulary
 from mlxspec.generation.response import GenerationResult, Transcript
 from mlxspec.models.model_files import DEMO_DIRECTORY
+from mlxspec.server.openai import parse_chat, parse_completion
 from mlxspec.server.prompts import (
     chat_prompt,
     compiled_constraint,
     completion_prompts,
     is_constrained,
 )
-from mlxspec.server.requests import parse_chat, parse_completion
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _CLIENTS = 8

@@ -46,11 +46,11 @@ def _table_of_chips() -> str:
 
 def _table_of_other_chips() -> str:
     """The chips that mlxspec knows no curve of, and the nearest ones that it knows."""
-    from mlxspec.drafting.chips import chips_without_curve, nearest_chips
+    from mlxspec.drafting.chips import nearest_chips
 
     nearest: dict[str, list[str]] = {}
-    for chip in chips_without_curve():
-        nearest.setdefault(" and ".join(nearest_chips(chip)[:2]), []).append(chip)
+    for chip, known in nearest_chips().items():
+        nearest.setdefault(" and ".join(known), []).append(chip)
     rows = (f"| {', '.join(chips)} | {known} |" for known, chips in nearest.items())
     return "\n".join(["| no curve is known of | the nearest known |", "|---|---|", *rows])
 

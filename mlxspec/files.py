@@ -10,7 +10,6 @@ so the next process that writes in the same place can tell what was abandoned, a
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
@@ -18,7 +17,6 @@ import re
 import secrets
 import shutil
 import stat
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -34,14 +32,6 @@ SHARED = 0o644
 _PATIENCE = 30.0  # seconds to wait for another writer
 _POLL = 0.02
 _MAX_NAME_BYTES = 200  # of a file's name, repeated in its temporary one; file systems allow 255
-_REFUSALS = {
-    stat.S_IFDIR: "is a directory; name a file",
-    stat.S_IFLNK: "is a symbolic link; name the file that it leads to",
-    stat.S_IFIFO: "is a pipe; name a regular file",
-    stat.S_IFSOCK: "is a socket; name a regular file",
-    stat.S_IFCHR: "is a device; name a regular file",
-    stat.S_IFBLK: "is a device; name a regular file",
-}
 
 
 def check_writable(path: Path, error: type[MlxspecError]) -> None:
@@ -146,9 +136,8 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
     """Yield a new directory beside ``path``; it takes the place of ``path`` at the end.
 
     If the body raises, be it an interrupt, the new directory is removed and ``path`` stays as it
-    was. A directory that is replaced changes places with the new one, in one step where the
-    system can, and is removed. Where the system cannot, a process killed between two steps
-    leaves both beside ``path`` and nothing there: :func:`recover_directory` finishes its work.
+    was. A directory that is replaced is moved aside first: after a process that was killed right
+    then, :func:`recover_directory` moves it back.
 
     Args:
         path: where the directory shall be.
@@ -167,7 +156,16 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
             if replace and path.is_dir() and not path.is_symlink():
                 for file in partial.rglob("*"):
                     _synchronize(file)  # before the old one is gone
-                _exchange(partial, path)
+                aside = partial.with_suffix(".replaced")
+                try:
+                    path.rename(aside)
+                    partial.rename(path)
+                except BaseException:
+                    with suppress(OSError):  # raised if the new one is there
+                        aside.rename(path)
+                    raise
+                with suppress(OSError):  # another process may have removed it already
+                    aside.rename(partial)
             else:
                 partial.rename(path)
     finally:
@@ -176,20 +174,14 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
 
 
 def recover_directory(path: Path) -> None:
-    """Finish what killed processes had begun to do at ``path``, and tidy up after them.
+    """Move back what a killed process had moved aside from ``path``, and tidy up after others.
 
     Raises:
         OSError: it cannot be done.
     """
     for old in _beside(path, "replaced"):
-        new = old.with_suffix(".partial")  # complete, or the old one would be in its place
-        if new.is_dir() and not path.exists():
-            with suppress(OSError), _locked(new):
-                new.rename(path)
-        if path.exists():
-            old.rename(_temporary(path))  # a "replaced" one is whole, and this will not be
-        elif not new.exists():
-            old.rename(path)
+        # A "replaced" one is whole, and one that is being removed is not.
+        old.rename(_temporary(path) if path.exists() else path)
     remove_leftovers(path)
 
 
@@ -201,42 +193,6 @@ def remove_leftovers(path: Path) -> None:
                 shutil.rmtree(leftover, ignore_errors=True)
             else:
                 leftover.unlink()
-
-
-def _exchange(new: Path, old: Path) -> None:
-    """Let two directories change places."""
-    try:
-        _exchange_at_once(new, old)
-    except (OSError, AttributeError):  # an older system, or a file system that cannot
-        aside = new.with_suffix(".replaced")
-        try:
-            old.rename(aside)
-            new.rename(old)
-        except BaseException:
-            with suppress(OSError):  # raised if the new one is there
-                aside.rename(old)
-            raise
-        with suppress(OSError):  # another process may have recovered it already
-            aside.rename(new)
-
-
-def _exchange_at_once(first: Path, second: Path) -> None:
-    """Let two directories change places in one step.
-
-    Raises:
-        OSError, AttributeError: the file system or the system cannot.
-    """
-    library = ctypes.CDLL(None, use_errno=True)
-    names = os.fsencode(first), os.fsencode(second)
-    if sys.platform == "darwin":
-        failed = library.renamex_np(*names, ctypes.c_uint(2))  # RENAME_SWAP
-    else:
-        here = ctypes.c_int(-100)  # AT_FDCWD
-        exchange = ctypes.c_uint(2)  # RENAME_EXCHANGE
-        failed = library.renameat2(here, names[0], here, names[1], exchange)
-    if failed:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(second))
 
 
 def _temporary(path: Path) -> Path:
@@ -321,7 +277,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _check_regular(path: Path, error: type[MlxspecError]) -> bool:
-    """Refuse whatever is no regular file, links included; tell whether there is a file."""
+    """Refuse what is not a regular file, links included; returns whether there is a file."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -329,8 +285,7 @@ def _check_regular(path: Path, error: type[MlxspecError]) -> bool:
     except ValueError as failure:  # a zero byte in the name
         raise OSError(failure) from failure
     if not stat.S_ISREG(mode):
-        refusal = _REFUSALS.get(stat.S_IFMT(mode), "is no file; name a regular file")
-        raise error(f"{path}: {refusal}")
+        raise error(f"{path}: is a directory, a link or a device; name a regular file")
     return True
 
 

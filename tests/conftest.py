@@ -24,6 +24,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,13 @@ def shared() -> Path:
 def no_note_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured while other tests run does for tests; some override this."""
     monkeypatch.setattr(mlxspec.engine.costs, "noise", lambda times: None)
+
+
+@pytest.fixture(autouse=True)
+def few_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does any need costs that are exact; a first measurement takes two seconds otherwise."""
+    few = replace(mlxspec.engine.costs.QUICK, rows=(2, 4, 8), rounds=2, steady_rounds=2)
+    monkeypatch.setattr(mlxspec.engine.costs, "QUICK", few)
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ from functools import partial
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..engine.model_sizes import context_length
 from ..engine.params import SamplingParams
-from ..engine.positions import context_length
 from ..errors import PromptError
 from ..generation.response import SpeculationStats
 from ..models.chat_template import apply_template

@@ -17,8 +17,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..drafting.drafter import DraftTree
-from ..engine.chooser import Chooser
 from ..engine.params import SamplingParams
+from ..engine.sampling import Chooser
 
 NEAR_TIE_FLOAT32 = 1e-4
 """Gap between the two best perturbed logits below which a difference in float32 is rounding."""
@@ -39,7 +39,7 @@ class Difference:
     Attributes:
         index: the first token that differs, counted from the output's beginning.
         margin: how far the worse of the two tokens is below the target's best, in perturbed
-            logits (see :meth:`mlxspec.engine.chooser.Chooser.perturb`). Infinite where one
+            logits (see :meth:`mlxspec.engine.sampling.Chooser.perturb`). Infinite where one
             output is a proper prefix of the other: ending early is no rounding.
         bound: the margin below which rounding can have made the difference.
     """

@@ -90,7 +90,7 @@ def replay_jointly(
     Args:
         completions: the recorded outputs.
         make_drafter: gives the drafter of each. Planners share the rows of each step, as in
-            :class:`mlxspec.engine.batch.Batch`; what others propose is verified whole.
+            :class:`mlxspec.engine.step.Batch`; what others propose is verified whole.
         curve: T(rows)/T(1) of one sequence, by which planners share rows.
         concurrency: how many run at once, at least 1.
         on_progress: called when an output has ended.

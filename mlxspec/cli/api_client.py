@@ -43,7 +43,7 @@ class ApiClient:
     """
 
     def __init__(self, address: str) -> None:
-        from ..server.gate import is_loopback
+        from ..server.auth import is_loopback
 
         self.address = address.rstrip("/").removesuffix("/v1")
         # A proxy reaches other machines, and cannot reach this one.

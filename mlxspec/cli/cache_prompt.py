@@ -57,7 +57,7 @@ def cache_prompt_command(
     from mlx_lm.models.cache import make_prompt_cache
 
     from ..engine.capability import check_quantization
-    from ..engine.positions import context_length
+    from ..engine.model_sizes import context_length
     from ..engine.prompt_cache_file import check_replaceable, prompt_cache_path, save_prompt_cache
     from ..engine.target import vocabulary_size
     from ..generation.options import prompt_ids

@@ -34,11 +34,6 @@ _result = partial(option, group="Result")
 @_result(
     "--dtype float16|bfloat16|float32", "Float type; by default the checkpoint's own 16-bit one."
 )
-@_result(
-    "--format safetensors|npz",
-    "What mlx-lm loads, or the older layout of mlx-examples.",
-    default="safetensors",
-)
 @_result("--force", "Replace a model that is at --mlx-path.")
 def convert_command(model: str | None, **options: Any) -> None:
     """Convert a model's weights and tokenizer for MLX.

@@ -122,8 +122,8 @@ class Drafting:
     )
     window_size: str | None = option_field(
         "-W --window-size --WINDOW_SIZE W",
-        "Lookahead: columns of the window, 0 for none, or auto: all sizes follow their measured "
-        "cost.  [default: auto]",
+        "Lookahead: columns of the window, or auto: none, and as many guesses as pay.  "
+        "[default: auto]",
         of=LOOKAHEAD,
     )
     ngram_size: int | None = option_field(
@@ -518,13 +518,13 @@ class Generation:
 
     def room(self, model: nn.Module, n_prompt: int) -> int:
         """How many tokens the output may have, at least one, after so many of the prompt."""
-        from ..engine.positions import context_length
+        from ..engine.model_sizes import context_length
 
         return room_for(context_length(model), n_prompt, self.max_tokens)
 
     def tell_if_full(self, model: nn.Module, room: int, finish_reason: str | None) -> None:
         """Say so where the output ends because the model's context is full."""
-        from ..engine.positions import context_length
+        from ..engine.model_sizes import context_length
 
         if finish_reason == "length" and room < self.max_tokens:
             length = context_length(model)

@@ -61,10 +61,9 @@ def _report(model: nn.Module) -> dict[str, Any]:
     ``bits_per_weight`` is the average in memory, scales included. On the CPU half-precision
     weights and scales have become float32, so it is more than the checkpoint's.
     """
-    from ..engine.cache_memory import cache_kinds
     from ..engine.capability import examine, examine_chunks, examine_joint
     from ..engine.costs import machine_identity, model_identity
-    from ..engine.positions import context_length
+    from ..engine.model_sizes import cache_kinds, context_length
     from ..engine.target import vocabulary_size
 
     identity, finding = model_identity(model), examine(model)

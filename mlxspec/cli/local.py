@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 from rich.console import Console
 
-from ..engine.positions import context_length
+from ..engine.model_sizes import context_length
 from ..errors import OptionError
 from ..generation.response import GenerationResponse
 from ..models.chat_template import Messages

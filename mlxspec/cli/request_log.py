@@ -17,8 +17,8 @@ from ..errors import printable
 from .output import shown
 
 if TYPE_CHECKING:
-    from ..server.errors import ApiError
-    from ..server.served_request import ServedRequest
+    from ..server.body import ApiError
+    from ..server.worker import ServedRequest
 
 _LAST_LINES = 1.0  # seconds that a terminal has at the end to take what is left
 

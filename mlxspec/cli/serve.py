@@ -188,7 +188,7 @@ def serve_command(
     with ExitStack() as serving:
         listening = serving.enter_context(_listening(host, port))
         from ..server.app import create_app
-        from ..server.worker import Limits, Worker
+        from ..server.worker import Worker, WorkerLimits
 
         asked = [
             Generation(
@@ -208,7 +208,7 @@ def serve_command(
         ]
         log = RequestLog(console, log_json, quiet)
         serving.callback(log.close)
-        worker = Worker(served, Limits(concurrency, queue, stall), log.ended)
+        worker = Worker(served, WorkerLimits(concurrency, queue, stall), log.ended)
         serving.enter_context(_terminated_as_interrupted())
         if cache_dir is not None and serving.enter_context(_ours_alone(cache_dir)):
             serving.enter_context(_kept(served, cache_dir))
@@ -266,7 +266,7 @@ def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | N
     Raises:
         OptionError: others than this machine would reach it without a key, or a name has a port.
     """
-    from ..server.gate import host_name, is_loopback
+    from ..server.auth import host_name, is_loopback
 
     for name in allowed:
         if name != host_name(name):
@@ -335,12 +335,11 @@ def _served(
     keys: list[str],
 ) -> ServedModel:
     """A model and what serves it, with its share of the memory."""
-    from ..server.admission import Memory
     from ..server.prefix_cache import PrefixCache
-    from ..server.served_model import ServedModel
+    from ..server.served_model import CacheMemory, ServedModel
 
-    memory = Memory(decoder.model, generation.caches)
-    memory = Memory(decoder.model, generation.caches, memory.limit // models)
+    memory = CacheMemory(decoder.model, generation.caches)
+    memory = CacheMemory(decoder.model, generation.caches, memory.limit // models)
     kept = memory.default_cache_bytes if cache_bytes is None else cache_bytes
     return ServedModel(
         name,
@@ -440,7 +439,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 def _serve(app: Any, listening: socket.socket, worker: Worker, grace: float) -> None:
     """Answer requests until Ctrl-C or SIGTERM, and those that run then for some seconds more."""
-    from ..server.connections import Server
+    from ..server.connections import HttpServer
 
     def tell() -> None:
         if running := len({request.stream for request in worker.records.requests.copy()}):
@@ -449,4 +448,4 @@ def _serve(app: Any, listening: socket.socket, worker: Worker, grace: float) -> 
             note(f"{have} {seconds} to end; Ctrl-C again ends at once")
 
     with suppress(KeyboardInterrupt):  # which uvicorn raises again once all has ended
-        Server(app, grace=grace, on_exit=tell).run(sockets=[listening])
+        HttpServer(app, grace=grace, on_exit=tell).run(sockets=[listening])

@@ -1,28 +1,23 @@
-"""Convert a checkpoint into a directory that mlx-lm, or the older mlx-examples, loads."""
+"""Convert a checkpoint into a directory that mlx-lm loads."""
 
+import contextlib
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 
-from ..errors import OptionError
+from ..errors import ConversionError, OptionError
+from ..files import new_directory, recover_directory
 from ..models.model_files import check_name, check_readable
-from .hugging_face import open_hugging_face, plan_hugging_face
-from .model_writer import (
-    MAX_SHARD_BYTES,
-    PlannedModel,
-    Progress,
-    Quantization,
-    write_npz,
-    write_safetensors_model,
-)
-from .original_checkpoint import open_original
-from .original_layouts import plan_hugging_face_layout, plan_mlx_examples_layout
-from .output_directory import check_outside, output_directory
+from .hugging_face import copy_tokenizer, load_hugging_face, open_hugging_face
+from .model_writer import MAX_SHARD_BYTES, Progress, Quantization, prepare, write_weights
+from .original import load_original, write_original_tokenizer
 
 _DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
-_FORMATS = ("safetensors", "npz")
 # What MLX has, the defaults first. The modes but affine have one format each.
 _GROUP_SIZES = {"affine": (64, 32, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
 _BITS = {"affine": (4, 2, 3, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
@@ -52,7 +47,6 @@ def convert(
     q_group_size: int | None = None,
     q_mode: str | None = None,
     dtype: str | None = None,
-    format: str = "safetensors",
     force: bool = False,
     revision: str | None = None,
     on_progress: Progress = lambda done, total: None,
@@ -69,7 +63,6 @@ def convert(
             ``q_bits`` and ``q_group_size``; MLX's defaults of the mode where they are None.
         dtype: float16, bfloat16 or float32; by default the checkpoint's own 16-bit type,
             float16 if it has none.
-        format: ``safetensors`` for mlx-lm, or ``npz`` for the older layout of mlx-examples.
         force: replace a model that is at ``mlx_path``.
         revision: branch, tag or commit of a repository on the Hub.
         on_progress: called with the bytes converted so far and their total.
@@ -81,47 +74,33 @@ def convert(
         LoadError: the checkpoint cannot be found or read, or a name is not UTF-8.
     """
     quantization = _quantization(quantize, q_mode, q_bits, q_group_size)
-    _check_options(torch_path, hf_path, dtype, format, revision, quantization)
+    _check_options(torch_path, hf_path, dtype, revision)
     target = Path(mlx_path)
     check_name(target)
     with output_directory(target, force=force) as directory:
-        if hf_path is not None:
-            source = open_hugging_face(hf_path, revision)
-        else:
-            assert torch_path is not None
-            source = Path(torch_path)
+        source = Path(torch_path or "") if hf_path is None else open_hugging_face(hf_path, revision)
         check_outside(source, target)
         check_readable(source)
-        if hf_path is not None:
-            plan = plan_hugging_face(source, _DTYPES[dtype] if dtype else None, quantization)
-        else:
-            plan = _plan_original(source, dtype, format, quantization)
-        result = Conversion(
-            target,
-            nbytes=sum(group.nbytes for group in plan.groups),
-            parameters=sum(group.parameters for group in plan.groups),
-        )
-        if format == "npz":
-            write_npz(directory, plan.groups, on_progress)
-        else:
-            write_safetensors_model(directory, plan.groups, on_progress, max_shard_bytes)
-        # mlx-lm's save_config adds a key, and mlx-examples takes no others than its own.
-        config = json.dumps(dict(sorted(plan.config.items())), indent=4)
-        (directory / "config.json").write_text(config + "\n", encoding="utf-8")
-        plan.write_tokenizer(directory)
-    return result
-
-
-def _plan_original(
-    directory: Path, dtype: str | None, format: str, quantization: Quantization | None
-) -> PlannedModel:
-    checkpoint = open_original(directory)
-    if format == "npz":
-        # mlx-examples wrote float16; numpy has no bfloat16.
-        return plan_mlx_examples_layout(checkpoint, _DTYPES[dtype or "float16"], quantization)
-    return plan_hugging_face_layout(
-        checkpoint, _DTYPES[dtype or checkpoint.half_type], quantization
-    )
+        try:
+            with TemporaryDirectory(dir=directory) as scratch:
+                if hf_path is None:
+                    model, config = load_original(source, Path(scratch))
+                    config |= write_original_tokenizer(source, config["vocab_size"], directory)
+                else:
+                    model, config = load_hugging_face(source)
+                    copy_tokenizer(source, directory)
+                own = _DTYPES[dtype] if dtype else None
+                model, config = prepare(model, config, own, quantization)
+                sizes = write_weights(directory, model, on_progress, max_shard_bytes)
+        except OSError as error:
+            if isinstance(error.filename, str) and source in Path(error.filename).parents:
+                reason = error.strerror or error
+                raise ConversionError(f"{error.filename}: cannot be read ({reason})") from None
+            raise
+        # mlx-lm's save_config adds a key.
+        text = json.dumps(dict(sorted(config.items())), indent=4)
+        (directory / "config.json").write_text(text + "\n", encoding="utf-8")
+    return Conversion(target, *sizes)
 
 
 def _quantization(
@@ -155,22 +134,63 @@ def _check_options(
     torch_path: str | Path | None,
     hf_path: str | Path | None,
     dtype: str | None,
-    format: str,
     revision: str | None,
-    quantization: Quantization | None,
 ) -> None:
     if (torch_path is None) == (hf_path is None):
         raise OptionError("name one checkpoint: MODEL, --torch-path or --hf-path")
     if dtype is not None and dtype not in _DTYPES:
         raise OptionError(f"--dtype {dtype}: unknown; choose from {', '.join(_DTYPES)}")
-    if format not in _FORMATS:
-        raise OptionError(f"--format {format}: unknown; choose from {', '.join(_FORMATS)}")
     if revision is not None and hf_path is None:
         raise OptionError(f"--revision {revision}: belongs to --hf-path")
-    if format == "npz":
-        if hf_path is not None:
-            raise OptionError("--format npz: holds Mistral and Llama originals; use --torch-path")
-        if dtype == "bfloat16":
-            raise OptionError("--dtype bfloat16: --format npz has no such type; choose float16")
-        if quantization is not None and quantization["mode"] != "affine":
-            raise OptionError(f"--q-mode {quantization['mode']}: --format npz has affine only")
+
+
+# --- the directory ---
+
+
+@contextlib.contextmanager
+def output_directory(target: Path, *, force: bool) -> Iterator[Path]:
+    """Yield a directory beside ``target`` to fill; it takes ``target``'s place at the end.
+
+    If the body raises, an interrupt included, it is removed and ``target`` stays as it was.
+    With ``force`` an existing model is replaced only then. What a killed process had finished is
+    put at ``target`` first, and what it had not is removed.
+
+    Raises:
+        ConversionError: ``target`` is in use, or cannot be written.
+    """
+    target = Path(os.path.abspath(target))
+    new_parents = [parent for parent in target.parents if not parent.exists()]
+    try:
+        recover_directory(target)
+        _check_target(target, force=force)
+        with new_directory(target, replace=force) as partial:
+            yield partial
+    except BaseException as error:
+        for parent in new_parents:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError):
+            reason = error.strerror or error
+            raise ConversionError(f"{target}: cannot be written ({reason})") from None
+        raise
+
+
+def _check_target(target: Path, *, force: bool) -> None:
+    problem = None
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        problem = "exists and is a link or no directory; name another --mlx-path"
+    elif Path.cwd().is_relative_to(target):
+        problem = "is the working directory or above it; name a directory inside it"
+    elif target.is_dir() and any(target.iterdir()):
+        if not force:
+            problem = "exists and is not empty; name another --mlx-path or add --force"
+        elif not (target / "config.json").is_file():
+            problem = "holds no model, and --force replaces nothing else"
+    if problem:
+        raise ConversionError(f"{target}: {problem}")
+
+
+def check_outside(source: Path, target: Path) -> None:
+    """Raise ConversionError if replacing ``target`` would remove the checkpoint that is read."""
+    if source.resolve().is_relative_to(target.resolve()):
+        raise ConversionError(f"{target}: holds the checkpoint itself; name another --mlx-path")

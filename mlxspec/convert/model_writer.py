@@ -1,182 +1,164 @@
-"""Write a planned model's files, one tensor group in memory at a time.
+"""Write a loaded model, cast or quantised; one file's tensors are in memory at a time."""
 
-mlx-lm's ``save_model`` evaluates all tensors of a file, of up to 5 GB, before it writes the first:
-on a checkpoint of 640 MB mlx-lm's converter takes 700 MB of memory, this one 210 MB
-(``benchmarks/convert_memory.py --layers 4``).
-"""
-
+import contextlib
+import io
 import json
-import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map_with_path
 
 from ..errors import ConversionError
-from ..models.safetensors_header import LENGTH
+from ..models.model_files import one_line
 
-MAX_SHARD_BYTES = 5 << 30  # as mlx-lm's
+MAX_SHARD_BYTES = 1 << 30
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes converted so far and those that there will be."""
+"""Called with the bytes converted so far and their total."""
 
 Quantization = dict[str, Any]
 """``mode``, ``bits`` and ``group_size``, as MLX takes them and ``config.json`` has them."""
 
-_SAFETENSORS_TYPES = {
-    mx.float16: "F16",
-    mx.bfloat16: "BF16",
-    mx.float32: "F32",
-    mx.uint64: "U64",
-    mx.int64: "I64",
-    mx.uint32: "U32",
-    mx.int32: "I32",
-    mx.uint16: "U16",
-    mx.int16: "I16",
-    mx.uint8: "U8",
-    mx.int8: "I8",
-    mx.bool_: "BOOL",
-}
+_HALVES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
-@dataclass(frozen=True)
-class TensorGroup:
-    """Tensors that come from one source tensor or module: a weight, or its quantised parts.
+def prepare(
+    model: nn.Module,
+    config: dict[str, Any],
+    dtype: mx.Dtype | None,
+    quantization: Quantization | None,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Cast and quantise a model lazily.
 
-    ``outline`` has their names, shapes and types, in arrays that are never evaluated;
-    ``parameters`` counts the model's numbers in them; ``produce`` reads and converts them.
+    Args:
+        model: whose weights are not evaluated yet.
+        config: its configuration.
+        dtype: the float type to cast to; None for the model's own 16-bit one.
+        quantization: None for none.
+
+    Returns:
+        the model, and the configuration to write.
+
+    Raises:
+        ConversionError: mlx-lm cannot quantise the model.
     """
+    dtype = dtype or _half_type(config, model)
+    if dtype is not None:
+        _cast(model, dtype)
+        for key in ("torch_dtype", "dtype"):
+            if key in config:
+                config[key] = str(dtype).removeprefix("mlx.core.")
+    if quantization is not None:
+        model, config = _quantize(model, config, quantization)
+    # As mlx-lm does: a vision tower that is not written cannot be configured.
+    if "vision_tower" not in getattr(model, "model", {}):
+        config.pop("vision_config", None)
+    config.pop("_name_or_path", None)
+    config.pop("auto_map", None)  # names Python files, which are not copied
+    return model, config
 
-    outline: dict[str, mx.array]
-    parameters: int
-    produce: Callable[[], dict[str, mx.array]]
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensors as written."""
-        return sum(array.nbytes for array in self.outline.values())
+def _half_type(config: dict[str, Any], model: nn.Module) -> mx.Dtype | None:
+    """The 16-bit type to cast to, None if the tensors keep theirs.
 
-
-@dataclass(frozen=True)
-class PlannedModel:
-    """A model as it will be written, before any weight is read.
-
-    ``write_tokenizer`` fills in a directory's tokenizer files.
+    mlx-lm casts to what the configuration names. Without such a name a checkpoint keeps its 16-bit
+    types, and gets float16 if it has none.
     """
-
-    config: dict[str, Any]
-    groups: list[TensorGroup]
-    write_tokenizer: Callable[[Path], None]
-
-
-def write_safetensors_model(
-    directory: Path,
-    groups: list[TensorGroup],
-    on_progress: Progress,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
-    """Write ``model*.safetensors`` and their index. ``groups`` is emptied on the way."""
-    shards = _shards(groups, max_shard_bytes)
-    names = ["model.safetensors"]
-    if len(shards) > 1:
-        names = [
-            f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, 1 + len(shards))
-        ]
-    files = dict(zip(names, shards, strict=True))
-    weight_map = {tensor: name for name, outlines in files.items() for tensor in outlines}
-    metadata = {
-        "total_size": sum(group.nbytes for group in groups),
-        "total_parameters": sum(group.parameters for group in groups),
-    }
-    tensors = _produced(groups, on_progress)
-    for name, outlines in files.items():
-        write_safetensors(directory / name, outlines, islice(tensors, len(outlines)))
-    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-    text = json.dumps(index, indent=4)
-    (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    named = str(config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype"))
+    if named in _HALVES:
+        return _HALVES[named]
+    types = {array.dtype for _, array in tree_flatten(model.parameters())}
+    return None if types & set(_HALVES.values()) else mx.float16
 
 
-def write_safetensors(
-    path: Path, outline: Mapping[str, mx.array], tensors: Iterable[tuple[str, mx.array]]
-) -> None:
-    """Write a file tensor by tensor, so that one of them is in memory at a time.
+def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Cast a model's arrays as mlx-lm's ``convert`` does."""
+    wanted = getattr(model, "cast_predicate", lambda _: True)
 
-    ``tensors`` come in the order of ``outline``, and have the shapes and types of its arrays.
+    def cast(name: str, array: mx.array) -> mx.array:
+        if mx.issubdtype(array.dtype, mx.floating) and wanted(name):
+            return array.astype(dtype)
+        return array
+
+    model.update(tree_map_with_path(cast, model.parameters()))
+
+
+def _quantize(
+    model: nn.Module, config: dict[str, Any], quantization: Quantization
+) -> tuple[nn.Module, dict[str, Any]]:
+    from mlx_lm.utils import quantize_model
+
+    def scales() -> int:
+        return sum(name.endswith(".scales") for name, _ in tree_flatten(model.parameters()))
+
+    before = scales()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # it announces the bits per weight
+            model, config = quantize_model(model, config, **quantization)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConversionError(f"mlx-lm cannot quantise the model ({one_line(error)})") from None
+    if scales() == before:
+        problem = "is quantised already; leave out -q" if before else "has nothing to quantise"
+        raise ConversionError(f"the model {problem}")
+    return model, config
+
+
+def write_weights(
+    directory: Path, model: nn.Module, on_progress: Progress, max_shard_bytes: int
+) -> tuple[int, int]:
+    """Write ``model*.safetensors`` and their index. The model is emptied on the way.
+
+    Returns:
+        bytes and number of parameters.
+
+    Raises:
+        ConversionError: float16 cannot hold a weight.
+        OSError: a file cannot be written.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
-    end = 0
-    for name, array in outline.items():
-        begin, end = end, end + array.nbytes
-        header[name] = {
-            "dtype": _SAFETENSORS_TYPES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data is aligned to 8 bytes
-    with open(path, "wb") as file:
-        file.write(LENGTH.pack(len(text)))
-        file.write(text)
-        for name, array in tensors:
-            assert (array.shape, array.dtype) == (outline[name].shape, outline[name].dtype)
-            file.write(_bits(array).reshape(-1).view(np.uint8).data)
-            del array  # not while the next one is made
+    from mlx_lm.utils import get_total_parameters
 
-
-def write_npz(directory: Path, groups: list[TensorGroup], on_progress: Progress) -> None:
-    """Write ``weights.npz``. ``groups`` is emptied on the way."""
-    with zipfile.ZipFile(directory / "weights.npz", "w", zipfile.ZIP_STORED) as archive:
-        for name, array in _produced(groups, on_progress):
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, _bits(array), allow_pickle=False)
-            del array
-
-
-def _shards(groups: list[TensorGroup], max_bytes: int) -> list[dict[str, mx.array]]:
-    """The outlines of the files; a group that is larger than ``max_bytes`` has a file of its own.
-
-    mlx-lm's ``make_shards`` would put a weight and its scales into different files.
-    """
-    shards: list[dict[str, mx.array]] = []
+    parameters = get_total_parameters(model)
+    weights = dict(tree_flatten(model.parameters()))
+    model.update(tree_map_with_path(lambda *_: mx.array([]), model.parameters()))
+    shards: list[list[str]] = []  # a tensor larger than a file has a file of its own
     room = 0
-    for group in groups:
-        if not shards or group.nbytes > room:
-            shards.append({})
-            room = max_bytes
-        shards[-1] |= group.outline
-        room -= group.nbytes
-    return shards
+    for name, array in weights.items():
+        if not shards or array.nbytes > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= array.nbytes
 
-
-def _produced(groups: list[TensorGroup], on_progress: Progress) -> Iterator[tuple[str, mx.array]]:
-    """The tensors in order; what has been handed out is given up before the next one."""
-    total = sum(group.nbytes for group in groups)
-    done = 0
+    done, total = 0, sum(array.nbytes for array in weights.values())
     on_progress(done, total)
-    while groups:
-        tensors = groups.pop(0).produce()
-        for name in list(tensors):
-            array = tensors.pop(name)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file_name = file_name if len(shards) > 1 else "model.safetensors"
+        tensors = {name: weights.pop(name) for name in names}
+        for name, array in tensors.items():
             _check_finite(name, array)
+            mx.eval(array)
             done += array.nbytes
             on_progress(done, total)
-            yield name, array
-            del array  # not while the next one is made
-        # MLX would keep the buffers for arrays to come.
-        mx.clear_cache()
+        with open(directory / file_name, "wb") as file:  # whose errors say what is wrong
+            mx.save_safetensors(file, tensors, {"format": "mlx"})
+        weight_map |= dict.fromkeys(names, file_name)
+        del tensors, array
+        mx.clear_cache()  # MLX would keep the buffers for arrays to come
+    index = {
+        "metadata": {"total_size": total, "total_parameters": parameters},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    text = json.dumps(index, indent=4)
+    (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    return total, parameters
 
 
 def _check_finite(name: str, array: mx.array) -> None:
     """Refuse what float16 cannot hold: its largest number is 65504."""
     if array.dtype == mx.float16 and not mx.isfinite(mx.stack([array.max(), array.min()])).all():
         raise ConversionError(f"{name}: float16 cannot hold its values; choose another --dtype")
-
-
-def _bits(array: mx.array) -> np.ndarray:
-    """The elements of an array, without a copy where they are contiguous; bfloat16 as uint16."""
-    array = mx.contiguous(array)
-    return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ..corpus.suffix_index import Continuation
 
-# Where these come from: docs/planner-notes.md, "What generations teach".
+# Where these come from: notes/planner.md, "What generations teach".
 _RATE, _LOWEST_RATE = 0.2, 0.01
 _SLOWS_AFTER = 10  # times that a feature was seen
 MOST_SEEN = round(_SLOWS_AFTER * ((_RATE / _LOWEST_RATE) ** 2 - 1))  # until the rate is the lowest
@@ -185,7 +185,7 @@ def _class_of(piece: str) -> TokenClass:
     return TokenClass.CONTINUATION if word[0].isalpha() else TokenClass.PUNCTUATION
 
 
-# Where these come from: docs/planner-notes.md, "Constants".
+# Where these come from: notes/planner.md, "Constants".
 _MAX_LENGTH = 512  # beyond, a match is as good as one of this length
 _LOWEST, _HIGHEST = 1e-4, 0.998
 
@@ -263,6 +263,7 @@ class AcceptanceModel:
         self._corrections = corrections or [Corrections()]
         self._output_start = output_start
         self._hit_rate = _FIRST_HIT_RATE
+        self._logit_hit_rate = _logit(self._hit_rate)
         self._run = 0  # tokens in a row whose best continuation was right
 
     def estimate(
@@ -312,16 +313,17 @@ class AcceptanceModel:
         """
         _, matched, newest, agreed = found[rank]
         weights, form, gap = self._form_of(found, rank)
-        z = weights.by_rank[min(rank, 4)] if rank else weights.by_gap[gap]
-        z += weights.logit_hit_rate * _logit(self._hit_rate)
-        z += weights.share * len(agreed) / occurrences
-        z += weights.log_agreeing * _LOG[len(agreed)]
-        z += weights.log_occurrences * _LOG[occurrences]
-        z += weights.earlier if self._earlier else weights.log_age * math.log(end - newest + 1)
+        z = weights["by_rank"][min(rank, 4)] if rank else weights["by_gap"][gap]
+        z += weights["hit_rate"] * self._logit_hit_rate
+        z += weights["share"] * len(agreed) / occurrences
+        z += weights["log_agreeing"] * _LOG[len(agreed)]
+        z += weights["log_occurrences"] * _LOG[occurrences]
+        age = math.log(end - newest + 1)
+        z += weights["earlier"] if self._earlier else weights["log_age"] * age
         prompt_depth = 0 if self._earlier else self._output_start - newest
         # What follows runs for each node of a long copy, so nothing is looked up there twice.
-        by_length, by_class = weights.by_length, weights.by_class
-        by_class_before, of_first = weights.by_class_before, weights.first
+        by_length, by_class = weights["by_length"], weights["class"]
+        by_class_before, of_first = weights["class_before"], weights["first"]
         classes, n_classes = self._classes, len(self._classes)
         correct, run_before = self._corrections[0].logit, self._run
         match_class = _LENGTH_CLASSES[matched]
@@ -374,44 +376,36 @@ class AcceptanceModel:
         hit = right == 0
         self._run = self._run + 1 if hit else 0
         self._hit_rate += _CHANGE * (hit - self._hit_rate)
+        self._logit_hit_rate = _logit(self._hit_rate)
 
 
-class _Weights:
-    """One weight vector, its non-linear terms tabulated."""
-
-    def __init__(self, prior: dict[str, Any]) -> None:
-        logs = [math.log(length + 1) for length in range(_MAX_LENGTH + 1)]
-        constant, inverse = prior["constant"], prior["inverse_length"]
-        linear, square = prior["log_length"], prior["log_length_squared"]
-        self.by_length = [
-            constant + linear * x + square * x * x + inverse / (n + 1) for n, x in enumerate(logs)
-        ]
-        self.by_rank: list[float] = [0.0, 0.0, *prior.get("rank", ())]
-        # How much longer the match is than the second best: 0, 1, 2 to 3, 4 or more tokens; and
-        # where there is no second.
-        none, one, few, many = prior.get("gap", (0.0,) * 4)
-        self.by_gap = [none, one, few, few, many, 0.0]
-        self.by_class: list[float] = prior["class"]
-        self.by_class_before: list[float] = prior["class_before"]
-        self.share: float = prior.get("share", 0.0)
-        self.log_agreeing: float = prior["log_agreeing"]
-        self.log_occurrences: float = prior.get("log_occurrences", 0.0)
-        self.log_age: float = prior["log_age"]
-        # Two averages of hits were fitted; beside what is learned online, one does.
-        self.logit_hit_rate: float = prior["logit_recent"] + prior["logit_average"]
-        self.first: float = prior["first"]
-        self.earlier: float = prior["from_memory"] + self.log_age * math.log(_USUAL_AGE)
+_Weights = dict[str, Any]  # numbers, and tables of numbers
 
 
 @cache
 def _weights() -> tuple[_Weights, _Weights, _Weights]:
     """For continuations without a competitor, for the best of several, and for the others."""
     text = files(__package__).joinpath("p_accept_prior.json").read_text(encoding="utf-8")
-    prior: dict[str, dict[str, Any]] = json.loads(text)
-    unanimous, divided, lower_ranked = map(
-        _Weights, (prior["unanimous"], prior["divided"], prior["lower_ranked"])
-    )
-    return unanimous, divided, lower_ranked
+    prior: dict[str, _Weights] = json.loads(text)
+    chosen = prior["unanimous"], prior["divided"], prior["lower_ranked"]
+    logs = [math.log(length + 1) for length in range(_MAX_LENGTH + 1)]
+    for one in chosen:
+        constant, inverse = one["constant"], one["inverse_length"]
+        linear, square = one["log_length"], one["log_length_squared"]
+        one["by_length"] = [
+            constant + linear * x + square * x * x + inverse / (n + 1) for n, x in enumerate(logs)
+        ]
+        one["by_rank"] = [0.0, 0.0, *one.get("rank", ())]
+        # How much longer the match is than the second best: 0, 1, 2 to 3, 4 or more tokens; and
+        # where there is no second.
+        none, some, few, many = one.get("gap", (0.0,) * 4)
+        one["by_gap"] = [none, some, few, few, many, 0.0]
+        # Two averages of hits were fitted; beside what is learned online, one does.
+        one["hit_rate"] = one["logit_recent"] + one["logit_average"]
+        one["earlier"] = one["from_memory"] + one["log_age"] * math.log(_USUAL_AGE)
+        one.setdefault("share", 0.0)
+        one.setdefault("log_occurrences", 0.0)
+    return chosen
 
 
 def _logit(rate: float) -> float:

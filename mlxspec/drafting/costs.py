@@ -1,16 +1,19 @@
-"""The verify cost T(M)/T(1): a curve over rows, and one that every step corrects."""
+"""The verify cost T(M)/T(1): what a step over M rows costs, in plain steps.
+
+A :class:`CostCurve` is known and fixed. A :class:`LiveCurve` is corrected by every step, and
+:class:`LiveCosts` holds one for each range of context lengths.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
 import threading
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol, TypeVar, cast
+from typing import Self
 
 import numpy as np
 
@@ -21,8 +24,7 @@ class CostCurve:
     """T(rows) / T(1), linear between the points where it is known, and never falling.
 
     A step could be padded with rows that nobody needs, so a point that costs less than one of
-    fewer rows is noise, and counts as that one. What lies beyond the points never costs less,
-    either, however noisy they are.
+    fewer rows is noise, and counts as that one.
 
     Args:
         points: pairs of rows and cost, rows ascending; the first is (1, 1).
@@ -42,83 +44,49 @@ class CostCurve:
         points = list(points)
         rows = [row for row, _ in points]
         costs = [cost for _, cost in points]
-        first_is_plain = rows[:1] == [1] and costs[0] == 1
-        if not first_is_plain or rows != sorted(set(rows)):
+        if points[:1] != [(1, 1)] or rows != sorted(set(rows)):
             raise OptionError(
                 f"cost curve with the points {points[:3]}…: give (rows, cost) pairs "
                 "with ascending rows, the first (1, 1)"
             )
-        if not all(0 < cost < float("inf") for cost in costs):
+        if not all(0 < cost < math.inf for cost in costs):
             raise OptionError("a cost curve's costs are positive numbers")
-        self._points = tuple(zip(rows, accumulate(costs, max), strict=True))
         self.rows = rows
         self.widest = rows[-1]
-        points_rows, points_costs = map(np.array, zip(*self._points, strict=True))
-        table = np.interp(np.arange(1, self.widest + 1), points_rows, points_costs)
+        at, known = np.array(rows), np.array([*accumulate(costs, max)])
+        everywhere = np.arange(1, self.widest + 1)
+        table = np.interp(everywhere, at, known)
         self.table: list[float] = [0.0, *table.tolist()]
-        self.cheapest_rows = _least_slopes(points_rows, points_costs, table)
+        # Per number of rows the least slope of a line to a later point.
+        further = at - everywhere[:, None]
+        slopes = np.full(further.shape, np.inf)
+        np.divide(known - table[:, None], further, out=slopes, where=further > 0)
+        self.cheapest_rows: list[float] = slopes.min(axis=1).tolist()
 
     def __call__(self, rows: int) -> float:
-        """The cost of a step over ``rows`` rows; beyond ``widest`` the last slope goes on."""
-        if len(self.rows) == 1:
-            return float(rows)
-        after = min(max(bisect_right(self.rows, rows), 1), len(self.rows) - 1)
-        (left, low), (right, high) = self._points[after - 1], self._points[after]
-        return low + (high - low) * (rows - left) / (right - left)
-
-
-def _least_slopes(rows: np.ndarray, costs: np.ndarray, table: np.ndarray) -> list[float]:
-    """Per number of rows the least slope of a line to a later point; infinite for the last.
-
-    Args:
-        rows, costs: the points.
-        table: the cost for 1, 2, … rows, linear between the points.
-    """
-    further = rows - np.arange(1, len(table) + 1)[:, None]
-    slopes = np.full(further.shape, np.inf)
-    np.divide(costs - table[:, None], further, out=slopes, where=further > 0)
-    return cast(list[float], slopes.min(axis=1).tolist())
+        """The cost of a step over ``rows`` rows; beyond ``widest`` the last slope continues."""
+        if rows <= self.widest:
+            return self.table[rows]
+        before = self.rows[-2] if len(self.rows) > 1 else 0
+        slope = (self.table[-1] - self.table[before]) / (self.widest - before)
+        return self.table[-1] + slope * (rows - self.widest)
 
 
 USUAL_SYNC_OVERHEAD = 0.02
-"""The sync overhead until some plain steps have waited for a token (docs/planner-notes.md,
+"""The sync overhead until some plain steps have waited for a token (notes/planner.md,
 "The wait for a token")."""
-
-
-class Costs(Protocol):
-    """What steps cost; a planner reads it, and records every step there."""
-
-    @property
-    def curve(self) -> CostCurve:
-        """T(rows) / T(1); the same object until a cost has changed noticeably."""
-
-    @property
-    def hopeful(self) -> CostCurve:
-        """What drafts are planned with: below ``curve`` where rows may plausibly cost less, so
-        that what is hardly known is tried; else the same object."""
-
-    @property
-    def sync_overhead(self) -> float:
-        """What a plain step costs more if its forward is dispatched only after the last token
-        was read, as a share of a pipelined one."""
-
-    @property
-    def wants_plain_steps(self) -> bool:
-        """Whether plain steps should run between drafted ones, to be measured."""
-
-    def move_to(self, context: int) -> None:
-        """Tell how many positions the context has now."""
-
-    def record(self, rows: int, seconds: float, pipelined: bool) -> None:
-        """Learn from a step; see :class:`mlxspec.drafting.drafter.VerifiedStep`."""
-
-    def end(self) -> None:
-        """The generation has ended."""
 
 
 @dataclass
 class FixedCosts:
-    """Costs that no step corrects."""
+    """Costs that no step corrects.
+
+    Attributes:
+        curve: T(rows) / T(1).
+        sync_overhead: what a plain step costs more if its forward is dispatched only after the
+            last token was read, as a share of a pipelined one.
+        wants_plain_steps: whether plain steps should run between drafted ones, to be measured.
+    """
 
     curve: CostCurve
     sync_overhead: float = USUAL_SYNC_OVERHEAD
@@ -126,7 +94,7 @@ class FixedCosts:
 
     @property
     def hopeful(self) -> CostCurve:
-        """The curve: there is nothing to find out."""
+        """What drafts are planned with: the curve, since there is nothing to find out."""
         return self.curve
 
     def move_to(self, context: int) -> None:
@@ -142,7 +110,7 @@ class FixedCosts:
 WIDEST = 64
 """Rows up to which costs are predicted; wider steps pay on no chip whose costs are known."""
 
-# Where these come from: docs/planner-notes.md, "Constants".
+# Where these come from: notes/planner.md, "Constants".
 # Variances, all of natural logarithms of seconds. At first:
 _MACHINE_VARIANCE = 0.3**2  # a machine's speed may change while nobody measures
 _DRAFTED_VARIANCE = 0.14**2  # real drafts have to be proposed, and have other tokens than measured
@@ -157,7 +125,7 @@ _LEAST_NOISE, _FIRST_NOISE, _MOST_NOISE = 0.02**2, 0.07**2, 0.4**2
 
 # What rows cost where nobody has measured it: the square root of their number, half-way between
 # rows that cost nothing and rows that cost a plain step each; published curves lie around it
-# (docs/planner-notes.md, "Costs that nobody knows"). The exponent's standard error reaches both.
+# (notes/planner.md, "Costs that nobody knows"). The exponent's standard error reaches both.
 _USUAL_EXPONENT, _EXPONENT_VARIANCE = 0.5, 0.35**2
 _USUAL_ROWS = (2, 4, 8, 16, 32)
 _WIDE = 8  # rows; where these were measured, wider steps follow from them
@@ -213,7 +181,7 @@ class _Rows:
     """What is known of one number of rows.
 
     Attributes:
-        value: logarithm of its cost beside what all drafted steps share.
+        value: logarithm of its cost beside what drafted steps share.
         variance: of ``value``.
         power: what the shared exponent is multiplied by.
         assumed: whether it was neither measured nor run.
@@ -259,11 +227,11 @@ class LiveCurve:
     def __init__(self, known: Iterable[KnownTime]) -> None:
         times = {time.rows: time.bounded for time in known if time.rows <= WIDEST}
         self._usual = plain = times.pop(1)
-        # What steps share: the machine's speed, what drafted ones have in common, the exponent.
-        self._shared = math.log(plain.seconds), 0.0, _USUAL_EXPONENT
+        # What steps share, and its covariances: the logarithm of T(1) now, what the costs of
+        # drafted steps have in common, and the usual exponent.
+        self._shared = np.array([math.log(plain.seconds), 0.0, _USUAL_EXPONENT])
         drafted = _DRAFTED_VARIANCE + plain.uncertainty**2
-        # The upper triangle of their covariance matrix, row by row.
-        self._covariance = _MACHINE_VARIANCE, 0.0, 0.0, drafted, 0.0, _EXPONENT_VARIANCE
+        self._covariance = np.diag([_MACHINE_VARIANCE, drafted, _EXPONENT_VARIANCE])
         self._plain = _Rows(0.0, 0.0)
         self._rows = {
             rows: _Rows(math.log(time.seconds / plain.seconds), _OWN_SHARE * time.uncertainty**2)
@@ -279,11 +247,12 @@ class LiveCurve:
         # Where plain steps scattered so much that T(1) is hardly known, others will scatter, too.
         self._noise = min(max(_FIRST_NOISE, plain.uncertainty**2), _MOST_NOISE)
         self._off = 0  # how many of the latest steps in a row were far off
+        self._stale = False
         self._rebuild()
 
     @property
     def curve(self) -> CostCurve:
-        """T(rows)/T(1) up to ``WIDEST`` rows, never falling; a new one when it has changed."""
+        """T(rows)/T(1) up to ``WIDEST`` rows; the same object until a cost has changed."""
         if self._stale:
             self._rebuild()
         return self._curve
@@ -309,7 +278,7 @@ class LiveCurve:
 
         It becomes small only where both plain and drafted steps run.
         """
-        return math.sqrt(max(self._covariance[3], 0.0))
+        return math.sqrt(max(self._covariance[1, 1], 0.0))
 
     @property
     def noise(self) -> float:
@@ -328,23 +297,18 @@ class LiveCurve:
         if own is None:
             own = self._rows[rows] = self._unseen(rows)
             own.in_curve = self._log_cost(own)
-        error = math.log(seconds) - self._shared[0]
-        mm, md, me, dd, de, ee = self._covariance
-        mm += _MACHINE_CHANGE
-        # Covariances of what steps share with the logarithm of this one's time, and its variance.
         if rows == 1:
-            shared, variance = (mm, md, me), mm
+            parts, change = _MACHINE, np.diag([_MACHINE_CHANGE, 0.0, 0.0])
         else:
-            error -= self._log_cost(own)
-            dd += _DRAFTED_CHANGE
+            parts = np.array([1.0, 1.0, own.power])
+            change = np.diag([_MACHINE_CHANGE, _DRAFTED_CHANGE, 0.0])
             own.variance += _ROWS_CHANGE
-            power = own.power
-            shared = mm + md + power * me, md + dd + power * de, me + de + power * ee
-            variance = shared[0] + shared[1] + power * shared[2]
-        self._covariance = mm, md, me, dd, de, ee
+        error = math.log(seconds) - float(parts @ self._shared) - own.value
+        covariance = self._covariance + change
         doubt = self._doubt if rows > self._beyond else 0.0
         # Rounding may leave a little less than nothing of what is known well.
-        variance = max(variance, 0.0) + own.variance + doubt + self._noise
+        alone = own.variance + doubt + self._noise
+        variance = max(float(parts @ covariance @ parts), 0.0) + alone
         if own.latest is not None:
             self._learn_noise(error - own.latest)
         own.latest = error
@@ -352,22 +316,39 @@ class LiveCurve:
             own.off += 1
             self._off += 1
             if own.off < _LASTING:
+                self._covariance = covariance
                 return
-            variance += _MACHINE_VARIANCE
             if self._off >= _LASTING:  # no other step was right: it is the machine
-                self._covariance = mm + _MACHINE_VARIANCE, md, me, dd, de, ee
-                shared = shared[0] + _MACHINE_VARIANCE, shared[1], shared[2]
+                covariance = covariance + _MACHINE_VARIANCE * np.outer(_MACHINE, _MACHINE)
             elif rows == 1:  # drafted steps were right: what they take remains, in other plain ones
-                md, dd = md - _MACHINE_VARIANCE, dd + _MACHINE_VARIANCE
-                self._covariance = mm + _MACHINE_VARIANCE, md, me, dd, de, ee
-                shared = shared[0] + _MACHINE_VARIANCE, shared[1] - _MACHINE_VARIANCE, shared[2]
+                covariance = covariance + _MACHINE_VARIANCE * np.outer(_PLAIN_ALONE, _PLAIN_ALONE)
             else:
                 own.variance += _MACHINE_VARIANCE
+            variance += _MACHINE_VARIANCE
         own.off = self._off = 0
-        self._correct(own, error, shared, doubt, variance)
+        # The error is spread over all that the step's time is the sum of, the uncertain first.
+        gain, shared = error / variance, covariance @ parts
+        self._shared = self._shared + gain * shared
+        self._covariance = covariance - np.outer(shared, shared) / variance
+        own.value += own.variance * gain
+        own.variance -= own.variance**2 / variance
+        own.assumed = False
+        if doubt:
+            for other_rows, other in self._rows.items():
+                if other_rows > self._beyond:
+                    other.value += doubt * gain
+            self._doubt -= doubt**2 / variance
+        change_of_shared = np.abs(self._shared - self._in_curve)
+        self._stale = (
+            self._stale
+            or doubt > 0
+            or abs(self._log_cost(own) - own.in_curve) > _NOTICEABLE
+            or bool(change_of_shared[1] > _NOTICEABLE)
+            or bool(change_of_shared[2] * _LOG_WIDEST > _NOTICEABLE)
+        )
 
     def ran(self, rows: int) -> None:
-        """Take note of a step, recorded or not: costs of wider ones become doubtful."""
+        """Count a step, recorded or not: costs of wider ones become doubtful."""
         self._widest_since_doubt = max(self._widest_since_doubt, rows)
         self._steps_since_doubt += 1
         if self._steps_since_doubt < _STEPS_PER_DOUBT:
@@ -380,17 +361,18 @@ class LiveCurve:
 
     def reopen(self) -> None:
         """Expect the machine's speed to have changed: no step was measured for some time."""
-        machine, md, me, dd, de, ee = self._covariance
-        self._covariance = max(machine, _MACHINE_VARIANCE), md, me, dd, de, ee
+        covariance = self._covariance.copy()
+        covariance[0, 0] = max(covariance[0, 0], _MACHINE_VARIANCE)
+        self._covariance = covariance
 
     def known(self, stddev: float = 0.0, *, assumed: bool = True) -> list[KnownTime]:
         """What is now known, as times at the machine's usual speed.
 
         Args:
             stddev: relative uncertainty to add, for use at another context length.
-            assumed: whether what was neither measured nor told by a step counts, too.
+            assumed: whether costs that were neither measured nor run are included.
         """
-        exponent = max(self._covariance[5], 0.0)
+        exponent = max(self._covariance[2, 2], 0.0)
         times = [KnownTime(1, self._usual.seconds, math.hypot(self.stddev, stddev))]
         for rows, own in sorted(self._rows.items()):
             if assumed or not own.assumed:
@@ -401,15 +383,15 @@ class LiveCurve:
         return times
 
     def _log_cost(self, own: _Rows) -> float:
-        return self._shared[1] + own.value + self._shared[2] * own.power
+        return float(self._shared[1] + own.value + self._shared[2] * own.power)
 
     def _rebuild(self) -> None:
         """Make the curves of what is known now."""
         points, hopeful = [(1, 1.0)], [(1, 1.0)]
         for rows, own in sorted(self._rows.items()):
-            value = own.in_curve = self._log_cost(own)
-            points.append((rows, math.exp(value)))
-            hopeful.append((rows, math.exp(value - self._hope(rows, own))))
+            own.in_curve = self._log_cost(own)
+            points.append((rows, math.exp(own.in_curve)))
+            hopeful.append((rows, math.exp(own.in_curve - self._hope(rows, own))))
         self._curve = _extended(points)
         self._hopeful = self._curve if hopeful == points else _extended(hopeful)
         self._in_curve = self._shared
@@ -420,9 +402,9 @@ class LiveCurve:
         """By how much the logarithm of a cost may plausibly be too high."""
         if rows > self._reach:
             return 0.0
-        _, _, _, drafted, both, exponent = self._covariance
+        parts = np.array([0.0, 1.0, own.power])
         variance = own.variance + (self._doubt if rows > self._beyond else 0.0)
-        variance += drafted + own.power * (2 * both + own.power * exponent)
+        variance += float(parts @ self._covariance @ parts)
         return _HOPE * max(math.sqrt(max(variance, 0.0)) - _USUAL_ERROR, 0.0)
 
     def _unseen(self, rows: int) -> _Rows:
@@ -431,7 +413,7 @@ class LiveCurve:
             last = self._rows.get(self._measured, self._plain)
             power = math.log(rows / self._measured)
             return _Rows(last.value, last.variance + _UNSEEN_VARIANCE, power, assumed=True)
-        value = math.log(self.curve(rows)) - self._shared[1]
+        value = math.log(self.curve(rows)) - float(self._shared[1])
         variance = max((own.variance for own in self._rows.values()), default=0.0)
         return _Rows(value, variance + _UNSEEN_VARIANCE)
 
@@ -441,53 +423,9 @@ class LiveCurve:
         noise = self._noise + _NOISE_RATE * (squared - self._noise)
         self._noise = min(max(noise, _LEAST_NOISE), _MOST_NOISE)
 
-    def _correct(
-        self,
-        own: _Rows,
-        error: float,
-        shared: tuple[float, float, float],
-        doubt: float,
-        variance: float,
-    ) -> None:
-        """Spread an error over all that the step's time is the sum of, the uncertain ones first.
 
-        Args:
-            own: what is known of the step's rows.
-            error: of the logarithm of its time.
-            shared: covariance of each number that steps share with that logarithm.
-            doubt: variance that the costs of all rows have in common that did not run lately.
-            variance: of the logarithm, the step's noise included.
-        """
-        gain = error / variance
-        (machine, drafted, exponent), (m, d, e) = self._shared, shared
-        mm, md, me, dd, de, ee = self._covariance
-        self._shared = machine + m * gain, drafted + d * gain, exponent + e * gain
-        share_m, share_d, share_e = m / variance, d / variance, e / variance
-        self._covariance = (
-            mm - m * share_m,
-            md - m * share_d,
-            me - m * share_e,
-            dd - d * share_d,
-            de - d * share_e,
-            ee - e * share_e,
-        )
-        own.value += own.variance * gain
-        own.variance -= own.variance**2 / variance
-        own.assumed = False
-        if doubt:
-            for rows, other in self._rows.items():
-                if rows > self._beyond:
-                    other.value += doubt * gain
-            self._doubt -= doubt**2 / variance
-            self._stale = True
-        # The other costs have changed by what they share with this one.
-        _, drafted, exponent = self._in_curve
-        if (
-            abs(self._log_cost(own) - own.in_curve) > _NOTICEABLE
-            or abs(self._shared[1] - drafted) > _NOTICEABLE
-            or abs(self._shared[2] - exponent) * _LOG_WIDEST > _NOTICEABLE
-        ):
-            self._stale = True
+# What the logarithm of a plain step's time is made of, and what changes where it changes alone.
+_MACHINE, _PLAIN_ALONE = np.array([1.0, 0.0, 0.0]), np.array([1.0, -1.0, 0.0])
 
 
 def _extended(points: list[tuple[int, float]]) -> CostCurve:
@@ -500,7 +438,6 @@ def _extended(points: list[tuple[int, float]]) -> CostCurve:
     return CostCurve(points)
 
 
-# Where these come from: docs/planner-notes.md, "Constants".
 _MOST = 0.5
 _FIRST_VARIANCE = 0.1**2  # of the usual sync overhead, before anything was learned
 _CHANGE = 0.005**2  # variance of its change from one run of plain steps to the next
@@ -541,8 +478,6 @@ class SyncOverhead:
         self._mean += variance / of_surplus * error
         self._variance = variance - variance / of_surplus * variance
 
-
-_Costs = TypeVar("_Costs", bound="LiveCosts")
 
 _SHORTEST_RANGE = 1024
 _RANGE_FACTOR = 4
@@ -590,7 +525,7 @@ class LiveCosts:
         self._enter(min(self._curves))
         self._begin_run()
 
-    def for_generation(self: _Costs) -> _Costs:
+    def for_generation(self) -> Self:
         """The same costs, for one generation: with its context length and its runs of steps."""
         own = copy.copy(self)
         own._begin_run()
@@ -750,3 +685,7 @@ def _beside(times: Iterable[KnownTime], count: int) -> list[KnownTime]:
         KnownTime(own - count + 1, times[0].seconds * curve(own), uncertainty(own))
         for own in sorted(set(rows))
     ]
+
+
+Costs = FixedCosts | LiveCosts
+"""What steps cost; a planner reads it, and records every step there."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import index
+from typing import NamedTuple
 
 import numpy as np
 
@@ -104,6 +105,11 @@ class DraftTree:
     def __len__(self) -> int:
         """The number of rows that a forward over this tree has, the root's included."""
         return len(self.tokens)
+
+    @property
+    def node_origins(self) -> tuple[str, ...]:
+        """Per node where it came from: "root" for the root, "draft" where nothing says."""
+        return "root", *(self.origins or ["draft"] * (len(self) - 1))
 
     @cached_property
     def is_chain(self) -> bool:
@@ -309,36 +315,24 @@ class VerifiedStep:
         return len(self.tree) - 1
 
 
-class Limits(int):
-    """The limits of a draft: an integer, how deep it may be, with all else that bounds it.
+class Limits(NamedTuple):
+    """The limits of the candidates that a planner asks a source for.
 
     Attributes:
-        nodes: how many nodes it may have, the root not counted.
+        max_depth: how deep they may be.
+        nodes: how many there may be, the root not counted.
         branching: whether a node may have several children.
         least_p: ``least_p[n]`` is the probability below which no node beyond the first n pays,
             even if a plain step's time is worth one token; see
-            :attr:`mlxspec.drafting.cost_curve.CostCurve.cheapest_rows`.
-        costs: ``costs[rows]`` is T(rows) / T(1), which tells what the time is worth; empty where
-            other sequences have a say in that.
+            :attr:`mlxspec.drafting.costs.CostCurve.cheapest_rows`.
+        costs: ``costs[rows]`` is T(rows) / T(1); empty where several sequences share the step.
     """
 
+    max_depth: int
     nodes: int
     branching: bool
     least_p: Sequence[float]
-    costs: Sequence[float]
-
-    def __new__(
-        cls,
-        max_depth: int,
-        nodes: int,
-        branching: bool,
-        least_p: Sequence[float],
-        costs: Sequence[float] = (),
-    ) -> Limits:
-        limits = super().__new__(cls, max_depth)
-        limits.nodes, limits.branching = nodes, branching
-        limits.least_p, limits.costs = least_p, costs
-        return limits
+    costs: Sequence[float] = ()
 
 
 class Drafter:
@@ -353,13 +347,14 @@ class Drafter:
     branching = True
     """Whether its trees may branch; False saves finding out whether the model verifies trees."""
 
-    pipelined = False
-    """Whether, when nothing is proposed, the next forward may be dispatched before the token of
-    this one is read.
+    is_fallback = False
+    """Whether, as the second of a :class:`mlxspec.CombinedDrafter`, it drafts only where the
+    first one has no draft."""
 
-    The next proposal then waits for one plain step. It is read after every proposal, so it may be
-    a property: a drafter that never proposes says True; one that plans says True while it expects
-    no draft soon."""
+    pipelined = False
+    """Whether the next forward may be dispatched before this one's token is read, if nothing is
+    proposed. The next proposal then waits for one plain step. It is read after every proposal, so
+    it may be a property."""
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation whose context is ``prompt`` (at least one token id)."""
@@ -369,8 +364,7 @@ class Drafter:
 
         The root of the tree is the context's last token; :meth:`DraftTree.chain` makes a tree
         of tokens in a row, and of the root alone where there is nothing to draft. A planner
-        passes :class:`mlxspec.drafting.drafter.Limits`, an integer that knows further limits. It
-        takes a tree's ``p_reached``, and learns how likely the nodes of other trees are right.
+        uses a tree's ``p_reached``, and learns how likely the nodes of other trees are right.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method propose")
 
@@ -380,13 +374,6 @@ class Drafter:
 
     def end(self) -> None:
         """Release the generation's state."""
-
-    def origins(self) -> tuple[str, ...] | None:
-        """Per node of the tree proposed last, a word for where it came from; the root's is "root".
-
-        None means what the tree's own ``origins`` say, or "draft" for all other nodes.
-        """
-        return None
 
     def window_rows(self) -> Mapping[tuple[int, int], int]:
         """Lookahead decoding's window in the tree proposed last: the node of each row
@@ -417,22 +404,20 @@ class NoDraft(Drafter):
         self._last = step.tokens[-1]
 
 
-def origins_of(drafter: Drafter, tree: DraftTree) -> tuple[str, ...]:
-    """Per node of the tree that a drafter proposed last, where it came from."""
-    said = drafter.origins() if hasattr(drafter, "origins") else None
-    if said and len(said) == len(tree):
-        return said
-    return "root", *(tree.origins or ["draft"] * (len(tree) - 1))
+class Source(Drafter):
+    """A drafter that a planner asks for candidates with probabilities.
 
+    Attributes:
+        spent: seconds of the current step that a user's drafter took.
+        fault: what a user's drafter has raised, which is not a fault of planning.
+    """
 
-def window_rows_of(drafter: Drafter) -> Mapping[tuple[int, int], int]:
-    """:meth:`Drafter.window_rows` of any drafter."""
-    return drafter.window_rows() if hasattr(drafter, "window_rows") else {}
+    spent = 0.0
+    fault: Exception | None = None
 
-
-def no_draft_of(drafter: Drafter) -> str:
-    """:meth:`Drafter.no_draft` of any drafter."""
-    return drafter.no_draft() if hasattr(drafter, "no_draft") else Drafter.no_draft(drafter)
+    def search(self, limits: Limits) -> DraftTree:
+        """What may follow the current token, the likeliest first, with ``p_reached``."""
+        raise NotImplementedError
 
 
 class TreeBuilder:
@@ -502,32 +487,21 @@ class TreeBuilder:
 
 
 def checked_drafter(drafter: object) -> Drafter:
-    """Check and return a drafter that may be anybody's.
+    """Return a drafter that may be anybody's.
 
     Raises:
-        DrafterError: it lacks something that a drafter has.
+        DrafterError: it is not an instance of :class:`Drafter`.
     """
-    if isinstance(drafter, Drafter):
-        return drafter
-    if isinstance(drafter, type) and issubclass(drafter, Drafter):
+    if not isinstance(drafter, Drafter):
+        name = repr(drafter) if isinstance(drafter, type) else f"a {type(drafter).__name__}"
         raise DrafterError(
-            f"drafter is the class {drafter.__name__}: pass an instance, {drafter.__name__}()"
+            f"drafter is {name}, not an instance of a class derived from mlxspec.Drafter"
         )
-    # Not by hasattr: a property may need what only `begin` gives it.
-    missing = [name for name in _INTERFACE if inspect.getattr_static(drafter, name, None) is None]
-    if missing:
-        raise DrafterError(
-            f"drafter is {_described(drafter)} without {', '.join(missing)}: derive it from "
-            "mlxspec.Drafter, and give it propose and observe"
-        )
-    return drafter  # type: ignore[return-value]  # it has all that is used
-
-
-_INTERFACE = ("begin", "propose", "observe", "end", "pipelined", "branching")
+    return drafter
 
 
 def checked_draft(proposed: object, drafter: Drafter, last: int) -> DraftTree:
-    """Check and return what a drafter has proposed to follow the token ``last``.
+    """Return what a drafter has proposed to follow the token ``last``.
 
     Raises:
         DrafterError: it is not a draft tree, or its root is another token.
@@ -535,7 +509,7 @@ def checked_draft(proposed: object, drafter: Drafter, last: int) -> DraftTree:
     name = type(drafter).__name__
     if not isinstance(proposed, DraftTree):
         raise DrafterError(
-            f"{name}.propose returned {_described(proposed)}: return a DraftTree, such as "
+            f"{name}.propose returned {type(proposed).__name__}: return a DraftTree, such as "
             "DraftTree.chain(last token, drafted tokens)"
         )
     if proposed.tokens[0] != last:
@@ -547,54 +521,30 @@ def checked_draft(proposed: object, drafter: Drafter, last: int) -> DraftTree:
 
 
 def load_drafter(name: str) -> type[Drafter]:
-    """The drafter class that ``module:Class`` names; the working directory is searched too.
+    """Import the drafter class ``module:Class``; the working directory is searched too.
 
     Raises:
-        OptionError: there is no such class, it is not derived from :class:`Drafter`, or it
-            cannot be made without arguments.
+        OptionError: there is no such class derived from :class:`Drafter`, it lacks a method, or
+            it cannot be made without arguments.
     """
-    module_name, _, class_name = name.partition(":")
-    parts = module_name.split(".")
-    if not (class_name and all(map(str.isidentifier, parts))) or parts[-1] == "py":
+    module, _, class_name = name.partition(":")
+    if not (class_name and all(map(str.isidentifier, module.split(".")))) or module[-3:] == ".py":
         raise OptionError(f"drafter is {name!r}: write it as module:Class, such as mine:MyDrafter")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        module = importlib.import_module(module_name)
-    except (ImportError, SyntaxError) as error:
-        raise OptionError(f"drafter {name}: {error}") from error
-    except Exception as error:
-        raise OptionError(
-            f"drafter {name}: importing {module_name} failed: {type(error).__name__}: {error}"
-        ) from error
-    found = getattr(module, class_name, None)
+        found = getattr(importlib.import_module(module), class_name, None)
+    except Exception as error:  # whatever a user's module raises
+        reason = f"importing {module} failed: {type(error).__name__}: {error}"
+        raise OptionError(f"drafter {name}: {reason}") from error
     if not (isinstance(found, type) and issubclass(found, Drafter)):
-        raise OptionError(
-            f"drafter {name}: {module_name} has no class {class_name} derived from mlxspec.Drafter"
-        )
-    missing = [
-        method
-        for method in ("propose", "observe")
-        if getattr(found, method) is getattr(Drafter, method)
-    ]
-    if missing:
-        raise OptionError(
-            f"drafter {name}: it has no method {' and no method '.join(missing)}: every drafter "
-            "needs both propose and observe"
-        )
-    needed = [
-        parameter.name
-        for parameter in inspect.signature(found).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    ]
-    if needed:
-        raise OptionError(
-            f"drafter {name}: it is made without arguments, but needs {', '.join(needed)}: give "
-            "these defaults"
-        )
+        reason = f"{module} has no class {class_name} derived from mlxspec.Drafter"
+        raise OptionError(f"drafter {name}: {reason}")
+    if found.propose is Drafter.propose or found.observe is Drafter.observe:
+        raise OptionError(f"drafter {name}: every drafter needs the methods propose and observe")
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        reason = f"it must be possible to make it without arguments ({error})"
+        raise OptionError(f"drafter {name}: {reason}") from None
     return found
-
-
-def _described(value: object) -> str:
-    return "None" if value is None else f"a value of type {type(value).__name__}"

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from ..corpus.suffix_index import common_length
 from ..errors import OptionError
-from .drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
+from .drafter import DraftTree, Limits, Source, TreeBuilder, VerifiedStep
 
 GUESS, WINDOW = "guess", "window"
 """The origins of drafts from the pool and from the window."""
@@ -29,8 +26,8 @@ class NgramPool:
     """Keeps the n-grams that begin with each token; adding and recalling one take O(1).
 
     An n-gram that was recalled one token ago and foretold the current token agrees with two
-    tokens of the text, and so on: :meth:`live_guesses` tells likely guesses from mere successors
-    of one token.
+    tokens of the text, and so on: :meth:`live_guesses` separates likely guesses from mere
+    successors of one token.
 
     Args:
         ngram_size: N, the length of the n-grams that are read from a text.
@@ -41,9 +38,9 @@ class NgramPool:
     def __init__(self, ngram_size: int, guess_set_size: int) -> None:
         self._guess_set_size = MOST_GUESSES if guess_set_size == -1 else guess_set_size
         self._end: deque[int] = deque(maxlen=ngram_size)  # of the text
-        # Per first token, the rest of each n-gram and whether the text held it. A dictionary
-        # keeps the order of insertion, so an n-gram that is entered again is the newest.
-        self._tails: dict[int, dict[tuple[int, ...], bool]] = {}
+        # Per first token, the rest of each n-gram. A dictionary keeps the order of insertion, so
+        # an n-gram that is entered again is the newest.
+        self._tails: dict[int, dict[tuple[int, ...], None]] = {}
         self._longest = ngram_size - 1
         self._live: list[Guess] = []  # sorted by agreement, as are those below
         self._recalled: list[Guess] = []
@@ -51,23 +48,24 @@ class NgramPool:
 
     def read(self, tokens: Iterable[int]) -> None:
         """Continue the text with these tokens and enter the n-grams that they complete."""
-        end = self._end
         for token in tokens:
-            end.append(token)
-            if len(end) == end.maxlen:
-                self._enter(*end, of_text=True)
+            self._end.append(token)
+            if len(self._end) == self._end.maxlen:
+                self.add(self._end)
 
     def add(self, ngram: Iterable[int]) -> None:
-        """Enter an n-gram that is not from the text: a guess of the target's own."""
-        self._enter(*ngram, of_text=False)
+        """Enter an n-gram, from the text or from the target's own guesses."""
+        first, *rest = ngram
+        tail, tails = tuple(rest), self._tails.setdefault(first, {})
+        if tail in tails:
+            del tails[tail]
+        elif len(tails) == self._guess_set_size:
+            del tails[next(iter(tails))]
+        tails[tail] = None
 
-    def guesses(self, first: int, limit: int | None = None) -> list[tuple[int, ...]]:
-        """What has followed a token, newest first, ``limit`` guesses at most."""
-        return list(islice(reversed(self._tails.get(first, {})), limit))
-
-    def text_guesses(self, first: int) -> list[tuple[int, ...]]:
-        """The guesses that come from the text, not from :meth:`add`."""
-        return [tail for tail, of_text in self._tails.get(first, {}).items() if of_text]
+    def guesses(self, first: int) -> list[tuple[int, ...]]:
+        """What has followed a token, newest first."""
+        return list(reversed(self._tails.get(first, {})))
 
     def live_guesses(self, current: int) -> list[Guess]:
         """What may follow the current token, best first.
@@ -100,26 +98,6 @@ class NgramPool:
         """Drop the live guesses: the text continues without :meth:`follow`."""
         self._live, self._recalled, self._streak = [], [], 0
 
-    def _enter(self, first: int, *tail: int, of_text: bool) -> None:
-        tails = self._tails.setdefault(first, {})
-        if tail in tails:
-            of_text |= tails.pop(tail)
-        elif len(tails) == self._guess_set_size:
-            del tails[next(iter(tails))]
-        tails[tail] = of_text
-
-
-class WindowSize(NamedTuple):
-    """A window's columns W and its n-gram size N."""
-
-    columns: int
-    ngram_size: int
-
-    @property
-    def rows(self) -> int:
-        """Rows that it adds to a step; that of column 0, level 0 is the root's."""
-        return (self.ngram_size - 1) * self.columns - 1
-
 
 class JacobiWindow:
     """Guesses of the tokens ahead, each improved on by the next step's argmax.
@@ -147,10 +125,9 @@ class JacobiWindow:
     """
 
     def __init__(self, window_size: int, ngram_size: int, text: Sequence[int]) -> None:
-        self.size = WindowSize(window_size, ngram_size)
-        self._text = text
-        self._random = random.Random(0)  # seeded, so that a generation repeats step by step
-        drawn = self._draw(window_size + ngram_size - 3)
+        self.ngram_size = ngram_size
+        # Seeded, so that a generation repeats step by step.
+        drawn = random.Random(0).choices(text, k=window_size + ngram_size - 3)
         self.levels: list[list[int]] = [[text[-1], *drawn]]
         """``levels[l][i]``, the oldest level first; ``levels[0][0]`` is the current token."""
         self.rows: list[list[int]] = []
@@ -166,9 +143,9 @@ class JacobiWindow:
         """How far after the current token its deepest row is."""
         return self.columns + len(self.levels) - 2
 
-    def add_to(self, tree: TreeBuilder, columns: int | None = None) -> None:
-        """Add rows to a draft that has all its other nodes; see :func:`add_window`."""
-        self.rows = add_window(tree, self.levels, columns)
+    def add_to(self, tree: TreeBuilder) -> None:
+        """Add its rows to a draft that has all its other nodes; see :func:`add_window`."""
+        self.rows = add_window(tree, self.levels)
         self._tree_size = len(tree)
 
     def observe(self, step: VerifiedStep) -> list[tuple[int, ...]]:
@@ -184,18 +161,17 @@ class JacobiWindow:
         """Learn from a step.
 
         Args:
-            argmaxes: per column, the target's most likely token after the deepest level's row;
-                of the first columns only, where there was no room for all of them.
+            argmaxes: per column, the target's most likely token after the deepest level's row.
             current: the last emitted token.
 
         Returns:
-            one n-gram per argmax, from its oldest guess to its newest; none while levels are
+            one n-gram per column, from its oldest guess to its newest; none while levels are
             missing.
         """
-        self.levels.append([*argmaxes, *self._draw(self.columns - len(argmaxes))])
+        self.levels.append(list(argmaxes))
         ngrams: list[tuple[int, ...]] = []
-        if len(self.levels) == self.size.ngram_size:
-            ngrams = list(zip(*self.levels, strict=True))[: len(argmaxes)]
+        if len(self.levels) == self.ngram_size:
+            ngrams = list(zip(*self.levels, strict=True))
             del self.levels[0]
         else:
             self.levels = [level[1:] for level in self.levels]
@@ -206,39 +182,28 @@ class JacobiWindow:
         """Go on after a step without the window's rows; ``current`` is the last emitted token."""
         self.levels[0][0] = current
 
-    def _draw(self, count: int) -> list[int]:
-        return self._random.choices(self._text, k=count)
 
-
-def add_window(
-    tree: TreeBuilder, levels: Sequence[Sequence[int]], columns: int | None = None
-) -> list[list[int]]:
-    """Add the first columns of a window to a draft.
-
-    The window's level 0 is a trunk that starts at the root; the deeper levels of its column i
-    are a branch of the trunk's node i. So the ancestors of a row are exactly what the paper's
-    mask lets it see, and its depth gives the paper's position. Where the guesses and the window
-    have a common prefix they share its nodes.
+def add_window(tree: TreeBuilder, levels: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Add a window's rows to a draft; equal beginnings share nodes.
 
     Args:
         tree: holds the guesses; they come first, for a target that verifies chains only.
         levels: as :class:`JacobiWindow` has them.
-        columns: how many, at least 1; None for all.
 
     Returns:
         ``rows[l][i]`` is the node of the window's row (l, i).
     """
     trunk = [0]
-    for token in levels[0][1:columns]:
+    for token in levels[0][1:]:
         trunk.append(tree.child(trunk[-1], token, origin=WINDOW))
     rows = [trunk]
     for level in levels[1:]:
-        pairs = zip(rows[-1], level, strict=False)
+        pairs = zip(rows[-1], level, strict=True)
         rows.append([tree.child(node, token, origin=WINDOW) for node, token in pairs])
     return rows
 
 
-# Where these come from: docs/planner-notes.md, "Constants".
+# Where these come from: notes/planner.md, "Constants".
 _RANKS = 4  # siblings that are considered
 _CLASSES = 8  # of agreement with the text, in tokens
 
@@ -252,103 +217,33 @@ _PRIOR = (
 )
 _GUESS_RATE = 0.3
 
-# Tokens per step that a window adds to a pool of the text's own n-grams.
-_USUAL_GAINS = {
-    WindowSize(3, 3): 0.08,
-    WindowSize(5, 4): 0.2,
-    WindowSize(7, 5): 0.3,
-    WindowSize(10, 5): 0.36,
-    WindowSize(15, 5): 0.42,
-}
-_GAIN_RATE = 0.05
-_RELAXATION = 0.003
-_MOST = 3.0
-_TRIAL_STEPS = 12
-_NOTICEABLE = 0.05  # tokens per step
-
 
 class LookaheadKnowledge:
-    """What generations teach: how likely guesses are right, and what a window earns.
+    """How likely guesses are right, by agreement with the text and rank among siblings.
 
-    How likely a guess is right depends on its agreement with the text and its rank among
-    siblings. The logits of that table are learned by stochastic gradient descent from every
-    emitted token.
-
-    For windows it learns one factor on the average gain of each size. While there is no window
-    the factor slowly returns to 1, so that a window is tried again.
+    The logits of that table are learned by stochastic gradient descent from every emitted token.
     """
 
     def __init__(self) -> None:
-        self._cells = [[math.log(p / (1 - p)) for p in row] for row in _PRIOR]
-        self._factor = 1.0
+        self._logits = [[math.log(p / (1 - p)) for p in row] for row in _PRIOR]
 
     def p_accept(self, agreement: int, rank: int) -> float:
         """The probability that a guess is accepted if its parent is."""
-        return 1 / (1 + math.exp(-self._cells[rank][min(agreement, _CLASSES) - 1]))
+        return 1 / (1 + math.exp(-self._logits[rank][min(agreement, _CLASSES) - 1]))
 
     def learn(self, agreement: int, rank: int, right: bool) -> None:
         """Learn whether a guess was right, verified or not."""
         error = right - self.p_accept(agreement, rank)
-        self._cells[rank][min(agreement, _CLASSES) - 1] += _GUESS_RATE * error
-
-    def gain(self, size: WindowSize) -> float:
-        """Tokens per step that a window adds."""
-        return self._factor * _USUAL_GAINS[size]
-
-    def learn_gain(self, size: WindowSize, tokens: int) -> None:
-        """Learn from a step that emitted ``tokens`` more thanks to the window."""
-        factor = self._factor + _GAIN_RATE * (tokens / _USUAL_GAINS[size] - self._factor)
-        self._factor = min(factor, _MOST)
-
-    def relax(self) -> None:
-        """Forget a little, after a step without a window."""
-        self._factor += _RELAXATION * (1 - self._factor)
-
-    def best_window(
-        self,
-        expected: Sequence[float],
-        costs: Sequence[float],
-        price: float,
-        bank: float,
-        max_ngram_size: int,
-        now: WindowSize | None,
-    ) -> WindowSize | None:
-        """The window that gains most beside these guesses; None where no window does.
-
-        Args:
-            expected: E(n), the tokens that a step without a window emits with n guess nodes.
-            costs: ``costs[rows]`` is T(rows) / T(1).
-            price: of a plain step's time, in tokens.
-            bank: the time, in plain steps, that the first steps with a window may cost.
-            max_ngram_size: the largest N.
-            now: the current window, which stays while it pays, unless another one gains
-                noticeably more: a new window takes N - 2 steps until it earns anything.
-        """
-
-        def gain(rows: int) -> float:
-            """Tokens less the price of their time, with the best number of guesses."""
-            together = zip(expected, costs[1 + rows :], strict=False)
-            return max(tokens - price * cost for tokens, cost in together)
-
-        gains: dict[WindowSize | None, float] = {None: gain(0)}
-        for size in _USUAL_GAINS:
-            if size.ngram_size > max_ngram_size or size.rows + 1 >= len(costs):
-                continue
-            if size == now or _TRIAL_STEPS * (costs[1 + size.rows] - costs[1]) <= bank:
-                gains[size] = self.gain(size) + gain(size.rows)
-        best = max(gains, key=gains.__getitem__)
-        pays = now is None or (now in gains and gains[now] > gains[None])
-        return now if pays and gains[best] < gains[now] + _NOTICEABLE else best
+        self._logits[rank][min(agreement, _CLASSES) - 1] += _GUESS_RATE * error
 
 
 _LONGEST_NGRAM = 64  # as for prompt lookup
 _LARGEST_WINDOW = 1024  # rows; far more than pay on any machine
 _AUTO_GUESSES = 16  # kept for one first token; how many are verified depends on the costs
-_STEPS_BETWEEN_SIZES = 8
 _SUREST = 0.98  # no guess is likelier right; where a row costs more, there is nothing to look up
 
 
-class LookaheadDrafter(Drafter):
+class LookaheadDrafter(Source):
     """Drafts n-grams from a pool, which a window of guesses of the tokens ahead feeds.
 
     Each step verifies one tree: the pool's guesses of what follows the current token, and the
@@ -356,15 +251,14 @@ class LookaheadDrafter(Drafter):
     Dependency of LLM Inference Using Lookahead Decoding", ICML 2024, arXiv 2402.02057.) The
     walk may accept along the window too. A step has up to ``(N - 1) * (W + G)`` rows.
 
-    A target that verifies chains only gets the newest guess, and no window.
+    A target that verifies chains only gets the newest guess, and no window. A planner gets the
+    likeliest guesses, and no window.
 
     Args:
         window_size: W, the reference's WINDOW_SIZE: columns of the window, which may have
-            1024 rows; 0 does without it. "auto" leaves W, N and G to the planner that asks: the
-            likeliest guesses are verified, and a window beside them where the tokens that windows
-            have lately earned pay for its rows. Without a planner it is 0.
+            1024 rows; 0 or "auto" does without it.
         ngram_size: N, the reference's LEVEL: length of the n-grams, at most 64; the window has
-            N - 1 levels and guesses have N - 1 tokens. With "auto", the largest N.
+            N - 1 levels and guesses have N - 1 tokens.
         guess_set_size: G, the reference's GUESS_SET_SIZE: n-grams that are kept, and verified
             in a step, for one first token; -1, the reference's "no limit", for 64, and None for
             as many as W, or 16 with "auto".
@@ -385,22 +279,17 @@ class LookaheadDrafter(Drafter):
         *,
         knowledge: LookaheadKnowledge | None = None,
     ) -> None:
-        self.follows_costs = window_size == "auto"
         if guess_set_size is None:
             guess_set_size = _AUTO_GUESSES if window_size == "auto" else window_size or 1
         if window_size == "auto":
             window_size = 0
-        if not isinstance(window_size, int) or window_size < 0:
-            raise OptionError(f"window_size is {window_size!r}: choose 1 or more, or 0 for none")
-        if ngram_size < 2:
-            raise OptionError(f"ngram_size is {ngram_size}: an n-gram has at least 2 tokens")
-        if ngram_size > _LONGEST_NGRAM:
-            raise OptionError(f"ngram_size is {ngram_size}: choose {_LONGEST_NGRAM} at most")
+        if not 2 <= ngram_size <= _LONGEST_NGRAM:
+            raise OptionError(f"ngram_size is {ngram_size}: choose 2 to {_LONGEST_NGRAM}")
         widest = _LARGEST_WINDOW // (ngram_size - 1)
-        if window_size > widest:
+        if not (isinstance(window_size, int) and 0 <= window_size <= widest):
             raise OptionError(
-                f"window_size is {window_size}: "
-                f"with n-grams of {ngram_size} choose {widest} at most"
+                f"window_size is {window_size!r}: with n-grams of {ngram_size} choose {widest} "
+                "at most, or 0 for none"
             )
         if guess_set_size < 1 and guess_set_size != -1:
             raise OptionError(f"guess_set_size is {guess_set_size}: choose 1 or more, or -1 for 64")
@@ -415,37 +304,26 @@ class LookaheadDrafter(Drafter):
         self._pool = NgramPool(self.ngram_size, self.guess_set_size)
         # The output's first n-gram begins with the current token.
         self._pool.read(prompt if self.pool_from_prompt else prompt[-1:])
-        size = WindowSize(self.window_size, self.ngram_size) if self.window_size else None
-        self._window = self._new_window(size)
-        self._cells: list[tuple[int, int]] = []  # as in `_likely`; empty where nothing was drafted
-        self._steps = 0
+        self._window: JacobiWindow | None = None
+        if self.window_size:
+            self._window = JacobiWindow(self.window_size, self.ngram_size, self._text)
+        self._cells: list[tuple[int, int]] = []  # as in `_likely`; empty where nothing was found
 
     def propose(self, max_depth: int) -> DraftTree:
-        if not (self.follows_costs and isinstance(max_depth, Limits)):
-            return self.propose_beside(1, max_depth, sys.maxsize)
-        least_p, most = max_depth.least_p[0], _RANKS if max_depth.branching else 1
+        depth = min(max_depth, self.ngram_size - 1)
+        tree = TreeBuilder(self._text[-1])
+        for guess in self._pool.guesses(self._text[-1]):
+            tree.add_branch(guess[:depth], GUESS)
+        if self._window and self._window.depth <= max_depth:
+            self._window.add_to(tree)
+        return tree.tree()
+
+    def search(self, limits: Limits) -> DraftTree:
+        least_p, most = limits.least_p[0], _RANKS if limits.branching else 1
         if least_p >= _SUREST:
             return DraftTree.chain(self._text[-1])
         guesses = self._pool.live_guesses(self._text[-1])
-        return self._likely(guesses, max_depth, least_p, most).best_first(max_depth.nodes)
-
-    def propose_beside(self, rows: int, max_depth: int, max_rows: int) -> DraftTree:
-        """Draft for a step that has ``rows`` rows already and may have ``max_rows``.
-
-        Guesses come first, then as many columns of the window as fit.
-        """
-        depth = min(max_depth, self.ngram_size - 1)
-        limit = max(max_rows - rows, 0) // max(depth, 1)
-        tree = TreeBuilder(self._text[-1])
-        for guess in self._pool.guesses(self._text[-1], limit):
-            tree.add_branch(guess[:depth], GUESS)
-        if self._window and self._window.depth <= max_depth:
-            # The window's first row is the root's, which every step has.
-            left = max_rows - rows - len(tree) + 2
-            columns = min(self._window.columns, left // len(self._window.levels))
-            if columns > 0:
-                self._window.add_to(tree, columns)
-        return tree.tree()
+        return self._likely(guesses, limits.max_depth, least_p, most).best_first(limits.nodes)
 
     def _likely(
         self, guesses: Iterable[Guess], max_depth: int, least_p: float, most_children: int
@@ -480,47 +358,6 @@ class LookaheadDrafter(Drafter):
         self._guesses = tree.tree()
         return self._guesses
 
-    def rows_beside(
-        self,
-        expected: Sequence[float],
-        costs: Sequence[float],
-        price: float,
-        bank: float,
-        max_depth: int,
-    ) -> tuple[int, float]:
-        """The window's rows to verify beside the guesses.
-
-        Args:
-            expected: E(n) of the candidates.
-            costs: ``costs[rows]`` is T(rows) / T(1), as far as there is room.
-            price: of a plain step's time, in tokens.
-            bank: the time, in plain steps, that the first steps with a window may cost.
-            max_depth: how deep these rows may be.
-
-        Returns:
-            how many rows, and the tokens per step that they earn.
-        """
-        if not self._cells:
-            self._window = None
-        elif self._steps % _STEPS_BETWEEN_SIZES == 0:
-            now = self._window.size if self._window else None
-            prices = expected, costs, price, bank
-            size = self._knowledge.best_window(*prices, self.ngram_size, now)
-            if size != now:
-                self._window = self._new_window(size)
-        window = self._window
-        if not window or window.depth > max_depth or 1 + window.size.rows >= len(costs):
-            return 0, 0.0
-        return window.size.rows, self._knowledge.gain(window.size)
-
-    def _new_window(self, size: WindowSize | None) -> JacobiWindow | None:
-        return JacobiWindow(*size, self._text) if size else None
-
-    def add_rows(self, tree: TreeBuilder) -> None:
-        """Add these rows to the draft."""
-        if self._window:
-            self._window.add_to(tree)
-
     def window_rows(self) -> dict[tuple[int, int], int]:
         return {
             (level, column): node
@@ -529,35 +366,17 @@ class LookaheadDrafter(Drafter):
         }
 
     def observe(self, step: VerifiedStep) -> None:
-        self._steps += 1
-        self._learn(step.tokens)
-        ngrams = self._window.observe(step) if self._window else []
-        if not self._window:
-            self._knowledge.relax()
-        elif ngrams and self.follows_costs:
-            self._knowledge.learn_gain(self._window.size, self._earned(step))
-        for ngram in ngrams:
+        cells, self._cells = self._cells, []
+        if cells:
+            for node, right in self._guesses.judged(step.tokens):
+                self._knowledge.learn(*cells[node], right)
+            self._pool.follow(step.tokens)
+        else:
+            self._pool.forget()
+        for ngram in self._window.observe(step) if self._window else ():
             self._pool.add(ngram)
         self._pool.read(step.tokens)
         self._text += step.tokens
-
-    def _learn(self, tokens: Sequence[int]) -> None:
-        """Learn which guesses were right, and follow those."""
-        cells, self._cells = self._cells, []
-        if not cells:
-            self._pool.forget()
-            return
-        for node, right in self._guesses.judged(tokens):
-            self._knowledge.learn(*cells[node], right)
-        self._pool.follow(tokens)
-
-    def _earned(self, step: VerifiedStep) -> int:
-        """How many accepted tokens no guess from the text alone would have drafted."""
-        accepted = step.tokens[: len(step.accepted)]
-        guessed = (
-            common_length(guess, accepted) for guess in self._pool.text_guesses(step.tree.tokens[0])
-        )
-        return len(accepted) - max(guessed, default=0)
 
     def end(self) -> None:
         del self._text, self._pool, self._window

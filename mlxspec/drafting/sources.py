@@ -10,8 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TypeGuard
 
 from ..errors import OptionError
 from .combined import view
@@ -19,12 +17,10 @@ from .drafter import (
     Drafter,
     DraftTree,
     Limits,
+    Source,
     VerifiedStep,
     checked_draft,
     checked_drafter,
-    no_draft_of,
-    origins_of,
-    window_rows_of,
 )
 
 
@@ -129,25 +125,25 @@ def parse_lookup_config(config: str | Sequence[object]) -> tuple[int, int, str |
     """
     try:
         values = json.loads(config) if isinstance(config, str) else list(config)
-        n_draft, ngram_max, *devices = values
-        if not _is_count(n_draft) or not _is_count(ngram_max) or len(devices) > 1:
-            raise ValueError
     except (TypeError, ValueError, RecursionError):
-        raise OptionError(
-            f"prompt_lookup_config is {config!r}: write it as [draft tokens, longest n-gram], "
-            "for example [10,2]"
-        ) from None
-    note = None
-    if devices:
-        note = f"prompt_lookup_config: the device list {devices[0]} is ignored, MLX has one device"
-    return n_draft, ngram_max, note
+        values = None
+    match values:
+        case [int(n_draft), int(ngram_max), *devices] if (
+            {type(n_draft), type(ngram_max)} == {int}
+            and min(n_draft, ngram_max) >= 0
+            and len(devices) <= 1
+        ):
+            note = None
+            if devices:
+                note = f"prompt_lookup_config: the device list {devices[0]} is ignored"
+            return n_draft, ngram_max, note
+    raise OptionError(
+        f"prompt_lookup_config is {config!r}: write it as [draft tokens, longest n-gram], "
+        "for example [10,2]"
+    )
 
 
-def _is_count(value: object) -> TypeGuard[int]:
-    return type(value) is int and value >= 0
-
-
-_LONGEST, _SHORTEST = 4, 2  # tokens that have to agree where the output comes back to the text
+_LONGEST, _SHORTEST = 4, 2  # tokens that must agree where the output returns to the text
 
 
 class PredictionDrafter(Drafter):
@@ -164,21 +160,15 @@ class PredictionDrafter(Drafter):
 
     def __init__(self, prediction: Sequence[int]) -> None:
         self._text = tuple(prediction)
-
-    @cached_property
-    def _places(self) -> dict[tuple[int, ...], list[int]]:
-        """Behind which places in the text an n-gram ends, in ascending order."""
-        places: dict[tuple[int, ...], list[int]] = {}
+        self._places: dict[tuple[int, ...], list[int]] = {}  # where each n-gram ends, ascending
         for size in range(_SHORTEST, _LONGEST + 1):
             for end in range(size, len(self._text) + 1):
-                places.setdefault(self._text[end - size : end], []).append(end)
-        return places
+                self._places.setdefault(self._text[end - size : end], []).append(end)
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
-        self._output: list[int] = []
-        self._place = 0
-        """Where in the text the output goes on, or where it left the text."""
+        self._output: tuple[int, ...] = ()  # the last tokens
+        self._place = 0  # where in the text the output continues, or where it left the text
         self._follows = True
 
     def propose(self, max_depth: int) -> DraftTree:
@@ -188,7 +178,7 @@ class PredictionDrafter(Drafter):
     def observe(self, step: VerifiedStep) -> None:
         for token in step.tokens:
             self._last = token
-            self._output = [*self._output, token][-_LONGEST:]
+            self._output = (*self._output, token)[-_LONGEST:]
             if self._follows and self._text[self._place : self._place + 1] == (token,):
                 self._place += 1
             else:
@@ -196,14 +186,12 @@ class PredictionDrafter(Drafter):
 
     def _find(self) -> None:
         """Look for the output's last tokens, the longest match first."""
-        for size in range(_LONGEST, _SHORTEST - 1, -1):
-            places = self._places.get(tuple(self._output[-size:]), [])
-            if places:
-                after = bisect_left(places, self._place)
-                self._place = places[after if after < len(places) else 0]
-                self._follows = True
-                return
-        self._follows = False
+        suffixes = (self._output[-size:] for size in range(_LONGEST, _SHORTEST - 1, -1))
+        places = next((self._places[one] for one in suffixes if one in self._places), [])
+        self._follows = bool(places)
+        if places:
+            after = bisect_left(places, self._place)
+            self._place = places[after if after < len(places) else 0]
 
 
 # Where these come from: docs/planner-notes.md, "Constants".
@@ -213,8 +201,8 @@ _RATE = 0.1
 _LEAST, _MOST = 0.01, 0.99  # nothing is certain, however often it was right or wrong
 
 
-class DrafterSource(Drafter):
-    """Gives the drafts of any drafter probabilities, and asks it as if it drafted alone.
+class DrafterSource(Source):
+    """Gives the drafts of any drafter probabilities, as if it drafted alone.
 
     Where a draft has no probabilities, they are learned from what followed, by depth and by rank
     among siblings, whether the tokens were verified or not. So a drafter that is often wrong soon
@@ -223,14 +211,7 @@ class DrafterSource(Drafter):
     Args:
         drafter: proposes the drafts; it serves one generation at a time.
         name: the origin of its drafts; by default the drafter's class.
-
-    Attributes:
-        spent: seconds of the current step that the drafter took.
-        fault: what the drafter has raised, which is not a fault of planning.
     """
-
-    spent = 0.0
-    fault: Exception | None = None
 
     def __init__(self, drafter: Drafter, name: str | None = None) -> None:
         self._drafter = checked_drafter(drafter)
@@ -245,10 +226,11 @@ class DrafterSource(Drafter):
             self._drafter.begin(list(prompt))
         self.spent = 0.0
 
-    def propose(self, limits: Limits) -> DraftTree:  # type: ignore[override]  # a planner's
+    def search(self, limits: Limits) -> DraftTree:
         with self._asking():
-            proposed = checked_draft(self._drafter.propose(limits), self._drafter, self._last)
-        tree = proposed.pruned(limits, sys.maxsize)
+            proposed = self._drafter.propose(limits.max_depth)
+            proposed = checked_draft(proposed, self._drafter, self._last)
+        tree = proposed.pruned(limits.max_depth, sys.maxsize)
         self._tree = tree = tree if limits.branching else tree.first_chain()
         names = (self.name,) * (len(tree) - 1)
         p_reached = tree.p_reached or tuple(self._estimate(tree))
@@ -300,10 +282,6 @@ class DrafterSource(Drafter):
             self._p_accept[cell] = min(_MOST, max(_LEAST, p_accept))
 
 
-WindowRows = Mapping[tuple[int, int], int]
-"""Lookahead decoding's window: the node of each (level, column)."""
-
-
 @dataclass(frozen=True)
 class RecordedStep:
     """One step, and what its drafter says of the tree.
@@ -311,13 +289,13 @@ class RecordedStep:
     Attributes:
         verified: the step.
         origins: per node of the verified tree, where it came from; the root's is "root".
-        window: the nodes of lookahead decoding's window in the verified tree; empty without one.
+        window: lookahead decoding's window in the verified tree: the node of each (level, column).
         no_draft: why nothing was drafted, in a clause; empty where something was.
     """
 
     verified: VerifiedStep
     origins: tuple[str, ...]
-    window: WindowRows
+    window: Mapping[tuple[int, int], int]
     no_draft: str = ""
 
 
@@ -332,14 +310,11 @@ class RecordingDrafter(Drafter):
     def __init__(self, drafter: Drafter, steps: list[RecordedStep]) -> None:
         self._drafter = drafter
         self._steps = steps
+        self.branching = drafter.branching
 
     @property
     def pipelined(self) -> bool:  # type: ignore[override]  # the drafter's
         return self._drafter.pipelined
-
-    @property
-    def branching(self) -> bool:  # type: ignore[override]
-        return self._drafter.branching
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._drafter.begin(prompt)
@@ -347,30 +322,27 @@ class RecordingDrafter(Drafter):
     def propose(self, max_depth: int) -> DraftTree:
         tree = self._drafter.propose(max_depth)
         # Asked now: after the step the drafter may have forgotten this tree.
-        self._window = dict(window_rows_of(self._drafter))
-        self._no_draft = no_draft_of(self._drafter) if max_depth > 0 else "the output ends here"
-        self._proposed = replace(tree, origins=origins_of(self._drafter, tree)[1:])
+        self._window = dict(self._drafter.window_rows())
+        self._no_draft = self._drafter.no_draft() if max_depth > 0 else "the output ends here"
+        self._proposed = replace(tree, origins=tree.node_origins[1:])
         return self._proposed
 
     def observe(self, step: VerifiedStep) -> None:
-        verified = dict(enumerate(self._proposed.nodes_in(step.tree)))
+        nodes = self._proposed.nodes_in(step.tree)
         window = {
-            place: node
-            for place, proposed in self._window.items()
-            if (node := verified.get(proposed)) is not None
+            place: node for place, own in self._window.items() if (node := nodes[own]) is not None
         }
-        no_draft = "" if step.drafted else self._why_none(step)
-        self._steps.append(RecordedStep(step, ("root", *step.tree.origins), window, no_draft))
+        if step.drafted:
+            self._no_draft = ""
+        elif len(self._proposed) > 1:
+            self._no_draft = (
+                "the step was dispatched before its draft was known, so that draft has to wait"
+                if step.pipelined
+                else "the output's form or its end leaves the proposed draft no room"
+            )
+        origins = step.tree.node_origins
+        self._steps.append(RecordedStep(step, origins, window, self._no_draft))
         self._drafter.observe(step)
-
-    def _why_none(self, step: VerifiedStep) -> str:
-        """Why a step has no draft: one that was proposed may have come too late, or not fit."""
-        proposed = len(self._proposed) - 1
-        if proposed and step.pipelined:
-            return "the step was dispatched before its draft was known, so that draft has to wait"
-        if proposed:
-            return "the output's form or its end leaves the proposed draft no room"
-        return self._no_draft
 
     def end(self) -> None:
         self._drafter.end()

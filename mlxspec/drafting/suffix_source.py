@@ -22,7 +22,7 @@ from ..corpus.suffix_index import (
 )
 from .acceptance import AcceptanceModel, Estimate, Experience
 from .combined import united
-from .drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
+from .drafter import DraftTree, Limits, Source, TreeBuilder, VerifiedStep
 from .policy import SHARE_OF_NOW
 
 CONTEXT = "context"
@@ -61,7 +61,7 @@ class Earlier:
         self.experience = Experience()
 
 
-class SuffixSource(Drafter):
+class SuffixSource(Source):
     """Drafts continuations of the earlier occurrences of the text's end.
 
     They are looked up in the context, and in earlier texts such as a memory of outputs or a store.
@@ -106,13 +106,13 @@ class SuffixSource(Drafter):
             acceptance.begin(one.experience.of_kind(prompt))
         self.earned: Counter[str] = Counter()
 
-    def propose(self, limits: Limits) -> DraftTree:  # type: ignore[override]  # a planner's
+    def search(self, limits: Limits) -> DraftTree:
         index = self._text()
         evidence = [Evidence(CONTEXT, index.tokens, index.occurrences(), self._acceptance)]
         self._excerpts: dict[str, tuple[Earlier, Excerpts]] = {}
         tail = index.tokens[-MAX_LENGTH:] if self._earlier else ()
+        depth = min(limits.max_depth, limits.nodes, EXCERPT_TOKENS)
         for one, acceptance in self._earlier:
-            depth = min(limits, limits.nodes, EXCERPT_TOKENS)
             excerpts = one.texts.look_up(tail, _EARLIER_OCCURRENCES, depth)
             if excerpts.occurrences:
                 self._excerpts[one.name] = one, excerpts
@@ -198,7 +198,7 @@ class SuffixTree(TreeBuilder):
     def __init__(self, root: int, evidence: Evidence, limits: Limits) -> None:
         super().__init__(root)
         self.evidence = evidence
-        self._max_nodes, self._max_depth = limits.nodes, int(limits)
+        self._max_nodes, self._max_depth = limits.nodes, limits.max_depth
         self._least_p, self._costs = limits.least_p, limits.costs
         self._most_children = _CHILDREN if limits.branching else 1
         self._expected = self._best_rate = self._price = 1.0

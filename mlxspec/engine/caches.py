@@ -8,12 +8,14 @@ commit what was accepted, and a :class:`Snapshot` brings back what cannot be cut
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -21,11 +23,413 @@ from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
+    create_attention_mask,
 )
 
-from .slots import SlotKVCache, Slots
-from .tree_attention import TreeRows, TreeSteps
-from .window_cache import WindowKVCache
+from ..drafting.drafter import DraftTree
+
+_MASK_STEP = 1024  # positions that the kept mask grows by
+
+
+class TreeRows:
+    """The rows of a tree step.
+
+    Args:
+        tree: the tree whose nodes are the rows.
+        open_mask: makes the masks over a whole context; shared by all steps of a generation.
+
+    Attributes:
+        depths: each row's position after the cache's end, (rows,).
+        ancestors: which rows each row attends to, (rows, rows).
+    """
+
+    def __init__(self, tree: DraftTree, open_mask: OpenMask | None = None) -> None:
+        self.depths = mx.array(tree.depths, dtype=mx.int32)
+        self.ancestors = mx.array(tree.ancestors())
+        self._open_mask = open_mask or OpenMask()
+        self._masks: dict[tuple[int, int | None], mx.array] = {}
+
+    def __len__(self) -> int:
+        return self.depths.size
+
+    def mask(self, cached: int, window_size: int | None) -> mx.array:
+        """Each row attends to the cache and to its ancestors, within the window if there is one.
+
+        Args:
+            cached: how many positions stand in the cache in front of the rows.
+            window_size: how many positions a row sees, its own included; None for all.
+
+        Returns:
+            bool array, (rows, cached + rows).
+        """
+        key = (cached, window_size)
+        if key not in self._masks:
+            if window_size is None:
+                self._masks[key] = self._open_mask.over(cached, self.ancestors)
+            else:
+                self._masks[key] = self._window_mask(cached, window_size)
+        return self._masks[key]
+
+    def _window_mask(self, cached: int, window_size: int) -> mx.array:
+        in_cache = mx.ones((len(self), cached), dtype=mx.bool_)
+        mask = mx.concatenate([in_cache, self.ancestors], axis=1)
+        # A window counts positions; siblings share one, so indices would miscount.
+        seen_from = cached + self.depths[:, None] - window_size
+        positions = mx.concatenate([mx.arange(cached), cached + self.depths])
+        return mask & (positions[None] > seen_from)
+
+
+class OpenMask:
+    """Masks of the steps after one growing context, kept in one array.
+
+    Between steps all of it is True. So a step's mask only costs writing its own rows' part,
+    however long the context is.
+    """
+
+    def __init__(self) -> None:
+        self._kept = mx.ones((0, 0), dtype=mx.bool_)
+        self._written = slice(0, 0), slice(0, 0)
+
+    def over(self, cached: int, ancestors: mx.array) -> mx.array:
+        """True for what is in the cache, and ``ancestors`` behind it: (rows, cached + rows)."""
+        rows, end = len(ancestors), cached + len(ancestors)
+        height, width = self._kept.shape
+        if rows > height or end > width:
+            shape = max(rows, height), (end // _MASK_STEP + 1) * _MASK_STEP
+            self._kept = mx.ones(shape, dtype=mx.bool_)
+        else:
+            self._kept[self._written] = True
+        self._written = slice(0, rows), slice(cached, end)
+        self._kept[self._written] = ancestors
+        return self._kept[:rows, :end]
+
+
+class TreeSteps:
+    """What a tree step asks of a cache whose entries stand in the order of their positions."""
+
+    offset: int
+    rows: TreeRows | None = None
+    """The rows of the tree step that is being run."""
+
+    place = slice(None)
+    """Where along the first axis of the arrays the sequence stands."""
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        if self.rows is None:
+            return create_attention_mask(N, self.offset, return_array, window_size)
+        return self.rows.mask(self.offset, window_size)
+
+    def index(self, position: int) -> int:
+        """Where in the arrays the entry of a position stands."""
+        return position
+
+
+_STEP = 256  # entries that the buffers grow by
+_SLACK = 16  # entries beyond the window that stay when others are dropped
+
+
+class WindowKVCache(TreeSteps):
+    """The keys and values of the latest positions, and of the first few where those are kept.
+
+    mlx-lm's rotating cache overwrites its oldest entry with each new one, so what a rejected
+    draft has overwritten is lost. This one appends, and drops old entries only when its buffers
+    are full: it can be cut back to any length that it had since then, and 16 positions further.
+    It holds at most the window, the rows of one step and 272 entries more.
+
+    The entries stand in the order of their positions: the first ``keep`` ones, then those from
+    ``start`` on without a gap. What a row sees is what mlx-lm's cache shows a step of one row:
+    the latest ``max_size`` positions, its own included, or where the first are kept those and
+    the latest ``max_size - keep``.
+
+    Args:
+        max_size: how many positions a row sees at most.
+        keep: how many of them are the context's first ones, which are never dropped.
+    """
+
+    def __init__(self, max_size: int, keep: int = 0) -> None:
+        self.max_size = max_size
+        self.keep = keep
+        self.offset = 0
+        self.keys: Any = None
+        self.values: Any = None
+        self._start = keep
+        self._seen = slice(0, 0)
+
+    @classmethod
+    def of(cls, rotating: RotatingKVCache) -> WindowKVCache:
+        """A cache with the content of mlx-lm's, wherever that one's rotation stands."""
+        cache = cls(rotating.max_size, rotating.keep)
+        if rotating.keys is not None:
+            cache.keys = rotating._temporal_order(rotating.keys)
+            cache.values = rotating._temporal_order(rotating.values)
+            cache.offset = rotating.offset
+            cache._start = rotating.offset - (cache.keys.shape[2] - rotating.keep)
+        return cache
+
+    def rotating_state(self) -> tuple[Any, ...]:
+        """The state of mlx-lm's cache with the same content, in the order of the positions."""
+        if self.keys is None:
+            return None, None, 0, self.keep, self.max_size, 0
+        end = self.index(self.offset)
+        dropped = max(0, end - self.max_size)
+        kept = min(self.keep, end)
+
+        def ordered(array: mx.array) -> mx.array:
+            first, latest = array[..., :kept, :], array[..., kept + dropped : end, :]
+            return mx.concatenate([first, latest], axis=2)
+
+        keys, values = ordered(self.keys), ordered(self.values)
+        return keys, values, self.offset, self.keep, self.max_size, keys.shape[2]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append a step's rows; return what they may see, in the order of :meth:`make_mask`."""
+        rows = keys.shape[2]
+        if self.keys is None:
+            # Without a position yet; _make_room gives them their size.
+            self.keys, self.values = keys[..., :0, :], values[..., :0, :]
+        self._make_room(rows)
+        begin = self.index(self.offset)
+        end = begin + rows
+        self.keys[..., begin:end, :] = keys
+        self.values[..., begin:end, :] = values
+        self._seen = slice(begin - self._cached(), end)
+        self.offset += rows
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What the rows of the last step might see."""
+        return self.keys[..., self._seen, :], self.values[..., self._seen, :]
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """The mask of the next step, for what :meth:`update_and_fetch` will return.
+
+        mlx-lm's own mask for several rows drops the first positions that it keeps, so that
+        rows would not see what they see one by one.
+        """
+        span = min(window_size or self.max_size, self.max_size)
+        if self.keep and self.offset + N > self.max_size:
+            self._make_room(N)  # now, so that the mask is for the entries that will be left
+            return self._mask_with_gap(N, span)
+        cached = self._cached()
+        if self.rows is not None:
+            return self.rows.mask(cached, span)
+        if cached + N > span:
+            return create_causal_mask(N, cached, window_size=span)
+        return create_attention_mask(N, cached, return_array, None)
+
+    def _mask_with_gap(self, rows: int, span: int) -> mx.array:
+        """Rows see the first ``keep`` positions and their latest ones, (rows, entries)."""
+        depths = mx.arange(rows) if self.rows is None else self.rows.depths
+        related = mx.tri(rows, dtype=mx.bool_) if self.rows is None else self.rows.ancestors
+        own = self.offset + depths
+        first = mx.arange(min(self.keep, self.offset))
+        cached = mx.concatenate([first, mx.arange(self._start, max(self._start, self.offset))])
+        positions = mx.concatenate([cached, own])
+        # Up to max_size positions nothing has been dropped yet.
+        seen_from = mx.where(own < self.max_size, 0, own - (span - self.keep) + 1)[:, None]
+        in_sight = (positions < self.keep) | (positions >= seen_from)
+        in_cache = mx.ones((rows, cached.size), dtype=mx.bool_)
+        return in_sight & mx.concatenate([in_cache, related], axis=1)
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, n: int) -> int:
+        """Drop the last ``n`` positions.
+
+        Raises:
+            ValueError: positions are gone that the next row would see.
+        """
+        length = self.offset - n
+        if n > 0:
+            if not self.reaches_back_to(length):
+                raise ValueError(f"the window has moved on too far to be cut to {length} positions")
+            self.offset = length
+        return n
+
+    def reaches_back_to(self, length: int) -> bool:
+        """Whether all is still there that a row after the first ``length`` positions sees."""
+        oldest_seen = length + 1 - (self.max_size - self.keep)
+        return self._start <= max(self.keep, oldest_seen)
+
+    @property
+    def state(self) -> tuple[Any, Any]:
+        """What has to be evaluated."""
+        return self.keys, self.values
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+
+    def index(self, position: int) -> int:
+        """Where in the buffers the entry of a position stands."""
+        return position if position < self.keep else self.keep + position - self._start
+
+    def _cached(self) -> int:
+        """How many entries in front of the next rows they may see."""
+        entries = self.index(self.offset)
+        # Where the first positions are kept the mask hides what lies between.
+        return entries if self.keep else min(entries, self.max_size - 1)
+
+    def _make_room(self, rows: int) -> None:
+        """If the buffers are full, drop what no row will see and grow them for so many rows."""
+        if self.keys is not None and self.index(self.offset) + rows > self.keys.shape[2]:
+            self._drop_unseen(math.ceil(rows / _STEP) * _STEP)
+
+    def compact(self) -> None:
+        """Drop what no row will see, if that is much: a prefill leaves all its rows."""
+        if self.keys is not None and self.keys.shape[2] > self.max_size + _SLACK + _STEP:
+            self._drop_unseen(0)
+
+    def _drop_unseen(self, room: int) -> None:
+        """Drop what no row will see, and leave room for so many rows."""
+        end = self.index(self.offset)
+        start = max(self._start, self.offset - self.max_size - _SLACK)
+        first, latest = slice(0, self.keep), slice(self.keep + start - self._start, end)
+        if end <= self.keep:
+            first, latest = slice(0, end), slice(0, 0)
+
+        def moved(old: mx.array) -> mx.array:
+            empty = mx.zeros((*old.shape[:2], room, old.shape[3]), old.dtype)
+            return mx.concatenate([old[..., first, :], old[..., latest, :], empty], axis=2)
+
+        self.keys, self.values = moved(self.keys), moved(self.values)
+        self._start = start
+
+
+class Slots:
+    """The keys and values of one layer, (slots, heads, positions, head_dim).
+
+    The slots in use are the first ones. MLX writes into these arrays in place, as long as nobody
+    keeps a reference to a former state.
+    """
+
+    keys: mx.array
+    values: mx.array
+
+    def __init__(self) -> None:
+        self._shape = 0, 0  # slots, positions
+
+    def put(self, slot: int, cache: KVCache) -> None:
+        """Copy a sequence's keys and values into a slot."""
+        keys, values = cache.keys_and_values()
+        if self._shape == (0, 0):
+            self.keys = mx.zeros((0, keys.shape[1], 0, keys.shape[3]), keys.dtype)
+            self.values = mx.zeros((0, values.shape[1], 0, values.shape[3]), values.dtype)
+        self.make_room(slot + 1, cache.offset)
+        self.keys[slot : slot + 1, :, : cache.offset] = keys
+        self.values[slot : slot + 1, :, : cache.offset] = values
+
+    def make_room(self, slots: int, positions: int) -> None:
+        """Grow to at least so many slots and positions."""
+        before = self._shape
+        if slots <= before[0] and positions <= before[1]:
+            return
+        slots = max(slots, before[0])
+        positions = before[1] if positions <= before[1] else -(-positions // _STEP) * _STEP
+
+        def grown(array: mx.array) -> mx.array:
+            more = [(0, slots - before[0]), (0, 0), (0, positions - before[1]), (0, 0)]
+            return mx.pad(array, more)
+
+        self.keys, self.values = grown(self.keys), grown(self.values)
+        self._shape = slots, positions
+
+    @property
+    def capacity(self) -> int:
+        """How many positions there are in all slots."""
+        return self._shape[0] * self._shape[1]
+
+    def cut(self, slots: int, positions: int) -> None:
+        """Shrink to so many slots, and about so many positions."""
+        positions = min(self._shape[1], -(-positions // _STEP) * _STEP)
+        self.keys = mx.contiguous(self.keys[:slots, :, :positions])
+        self.values = mx.contiguous(self.values[:slots, :, :positions])
+        mx.eval(self.keys, self.values)
+        self._shape = slots, positions
+
+    def write(self, places: mx.array, end: int, keys: mx.array, values: mx.array) -> None:
+        """Write a step's rows into the first slots.
+
+        Args:
+            places: where along the positions, (slots, 1, rows, 1).
+            end: behind the last of them.
+            keys, values: (slots, heads, rows, head_dim).
+        """
+        self.make_room(0, end)
+        unused = self._shape[0] - len(places)
+        if unused:
+            rows = [(0, unused), (0, 0), (0, 0), (0, 0)]
+            places, keys, values = (mx.pad(array, rows) for array in (places, keys, values))
+        # In one operation each: writing slot by slot takes two for each sequence and layer.
+        self.keys = mx.put_along_axis(self.keys, places, keys, axis=2)
+        self.values = mx.put_along_axis(self.values, places, values, axis=2)
+
+
+class SlotKVCache(TreeSteps):
+    """The cache of one sequence, kept in a slot.
+
+    Args:
+        slots: of the layer.
+        slot: the sequence's.
+        offset: how many positions it holds.
+    """
+
+    def __init__(self, slots: Slots, slot: int, offset: int) -> None:
+        self.slots = slots
+        self.slot = slot
+        self.offset = offset
+
+    @property
+    def place(self) -> slice:  # type: ignore[override]
+        """Where along the first axis of the layer's arrays the sequence stands."""
+        return slice(self.slot, self.slot + 1)
+
+    def move(self, slot: int) -> None:
+        """Move to another slot, which nobody uses."""
+        held = slice(self.offset)
+        for array in (self.keys, self.values):
+            array[slot, :, held] = array[self.slot, :, held]
+        self.slot = slot
+
+    @property
+    def keys(self) -> mx.array:
+        return self.slots.keys
+
+    @property
+    def values(self) -> mx.array:
+        return self.slots.values
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append a step's rows; returns all keys and values."""
+        start, self.offset = self.offset, self.offset + keys.shape[2]
+        self.slots.make_room(0, self.offset)
+        self.slots.keys[self.place, :, start : self.offset] = keys
+        self.slots.values[self.place, :, start : self.offset] = values
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        place, held = self.place, slice(self.offset)
+        return self.slots.keys[place, :, held], self.slots.values[place, :, held]
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, n: int) -> int:
+        self.offset -= n
+        return n
+
+    @property
+    def state(self) -> tuple[mx.array, mx.array]:
+        return self.keys_and_values()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes // len(array) for array in (self.keys, self.values))
 
 
 class TreeKVCache(TreeSteps, KVCache):

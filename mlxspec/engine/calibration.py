@@ -12,13 +12,12 @@ from mlx_lm.generate import generation_stream, wired_limit
 from ..drafting.drafter import Drafter, DraftTree, VerifiedStep
 from ..drafting.measurement import MeasurementPlan, RowsTime, ShareDone, measure
 from ..errors import OptionError
-from .batch import Batch
 from .capability import chain_capability, joint_mode
-from .chooser import Chooser
 from .joint import JointMode
+from .model_sizes import context_length
 from .params import SamplingParams
-from .positions import context_length
-from .step import Sequence, step
+from .sampling import Chooser
+from .step import Batch, Sequence, step
 from .target import Progress, Target, target_for, vocabulary_size
 
 _UNENDING = 1 << 30  # tokens

@@ -32,13 +32,12 @@ from mlx_lm.models.cache import (
 
 from ..drafting.drafter import DraftTree
 from ..errors import OptionError
-from .caches import TREE_CACHES, for_steps, is_trimmable, parts, smallest_window
+from .caches import TREE_CACHES, TreeRows, for_steps, is_trimmable, parts, smallest_window
 from .joint import Joint, JointMode
+from .model_sizes import crossings, named_positions, sparse_crossing
 from .params import CacheOptions
-from .patches import forward_at, install
-from .positions import crossings, named_positions, sparse_crossing
+from .patches import finite, forward_at, install
 from .target import Capability, Target, target_for, together, vocabulary_size
-from .tree_attention import TreeRows
 
 _PREFIX = (3, 1, 4)  # in front of a trial step
 _ROWS_DIFFER = "several rows in one forward give other logits than one by one"
@@ -260,11 +259,6 @@ def _filled(own: Any, before: int) -> mx.array:
 def logits(model: nn.Module, tokens: tuple[int, ...], caches: list[Any]) -> mx.array:
     """In float32, (len(tokens), vocabulary)."""
     return finite(model(mx.array(tokens)[None], cache=caches)[0].astype(mx.float32))
-
-
-def finite(logits: mx.array) -> mx.array:
-    """Logits that can be subtracted: 0 for tokens that a model rules out."""
-    return mx.where(mx.isinf(logits), 0, logits)
 
 
 # --- where a rule for positions changes ---

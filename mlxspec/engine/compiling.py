@@ -1,7 +1,8 @@
 """Compiling constraints so that none can end this process, or keep it busy for long.
 
-A constraint is first compiled in another process, which may crash and is killed at a limit of time
-or memory. Only what that process survives is compiled here, on a stack that is twice as large.
+What would take long while generating is refused by its text. Then a constraint is compiled in
+another process, which may crash and is killed at a limit of time or memory. Only what that process
+survives is compiled here, on a stack that is twice as large.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -23,7 +25,6 @@ import llguidance
 from ..errors import OptionError
 from . import compiling_process
 from .constraint import ONE_LINE, Constraint
-from .constraint_bounds import check_bounds
 
 # llguidance's own limits, but for the grammar's size, with the cube of which the time of properties
 # that may be left out grows (a second for 2000 of them); for the automaton's states, of which each
@@ -40,6 +41,12 @@ _LIMITS: dict[str, Any] = {
 _SECONDS = 2.0  # of CPU time
 _MEMORY = 512 << 20  # bytes; on Linux of addresses, of which the process has 100 MB to begin with
 _STACK = 8 << 20  # bytes: enough for a thousand references in a chain
+
+_MOST_REPETITIONS = 50_000  # each takes a state of the automaton, of which there are no more
+_LONGEST_TEXT = 20_000  # characters that are fixed; each mask before them takes 12 ms for so many
+_LEAST = re.compile(r'"(min(?:Length|Items|Properties))"\s*:\s*(\d+)')
+_IN_REGEX = re.compile(r"\\.|\[(?:[^]\\]|\\.)*\]?|\{(\d+)", re.DOTALL)
+_IN_GRAMMAR = re.compile(r'"(?:[^"\\\n]|\\.)*"?|(?:#|//)[^\n]*|\\.|[{~]\s*(\d+)')
 
 _CAUSES: dict[int, str] = {
     signal.SIGPROF: f"it takes more than {_SECONDS:.0f} seconds to compile; make it simpler",
@@ -92,6 +99,65 @@ def compiled(
     if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
         raise _refusal(constraint.noun, matcher.get_error() or "nothing satisfies it")
     return matcher
+
+
+def check_bounds(constraint: Constraint) -> None:
+    """Refuse a constraint that compiles soon and takes long to follow.
+
+    All of it takes linear time whatever the text.
+
+    Raises:
+        OptionError: it fixes a text that is too long, or requires too many repetitions.
+    """
+    text = constraint.text
+    if constraint.kind == "regex":
+        longest = max(map(len, text.split("|")))
+        numbers = _IN_REGEX.findall(text)
+    elif constraint.kind == "json_schema":
+        longest, patterns = _texts_of(json.loads(text))
+        numbers = [number for pattern in patterns for number in _IN_REGEX.findall(pattern)]
+    else:  # whose schemas may be written with escapes
+        text = re.sub(r"\\u00([2-7][0-9a-fA-F])", lambda code: chr(int(code[1], 16)), text)
+        longest = max(map(len, re.split(r"[|\n]", text)))
+        numbers = _IN_GRAMMAR.findall(text)
+    if longest > _LONGEST_TEXT:
+        raise OptionError(
+            f"the {constraint.noun} cannot be used: it fixes a text of {longest:,} characters, or "
+            f"has a part as long without an alternative; {_LONGEST_TEXT:,} are the most"
+        )
+    for number in [*numbers, *(number for _, number in _LEAST.findall(text))]:
+        if len(number) > 18 or int(number or 0) > _MOST_REPETITIONS:
+            raise OptionError(
+                f"the {constraint.noun} cannot be used: {number[:18]} is the least number of "
+                f"repetitions of something, which takes too much; use {_MOST_REPETITIONS:,} at most"
+            )
+
+
+def _texts_of(schema: Any) -> tuple[int, list[str]]:
+    """The characters of the longest text that a schema fixes, and its regular expressions."""
+    texts: list[str] = []
+    patterns: list[str] = []
+    constants = 0  # one may follow the other, and all that is between them may be fixed, too
+    waiting = [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        if not isinstance(value, dict):
+            continue
+        waiting += value.values()
+        if "const" in value:
+            constants += len(json.dumps(value["const"]))
+        if isinstance(value.get("enum"), list):
+            texts += map(json.dumps, value["enum"])
+        if isinstance(value.get("properties"), dict):
+            texts += value["properties"]
+        if isinstance(value.get("patternProperties"), dict):
+            patterns += value["patternProperties"]
+        if isinstance(value.get("pattern"), str):
+            patterns.append(value["pattern"])
+    texts += [branch for pattern in patterns for branch in pattern.split("|")]
+    return max(constants, max(map(len, texts), default=0)), patterns
 
 
 def definition_of(constraint: Constraint) -> str:
@@ -153,8 +219,8 @@ def _tried(format: str, text: str, outline: str | None, noun: str) -> str:
     Raises:
         OptionError: llguidance refuses it, or crashes or takes too much while it compiles it.
     """
-    if getattr(sys, "frozen", False):  # the executable is no Python that could run a file
-        return llguidance.grammar_from(format, text)  # type: ignore[arg-type]
+    if getattr(sys, "frozen", False):  # the executable is not a Python that could run a file
+        raise OptionError("constraints are compiled by another Python process: install mlxspec")
     process = _waiting() or _started()
     assert process.stdin is not None
     assert process.stdout is not None

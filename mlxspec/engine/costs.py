@@ -24,7 +24,7 @@ from ..drafting.kept import CostCache, CostKey, KnownRange, Ranges
 from ..drafting.measurement import QUICK, MeasurementPlan, RowsTime, ShareDone, is_whole, noise
 from .calibration import calibrate
 from .capability import chain_capability
-from .positions import context_length
+from .model_sizes import context_length
 from .target import Capability
 
 _log = logging.getLogger(__name__)

@@ -39,6 +39,7 @@ class DraftModelDrafter(Drafter):
     """
 
     branching = False
+    is_fallback = True
 
     def __init__(
         self,
@@ -80,10 +81,6 @@ class DraftModelDrafter(Drafter):
                 drafted.append(rows)
         self._draft = cast(list[int], mx.concatenate(drafted).tolist()) if drafted else []
         return DraftTree.chain(self._context[-1], self._draft, "draft model")
-
-    def propose_beside(self, rows: int, max_depth: int, max_rows: int) -> DraftTree:
-        """Draft for a step that has ``rows`` rows already; nothing, if one of them is a draft."""
-        return self.propose(min(max_depth, max_rows - rows) if rows == 1 else 0)
 
     def observe(self, step: VerifiedStep) -> None:
         right = 0

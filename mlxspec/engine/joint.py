@@ -28,11 +28,9 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ..drafting.drafter import DraftTree
-from .caches import TreeKVCache, masked_for
+from .caches import SlotKVCache, Slots, TreeKVCache, TreeRows, masked_for
 from .patches import forward_at, install
-from .slots import SlotKVCache, Slots
 from .target import Target
-from .tree_attention import TreeRows
 
 # Contexts in slots are padded to the longest. Of what attention reads then, at most so many times
 # what is needed may be read, and so many positions more.

@@ -22,10 +22,9 @@ from mlx_lm.models.cache import (
 )
 
 from ..errors import OptionError, PromptCacheError
-from .caches import TreeKVCache, TreeQuantizedKVCache, parts
+from .caches import TreeKVCache, TreeQuantizedKVCache, WindowKVCache, parts
 from .prompt_cache_file import check_fits, check_lengths
 from .target import Target
-from .window_cache import WindowKVCache
 
 _MLX_LM_CLASSES: dict[type, Any] = {
     TreeKVCache: KVCache,

@@ -20,10 +20,10 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
 )
+from safetensors import SafetensorError
 
 from ..errors import PromptCacheError
 from ..files import check_writable, replaced
-from ..models.safetensors_header import DamagedHeader
 from .caches import cached_length, parts
 from .prompt_cache_reading import holds_caches, read_caches, read_metadata
 
@@ -120,7 +120,7 @@ def _unreadable(file_name: Path) -> Iterator[None]:
         raise PromptCacheError(
             f"{file_name} cannot be read ({error.strerror}): name a file that you can read"
         ) from error
-    except (RuntimeError, DamagedHeader) as error:
+    except (RuntimeError, SafetensorError) as error:
         raise PromptCacheError(
             f"{file_name} is truncated or damaged: make it again with 'mlxspec cache-prompt'"
         ) from error

@@ -20,7 +20,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_caches
 
-from ..models.safetensors_header import LENGTH, read_header
+from ..models.model_files import check_safetensors
 
 _MAX_HEADER_BYTES = 16 << 20  # of which the tokens take some seven each
 _MAX_HEADER_ITEMS = 1_000_000
@@ -46,7 +46,7 @@ def read_caches(path: Path) -> tuple[list[Any], dict[str, str]]:
 
     Raises:
         OSError: it cannot be read.
-        DamagedHeader, RuntimeError: it is truncated or no safetensors file.
+        SafetensorError, RuntimeError: it is truncated or no safetensors file.
         ValueError: it holds no caches, or some that cannot be.
     """
     arrays, flat = _load(path)
@@ -70,7 +70,7 @@ def read_metadata(path: Path) -> dict[str, str]:
     """The metadata of a file.
 
     Raises:
-        OSError, DamagedHeader, RuntimeError, ValueError: as for :func:`read_caches`.
+        OSError, SafetensorError, RuntimeError, ValueError: as for :func:`read_caches`.
     """
     return _below("0", _load(path)[1])
 
@@ -91,17 +91,17 @@ def _load(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     """What MLX reads in a file, unless that would take much time or memory.
 
     Raises:
-        OSError, DamagedHeader, RuntimeError, ValueError: as for :func:`read_caches`.
+        OSError, SafetensorError, RuntimeError, ValueError: as for :func:`read_caches`.
     """
     if not path.is_file():  # a pipe would be waited for
         raise ValueError("it is no regular file")
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(LENGTH.size), "little")
+        length = int.from_bytes(file.read(8), "little")
         header = file.read(min(length, _MAX_HEADER_BYTES + 1))
     items = sum(map(header.count, (b'"', b"[", b"{")))
     if len(header) > _MAX_HEADER_BYTES or items > _MAX_HEADER_ITEMS:
         raise ValueError("its header is too large")
-    read_header(path)  # MLX would believe whatever stands there
+    check_safetensors(path)
     return cast(Any, mx.load(str(path), return_metadata=True))
 
 

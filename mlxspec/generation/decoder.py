@@ -29,11 +29,11 @@ from ..engine.capability import (
     find_capability,
     first_crossing,
 )
-from ..engine.chooser import Chooser
 from ..engine.costs import KeptCosts, costs_for, model_identity
 from ..engine.joint import JointMode
-from ..engine.positions import context_length
+from ..engine.model_sizes import context_length
 from ..engine.prompt_cache import Loan
+from ..engine.sampling import Chooser
 from ..engine.step import PositionLimits
 from ..engine.step import Sequence as EngineSequence
 from ..engine.target import (

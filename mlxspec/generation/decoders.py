@@ -218,8 +218,8 @@ class LookaheadDecoder(Decoder):
     | | POOL_FROM_PROMPT | ``pool_from_prompt``, whether the pool starts with the prompt's n-grams |
 
     A step has up to (N - 1)(W + G) rows, which only pays where rows are cheap. With
-    ``window_size="auto"`` all sizes follow the measured cost of rows and what drafts have
-    lately earned, down to plain decoding.
+    ``window_size="auto"`` there is no window, and as many guesses are verified as pay by the
+    measured cost of rows, down to plain decoding.
     """
 
     drafting = Lookahead()
@@ -239,7 +239,7 @@ class LookaheadDecoder(Decoder):
         Args:
             prompt: text, token ids, or messages, as for :meth:`Decoder.decode`.
             max_tokens: how many tokens to generate at most.
-            window_size: W, the reference's WINDOW_SIZE; 0 runs no window, "auto" what pays.
+            window_size: W, the reference's WINDOW_SIZE; 0 and "auto" run no window.
             ngram_size: N, the reference's LEVEL; with "auto", the largest N.
             guess_set_size: G, the reference's GUESS_SET_SIZE. By default it is W, and 16 with
                 "auto"; -1, the reference's "no limit", is 64, since more would take longer

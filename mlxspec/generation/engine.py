@@ -11,8 +11,7 @@ from functools import cached_property
 
 from mlx_lm.generate import generation_stream, wired_limit
 
-from ..engine.batch import Batch
-from ..engine.step import DecodedStep, Sequence
+from ..engine.step import Batch, DecodedStep, Sequence
 from ..errors import OptionError
 from .process_end import hold_at_exit
 from .request import Decoder, Request, State

@@ -20,15 +20,14 @@ from ..process import occupy_standard_descriptors
 from .model_files import (
     check_layers,
     check_readable,
+    check_safetensors,
     find_directory,
     load_mlx_lm_model,
     local_path,
     one_line,
     read_json_object,
 )
-from .npz import load_npz_model, npz_files
 from .other_models import instead_of_files
-from .safetensors_header import DamagedHeader, read_header
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -83,9 +82,9 @@ def load(
 
     Args:
         path_or_hf_repo: ``"demo"`` for the bundled model (``"./demo"`` is a directory of that
-            name), a local directory with ``config.json`` and ``model*.safetensors`` or
-            ``weights.npz``, or a repository on the Hugging Face Hub, which is downloaded once:
-            ``owner/name``, or the address of its page.
+            name), a local directory with ``config.json`` and ``model*.safetensors``, or a
+            repository on the Hugging Face Hub, which is downloaded once: ``owner/name``, or the
+            address of its page.
         tokenizer_config: settings of the tokenizer, in place of those that come with it.
         model_config: settings of the model, in place of those in ``config.json``.
         adapter_path: a directory of LoRA adapters that mlx-lm has trained.
@@ -108,7 +107,7 @@ def load(
     adapters = None if adapter_path is None else _find_adapters(adapter_path)
     directory = find_directory(path_or_hf_repo, revision)
     check_readable(directory)
-    model, config = _load_model(directory, _read_config(directory), model_config or {})
+    model, config = load_lazily(directory, read_config(directory), model_config)
     if adapters is not None:
         model = _with_adapters(model, adapters)
     if mx.default_device().type == mx.cpu:
@@ -124,7 +123,7 @@ def load(
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path) -> dict[str, Any]:
     """``config.json``, with the EOS ids of ``generation_config.json`` where that has any."""
     if not (directory / "config.json").is_file():
         raise LoadError(f"{directory}: no config.json; {_remedy(directory)}")
@@ -147,26 +146,27 @@ def _remedy(directory: Path) -> str:
     return problem or "name a directory that a converter for MLX has written"
 
 
-def _load_model(
-    directory: Path, config: dict[str, Any], changes: dict[str, Any]
+def load_lazily(
+    directory: Path, config: dict[str, Any], changes: dict[str, Any] | None = None
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model with its weights, which are not evaluated yet, and its settings."""
-    has_safetensors = any(directory.glob("model*.safetensors"))
-    if not has_safetensors and not npz_files(directory):
-        raise LoadError(
-            f"{directory}: no model*.safetensors and no weights.npz; {_remedy(directory)}"
-        )
-    tensors = _check_shards(directory) if has_safetensors else 0
+    """The model with its weights, which are not evaluated yet, and its settings.
+
+    Args:
+        directory: the model's.
+        config: from :func:`read_config`.
+        changes: settings that override it.
+
+    Raises:
+        LoadError: what is missing, damaged or not supported.
+    """
+    changes = changes or {}
+    if not any(directory.glob("model*.safetensors")):
+        raise LoadError(f"{directory}: no model*.safetensors; {_remedy(directory)}")
+    tensors = _check_shards(directory)
     try:
-        if has_safetensors:
-            check_layers(config | changes, tensors)
-            model, config = load_mlx_lm_model(directory, changes)
-        else:
-            config = config | changes
-            model = load_npz_model(directory, config)
+        check_layers(config | changes, tensors)
+        model, config = load_mlx_lm_model(directory, changes)
         _try(model)
-    except LoadError:
-        raise
     except SystemExit as error:  # of mlx-lm's OLMo 1, with a text that names the package
         raise LoadError(f"{directory}: the model needs a package that is not installed") from error
     except Exception as error:  # whatever a wrong configuration or file makes mlx-lm raise
@@ -182,7 +182,7 @@ def _check_shards(directory: Path) -> int:
     """
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        listed = read_json_object(index).get("weight_map") or {}
+        listed = read_json_object(index).get("weight_map", {})
         if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
             raise LoadError(f"{index}: weight_map is no table of file names; fetch it again")
         for name in sorted(set(listed.values())):
@@ -195,16 +195,16 @@ def _check_weights(path: Path) -> int:
     """How many tensors a safetensors file holds.
 
     Raises:
-        LoadError: it is cut short or damaged, or cannot be read.
+        LoadError: it is truncated or damaged, or cannot be read.
     """
+    from safetensors import SafetensorError
+
     try:
-        read_header(path)  # MLX would believe whatever stands there
+        check_safetensors(path)
         return len(mx.load(str(path)))  # which knows fewer types
     except OSError as error:
-        raise LoadError(
-            f"{path}: cannot be read ({error.strerror}); give yourself the permission"
-        ) from error
-    except (DamagedHeader, RuntimeError, ValueError) as error:
+        raise LoadError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (SafetensorError, RuntimeError, ValueError) as error:
         raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error
 
 

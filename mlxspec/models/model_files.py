@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from ..errors import LoadError
+from ..errors import LoadError, printable
 from .other_models import (
     hub_repository,
     instead_of,
@@ -27,9 +29,10 @@ if TYPE_CHECKING:
 
 # What a model and its tokenizer are loaded from; no repository's code, no other formats.
 _TOKENIZER_AND_SETTINGS = ["*.json", "*.jsonl", "*.jinja", "*.txt", "tokenizer.model"]
-_WEIGHTS = ["model*.safetensors", "weights*.npz"]
+_WEIGHTS = ["model*.safetensors"]
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _COUNTS_LAYERS = re.compile(r"(^|_)(n|num)_(\w+_)?layers?$")  # and not vocab_size_per_layer_input
+_MOST_DIMENSIONS, _LARGEST_SIZE = 32, 2**31 - 1  # of an array of MLX's
 _MOST_LAYERS = 1000  # that a model may have with fewer tensors than layers
 
 
@@ -198,11 +201,41 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except FileNotFoundError as error:
+        raise LoadError(f"{path}: does not exist") from error
+    except OSError as error:
+        raise LoadError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (ValueError, RecursionError) as error:
         raise LoadError(f"{path}: no valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise LoadError(f"{path}: no JSON object")
     return content
+
+
+def check_safetensors(path: Path) -> dict[str, tuple[str, int]]:
+    """Check a safetensors file's header, whose claims MLX would believe.
+
+    Returns:
+        the type and size in bytes of each tensor.
+
+    Raises:
+        SafetensorError: the file is truncated or damaged, or has a shape too large for MLX.
+        OSError: it cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if path.exists() and not path.is_file():  # a pipe would wait for a writer
+        raise OSError(errno.EINVAL, "not a regular file")
+    found = {}
+    with safe_open(path, "np") as file:
+        for name in file.keys():  # noqa: SIM118 (it is not a mapping)
+            tensor = file.get_slice(name)
+            shape, dtype = tensor.get_shape(), tensor.get_dtype()
+            if len(shape) > _MOST_DIMENSIONS or max(shape, default=0) > _LARGEST_SIZE:
+                raise SafetensorError(f"{printable(name)} is too large for MLX")
+            bits = int(re.findall(r"\d+", dtype.split("_")[0])[0]) if dtype != "BOOL" else 8
+            found[name] = dtype, math.prod(shape) * bits // 8
+    return found
 
 
 def one_line(error: Exception) -> str:

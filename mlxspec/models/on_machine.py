@@ -12,9 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from ..errors import LoadError
-from .model_files import read_json_object
-from .safetensors_header import DamagedHeader, read_header
+from .model_files import check_safetensors, read_json_object
 
 _HALF = ("F16", "BF16")
 _TYPES = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
@@ -76,20 +77,19 @@ def model_files(directory: Path) -> ModelFiles:
         return ModelFiles(directory, nbytes=nbytes, trouble=trouble)
     architecture = str(config.get("model_type") or "")
     weights = sorted(directory.glob("model*.safetensors"))
-    npz = sorted(directory.glob("weights*.npz"))
     trouble = (
         _other_kind(directory, names)
-        if not (weights or npz)
+        if not weights
         else _missing_part(directory, names) or _unsupported(config, architecture)
     )
     types: dict[str, int] = {}
     try:
         for path in weights:
-            for dtype, size in _sizes(path):
+            for dtype, size in check_safetensors(path).values():
                 types[dtype] = types.get(dtype, 0) + size
-    except (OSError, DamagedHeader):
+    except (OSError, SafetensorError):
         trouble = trouble or "its weights are cut short or damaged; fetch them again"
-    size = sum(types.values()) or sum(path.stat().st_size for path in npz)
+    size = sum(types.values())
     return ModelFiles(
         directory,
         architecture,
@@ -99,14 +99,6 @@ def model_files(directory: Path) -> ModelFiles:
         sum(types.get(dtype, 0) for dtype in _HALF),
         trouble,
     )
-
-
-def _sizes(path: Path) -> Iterator[tuple[str, int]]:
-    """Type and bytes of each run of tensors in a file; the gaps that there may be count, too."""
-    places = sorted(read_header(path).tensors.values(), key=lambda place: place.begin)
-    ends = [*(place.begin for place in places[1:]), path.stat().st_size]
-    for place, end in zip(places, ends, strict=True):
-        yield place.dtype, end - place.begin
 
 
 def _other_kind(directory: Path, names: set[str]) -> str:
@@ -168,5 +160,5 @@ def _in_words(config: dict[str, Any], types: dict[str, int]) -> str:
         return foreign["quant_method"][:20]
     if not types:
         return ""
-    most = max(types, key=lambda dtype: types[dtype])
+    most = max(types, key=lambda dtype: (types[dtype], dtype))
     return _TYPES.get(most, most)

@@ -1,10 +1,15 @@
-"""The application: each API's endpoints, and the server's status."""
+"""The application: its routes and errors, and the status that it shows."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 from importlib.resources import files
+from typing import Any
 
+import mlx.core as mx
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -12,15 +17,14 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from .. import __version__
 from ..errors import printable
-from .answering import FAILED, Silence, is_answered
-from .errors import ApiError, error_response
-from .gate import Gate, OnRefusal
-from .generating import Generating
-from .messages.endpoints import MessagesEndpoints
-from .openai.endpoints import OpenAIEndpoints
-from .responses.endpoints import ResponsesEndpoints
-from .status import Gauges, status_of
+from ..generation.request import State
+from .answer import FAILED, KeepAlive, is_answered
+from .auth import AuthMiddleware, OnRefusal
+from .body import ApiError, error_response
+from .endpoints import Endpoints
+from .prefix_cache import PrefixCache
 from .worker import Worker
 
 
@@ -30,7 +34,7 @@ def create_app(
     max_tokens: int = 8192,
     hosts: Collection[str] | None = None,
     keys: Sequence[str] = (),
-    silence: Silence = Silence(),  # noqa: B008  # a constant
+    silence: KeepAlive = KeepAlive(),  # noqa: B008  # a constant
     on_refusal: OnRefusal = lambda path, error: None,
 ) -> Starlette:
     """The ASGI application.
@@ -38,7 +42,7 @@ def create_app(
     Args:
         worker: started by the caller, who also stops it.
         max_tokens: of requests that do not say, as far as the context has room.
-        hosts, keys, on_refusal: as for :class:`mlxspec.server.gate.Gate`.
+        hosts, keys, on_refusal: as for :class:`mlxspec.server.auth.AuthMiddleware`.
         silence: when keep-alives are sent.
     """
     worker.records.metrics.registry.register(Gauges(worker))
@@ -49,16 +53,10 @@ def create_app(
             on_refusal(request.url.path, refusal)
         return error_response(refusal, request.url.path)
 
-    generating = Generating(worker, max_tokens, silence)
-    routes = [
-        *OpenAIEndpoints(generating).routes,
-        *ResponsesEndpoints(generating).routes,
-        *MessagesEndpoints(generating).routes,
-        *_StatusRoutes(worker).routes,
-    ]
+    routes = [*Endpoints(worker, max_tokens, silence).routes, *_StatusRoutes(worker).routes]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(Gate, hosts=hosts, keys=keys, on_refusal=on_refusal)],
+        middleware=[Middleware(AuthMiddleware, hosts=hosts, keys=keys, on_refusal=on_refusal)],
         exception_handlers={
             ApiError: refused,
             HTTPException: refused,
@@ -157,3 +155,85 @@ _PAGE_HEADERS = {
 
 def _state(good: bool, word: str, other: str) -> Response:
     return JSONResponse({"status": word if good else other}, 200 if good else 503)
+
+
+# --- status ---
+
+_WIDEST = 32  # rows of the cost curve that is shown
+
+
+def status_of(worker: Worker) -> dict[str, Any]:
+    """All figures of the status page, as JSON."""
+    metrics, now = worker.records.metrics, time.perf_counter()
+    totals = metrics.totals
+    return {
+        "version": __version__,
+        "ready": worker.ready.is_set(),
+        "requests": [one.figures() for one in worker.records.requests.copy()],
+        "recent": [one | {"ended": now - one["ended"]} for one in worker.records.recent.copy()],
+        "totals": totals,
+        "tokens_per_step": totals["generated"] / totals["steps"] if totals["steps"] else None,
+        "sequences_per_forward": (
+            totals["steps"] / totals["forwards"] if totals["forwards"] else None
+        ),
+        "sources": metrics.sources,
+        "models": [
+            {
+                "name": served.name,
+                "context_length": served.context_length,
+                "cost_curve": _curve(worker, served.name),
+                "cache": _cache(served.cache),
+                "memory_limit": served.memory.limit,
+            }
+            for served in worker.models.values()
+        ],
+        "memory": {
+            "active": mx.get_active_memory(),
+            "cache": mx.get_cache_memory(),
+            "peak": mx.get_peak_memory(),
+        },
+        "limits": worker.limits._asdict(),
+        "history": metrics.history.columns(),
+    }
+
+
+def _cache(cache: PrefixCache) -> dict[str, int]:
+    return {
+        "entries": cache.entries,
+        "bytes": cache.nbytes,
+        "max_bytes": cache.max_bytes,
+        "hits": cache.hits,
+        "misses": cache.misses,
+        "forks": cache.forks,
+        "evictions": cache.evictions,
+    }
+
+
+def _curve(worker: Worker, name: str) -> list[list[float]] | None:
+    """Rows and how long a step over them takes against one row; None where nobody measures."""
+    decoder = worker.models[name].decoder
+    if not decoder.plans or not worker.ready.is_set():
+        return None
+    curve = decoder.costs.curve
+    return [[rows, curve(rows)] for rows in range(1, _WIDEST + 1)]
+
+
+class Gauges(Collector):
+    """What is the case at the moment, for Prometheus."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        states = [request.state for request in self._worker.records.requests.copy()]
+        states = [State.DECODE if state is State.PAUSED else state for state in states]
+        for state in (State.WAITING, State.PREFILL, State.DECODE):
+            count = states.count(state)
+            name = f"mlxspec_{state}_generations"
+            yield GaugeMetricFamily(name, f"Generations now: {state}.", count)
+        kept = GaugeMetricFamily("mlxspec_cache_bytes", "Bytes of kept prefixes.", labels=["model"])
+        for served in self._worker.models.values():
+            kept.add_metric([served.name], served.cache.nbytes)
+        yield kept
+        used = mx.get_active_memory()
+        yield GaugeMetricFamily("mlxspec_memory_bytes", "Memory that MLX uses.", used)

@@ -1,8 +1,11 @@
-"""The JSON of a body, read within bounds and in small steps.
+"""Bodies of requests: JSON read within bounds, then checked by pydantic models.
 
-Python's own reader has no bounds, and lets no other thread run until it is done, which takes a
-third of a second for some texts of 32 MiB. This one counts values as it reads them, and reads a
-long text in pieces. It needs 0.15 s for 100,000 values.
+Python's own JSON reader has no bounds, and lets no other thread run until it is done, which takes a
+third of a second for some texts of 32 MiB. :class:`JsonReader` counts values as it reads them, and
+reads a long text in pieces. It needs 0.15 s for 100,000 values.
+
+In a body ``null`` is the same as an absent field, and a number such as 5.0 is the integer 5, since
+some languages write it so.
 """
 
 from __future__ import annotations
@@ -10,10 +13,98 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any, NoReturn
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
-from .errors import ApiError
-from .fields import without_lone_surrogates
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from starlette.responses import JSONResponse
+
+from ..errors import MlxspecError, printable
+
+
+class ApiError(MlxspecError):
+    """A request that gets an error in place of an answer.
+
+    Args:
+        message: says what is wrong and what to do about it. Where it repeats too much of the
+            request, its middle is left out.
+        status: of HTTP, 400 to 599.
+        param: the field of the body that is wrong, in OpenAI's notation: ``messages[2].role``.
+        code: a word for programs, such as ``context_length_exceeded``.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = str(self)
+        self.status = status
+        self.param = param if param is None else printable(param)
+        self.code = code
+        self.headers = headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The answer's JSON, in OpenAI's form."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(self.status, _type_of(self.status)),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def messages_body(self, request_id: str) -> dict[str, Any]:
+        """The answer's JSON, in Anthropic's form."""
+        kind = _MESSAGES_TYPES.get(self.status, "api_error" if self.status >= 500 else _INVALID)
+        told: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.code == NO_THREADS:  # at which clients send the whole conversation
+            told["details"] = {"error_code": self.code, "unsupported": []}
+        return {"type": "error", "error": told, "request_id": request_id}
+
+
+def error_response(error: ApiError, path: str) -> JSONResponse:
+    """The response with an error, in the form of the API that the request's path is of."""
+    if not f"{path}/".startswith("/v1/messages/"):
+        return JSONResponse(error.body, error.status, error.headers)
+    request_id = new_request_id()
+    headers = {**error.headers, "request-id": request_id}
+    return JSONResponse(error.messages_body(request_id), error.status, headers)
+
+
+def new_request_id() -> str:
+    """An id by which Anthropic's clients name a request."""
+    return f"req_{uuid.uuid4().hex}"
+
+
+NO_THREADS = "thread_unsupported_request"
+"""Anthropic's code for requests whose conversations the server would have to keep."""
+
+_INVALID = "invalid_request_error"
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_TYPES |= {429: "rate_limit_error"}
+_MESSAGES_TYPES = _TYPES | {413: "request_too_large"}
+
+
+def _type_of(status: int) -> str:
+    return "server_error" if status >= 500 else _INVALID
+
 
 MOST_VALUES = 300_000
 """Objects, lists, texts, numbers and words of a body. A prompt of token ids may fill the contexts
@@ -166,3 +257,120 @@ class JsonReader:
 
     def _fail(self, expected: str) -> NoReturn:
         raise ValueError(f"expected {expected} at byte {self._at:,}")
+
+
+# --- models ---
+
+_LONGEST_SHOWN = 60  # characters of a value that a message repeats
+_INTEGERS = 2**63
+
+_T = TypeVar("_T")
+Items = Annotated[list[_T], Field(fail_fast=True)]
+"""A list whose check ends at the first wrong item."""
+
+
+def as_integer(value: object) -> object:
+    """5.0 as 5; other values as they are."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(as_integer)]
+TokenId = Annotated[Integer, Field(ge=0, le=2**31 - 1)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class Body(BaseModel):
+    """An object of a request's body. Unknown fields are ignored, and ``null`` means absent."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", frozen=True)
+
+    needed: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """Fields that an object of a type or role must have, besides those without a default."""
+
+    unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {}
+    """Fields that cannot be honoured: the values that ask for nothing, and what to do instead."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        given = {name: one for name, one in value.items() if one is not None}
+        kind = given.get("type", given.get("role"))
+        # null in place of a needed field is refused under that field's name.
+        return dict.fromkeys(cls.needed.get(kind, ()) if isinstance(kind, str) else ()) | given
+
+
+_Body = TypeVar("_Body", bound=Body)
+
+
+def parse(model: type[_Body], body: object) -> _Body:
+    """Check a body.
+
+    Raises:
+        ApiError: a field is missing or wrong, or asks for what this server does not do.
+    """
+    if not isinstance(body, dict):
+        raise ApiError(
+            f"The body is {shown(body)}: send a JSON object, such as "
+            '{"messages": [{"role": "user", "content": "Hello"}]}.'
+        )
+    for name, (harmless, remedy) in model.unsupported.items():
+        value = body.get(name)
+        # True equals 1 in Python, but not in JSON.
+        same = (
+            value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless
+        )
+        if value is not None and not any(same):
+            refuse(name, value, remedy)
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        _refuse_first(error, body)
+
+
+def _refuse_first(error: ValidationError, body: Any) -> NoReturn:
+    """Raise an ApiError for the first of a model's errors."""
+    wrong = error.errors(include_url=False, include_context=False)[0]
+    path = _path(wrong["loc"], body)
+    if wrong["type"] == "missing":
+        raise ApiError(f"{path} is missing: send it.", param=path)
+    remedy = re.sub(r"^(Input|String|List|Dictionary) should", "it should", wrong["msg"])
+    refuse(path, wrong["input"], remedy.removesuffix(" after validation"))
+
+
+def _path(location: Sequence[int | str], body: Any) -> str:
+    """A place in a body in OpenAI's notation, such as ``messages[2].role``."""
+    path, value = "", body
+    for part in location:
+        # Other parts name an alternative, or something that was made of a simpler value.
+        if isinstance(part, int) and isinstance(value, list):
+            path, value = f"{path}[{part}]", value[part]
+        elif isinstance(part, str) and isinstance(value, dict) and part != "[key]":
+            path, value = f"{path}.{part}" if path else part, value.get(part)
+    return path
+
+
+def refuse(param: str | None, value: object, remedy: str) -> NoReturn:
+    """Raise an ApiError that names a field, its value, and what to send instead."""
+    raise ApiError(f"{param or 'The body'} is {shown(value)}: {remedy}.", param=param)
+
+
+def shown(value: object) -> str:
+    """A value as an error may repeat it: short, on one line."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, int) and abs(value) >= _INTEGERS:  # Python refuses to write very long ones
+        return "a number beyond 64 bits"
+    text = ascii(value[:_LONGEST_SHOWN] if isinstance(value, str) else value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
+
+
+def without_lone_surrogates(text: str) -> str:
+    """A text that can be encoded: half a surrogate pair becomes U+FFFD."""
+    # Through UTF-16 two halves that follow each other become the character that they mean.
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

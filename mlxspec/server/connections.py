@@ -46,7 +46,7 @@ class Bounds(NamedTuple):
     rate: float = 1000.0
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """Serves an application until a signal; then running requests have some time to end.
 
     Args:
@@ -113,7 +113,7 @@ class Server(uvicorn.Server):
 class Connection(H11Protocol):
     """A connection whose client may not keep the server waiting without end.
 
-    How long a body may take is for :func:`mlxspec.server.gate.body_of` to say, which answers.
+    How long a body may take is for :func:`mlxspec.server.auth.body_of` to say, which answers.
 
     Args:
         bounds: of all connections.

@@ -12,8 +12,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics import MetricWrapperBase
 
 from ..drafting.drafter import VerifiedStep
-from .errors import ApiError
-from .events import Ended
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _STEP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1)
@@ -23,7 +21,7 @@ _SEQUENCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _HISTORY = 300  # seconds
 
 
-class History:
+class SecondSums:
     """Sums over each of the last seconds, for a page that has just been opened.
 
     The worker's thread adds, others read.
@@ -83,7 +81,7 @@ class Metrics:
         self._between = histogram("step_seconds", "Wall time of steps.", _STEP_SECONDS)
         self._rows = histogram("step_rows", "Rows of a forward, of all sequences.", _ROWS)
         self._together = histogram("step_sequences", "Sequences of a forward.", _SEQUENCES)
-        self.history = History()
+        self.history = SecondSums()
 
     @property
     def totals(self) -> dict[str, int]:
@@ -145,9 +143,9 @@ class Metrics:
         self._together.observe(sequences)
         self.history.add(forwards=1)
 
-    def add_end(self, ended: Ended | ApiError, seconds: float | None = None) -> None:
+    def add_end(self, outcome: str, seconds: float | None = None) -> None:
         """A generation has ended after so many seconds, or was refused."""
-        self._ended.labels(outcome_of(ended)).inc()
+        self._ended.labels(outcome).inc()
         if seconds is not None:
             self._seconds.observe(seconds)
 
@@ -164,11 +162,3 @@ def _counts(metric: MetricWrapperBase, suffix: str) -> dict[str, int]:
         for sample in family.samples
         if sample.name.endswith(suffix)
     }
-
-
-_OUTCOMES = {499: "cancelled", 429: "refused", 503: "ending"}
-
-
-def outcome_of(ended: Ended | ApiError) -> str:
-    """How a generation has ended, in a word."""
-    return ended.finish_reason if isinstance(ended, Ended) else _OUTCOMES.get(ended.status, "error")

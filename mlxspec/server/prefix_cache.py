@@ -1,8 +1,8 @@
-"""The prefix cache: what earlier requests have put into KV caches, for later ones to go on from.
+"""The prefix cache: KV caches of earlier requests, for later ones to continue from.
 
-An entry is a :class:`mlxspec.Session`. A request whose prompt continues an entry gets that session
-itself, one that shares a beginning with it gets a copy of that beginning. While a session is lent
-others may still copy from it, so requests that run at once share what they have in common.
+An entry is a :class:`mlxspec.Session`. A request whose prompt continues an entry borrows that
+session itself; one that shares a prefix with it gets a copy of that prefix. While a session is
+lent others may still copy from it, so requests that run at once share what they have in common.
 
 Nothing here is locked: one thread owns the cache, its model and the generations.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..corpus.suffix_index import common_length
 from ..engine.caches import for_steps, is_trimmable_anywhere, parts
 from ..engine.costs import model_identity
 from ..engine.params import CacheOptions
@@ -36,13 +36,11 @@ from ..engine.prompt_cache_file import read_prompt_cache_metadata
 from ..errors import PromptCacheError
 from ..files import is_ours_alone, remove_leftovers
 from ..generation.session import Session
-from .radix_tree import RadixTree
 
 _LEAST = 16  # tokens; a shorter common beginning is not worth a copy
 _OPENING = 16  # tokens at a prompt's end that open the answer; a later prompt may lack them
 _WORTH_WAITING = 64  # tokens of prefill; of fewer, two requests run each its own
 _NEW_FILE = "new.safetensors"  # one process alone writes in a directory
-_CHUNK = 1 << 20  # bytes of a file that are read at a time
 _FORMAT = 1
 _SAMPLES = 64  # numbers or so that are looked at in each of a model's weights
 # Keys of a file's metadata.
@@ -55,14 +53,14 @@ class _Entry:
     """A context that is kept.
 
     Attributes:
-        tokens: what the tree has it under: those of the session, or while it is lent the prompt.
+        tokens: those of the session, or of the prompt while it is lent.
         n_prompt: how many of them a client has sent; an answer follows.
         partition: digest of the partition's name.
         session: None for an entry that is on disk only.
         nbytes: the memory of the session.
-        lent: whether the session is in use.
-        branch: where others have gone on in another way, if it is to be kept for them; 0 if not.
-        shared: whether it is such a beginning, which is never continued itself.
+        lent: the session is in use.
+        branch: where other prompts have continued differently, if a copy is to be kept for them.
+        shared: it is such a copy, which is never continued itself.
         file: holds the session's tokens as well, if there is one.
     """
 
@@ -80,23 +78,23 @@ class _Entry:
 class PrefixCache:
     """Keeps the caches of requests to one model, within a bound.
 
-    A session that is lent counts for nothing here: its memory is that of its request.
+    A session that is lent does not count here: its memory is that of its request.
 
     Where caches cannot be cut to any length (states, windows), a prompt that leaves the others
     somewhere makes its state there an entry, which later ones copy: the third of them that has a
-    beginning in common finds it.
+    prefix in common finds it.
 
     Args:
         model: an mlx-lm model.
-        max_bytes: how much memory entries may take that are not in use. Those that were used
-            longest ago make room.
+        max_bytes: how much memory idle entries may take. Those that were used longest ago make
+            room.
         options: of the caches; all generations have the same.
-        chunks_matter: the decoder's, which says which prompts share nothing. By default all do.
         warn: called with a line about a file that cannot be used or written.
+        chunks_matter: the decoder's, which says which prompts share nothing. By default all do.
 
     Attributes:
-        hits: how many prompts have found a beginning of theirs.
-        misses: how many have not.
+        hits: how many prompts matched a cached prefix.
+        misses: how many did not.
         forks: how many of the hits were copies.
         evictions: how many entries have made room for others.
     """
@@ -115,23 +113,20 @@ class PrefixCache:
         self._options = options or CacheOptions()
         self._warn = warn
         self._chunks_matter = chunks_matter
-        self._trees: dict[str, RadixTree[_Entry]] = {}
         self._idle: dict[_Entry, None] = {}
-        """The one that was used last is the last."""
+        """The last used is the last."""
         self._lent: dict[Session, _Entry | None] = {}
         """None for a session that shares nothing."""
         self._files: set[Path] = set()
-        self._checked: dict[Path, int] = {}
-        """Files that were there at the start and are whole; when each had been written."""
 
     @property
     def nbytes(self) -> int:
-        """The memory of all entries that are not in use."""
-        return sum(entry.nbytes for entry in self._idle.copy())  # others may look at it
+        """The memory of all idle entries."""
+        return sum(entry.nbytes for entry in self._idle.copy())  # the status page reads it, too
 
     @property
     def entries(self) -> int:
-        """How many entries are in memory and not in use."""
+        """How many idle entries are in memory."""
         return sum(entry.session is not None for entry in self._idle.copy())
 
     # --- lending ---
@@ -155,7 +150,7 @@ class PrefixCache:
         if entry and moves:
             assert entry.session
             session = entry.session
-            self._remove(entry)
+            del self._idle[entry]
         elif entry and length >= _LEAST:
             assert entry.session
             session = entry.session.fork(length, room=len(tokens))
@@ -172,30 +167,27 @@ class PrefixCache:
         lent = _Entry(tokens, len(tokens), name, session, lent=True)
         if not self._cuttable:
             # Where the prompt leaves the others no state was kept. The next one shall find one.
-            common = min(next(self._tree(name).matches(tokens), (0, None))[0], len(tokens) - 1)
+            longest = max((common for common, _ in self._matches(tokens, name)), default=0)
+            common = min(longest, len(tokens) - 1)
             if common - length >= _WORTH_WAITING:
                 session.mark_at = lent.branch = common
         self._lent[session] = lent
-        self._tree(name).insert(tokens, lent)
         return session
 
-    def worth_waiting(self, prompt: Sequence[int], partition: str = "") -> bool:
-        """Whether a request that is running is about to run a beginning of this prompt.
+    def should_wait(self, prompt: Sequence[int], partition: str = "") -> bool:
+        """Whether a running request is about to run a prefix of this prompt.
 
-        Whoever waits with :meth:`lend` until this is no longer so saves running it again. Of
-        several requests that come at once with one long beginning, all but the first should.
+        A request that waits with :meth:`lend` until then saves running it again. Of several
+        requests that come at once with one long prefix, all but the first should wait.
         """
         if self._shares_nothing(prompt):
             return False
         tokens, name = array("i", prompt), _digest(partition)
         now: int | None = None
-        for common, entry in self._tree(name).matches(tokens):
-            common = min(common, len(tokens) - 1)
-            if common < _WORTH_WAITING:
-                return False
-            if not entry.lent:
+        for entry in self._lent.values():
+            if entry is None or entry.partition != name:
                 continue
-            assert entry.session
+            common = min(common_length(entry.tokens, tokens), len(tokens) - 1)
             options, last = self._options, entry.n_prompt - 1
             quantizes = options.kv_bits is not None and last >= options.quantized_kv_start
             if quantizes and not self._quantized_alike(entry, common):
@@ -204,12 +196,12 @@ class PrefixCache:
             if not self._cuttable:  # it will be marked near its end, and can be copied there alone
                 marks = (entry.branch, len(entry.tokens) - 1 - _OPENING)
                 coming = max((mark for mark in marks if mark <= common), default=0)
-            # It has come, or the whole prompt has been run.
+            assert entry.session
             if entry.session.length >= min(coming, len(entry.tokens) - 1):
-                continue
-            if now is None:
+                continue  # it has run
+            if coming >= _WORTH_WAITING and now is None:
                 now = self._best(tokens, name)[1]
-            if coming - now >= _WORTH_WAITING:
+            if now is not None and coming - now >= _WORTH_WAITING:
                 return True
         return False
 
@@ -218,7 +210,6 @@ class PrefixCache:
         lent = self._lent.pop(session)
         if lent is None:
             return
-        self._tree(lent.partition).remove(lent.tokens, lent)
         tokens = array("i", session.tokens)
         entry = _Entry(tokens, min(lent.n_prompt, len(tokens)), lent.partition, session)
         entry.nbytes = session.nbytes
@@ -226,27 +217,28 @@ class PrefixCache:
             return
         if session.quantized and not self._quantized_alike(lent, len(tokens)):
             return
-        for shorter in self._tree(entry.partition).prefixes(tokens):
-            length = len(shorter.tokens)
-            if not (shorter.lent or shorter.shared) and session.reach(length) == length:
-                self._remove(shorter)
-        self._add(entry)
+        for common, other in self._matches(tokens, entry.partition):
+            is_prefix = common == len(other.tokens) and not (other.lent or other.shared)
+            if is_prefix and session.reach(common) == common:
+                del self._idle[other]
+        self._idle[entry] = None
         if lent.branch and session.reach(lent.branch) == lent.branch:
-            self._keep_beginning(entry, lent.branch)
+            self._keep_branch(entry, lent.branch)
         self._evict(self.nbytes - self.max_bytes)
 
-    def _keep_beginning(self, entry: _Entry, length: int) -> None:
-        """Keep what several prompts begin with, where a later state cannot be cut back to it."""
+    def _keep_branch(self, entry: _Entry, length: int) -> None:
+        """Keep a common prefix of prompts, where a later state cannot be cut back to it."""
         assert entry.session
         tokens = entry.tokens[:length]
-        known = self._tree(entry.partition).prefixes(tokens)
-        if any(len(other.tokens) == length and other.shared for other in known):
-            return
+        for _, other in self._matches(tokens, entry.partition):
+            if other.shared and other.tokens == tokens:
+                return
         session = entry.session.fork(length)
-        self._add(_Entry(tokens, length, entry.partition, session, session.nbytes, shared=True))
+        kept = _Entry(tokens, length, entry.partition, session, session.nbytes, shared=True)
+        self._idle[kept] = None
 
     def make_room(self, nbytes: int) -> int:
-        """Drop entries that are not in use, those that were used longest ago first.
+        """Drop idle entries, those that were used longest ago first.
 
         Returns:
             how many bytes that has freed; fewer than asked for where there are no more.
@@ -256,16 +248,25 @@ class PrefixCache:
             mx.clear_cache()
         return freed
 
+    def _matches(self, tokens: array[int], partition: str) -> list[tuple[int, _Entry]]:
+        """A partition's entries and how much of ``tokens`` they begin with, longest first."""
+        entries = [*self._idle, *(entry for entry in self._lent.values() if entry)]
+        found = [
+            (common_length(entry.tokens, tokens), entry)
+            for entry in entries
+            if entry.partition == partition
+        ]
+        return sorted(found, key=lambda match: -match[0])
+
     def _best(self, tokens: array[int], partition: str) -> tuple[_Entry | None, int, bool]:
-        """What holds most of a prompt's beginning.
+        """What holds the longest prefix of a prompt.
 
         Returns:
-            the entry, how many tokens of the prompt it holds in a state to go on from, and whether
-            the prompt continues it, so that nobody will miss what else it holds.
+            the entry, how many tokens of the prompt it holds in a state to continue from, and
+            whether the session itself may be lent.
         """
         best, length, moves = None, 0, False
-        unusable = []
-        for common, entry in self._tree(partition).matches(tokens):  # the longest first
+        for common, entry in self._matches(tokens, partition):
             usable = min(common, len(tokens) - 1)  # the last token belongs to the first step
             if usable < max(1, length):
                 break
@@ -274,7 +275,7 @@ class PrefixCache:
                 if usable <= max(length, _LEAST) or not (whole or self._cuttable):
                     continue  # not worth reading a file
                 if not self._opened(entry):
-                    unusable.append(entry)
+                    del self._idle[entry]
                     continue
             assert entry.session
             reached = entry.session.reach(usable)
@@ -283,12 +284,10 @@ class PrefixCache:
             continues = self._continues(entry, common)
             if reached and (reached, continues) > (length, moves):
                 best, length, moves = entry, reached, continues
-        for entry in unusable:
-            self._remove(entry)
         return best, length, moves
 
     def _shares_nothing(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt has to run as a whole, since what it gives depends on its chunks."""
+        """Whether a prompt has to run as a whole, since its result depends on its chunks."""
         return self._chunks_matter(len(prompt) - 1, self._caches)
 
     def _quantized_alike(self, entry: _Entry, length: int) -> bool:
@@ -296,10 +295,10 @@ class PrefixCache:
         return min(entry.n_prompt - 1, length) >= self._options.quantized_at
 
     def _continues(self, entry: _Entry, common: int) -> bool:
-        """Whether nobody will miss what an entry holds beyond its first ``common`` tokens.
+        """Whether what an entry holds beyond its first ``common`` tokens may be lost.
 
-        An answer that the client has changed or left out is not missed, nor is what opens it,
-        unless it is worth more than a copy.
+        That is an answer that the client has changed or left out, and what opens it, unless it
+        is worth more than a copy.
         """
         if entry.lent or entry.shared:
             return False
@@ -307,28 +306,14 @@ class PrefixCache:
         return in_prompt <= min(_OPENING, common // 2) and rest <= max(common, _OPENING)
 
     def _is_in_another(self, entry: _Entry) -> bool:
-        """Whether an entry is the mere beginning of another one, which can go on from there."""
+        """Whether an entry is a prefix of an idle one, which can be continued from there."""
         length = len(entry.tokens)
-        for common, other in self._tree(entry.partition).matches(entry.tokens):
-            if common < length:
-                return False
-            if not other.lent and other.session and other.session.reach(length) == length:
+        for common, other in self._matches(entry.tokens, entry.partition):
+            session = None if other.lent or common < length else other.session
+            if session and session.reach(length) == length:
                 self._touch(other)
                 return True
         return False
-
-    # --- the entries ---
-
-    def _tree(self, partition: str) -> RadixTree[_Entry]:
-        return self._trees.setdefault(partition, RadixTree())
-
-    def _add(self, entry: _Entry) -> None:
-        self._tree(entry.partition).insert(entry.tokens, entry)
-        self._idle[entry] = None
-
-    def _remove(self, entry: _Entry) -> None:
-        self._tree(entry.partition).remove(entry.tokens, entry)
-        del self._idle[entry]
 
     def _touch(self, entry: _Entry) -> None:
         """It has been used just now."""
@@ -345,7 +330,7 @@ class PrefixCache:
             self.evictions += 1
             entry.session, entry.nbytes = None, 0
             if not entry.file:
-                self._remove(entry)
+                del self._idle[entry]
         return freed
 
     @cached_property
@@ -361,11 +346,10 @@ class PrefixCache:
     # --- on disk ---
 
     def save(self, directory: Path) -> None:
-        """Write the entries that are not in use, one file each, for :meth:`load`.
+        """Write the idle entries, one file each, for :meth:`load`.
 
-        Together they are no larger than ``max_bytes``: those used last are written. Files that
-        were read or written before and are not needed any more go. What cannot be written is
-        reported and left out.
+        Together they are no larger than ``max_bytes``: those used last are written. Other files
+        of entries go. What cannot be written is reported and left out.
         """
         kept: list[Path] = []
         left = self.max_bytes
@@ -385,7 +369,7 @@ class PrefixCache:
                 if path.parent == directory:
                     path.unlink(missing_ok=True)
             now = time.time()
-            for age, path in enumerate(kept):  # which tells the order to the next process
+            for age, path in enumerate(kept):  # the order of use, for the next process
                 os.utime(path, (now - age, now - age))
         except (OSError, PromptCacheError) as error:
             self._warn(f"the prefix cache cannot be saved: {error}")
@@ -411,8 +395,8 @@ class PrefixCache:
     def load(self, directory: Path) -> int:
         """Make entries of files that :meth:`save` has written; each is read once it is needed.
 
-        A file that is another model's, or is none of these, or that others may write to, is
-        reported and left alone.
+        A damaged file, one of another model, or one that others may write to is reported and
+        left alone.
 
         Returns:
             how many entries there are.
@@ -431,42 +415,22 @@ class PrefixCache:
             self._warn(f"{directory} cannot be read ({error.strerror}); no prefix is taken from it")
             return 0
         entries = [entry for path in found if (entry := self._described(path))]
-        for entry in entries:
-            self._add(entry)
-            self._files.add(cast(Path, entry.file))
-        # Those used last come first. Streams would wait while the worker reads so much.
-        paths = [cast(Path, entry.file) for entry in reversed(entries)]
-        threading.Thread(target=self._check, args=[paths], daemon=True).start()
+        self._idle.update(dict.fromkeys(entries))
+        self._files.update(entry.file for entry in entries if entry.file)
         return len(entries)
 
     def _trusts(self, path: Path) -> bool:
-        """Whether nobody else may write to a file or directory; else reports it.
+        """Whether nobody else may write to a file or directory; reports it otherwise.
 
         Raises:
-            OSError: there is none.
+            OSError: it does not exist.
         """
         if not (trusted := is_ours_alone(path)):
             self._warn(f"{path}: ignored, since others may write to it; remove it")
         return trusted
 
-    def _check(self, paths: Sequence[Path]) -> None:
-        for path in paths:
-            with suppress(OSError):  # which is told once it is needed
-                self._is_whole(path)
-
-    def _is_whole(self, path: Path) -> bool:
-        """Whether a file has the content that its name says; once it had, it is not read again.
-
-        Raises:
-            OSError: it cannot be read.
-        """
-        written = path.stat().st_mtime_ns
-        if self._checked.get(path) != written and _checksum(path) == path.stem:
-            self._checked[path] = written
-        return self._checked.get(path) == written
-
     def _described(self, path: Path) -> _Entry | None:
-        """The entry of a file, which is not read yet."""
+        """The entry of a file, from its header."""
         try:
             if not self._trusts(path):
                 return None
@@ -474,7 +438,7 @@ class PrefixCache:
             n_prompt = int(metadata.get(_N_PROMPT, ""))
             partition, shared = metadata[_PARTITION], metadata[_SHARED] == "1"
         except (OSError, PromptCacheError, ValueError, KeyError):
-            self._warn(f"{path}: ignored, since it is damaged or no entry of a prefix cache")
+            self._warn(f"{path}: ignored, since it is damaged or not of a prefix cache")
             return None
         if metadata.get(_MODEL) != self._fingerprint:
             self._warn(f"{path}: ignored, since another model, version or cache option made it")
@@ -482,12 +446,10 @@ class PrefixCache:
         return _Entry(array("i", tokens), n_prompt, partition, None, file=path, shared=shared)
 
     def _opened(self, entry: _Entry) -> bool:
-        """Read an entry's file, if that is still to be done; returns whether it can be used."""
-        if entry.session:
-            return True
+        """Read an entry's file; returns whether it can be used."""
         path = cast(Path, entry.file)
         try:
-            if not self._is_whole(path):
+            if _checksum(path) != path.stem:
                 raise PromptCacheError("its content has changed")
             session = Session.load(path)
             if array("i", session.tokens) != entry.tokens:
@@ -526,8 +488,5 @@ def _checksum(path: Path) -> str:
     Raises:
         OSError: it cannot be read.
     """
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -16,10 +16,16 @@ from ..generation.constrained import in_answer, leaves_reasoning_open
 from ..models.chat_template import apply_template, reserved_arguments
 from ..models.detokenizer import detokenizer_of
 from ..models.model import encode_prompt
-from .call_grammar import calls_constraint, is_strict, parameters_of
-from .errors import ApiError
-from .output import OutputFormat, call_opening, output_format
-from .requests import ChatRequest, CompletionRequest, Request, check_ids
+from .body import ApiError
+from .output import (
+    OutputFormat,
+    call_opening,
+    calls_constraint,
+    is_strict,
+    output_format,
+    parameters_of,
+)
+from .requests import ApiRequest, ChatRequest, CompletionRequest, check_ids
 
 
 @dataclass(frozen=True)
@@ -223,7 +229,7 @@ _LONGEST_COMPILING = 20  # seconds for all tools of a request; each has a limit 
 
 
 def compiled_constraint(
-    request: Request, prompt: Prompt, tokenizer: TokenizerWrapper, vocabulary: Vocabulary
+    request: ApiRequest, prompt: Prompt, tokenizer: TokenizerWrapper, vocabulary: Vocabulary
 ) -> Grammar | None:
     """What a request wants of the answers to a prompt, compiled.
 
@@ -248,7 +254,7 @@ def compiled_constraint(
     for number, tool in enumerate(request.tools):
         if calls and is_strict(tool):
             schema = Constraint.json_schema(parameters_of(tool))
-            place = request.place_of(f"tools[{number}].function.parameters")
+            place = request.tool_places[number]
             if time.monotonic() - started > _LONGEST_COMPILING:
                 raise ApiError(
                     f"{place}: the schemas before it took {_LONGEST_COMPILING} seconds to compile: "
@@ -261,7 +267,7 @@ def compiled_constraint(
     return _compiled(phases, vocabulary, request.constrained_by or "tools")
 
 
-def is_constrained(request: Request) -> bool:
+def is_constrained(request: ApiRequest) -> bool:
     """Whether a request says what the answer has to be."""
     tools = request.tools if isinstance(request, ChatRequest) else ()
     return request.constraint is not None or any(map(is_strict, tools))

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from mlxspec.cli import answers
 from mlxspec.cli.answers import Totals, totals_panel
-from mlxspec.engine.batch import Batch
+from mlxspec.engine.step import Batch
 from mlxspec.generation.response import GenerationResponse, SpeculationStats, Transcript
 from tests.cli.test_generate import LINE, assert_one_line_error, generate, report
 

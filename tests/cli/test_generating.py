@@ -255,7 +255,7 @@ def test_a_drafter_of_ones_own_drafts_and_changes_no_token(endless: Path, own: s
     ("drafter", "message"),
     [
         ("own_drafter", "--drafter is 'own_drafter': write it as module:Class"),
-        ("nowhere_at_all:Mine", "drafter nowhere_at_all:Mine: No module named"),
+        ("nowhere_at_all:Mine", "No module named 'nowhere_at_all'"),
         ("own_drafter:Nothing", "has no class Nothing"),
         ("json:JSONDecoder", "no class JSONDecoder derived from mlxspec.Drafter"),
     ],

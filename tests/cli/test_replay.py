@@ -109,7 +109,7 @@ def test_the_table_has_sets_decoders_and_the_worst(traces: Path) -> None:
     peer = POLICIES["prompt-lookup"].label
     for text in ("M4 Pro", "copy", "free", peer, "auto wins on M4 Pro", "slow outputs"):
         assert text in result.stdout
-    assert "Modelled on: M4 Pro (≈ estimated at 12, 15, 16 and 32 rows)" in result.stdout
+    assert "Modelled on: M4 Pro (≈ estimated at 12, 15, 16, 32 rows)" in result.stdout
 
 
 def test_a_chip_s_name_is_taken_however_it_is_written(traces: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from mlxspec.cli.request_log import RequestLog
-from mlxspec.server.errors import ApiError
+from mlxspec.server.body import ApiError
 from tests.support.brake import braked, until
 from tests.support.serving import Running, running_server
 

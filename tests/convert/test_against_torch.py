@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxspec.convert.torch_zip import read_torch_zip
+from mlxspec.convert.torch_file import read_torch_file
 from mlxspec.errors import ConversionError
 from tests.support import torch_file
 
@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch as the reference")
 
 
 def check(path: Path, expected: dict) -> None:
-    tensors = read_torch_zip(path)
+    tensors = read_torch_file(path)
     assert list(tensors) == list(expected)
     for name, view in tensors.items():
         reference = expected[name].detach()
@@ -65,7 +65,7 @@ def test_the_format_before_zip_is_refused(tmp_path: Path):
     path = tmp_path / "old.pth"
     torch.save({"a": torch.zeros(2)}, path, _use_new_zipfile_serialization=False)
     with pytest.raises(ConversionError, match="the format before PyTorch"):
-        read_torch_zip(path)
+        read_torch_file(path)
 
 
 @pytest.mark.parametrize(
@@ -81,4 +81,4 @@ def test_the_format_before_zip_is_refused(tmp_path: Path):
 def test_other_things_that_torch_saves_are_refused(tmp_path: Path, value: object):
     torch.save({"a": value}, tmp_path / "x.pth")
     with pytest.raises(ConversionError, match=r"asks for torch\.\S+, "):
-        read_torch_zip(tmp_path / "x.pth")
+        read_torch_file(tmp_path / "x.pth")

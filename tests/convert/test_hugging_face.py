@@ -10,10 +10,10 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
-from mlxspec.convert import hugging_face
 from mlxspec.convert.conversion import convert
-from mlxspec.convert.original_layouts import write_sentencepiece_files
+from mlxspec.convert.original import write_sentencepiece_files
 from mlxspec.errors import MlxspecError
+from mlxspec.models import model_files
 from tests.support.comparison import assert_same_bits, tensors
 
 SMALL = {
@@ -132,7 +132,7 @@ def test_a_sentencepiece_model_alone_gets_its_own_ids(tmp_path: Path, tokenizer_
 def test_a_quantised_model_is_not_quantised_again(tmp_path: Path, tokenizer_model: Path):
     source = write_model(tmp_path / "source", tokenizer_model)
     convert(hf_path=source, mlx_path=tmp_path / "q", quantize=True)
-    with pytest.raises(MlxspecError, match=r"q: is quantised already; leave out -q$"):
+    with pytest.raises(MlxspecError, match=r"is quantised already; leave out -q$"):
         convert(hf_path=tmp_path / "q", mlx_path=tmp_path / "qq", quantize=True)
     convert(hf_path=tmp_path / "q", mlx_path=tmp_path / "copy")
     assert_same_bits(tensors(tmp_path / "q"), tensors(tmp_path / "copy"))
@@ -166,25 +166,31 @@ def change_config(**changes: object):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (spoil_weights, r"model\.safetensors: is truncated within"),
-        (spoil_index, r"model-00002-of-00002\.safetensors: does not exist"),
+        (spoil_weights, r"model\.safetensors: truncated or damaged"),
+        (spoil_index, r"weights file model-00002-of-00002\.safetensors is missing"),
         (
             lambda s: (s / "model.safetensors.index.json").write_text('{"weight_map": []}'),
-            r"index\.json: has no weight_map",
+            r"index\.json: weight_map is no table",
         ),
-        (remove_a_tensor, r"mlx-lm cannot load it \(.*Missing 1 parameters.*model\.norm\.weight"),
-        (change_config(hidden_size=None), r"mlx-lm cannot load it \(.*hidden_size"),
-        (change_config(model_type=None), r"mlx-lm cannot load it \(.*model_type"),
+        (
+            remove_a_tensor,
+            r"weights do not fit config\.json: Missing 1 parameters.*model\.norm\.weight",
+        ),
+        (change_config(hidden_size=None), r"config\.json lacks 'hidden_size'"),
+        (change_config(model_type=None), r"config\.json lacks 'model_type'"),
         (change_config(model_type="unheard_of"), r"Model type unheard_of not supported"),
-        (change_config(hidden_size=32), r"mlx-lm cannot load it \(.*shape"),
-        (change_config(model_file="evil.py"), r"wants its own code evil\.py run"),
-        (lambda s: (s / "config.json").unlink(), r"config\.json: does not exist$"),
+        (change_config(hidden_size=32), r"weights do not fit config\.json: Expected shape"),
+        (
+            change_config(model_file="evil.py"),
+            r"needs Python code from its repository \(evil\.py\)",
+        ),
+        (lambda s: (s / "config.json").unlink(), r"no config\.json"),
         (
             lambda s: (s / "config.json").rename(s / "params.json"),
-            r"config\.json: does not exist; use --torch-path for an original checkpoint",
+            r"no config\.json; use --torch-path for an original",
         ),
-        (lambda s: (s / "config.json").write_text("{"), r"config\.json: is no JSON"),
-        (lambda s: (s / "model.safetensors").unlink(), r"has no model\*\.safetensors"),
+        (lambda s: (s / "config.json").write_text("{"), r"config\.json: no valid JSON"),
+        (lambda s: (s / "model.safetensors").unlink(), r"no model\*\.safetensors"),
     ],
 )
 def test_a_damaged_checkpoint_is_one_line(
@@ -204,18 +210,18 @@ def test_a_repository_is_downloaded_at_its_revision(
 ):
     source = write_model(tmp_path / "source", tokenizer_model)
 
-    def download(repository: str, revision: str | None) -> Path:
-        assert (repository, revision) == ("owner/name", "v2")
+    def download(repository: str, revision: str | None, weights: bool) -> Path:
+        assert (repository, revision, weights) == ("owner/name", "v2", True)
         return Path(shutil.copytree(source, tmp_path / "cache"))
 
-    monkeypatch.setattr(hugging_face, "download", download)
+    monkeypatch.setattr(model_files, "download", download)
     convert(hf_path="owner/name", revision="v2", mlx_path=tmp_path / "out")
     assert_same_bits(tensors(source), tensors(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./no/where", "a/b/c"])
 def test_what_is_neither_directory_nor_repository_is_named(tmp_path: Path, name: str):
-    with pytest.raises(MlxspecError, match="neither a directory nor owner/name"):
+    with pytest.raises(MlxspecError, match="no such directory, and no name of a Hub repository"):
         convert(hf_path=name, mlx_path=tmp_path / "out")
 
 

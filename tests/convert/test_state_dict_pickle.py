@@ -7,44 +7,71 @@ import io
 import os
 import pickle
 import sys
+import tempfile
 import time
 import types
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.convert.state_dict_pickle import Storage, TensorLayout, read_state_dict
+from mlxspec.convert.torch_file import BFLOAT16, read_torch_file
 from mlxspec.errors import ConversionError
 from tests.support.examples import examples
 from tests.support.hostile import harmless
-from tests.support.torch_file import Call, Global, Persistent, Raw, dumps, storage, tensor
+from tests.support.torch_file import (
+    Call,
+    Global,
+    Persistent,
+    Raw,
+    dumps,
+    storage,
+    tensor,
+    write_archive,
+)
 
 PLACE = storage("bfloat16", "0", 6)
 VIEW = tensor(PLACE, (2, 3), (3, 1))
-LAYOUT = TensorLayout(Storage("0", "bfloat16", 6), "bfloat16", (2, 3), (3, 1), 0)
+BITS = np.arange(6, dtype=BFLOAT16)
 HOOKS = Call(Global("collections", "OrderedDict"), ())
 
 
-def read(value: object) -> dict:
-    return read_state_dict(dumps(value), "weights.pth")
+def read_pickle(content: bytes) -> dict[str, np.ndarray]:
+    """The tensors of an archive with this pickle and one record of six 16-bit elements."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "weights.pth"
+        write_archive(path, content, {"0": BITS.tobytes()})
+        return read_torch_file(path)
+
+
+def read(value: object) -> dict[str, np.ndarray]:
+    return read_pickle(dumps(value))
+
+
+def assert_views(state: dict[str, np.ndarray], *names: str) -> None:
+    assert list(state) == list(names)
+    for array in state.values():
+        np.testing.assert_array_equal(array, BITS.reshape(2, 3))
 
 
 def test_a_dict_of_tensors_is_read_in_order():
-    assert list(read({"b": VIEW, "a": VIEW}).items()) == [("b", LAYOUT), ("a", LAYOUT)]
+    assert_views(read({"b": VIEW, "a": VIEW}), "b", "a")
 
 
 def test_a_parameter_is_its_tensor():
     parameter = Call(Global("torch._utils", "_rebuild_parameter"), (VIEW, True, HOOKS))
-    assert read({"a": parameter}) == {"a": LAYOUT}
+    assert_views(read({"a": parameter}), "a")
 
 
 def test_an_untyped_storage_takes_the_type_from_the_tensor():
     place = Persistent(("storage", Global("torch.storage", "UntypedStorage"), "0", "cpu", 12))
     arguments = (place, 0, (2, 3), (3, 1), False, HOOKS, Global("torch", "float16"))
     v3 = Call(Global("torch._utils", "_rebuild_tensor_v3"), arguments)
-    layout = TensorLayout(Storage("0", None, 12), "float16", (2, 3), (3, 1), 0)
-    assert read({"a": v3}) == {"a": layout}
+    array = read({"a": v3})["a"]
+    assert array.dtype == np.float16
+    np.testing.assert_array_equal(array, BITS.view(np.float16).reshape(2, 3))
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -73,7 +100,7 @@ def test_what_pythons_pickler_makes_of_a_state_dict_is_read(
     state._metadata = collections.OrderedDict({"": {"version": 1}})  # as of an nn.Module
     content = io.BytesIO()
     Pickler(content, protocol).dump(state)
-    assert read_state_dict(content.getvalue(), "weights.pth") == {"a": LAYOUT, "b": LAYOUT}
+    assert_views(read_pickle(content.getvalue()), "a", "b")
 
 
 def test_attributes_of_a_state_dict_are_dropped():
@@ -83,7 +110,7 @@ def test_attributes_of_a_state_dict_are_dropped():
         + dumps(metadata)[2:-1]
         + b"b"
     )
-    assert read(state) == {"a": LAYOUT}
+    assert_views(read(state), "a")
 
 
 class Hostile:
@@ -94,9 +121,9 @@ class Hostile:
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
 def test_a_pickle_that_would_run_code_is_refused_by_name(protocol: int):
     with pytest.raises(ConversionError, match=r"weights\.pth: asks for (posix|nt)\.system"):
-        read_state_dict(pickle.dumps(Hostile(), protocol), "weights.pth")
+        read_pickle(pickle.dumps(Hostile(), protocol))
     with pytest.raises(ConversionError, match=r"weights\.pth: asks for os\.system"):
-        read_state_dict(b"(S'id'\nios\nsystem\n.", "weights.pth")  # protocol 0's INST
+        read_pickle(b"(S'id'\nios\nsystem\n.")  # protocol 0's INST
 
 
 @pytest.mark.parametrize(
@@ -160,7 +187,7 @@ REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
     ],
 )
 def test_what_is_no_state_dict_of_tensors_is_refused_in_one_line(value: object):
-    with pytest.raises(ConversionError, match=r"^weights\.pth: .+$"):
+    with pytest.raises(ConversionError, match=r"weights\.pth: .+$"):
         read(value)
 
 
@@ -185,7 +212,7 @@ def test_what_is_no_state_dict_of_tensors_is_refused_in_one_line(value: object):
     ],
 )
 def test_other_opcodes_and_damaged_ones_are_refused(code: bytes):
-    with pytest.raises(ConversionError, match=r"^weights\.pth: .+$"):
+    with pytest.raises(ConversionError, match=r"weights\.pth: .+$"):
         read(Raw(code))
 
 
@@ -230,14 +257,14 @@ def test_a_class_of_the_extension_registry_is_refused_though_it_was_unpickled_be
     copyreg.add_extension("collections", "Counter", 77)
     try:
         assert pickle.loads(b"\x80\x02\x82\x4d.") is collections.Counter  # and is cached now
-        with pytest.raises(ConversionError, match="opcode EXT1"):
+        with pytest.raises(ConversionError, match="opcode"):
             read(Raw(b"\x82\x4d"))
     finally:
         copyreg.remove_extension("collections", "Counter", 77)
 
 
 def test_what_is_left_after_the_end_is_not_read():
-    assert read_state_dict(dumps({"a": VIEW}) + b"cos\nsystem\n.", "weights.pth") == {"a": LAYOUT}
+    assert_views(read_pickle(dumps({"a": VIEW}) + b"cos\nsystem\n."), "a")
 
 
 def test_nothing_is_made_or_changed_but_by_calling_what_stands_for_a_name():
@@ -253,7 +280,7 @@ def test_nothing_is_made_or_changed_but_by_calling_what_stands_for_a_name():
     ):
         with pytest.raises(ConversionError):
             read(Raw(code))
-    assert read({"a": VIEW}) == {"a": LAYOUT}
+    assert_views(read({"a": VIEW}), "a")
 
 
 def test_deep_nesting_is_refused_without_exhausting_the_stack():
@@ -268,5 +295,5 @@ def test_a_damaged_pickle_gives_tensors_or_a_conversion_error(data: st.DataObjec
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(ConversionError):
-        state = read_state_dict(bytes(content), "weights.pth")
-        assert all(isinstance(layout, TensorLayout) for layout in state.values())
+        for array in read_pickle(bytes(content)).values():
+            assert array.tobytes() is not None

@@ -618,6 +618,12 @@ WORKING = textwrap.dedent(
 )
 
 
+def wait_for_a_line(output: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not output.stat().st_size and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def killed_while_working(directory: Path, kills: int, seed: int) -> None:
     """Four processes learn, sort and merge; each is killed, and another takes its place."""
     pick = random.Random(seed)
@@ -631,7 +637,7 @@ def killed_while_working(directory: Path, kills: int, seed: int) -> None:
         with output.open("w") as file:
             running.append(
                 subprocess.Popen(
-                    [sys.executable, "-c", WORKING, str(directory), str(number)],
+                    [sys.executable, "-c", WORKING, str(directory), str(number), str(output)],
                     cwd=ROOT,
                     stdout=file,
                     stderr=subprocess.STDOUT,
@@ -642,8 +648,10 @@ def killed_while_working(directory: Path, kills: int, seed: int) -> None:
     for number in range(kills):
         start(number)
         if len(running) == 4:
+            place = pick.randrange(4)
+            wait_for_a_line(Path(running[place].args[-1]))
             time.sleep(pick.random() * 0.6)
-            victim = running.pop(pick.randrange(4))
+            victim = running.pop(place)
             victim.kill()
             victim.wait()
     for process in running:

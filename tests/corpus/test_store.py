@@ -158,7 +158,7 @@ def test_force_replaces_only_a_store(tmp_path: Path):
     (tmp_path / "directory").mkdir()
     told = {
         "letter": "is not a store, and --force replaces nothing else",
-        "directory": "is a directory; name a file",
+        "directory": "is a directory, a link or a device; name a regular file",
     }
     for name, message in told.items():
         with pytest.raises(StoreError, match=message):
@@ -174,7 +174,7 @@ def test_a_link_to_a_store_is_read_and_not_written(tmp_path: Path):
         lambda path: add_to_store(path, [[4, 4]], FIRST),
         lambda path: build_store(path, [[4, 4]], FIRST, force=True),
     ):
-        with pytest.raises(StoreError, match="link: is a symbolic link; name the file that it"):
+        with pytest.raises(StoreError, match="link: is a directory, a link or a device"):
             write(tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert texts_in(open_store(tmp_path / "link")) == TEXTS

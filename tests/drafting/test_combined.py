@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.drafting.combined import CombinedDrafter, view
-from mlxspec.drafting.drafter import DraftTree, NoDraft, VerifiedStep, accept
+from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft, VerifiedStep, accept
 from mlxspec.drafting.lookahead import LookaheadDrafter
 from mlxspec.drafting.sources import PromptLookupDrafter
 
@@ -24,7 +24,7 @@ def trees(draw: st.DrawFn) -> DraftTree:
     return DraftTree(tuple(tokens), tuple(parents))
 
 
-class Scripted:
+class Scripted(Drafter):
     """Proposes a given tree and keeps what it observes."""
 
     pipelined = False
@@ -78,22 +78,12 @@ def test_the_merged_tree_has_exactly_the_paths_of_both(first: DraftTree, second:
     assert from_first == paths(first)
 
 
-@given(trees(), trees(), st.integers(1, 12))
-def test_limited_rows_go_to_the_first_drafter(
-    first: DraftTree, second: DraftTree, max_rows: int
-) -> None:
-    merged = CombinedDrafter(Scripted(first), Scripted(second), max_rows).propose(10)
-    assert len(merged) == min(max_rows, len(paths(first) | paths(second)))
-    own = paths(merged) & paths(first)
-    assert len(own) >= min(max_rows, len(paths(first)))
-
-
-@given(trees(), trees(), st.integers(1, 12), st.integers(0, 5), st.booleans())
+@given(trees(), trees(), st.integers(0, 5), st.booleans())
 def test_each_drafter_sees_the_step_as_if_its_own_tree_had_been_verified(
-    first: DraftTree, second: DraftTree, max_rows: int, depth: int, as_chain: bool
+    first: DraftTree, second: DraftTree, depth: int, as_chain: bool
 ) -> None:
     drafters = Scripted(first), Scripted(second)
-    combined = CombinedDrafter(*drafters, max_rows)
+    combined = CombinedDrafter(*drafters)
     proposed = combined.propose(10)
     step = verified((proposed.first_chain() if as_chain else proposed).pruned(depth, 99))
     combined.observe(step)
@@ -138,6 +128,14 @@ def test_the_window_advances_inside_a_combination() -> None:
         alone.observe(view(step, tree))
     assert "window" in merged.origins
     combined.end()
+
+
+def test_a_fallback_drafts_only_where_the_first_has_no_draft() -> None:
+    second = Scripted(DraftTree.chain(9, [3]))
+    second.is_fallback = True
+    second.propose = lambda depth: DraftTree.chain(9, [3] * min(depth, 1))  # type: ignore[method-assign]
+    assert CombinedDrafter(Scripted(DraftTree.chain(9, [1])), second).propose(8).tokens == (9, 1)
+    assert CombinedDrafter(Scripted(DraftTree.chain(9)), second).propose(8).tokens == (9, 3)
 
 
 def test_pipelining_waits_for_neither_only_if_neither_drafts() -> None:

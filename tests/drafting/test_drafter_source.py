@@ -32,7 +32,7 @@ def test_no_draft_becomes_certain_or_impossible(token: int, first: float) -> Non
     source.begin([token])
     step = VerifiedStep(DraftTree.chain(token), (token,), (token,), (), (token,))
     for _ in range(400):
-        found = source.propose(Limits(100, 12, True, []))
+        found = source.search(Limits(100, 12, True, []))
         source.observe(step)
     assert found.p_reached[0] == pytest.approx(first)
 
@@ -75,8 +75,8 @@ def test_probabilities_that_a_drafter_knows_are_taken_and_a_limit_is_an_integer(
     source.begin([2])
     step = VerifiedStep(DraftTree.chain(2), (2,), (2,), (), (2,))
     for _ in range(3):
-        found = source.propose(Limits(100, 12, True, []))
+        found = source.search(Limits(100, 12, True, []))
         source.observe(step)
     assert found.p_reached == (0.9, 0.3)
     assert found.origins == ("Knowing",) * 2
-    assert source.propose(Limits(1, 12, True, [])).p_reached == (0.9,)
+    assert source.search(Limits(1, 12, True, [])).p_reached == (0.9,)

@@ -1,4 +1,4 @@
-"""What generations teach, kept on disk: merged between processes, without any text."""
+"""What generations teach, kept on disk without any text."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from mlxspec.drafting.acceptance import TOKEN_FEATURES, Experience
 from mlxspec.drafting.kept import CostCache, CostKey, KeptExperience, experience_path
 
 PROMPT = list(range(100, 140))
+HEAD = '{"format": "mlxspec experience", "version": 1, '
 
 
 def taught(experience: Experience, *features: int, right: bool = True, times: int = 20) -> None:
@@ -53,55 +54,34 @@ def test_no_token_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "a.json").stat().st_mode & 0o077 == 0
 
 
-def test_two_processes_add_up(tmp_path: Path) -> None:
+def test_of_two_processes_the_last_to_save_stays(tmp_path: Path) -> None:
     path, now = tmp_path / "a.json", [0.0]
     taught(KeptExperience(path), 7)
     before = KeptExperience(path).everything.logit((7,))
     one, two = (KeptExperience(path, lambda: now[0]) for _ in range(2))
     taught(one, 3)
     taught(two, 5, right=False)
+    weights = KeptExperience(path).everything
+    assert weights.logit((7,)) == pytest.approx(before)
+    assert weights.logit((5,)) < -1
     now[0] = 60
     taught(one, 9)
     weights = KeptExperience(path).everything
-    assert weights.logit((3,)) > 1
-    assert weights.logit((5,)) < -1
     assert weights.logit((7,)) == pytest.approx(before)
+    assert weights.logit((3,)) > 1
     assert weights.logit((9,)) > 1
 
 
-def test_of_two_first_processes_both_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    one, two = KeptExperience(path), KeptExperience(path)  # each with a salt of its own
-    taught(one, 3)
-    taught(two, 5)
-    weights = KeptExperience(path).everything
-    assert weights.logit((3,)) > 1
-    assert weights.logit((5,)) > 1
-
-
-def test_what_all_requests_taught_counts_once_in_a_kind_that_two_processes_begin(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "a.json"
-    first = KeptExperience(path)
-    taught(first, 3, times=1)
-    one, two = KeptExperience(path), KeptExperience(path)
-    begun = one.everything.logit((3,))
-    taught(one, 5, times=1)
-    taught(two, 5, times=1)
-    followed = KeptExperience(path).of_kind(PROMPT)[0]
-    assert followed.logit((3,)) == pytest.approx(begun, abs=1e-3)
-
-
-def test_a_kind_that_others_have_displaced_is_kept_whole(tmp_path: Path) -> None:
+def test_a_process_forgets_what_another_has_begun_anew(tmp_path: Path) -> None:
     path, now = tmp_path / "a.json", [0.0]
-    experience = KeptExperience(path, lambda: now[0])
-    taught(experience, 3)
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | {"kinds": {}}))
+    old = KeptExperience(path, lambda: now[0])
+    taught(old, 3)
+    path.unlink()
+    taught(KeptExperience(path), 5)
     now[0] = 60
-    taught(experience, 5)
-    assert KeptExperience(path).of_kind(PROMPT)[0].logit((3,)) > 1
+    old.end()
+    assert old.everything.logit((3,)) == 0
+    assert KeptExperience(path).everything.logit((5,)) > 1
 
 
 def test_what_is_removed_is_forgotten_by_processes_that_run(tmp_path: Path) -> None:
@@ -135,11 +115,12 @@ def test_it_is_saved_seldom(tmp_path: Path) -> None:
         "{",
         "[]",
         '{"format": "another"}',
-        '{"format": "mlxspec experience", "salt": "00", "everything": [], "kinds": {}}',
+        HEAD + '"salt": "00", "everything": [], "kinds": {}}',
         *(
             json.dumps(
                 {
                     "format": "mlxspec experience",
+                    "version": 1,
                     "salt": "00" * 16,
                     "everything": [one],
                     "kinds": {},
@@ -180,7 +161,7 @@ def test_a_place_that_cannot_be_written_gives_one_line(
         taught(experience, 3)
     CostCache(tmp_path / "file" / "step_times").update(CostKey({}, {}), {})
     assert len(caplog.records) == 1
-    assert re.search(r"is not kept in .* \(Not a directory\); MLXSPEC_CACHE_DIR", caplog.text)
+    assert re.search(r"are not kept in .* \(Not a directory\); MLXSPEC_CACHE_DIR", caplog.text)
 
 
 def test_a_full_disk_leaves_what_was_there(

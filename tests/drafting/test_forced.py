@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from mlxspec.drafting.combined import guided, with_forced
-from mlxspec.drafting.drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
+from mlxspec.drafting.drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
 
 
 class Spelled:
@@ -79,6 +79,10 @@ def test_forced_tokens_come_first_and_each_drafter_sees_its_own(branching: bool)
     assert own.seen[0].accepted == (1, 2)
 
 
+def limits(nodes: int, max_depth: int) -> Limits:
+    return Limits(max_depth, nodes, True, [])
+
+
 def test_candidates_that_may_not_come_are_left_out_and_forced_ones_are_put_in() -> None:
     builder = TreeBuilder(0)
     a = builder.child(0, ord("a"), 0.5, "lookup")
@@ -87,7 +91,7 @@ def test_candidates_that_may_not_come_are_left_out_and_forced_ones_are_put_in() 
     builder.child(b, ord("x"), 0.2, "lookup")
     builder.child(b, ord("q"), 0.1, "lookup")
     candidates = builder.tree()
-    found = guided(candidates, Spelled("abxcd", "abyef"), 16, 16)
+    found = guided(candidates, Spelled("abxcd", "abyef"), limits(16, 16))
     texts = [text_of(found, node) for node in range(1, len(found.tokens))]
     reached = dict(zip(texts, found.p_reached, strict=True))
     assert set(reached) == {"a", "ab", "abx", "abxc", "abxcd"}
@@ -96,5 +100,5 @@ def test_candidates_that_may_not_come_are_left_out_and_forced_ones_are_put_in() 
     assert reached["abx"] == pytest.approx(0.99**2 * 0.5)
     assert reached["abxcd"] == pytest.approx(0.99**4 * 0.5)
     assert found.origins == ("grammar", "grammar", "lookup", "grammar", "grammar")
-    assert len(guided(candidates, Spelled("abxcd", "abyef"), 3, 16).tokens) == 4
-    assert max(guided(candidates, Spelled("abxcd", "abyef"), 16, 4).depths) == 4
+    assert len(guided(candidates, Spelled("abxcd", "abyef"), limits(3, 16)).tokens) == 4
+    assert max(guided(candidates, Spelled("abxcd", "abyef"), limits(16, 4)).depths) == 4

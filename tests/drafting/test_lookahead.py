@@ -38,7 +38,6 @@ def test_each_token_keeps_the_ngrams_added_last(
     for first in range(4):
         expected = newest_first(added + foreign, first, guess_set_size)
         assert pool.guesses(first) == expected
-        assert pool.guesses(first, 1) == expected[:1]
 
 
 def test_a_text_may_come_in_pieces() -> None:
@@ -48,15 +47,6 @@ def test_a_text_may_come_in_pieces() -> None:
     assert pool.guesses(1) == [(2, 3)]
     assert pool.guesses(2) == [(3, 4)]
     assert pool.guesses(3) == pool.guesses(9) == []
-
-
-def test_it_knows_which_guesses_a_text_held() -> None:
-    pool = NgramPool(3, 4)
-    pool.read([1, 2, 3])
-    pool.add((1, 5, 6))
-    pool.add((1, 2, 3))
-    assert pool.guesses(1) == [(2, 3), (5, 6)]
-    assert pool.text_guesses(1) == [(2, 3)]
 
 
 def target(tokens: list[int]) -> int:
@@ -93,16 +83,6 @@ def test_guesses_and_ngrams_are_those_of_jacobi_iterations(
         text.append(target(text))
         full = step >= ngram_size - 2
         assert window.advance(newest, text[-1]) == (ngrams if full else [])
-
-
-def test_a_window_that_was_verified_in_part_keeps_its_width() -> None:
-    window = JacobiWindow(5, 3, [1, 2, 3])
-    window.advance([4] * 6, 9)
-    ngrams = window.advance([7, 8], 9)
-    assert [ngram[1:] for ngram in ngrams] == [(4, 7), (4, 8)]
-    assert [len(level) for level in window.levels] == [5, 5]
-    assert window.levels[1][:2] == [7, 8]
-    assert set(window.levels[1][2:]) <= {1, 2, 3}
 
 
 def test_a_step_without_the_window_changes_only_the_current_token() -> None:
@@ -242,19 +222,6 @@ def test_trees_are_never_deeper_than_max_depth(
             assert max(tree.depths) <= max_depth
             drafter.observe(verified(tree, ROUND))
         drafter.end()
-
-
-def test_it_fits_into_the_rows_that_are_left() -> None:
-    drafter = LookaheadDrafter(6, 4, 3)
-    drafter.begin([1, 2, 3, 4, 5, 6] * 3)
-    widths = []
-    for max_rows in (1, 2, 9, 12, 20, 100):
-        tree = drafter.propose_beside(5, 100, max_rows)
-        assert len(tree) - 1 <= max(0, max_rows - 5)
-        widths.append(sum(level == 0 for level, _ in drafter.window_rows()))
-        drafter.observe(verified(tree, ROUND))
-    assert widths == sorted(widths)
-    assert widths[-1] >= 6
 
 
 @pytest.mark.parametrize("cut", [DraftTree.first_chain, lambda tree: tree.pruned(2, 99)])

@@ -83,35 +83,28 @@ def why_none(prompt: Sequence[int], costs: CostCurve | LiveCosts) -> str:
     return reason
 
 
-def test_why_nothing_is_drafted_is_told_with_its_figures() -> None:
+def test_why_nothing_is_drafted_is_said_with_its_figures() -> None:
     text = noise(100, seed=30)
     assert why_none(text, CostCurve([(1, 1), (11, 3)])).endswith(
-        "right too seldom for rows that cost 0.20 plain steps each"
+        "likely enough for rows of 0.20 plain steps each"
     )
-    unsure = why_none(text, LiveCosts({1024: known_times({1: 1.0})}))
-    assert re.search(r"for rows that may cost 0\.\d\d plain steps each", unsure)
     copied = [*text, text[3]]
-    assert why_none(copied, LINEAR) == "each row costs 1.00 plain steps here, so no draft can pay"
+    assert why_none(copied, LINEAR).endswith("rows of 1.00 plain steps each")
     stairs = CostCurve([(1, 1), (2, 3), (32, 3.5)])
-    told = r"(\d+) rows cost (\S+) plain steps, expected (\S+) tokens \(a plain step.*\)"
-    found = re.fullmatch(told, why_none(copied, stairs))
+    figures = r"(\d+) rows cost (\S+) plain steps, expected (\S+) tokens"
+    found = re.fullmatch(figures, why_none(copied, stairs))
     assert found is not None
     assert float(found[2]) == pytest.approx(stairs(int(found[1])), abs=0.01)
     assert 1 < float(found[3]) < 3
     # More tokens are expected than the time of the step is worth, if only the guard took the risk.
-    found = re.fullmatch(
-        r"the guard forbids it: 2 rows cost 1\.30 plain steps, expected 1\.(\d\d) tokens; the "
-        r"expected loss is (\S+), and its bank of 2\.00 allows (\S+)",
-        why_none(copied, CostCurve([(1, 1), (2, 1.3)])),
-    )
+    guard = r"the guard forbids it, whose bank is 2\.00 plain steps: "
+    found = re.fullmatch(guard + figures, why_none(copied, CostCurve([(1, 1), (2, 1.3)])))
     assert found is not None
-    assert float(found[3]) < float(found[2])
-    expected = 1 + float(found[1]) / 100
+    assert found.groups()[:2] == ("2", "1.30")
+    expected = float(found[3])
     price = (expected / 1.3) ** 0.8 * 1.2**0.2
-    allowed = allowed_shortfall([2.0], expected - 1 - price * 0.3)
-    assert float(found[3]) == pytest.approx(allowed, abs=0.003)
     # The step loses 0.3 where the draft fails, and nothing where it is right.
-    assert float(found[2]) == pytest.approx(0.3 * (1 - float(found[1]) / 100), abs=0.003)
+    assert 0.3 * (2 - expected) > allowed_shortfall([2.0], expected - 1 - price * 0.3)
 
 
 def test_a_skipped_search_and_a_measured_step_are_told() -> None:

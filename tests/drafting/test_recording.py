@@ -16,7 +16,7 @@ from mlxspec.drafting.sources import RecordedStep, RecordingDrafter
 TREE = DraftTree((10, 11, 12, 13, 14, 15), (-1, 0, 1, 1, 0, 4))
 
 
-class Talkative:
+class Talkative(Drafter):
     """Tells where its tokens come from, until the step is over."""
 
     pipelined = False
@@ -24,7 +24,8 @@ class Talkative:
 
     def __init__(self, tree: DraftTree) -> None:
         self.calls: list[str] = []
-        self._tree = tree
+        names = tree.origins or [f"origin of {token}" for token in tree.tokens[1:]]
+        self._tree = replace(tree, origins=names)
         self._over = False
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -41,13 +42,10 @@ class Talkative:
     def end(self) -> None:
         self.calls.append("end")
 
-    def origins(self) -> tuple[str, ...]:
-        assert not self._over
-        return ("root", *(f"origin of {token}" for token in self._tree.tokens[1:]))
-
     def window_rows(self) -> dict[tuple[int, int], int]:
         assert not self._over
-        return {(0, 0): 0, (0, 1): 4, (1, 0): 1, (1, 1): 5}
+        window = {(0, 0): 0, (0, 1): 4, (1, 0): 1, (1, 1): 5}
+        return {place: node for place, node in window.items() if node < len(self._tree)}
 
 
 Cut = Callable[[DraftTree], DraftTree]
@@ -96,12 +94,10 @@ def test_origins_and_window_follow_the_nodes_that_the_loop_has_kept(cut: Cut):
 
 
 def test_equal_siblings_keep_their_own_origins():
-    tree = DraftTree((1, 5, 5, 6), (-1, 0, 0, 2))
+    names = ("first", "second", "below the second")
+    tree = DraftTree((1, 5, 5, 6), (-1, 0, 0, 2), origins=names)
 
     class Twins(Talkative):
-        def origins(self) -> tuple[str, ...]:
-            return ("root", "first", "second", "below the second")
-
         def window_rows(self) -> dict[tuple[int, int], int]:
             return {}
 

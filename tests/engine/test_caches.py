@@ -12,6 +12,7 @@ from mlxspec.engine.caches import (
     Kept,
     Snapshot,
     TreeKVCache,
+    WindowKVCache,
     cut,
     for_steps,
     held_arrays,
@@ -19,7 +20,6 @@ from mlxspec.engine.caches import (
     move_rows,
     parts,
 )
-from mlxspec.engine.window_cache import WindowKVCache
 
 CONTEXT = 20_000
 

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec import Constraint
-from mlxspec.engine import compiling, constraint_bounds
-from mlxspec.engine.constraint_bounds import check_bounds
+from mlxspec.engine import compiling
+from mlxspec.engine.compiling import check_bounds
 from mlxspec.engine.grammar import Vocabulary
 from mlxspec.errors import OptionError
 from tests.support.chains import CHAINS
@@ -71,13 +71,13 @@ def anew() -> Iterator[None]:
 def test_chains_of_references_are_followed_to_some_depth(kind: str) -> None:
     assert outcome(CHAINS[kind](200)) == ""
     for length in (1500, 5000):
-        assert "levels deep where its references are followed" in outcome(CHAINS[kind](length))
+        refusal = outcome(CHAINS[kind](length))
+        assert not refusal or "cannot be used" in refusal
     assert outcome(SMALL) == ""
 
 
 @pytest.mark.parametrize("kind", ["objects", "bare", "terminals"])
-def test_what_crashes_ends_another_process(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraint_bounds, "_MOST_LEVELS", 10**6)
+def test_what_crashes_ends_another_process(kind: str) -> None:
     assert outcome(SMALL) == ""
     (before,) = compiling._idle
     assert "crashes (status -" in outcome(CHAINS[kind](10_000))
@@ -92,15 +92,12 @@ def test_a_chain_of_any_kind_and_length_is_usable_or_refused_in_a_line(
     kind: str, length: int
 ) -> None:
     constraint = CHAINS[kind](length)
-    with pytest.MonkeyPatch.context() as patch:
-        for bound in (constraint_bounds._MOST_LEVELS, 10**6):
-            patch.setattr(constraint_bounds, "_MOST_LEVELS", bound)
-            result = harmless(partial(compiled, constraint))
-            if not isinstance(result, llguidance.LLMatcher):
-                assert isinstance(result, OptionError)
-                assert "\n" not in str(result)
-            elif length:
-                assert result.deep_copy().compute_bitmask()
+    result = harmless(partial(compiled, constraint))
+    if not isinstance(result, llguidance.LLMatcher):
+        assert isinstance(result, OptionError)
+        assert "\n" not in str(result)
+    elif length:
+        assert result.deep_copy().compute_bitmask()
 
 
 @pytest.mark.slow
@@ -163,8 +160,8 @@ def test_special_tokens_can_be_named_by_their_text_and_by_their_id() -> None:
 def test_many_patterns_in_many_objects_are_kept() -> None:
     one = {"type": "object", "patternProperties": {"^x": {"type": "string"}}}
     assert outcome(Constraint.json_schema({"properties": {f"k{i}": one for i in range(300)}})) == ""
-    wide = {"type": "object", "patternProperties": dict.fromkeys(PATTERNS[:101], True)}
-    assert "101 patternProperties" in outcome(Constraint.json_schema({"items": wide}))
+    wide = {"type": "object", "patternProperties": dict.fromkeys(PATTERNS, True)}
+    assert "takes more than 2 seconds" in outcome(Constraint.json_schema({"items": wide}))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +194,7 @@ def test_references_of_any_kind_are_followed_or_refused(schema: dict[str, object
 def test_bounds_are_found_in_linear_time(text: str) -> None:
     for kind in ("regex", "lark", "grammar"):
         constraint = Constraint(kind, text)  # type: ignore[arg-type]
-        harmless(partial(constraint_bounds.check_bounds, constraint))
+        harmless(partial(check_bounds, constraint))
 
 
 @pytest.mark.parametrize(
@@ -251,9 +248,7 @@ def test_where_no_process_can_be_started_a_line_says_so(monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert "/nowhere/python cannot be started" in outcome(SMALL)
     monkeypatch.setattr(sys, "frozen", True, raising=False)  # an app, which cannot start one
-    assert outcome(SMALL) == ""
-    assert outcome(CHAINS["GBNF"](3)) == ""
-    assert "levels deep" in outcome(CHAINS["GBNF"](5000))
+    assert "another Python process" in outcome(SMALL)
 
 
 def test_a_process_that_has_ended_meanwhile_is_replaced() -> None:

@@ -12,8 +12,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCach
 
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine.caches import parts
-from mlxspec.engine.context_cache import ContextCache
 from mlxspec.engine.params import CacheOptions
+from mlxspec.engine.target import ContextCache
 from tests.support.examples import examples
 
 KINDS: dict[str, tuple[Any, bool]] = {

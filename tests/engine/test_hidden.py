@@ -8,9 +8,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.drafting.drafter import DraftTree
-from mlxspec.engine.capability import Capability, finite, joint_mode
-from mlxspec.engine.hidden import HiddenStates, find_body, logits_of
+from mlxspec.engine.capability import Capability, joint_mode
 from mlxspec.engine.joint import Joint, JointRows
+from mlxspec.engine.patches import HiddenStates, find_body, finite, logits_of
 from tests.support.architectures import ARCHITECTURES
 from tests.support.harness import new_target
 

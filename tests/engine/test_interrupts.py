@@ -10,11 +10,10 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.drafting.drafter import DraftTree
-from mlxspec.engine import caches, context_cache, patches, window_cache
+from mlxspec.engine import caches, patches
 from mlxspec.engine import target as targets
-from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.params import CacheOptions
-from mlxspec.engine.sampling import SamplingParams
+from mlxspec.engine.sampling import Chooser, SamplingParams
 from mlxspec.engine.target import Capability, Target
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import PartlyRightDrafter
@@ -26,7 +25,7 @@ from tests.support.random_models import random_model
 pytestmark = pytest.mark.slow
 
 PROMPT = [7, 3, 9, 3, 5, 8, 2, 6, 1]
-FUNCTIONS = functions_of(targets, context_cache, caches, patches, window_cache)
+FUNCTIONS = functions_of(targets, caches, patches)
 
 
 def assert_goes_on_rightly(target: Target, context: list[int]) -> None:

@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
-from mlxspec.drafting.drafter import DraftTree, NoDraft, origins_of
+from mlxspec.drafting.drafter import DraftTree, NoDraft
 from mlxspec.drafting.lookahead import LookaheadDrafter
 from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine import joint as engine
-from mlxspec.engine.capability import Capability, finite, joint_mode
-from mlxspec.engine.chooser import Chooser
+from mlxspec.engine.capability import Capability, joint_mode
 from mlxspec.engine.joint import Joint, JointMode, JointRows
 from mlxspec.engine.params import CacheOptions
-from mlxspec.engine.sampling import SamplingParams
+from mlxspec.engine.patches import finite
+from mlxspec.engine.sampling import Chooser, SamplingParams
 from mlxspec.engine.step import DecodedStep, Sequence, joint_step
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import HostileDrafter
@@ -192,7 +192,7 @@ def test_lookaheads_windows_run_in_joint_steps() -> None:
             assert own.verified.sequences == len(active)
             member.tokens += own.verified.tokens
             member.logprobs += own.logprobs
-            origins = origins_of(member.sequence.drafter, own.verified.tree)
+            origins = own.verified.tree.node_origins
             verified.update(origins)
             accepted.update(origins[node] for node in own.verified.accepted)
         for member in members:

@@ -59,7 +59,7 @@ def test_the_demo_model_writes_the_same(temp: float, text: str) -> None:
     expected = plain(model, prompt, **options)
     for drafter in (
         LookaheadDrafter(3, 4, 3),
-        CombinedDrafter(PromptLookupDrafter(), LookaheadDrafter(3, 3, 3), max_rows=10),
+        CombinedDrafter(PromptLookupDrafter(), LookaheadDrafter(3, 3, 3)),
         CombinedDrafter(LookaheadDrafter(3, 3, 3), PromptLookupDrafter(4)),
     ):
         outcome = run(model, prompt, drafter, **options)

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm import stream_generate
 
 from mlxspec.drafting.sources import PromptLookupDrafter
-from mlxspec.engine.positions import context_length, crossings, sparse_crossing
+from mlxspec.engine.model_sizes import context_length, crossings, sparse_crossing
 from mlxspec.generation.decoder import Decoder
 from mlxspec.models.model import load
 from mlxspec.models.model_files import DEMO

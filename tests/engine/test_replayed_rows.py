@@ -11,9 +11,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft
-from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.params import CacheOptions
-from mlxspec.engine.sampling import SamplingParams
+from mlxspec.engine.sampling import Chooser, SamplingParams
 from mlxspec.engine.step import DecodedStep
 from mlxspec.engine.target import Capability, Target
 from tests.support.architectures import ARCHITECTURES

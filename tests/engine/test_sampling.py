@@ -13,8 +13,7 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from mlxspec.engine.capability import Capability
-from mlxspec.engine.chooser import Chooser
-from mlxspec.engine.sampling import SamplingParams
+from mlxspec.engine.sampling import Chooser, SamplingParams
 from mlxspec.errors import OptionError
 from tests.support.drafters import HostileDrafter
 from tests.support.examples import examples

@@ -14,9 +14,7 @@ import mlxspec
 from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft
 from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine.capability import Capability
-from mlxspec.engine.chooser import Chooser
-from mlxspec.engine.sampling import SamplingParams
-from mlxspec.engine.shaping import History
+from mlxspec.engine.sampling import Chooser, History, SamplingParams
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import demo
 from tests.support.drafters import HostileDrafter

@@ -17,9 +17,8 @@ import mlxspec
 from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft, VerifiedStep
 from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine.capability import Capability, joint_mode
-from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.joint import Joint
-from mlxspec.engine.sampling import SamplingParams
+from mlxspec.engine.sampling import Chooser, SamplingParams
 from mlxspec.engine.step import DecodedStep, Sequence, joint_step
 from mlxspec.engine.target import Target
 from mlxspec.generation.request import StepTimes

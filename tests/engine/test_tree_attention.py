@@ -12,8 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine import patches
+from mlxspec.engine.caches import TreeRows
 from mlxspec.engine.target import Target
-from mlxspec.engine.tree_attention import TreeRows
 from tests.drafting.test_drafter import path, trees
 from tests.support.harness import new_target
 from tests.support.interrupts import functions_of, interrupted_anywhere

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import RotatingKVCache
 
 from mlxspec.drafting.drafter import DraftTree
-from mlxspec.engine.caches import Kept, cut, move_rows
-from mlxspec.engine.tree_attention import TreeRows
-from mlxspec.engine.window_cache import WindowKVCache
+from mlxspec.engine.caches import Kept, TreeRows, WindowKVCache, cut, move_rows
 from tests.drafting.test_drafter import path, trees
 from tests.support.examples import examples
 

@@ -23,9 +23,9 @@ import mlxspec
 from mlxspec import Constraint, GenerationResponse, SamplingParams
 from mlxspec.bench.equality import NEAR_TIE_FLOAT32
 from mlxspec.engine.capability import Capability
-from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.compiling import definition_of
 from mlxspec.engine.grammar import Vocabulary
+from mlxspec.engine.sampling import Chooser
 from mlxspec.generation.constrained import leaves_reasoning_open
 from mlxspec.generation.engine import Engine
 from tests.support.demo import FLAT, AnyDecoder, demo, demo_decoder, given_costs
@@ -337,12 +337,15 @@ def test_regexes_choices_and_grammars(constraint: Constraint, pattern: str) -> N
         (Constraint.grammar("root ::= x("), "x("),
         ({"type": "object"}, "dict"),
         # These would take minutes or gigabytes.
-        (Constraint.json_schema({"items": {"multipleOf": 999983}}), "multipleOf 999983"),
-        (Constraint.json_schema({"allOf": [{"multipleOf": 997}, {"multipleOf": 9.91}]}), "9.91"),
-        (Constraint.grammar(r'start: %json {"\u006dultipleOf": 99991}'), "multipleOf 99991"),
+        (Constraint.json_schema({"items": {"multipleOf": 999983}}), "more than 2 seconds"),
+        (
+            Constraint.json_schema({"allOf": [{"multipleOf": 997}, {"multipleOf": 9.91}]}),
+            "more than 2 seconds",
+        ),
+        (Constraint.grammar(r'start: %json {"\u006dultipleOf": 999983}'), "more than 2 seconds"),
         (
             Constraint.json_schema({"patternProperties": {f"^{n}[b-z]*$": {} for n in range(400)}}),
-            "400 patternProperties",
+            "more than 2 seconds",
         ),
         (
             Constraint.json_schema(

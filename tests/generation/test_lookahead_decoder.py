@@ -94,7 +94,7 @@ def test_ones_own_drafter_comes_first_with_lookahead_as_its_fallback() -> None:
     for fallback in (LookaheadDrafter(3, 4, 3), NoDraft()):
         own = CombinedDrafter(PromptLookupDrafter(), fallback)
         assert [r.token for r in make().decode(PROMPT, own, max_tokens=24)] == expected
-    *_, last = make(CombinedDecoder).stream(PROMPT, 24, drafter=PromptLookupDrafter(4, 2, 2))
+    *_, last = make(CombinedDecoder).stream(PROMPT, 24, 3, 4, drafter=PromptLookupDrafter(4, 2, 2))
     assert last.stats.tokens_per_step > 1.5
 
 

@@ -104,8 +104,8 @@ class Wrong(Drafter):
 @pytest.mark.parametrize(
     ("proposal", "message"),
     [
-        ([1, 2], r"^Wrong\.propose returned a value of type list: return a DraftTree, such as "),
-        (None, r"^Wrong\.propose returned None: "),
+        ([1, 2], r"^Wrong\.propose returned list: return a DraftTree, such as "),
+        (None, r"^Wrong\.propose returned NoneType: "),
         (
             DraftTree.chain(-7),
             r"^Wrong\.propose returned a tree with the root -7, but the context ",
@@ -128,8 +128,8 @@ def extra(drafter: Drafter) -> AutoDecoder:
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
-        (5, r"^drafter is a value of type int without begin, propose, observe, end, "),
-        ([], "^drafter is a value of type list without "),
+        (5, r"^drafter is a int, not an instance of a class derived from mlxspec\.Drafter$"),
+        ([], "^drafter is a list, not an instance of "),
         (Drafter(), r"^Drafter has no method propose$"),
     ],
 )
@@ -137,30 +137,6 @@ def test_what_is_no_drafter_is_refused(drafter: object, message: str) -> None:
     decoder = stand_in_decoder(Decoder)
     with pytest.raises((DrafterError, NotImplementedError), match=message):
         list(decoder.decode(PROMPT, drafter, max_tokens=3))  # type: ignore[arg-type]
-
-
-def test_a_drafter_without_the_base_class_may_have_all_that_is_asked() -> None:
-    class Duck:
-        branching = False
-
-        @property
-        def pipelined(self) -> bool:
-            return self._last < 0  # known once the generation has begun
-
-        def begin(self, prompt: Sequence[int]) -> None:
-            self._last = prompt[-1]
-
-        def propose(self, max_depth: int) -> DraftTree:
-            return DraftTree.chain(self._last, [3, 4][:max_depth])
-
-        def observe(self, step: VerifiedStep) -> None:
-            self._last = step.tokens[-1]
-
-        def end(self) -> None:
-            pass
-
-    assert tokens(stand_in_decoder(Decoder, drafter=Duck())) == tokens(stand_in_decoder(Decoder))
-    assert tokens(extra(Duck())) == tokens(stand_in_decoder(Decoder))  # type: ignore[arg-type]
 
 
 def test_an_unknown_option_is_refused_with_the_one_that_was_meant() -> None:
@@ -177,10 +153,10 @@ def test_an_unknown_option_is_refused_with_the_one_that_was_meant() -> None:
         ("no_such_module:It", "No module named 'no_such_module'"),
         ("mlxspec:NoSuch", "mlxspec has no class NoSuch derived from mlxspec.Drafter"),
         ("mlxspec:Decoder", "no class Decoder derived"),
-        ("mlxspec:CombinedDrafter", "made without arguments, but needs first, second"),
+        ("mlxspec:CombinedDrafter", "possible to make it without arguments .*first"),
         ("./mine:It", "write it as module:Class"),
         ("mine.py:It", "write it as module:Class"),
-        ("mlxspec:Drafter", "no method propose and no method observe"),
+        ("mlxspec:Drafter", "every drafter needs the methods propose and observe"),
     ],
 )
 def test_a_name_that_is_no_drafter_s_is_refused(name: str, message: str) -> None:
@@ -192,7 +168,7 @@ def test_a_name_that_is_no_drafter_s_is_refused(name: str, message: str) -> None
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("class It(:", r"invalid syntax \(unwell.py, line 1\)"),
+        ("class It(:", r"SyntaxError: invalid syntax \(unwell.py, line 1\)"),
         ("1 / 0", "importing unwell failed: ZeroDivisionError: division by zero"),
     ],
 )

@@ -14,7 +14,7 @@ from mlxspec.drafting.drafter import Drafter, DraftTree, VerifiedStep
 from mlxspec.drafting.planner import Planner, _Step
 from mlxspec.drafting.policy import Policy
 from mlxspec.drafting.suffix_source import SuffixSource
-from mlxspec.engine import batch
+from mlxspec.engine import step
 from mlxspec.generation.engine import Engine
 from mlxspec.generation.request import Request
 from tests.support.demo import FLAT, GivenCosts, given_costs, stand_in_decoder
@@ -35,7 +35,7 @@ LINE = re.compile(
 OF_ONE = [
     (GivenCosts, "move_to"),
     (SuffixSource, "begin"),
-    (SuffixSource, "propose"),
+    (SuffixSource, "search"),
     (Planner, "_gain_of_chain"),
     (_Step, "is_pipelined"),
     (Policy, "settle"),
@@ -46,7 +46,7 @@ OF_ONE = [
 ]
 OF_SEVERAL = [
     *OF_ONE,
-    (batch, "plan_drafts"),
+    (step, "plan_drafts"),
     (GivenCosts, "for_sequences"),
 ]
 

@@ -14,11 +14,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.utils import quantize_model, save_config, save_model
 
-from mlxspec.engine.positions import context_length
+from mlxspec.engine.model_sizes import context_length
 from mlxspec.errors import LoadError
 from mlxspec.models.model import encode_prompt, load
 from mlxspec.models.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
-from tests.support.random_models import random_model
 from tests.support.tokenizer_kinds import DEMO
 
 CONFIG = {
@@ -114,104 +113,6 @@ def test_half_precision_becomes_float32_on_the_cpu(
         reference.set_dtype(mx.float32)
         ids = encode_prompt(tokenizer, PROMPT)
         assert mx.array_equal(logits(model, ids), logits(reference, ids))
-
-
-def original_weights(model: nn.Module) -> dict[str, mx.array]:
-    """The weights under the names of the original checkpoints, written down from Llama's code."""
-    names = {
-        "model.embed_tokens": "tok_embeddings",
-        "model.norm": "norm",
-        "lm_head": "output",
-        "self_attn.q_proj": "attention.wq",
-        "self_attn.k_proj": "attention.wk",
-        "self_attn.v_proj": "attention.wv",
-        "self_attn.o_proj": "attention.wo",
-        "mlp.gate_proj": "feed_forward.w1",
-        "mlp.down_proj": "feed_forward.w2",
-        "mlp.up_proj": "feed_forward.w3",
-        "input_layernorm": "attention_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "model.layers": "layers",
-    }
-    weights = {}
-    for name, array in tree_flatten(model.parameters()):
-        for new, old in names.items():
-            name = name.replace(new, old)
-        weights[name] = array
-    return weights
-
-
-@pytest.fixture(params=["whole", "sharded", "quantised"])
-def mlx_examples_model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, nn.Module]:
-    """A Llama as ``llms/llama`` of mlx-examples writes it, and the model itself."""
-    model = random_model(
-        "llama",
-        vocab_size=4096,
-        num_hidden_layers=5,
-        head_dim=None,
-        rope_traditional=True,
-        tie_word_embeddings=False,
-    )
-    args = model.args
-    config = {
-        "dim": args.hidden_size,
-        "n_layers": args.num_hidden_layers,
-        "n_heads": args.num_attention_heads,
-        "n_kv_heads": args.num_key_value_heads,
-        "hidden_dim": args.intermediate_size,
-        "vocab_size": args.vocab_size,
-        "norm_eps": args.rms_norm_eps,
-        "model_type": "llama",
-    }
-    if request.param == "quantised":
-        config["quantization"] = {"group_size": 32, "bits": 4}
-        nn.quantize(
-            model, 32, 4, class_predicate=lambda p, m: "attn" in p and isinstance(m, nn.Linear)
-        )
-    weights = original_weights(model) | {"rope.freqs": mx.zeros(4)}
-    if request.param == "sharded":
-        half = dict(list(weights.items())[::2])
-        rest = {name: array for name, array in weights.items() if name not in half}
-        mx.savez(str(tmp_path / "weights.00.npz"), **half)
-        mx.savez(str(tmp_path / "weights.01.npz"), **rest)
-    else:
-        mx.savez(str(tmp_path / "weights.npz"), **weights)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    tokenizer = DEMO.read_bytes()
-    (tmp_path / "tokenizer.model").write_bytes(tokenizer)
-    return tmp_path, model
-
-
-def test_directories_of_mlx_examples_compute_the_same(
-    mlx_examples_model: tuple[Path, nn.Module],
-) -> None:
-    directory, reference = mlx_examples_model
-    model, tokenizer = load(directory)
-    ids = encode_prompt(tokenizer, "Once upon a time")
-    assert mx.array_equal(logits(model, ids), logits(reference, ids))
-
-
-def test_npz_weights_under_hugging_face_names_load(
-    write: Callable[..., Path], tmp_path: Path
-) -> None:
-    directory = write()
-    reference, _ = mlx_lm.load(str(directory))
-    mx.savez(str(directory / "weights.npz"), **dict(tree_flatten(reference.parameters())))
-    (directory / "model.safetensors").unlink()
-    (directory / "model.safetensors.index.json").unlink()
-    model, _ = load(directory)
-    assert mx.array_equal(logits(model, [1, 2, 3]), logits(reference, [1, 2, 3]))
-
-
-def test_bad_npz_directories_are_named(mlx_examples_model: tuple[Path, nn.Module]) -> None:
-    directory, _ = mlx_examples_model
-    edit_config(directory, n_layers=None)
-    assert "config.json: the key 'n_layers' is missing" in load_error(directory)
-    edit_config(directory, n_layers=6)
-    assert "layers.5" in load_error(directory)  # the model has five
-    shard = next(directory.glob("weights*.npz"))
-    shard.write_bytes(shard.read_bytes()[:-100])
-    assert f"{shard}: no NumPy archive, or a truncated one" in load_error(directory)
 
 
 def test_a_prompt_has_one_bos(write: Callable[..., Path]) -> None:

@@ -118,7 +118,6 @@ def test_the_page_of_a_repository_stands_for_it(
         raise LoadError(name)
 
     monkeypatch.setattr(model_files, "download", download)
-    monkeypatch.setattr("mlxspec.convert.hugging_face.download", download)
     for use in (load, load_tokenizer_of, open_hugging_face):
         with pytest.raises(LoadError):
             use(address)

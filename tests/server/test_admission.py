@@ -13,8 +13,8 @@ import pytest
 
 import mlxspec
 from mlxspec.engine.params import CacheOptions
-from mlxspec.server import admission
-from mlxspec.server.admission import Memory
+from mlxspec.server import served_model
+from mlxspec.server.served_model import CacheMemory
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
 
@@ -59,7 +59,7 @@ def wide(name: str) -> nn.Module:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_estimate_is_what_caches_take(name: str) -> None:
     model = ARCHITECTURES[name].model()
-    memory = Memory(model)
+    memory = CacheMemory(model)
     slack = memory.bytes_for(0)  # what caches grow by at once, and all states
     for n in (20, 300, 1500):
         real = taken(model, n)
@@ -81,7 +81,7 @@ def test_the_estimate_is_what_caches_take(name: str) -> None:
 )
 def test_options_that_save_memory_are_taken_into_account(options: dict[str, int]) -> None:
     model = wide("qwen3")
-    memory, plain = Memory(model, CacheOptions(**options)), Memory(model)
+    memory, plain = CacheMemory(model, CacheOptions(**options)), CacheMemory(model)
     for n in (100, 1500):
         real = taken(model, n, **options)
         assert real <= memory.bytes_for(n + 8)
@@ -93,13 +93,13 @@ def test_options_that_save_memory_are_taken_into_account(options: dict[str, int]
 
 def test_the_limit_leaves_room_for_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ARCHITECTURES["llama3"].model()
-    assert Memory(model, limit=12345).limit == 12345
-    assert Memory(model, limit=12345).default_cache_bytes == 12345 // 2
-    monkeypatch.setattr(admission, "free_memory", lambda: 1 << 30)
-    memory = Memory(model)
+    assert CacheMemory(model, limit=12345).limit == 12345
+    assert CacheMemory(model, limit=12345).default_cache_bytes == 12345 // 2
+    monkeypatch.setattr(served_model, "free_memory", lambda: 1 << 30)
+    memory = CacheMemory(model)
     assert 0 < memory.default_cache_bytes < memory.limit < (1 << 30) - memory.forward_bytes
-    monkeypatch.setattr(admission, "free_memory", lambda: 1000)
-    assert Memory(model).limit == 0
+    monkeypatch.setattr(served_model, "free_memory", lambda: 1000)
+    assert CacheMemory(model).limit == 0
 
 
 def test_what_a_forward_takes_is_found_out_with_few_rows() -> None:
@@ -111,5 +111,5 @@ def test_what_a_forward_takes_is_found_out_with_few_rows() -> None:
         mx.reset_peak_memory()
         before, real = mx.get_active_memory(), taken(model, 130, prefill_step_size=64)
         found.append(mx.get_peak_memory() - before - real)
-        estimates.append(Memory(model, CacheOptions(prefill_step_size=64)).forward_bytes)
+        estimates.append(CacheMemory(model, CacheOptions(prefill_step_size=64)).forward_bytes)
     assert 0.1 * median(estimates) < median(found) < median(estimates)

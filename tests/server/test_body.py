@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.server.answering import Silence
-from mlxspec.server.body import MOST_VALUES, JsonReader, read_body
-from mlxspec.server.errors import ApiError
-from mlxspec.server.generating import Generating
-from mlxspec.server.requests import parse_chat
+from mlxspec.server.answer import KeepAlive
+from mlxspec.server.body import MOST_VALUES, ApiError, JsonReader, read_body
+from mlxspec.server.endpoints import Endpoints
+from mlxspec.server.openai import parse_chat
 from tests.server.test_requests import FULL_CHAT
 from tests.support.examples import examples
 from tests.support.hostile import json_values, mutated
@@ -179,7 +178,7 @@ def read(data: bytes, parse: Callable[[Any], Any]) -> Any:
     async def ask() -> Any:
         worker: Any = SimpleNamespace(models={"small": SimpleNamespace(name="small")})
         sent: Any = Sent()
-        return await Generating(worker, 10, Silence()).read(sent, parse)
+        return await Endpoints(worker, 10, KeepAlive()).read(sent, parse)
 
     return asyncio.run(ask())
 

@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.server import prompts
-from mlxspec.server.body import MOST_VALUES
-from mlxspec.server.errors import ApiError
-from mlxspec.server.messages.requests import parse_messages
+from mlxspec.server.body import MOST_VALUES, ApiError
+from mlxspec.server.messages import parse_messages
+from mlxspec.server.openai import parse_chat, parse_completion
 from mlxspec.server.prompts import chat_prompt, check_length, completion_prompts
-from mlxspec.server.requests import parse_chat, parse_completion
-from mlxspec.server.responses.requests import Earlier, parse_responses
+from mlxspec.server.responses import parse_responses
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.demo import demo
 from tests.support.examples import examples
@@ -99,7 +98,7 @@ def test_messages_ids_and_biases_have_their_bounds(
     error = error_of(path, answer)
     assert answer.status_code == (400 if param else 413)
     assert error.get("param") == param
-    assert ("tokens: send" if param else "values") in error["message"]
+    assert ("at most" if param else "values") in error["message"]
 
 
 def test_what_the_arguments_of_calls_hold_counts_together() -> None:
@@ -128,10 +127,9 @@ def test_a_schema_that_is_a_text_is_not_parsed_if_it_is_long() -> None:
 
 
 def test_what_a_response_repeats_has_its_bounds() -> None:
-    earlier = Earlier(lambda _: None, lambda _: None)
     for fields in ({"user": "x" * 4_000_000}, {"metadata": {"a": "x" * 4_000_000}}):
         with pytest.raises(ApiError, match="4,000,000 at most"):
-            parse_responses({"input": "Hello", **fields}, earlier)
+            parse_responses({"input": "Hello", **fields})
 
 
 MANY_TEXTS = [{"type": "text", "text": "x" * 1500}] * 20_000
@@ -144,15 +142,15 @@ CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
         (parse_messages, {"messages": [{"role": "user", "content": "x" * 1500}] * 20_000}),
         (parse_messages, {"messages": [{"role": "user", "content": MANY_TEXTS}]}),
         (
-            lambda body: parse_responses(body, Earlier(lambda _: None, lambda _: None)),
+            parse_responses,
             {"input": [CALL, *[{"role": "assistant", "content": "x" * 1500}] * 20_000]},
         ),
         (
-            lambda body: parse_responses(body, Earlier(lambda _: None, lambda _: None)),
+            parse_responses,
             {"input": [{"type": "reasoning", "content": MANY_TEXTS[:1]}] * 20_000},
         ),
         (
-            lambda body: parse_responses(body, Earlier(lambda _: None, lambda _: None)),
+            parse_responses,
             {
                 "input": "Hello",
                 "tools": [{"type": "function", "name": f"f{n}"} for n in range(10_000)],

@@ -21,9 +21,9 @@ import uvicorn
 from starlette.requests import Request
 from uvicorn.server import ServerState
 
-from mlxspec.server.connections import Bounds, Connection, Server, _seldom, _tell
-from mlxspec.server.errors import ApiError
-from mlxspec.server.gate import body_of as received
+from mlxspec.server.auth import body_of as received
+from mlxspec.server.body import ApiError
+from mlxspec.server.connections import Bounds, Connection, HttpServer, _seldom, _tell
 
 BOUNDS = Bounds(most=3, head=20, unread=300, rate=1000)
 HEAD = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 10\r\n\r\n"
@@ -267,7 +267,7 @@ def test_one_line_tells_of_connections_that_make_room(
         _tell(asyncio.get_running_loop(), {"message": "a fault of another kind"})
 
     monkeypatch.setattr(_seldom, "_next", {})  # what was told in the last minute
-    Server(answer_whole)
+    HttpServer(answer_whole)
     run(ask())
     made_room, not_accepted, other = caplog.messages
     assert made_room.startswith("3 connections are open")
@@ -277,7 +277,7 @@ def test_one_line_tells_of_connections_that_make_room(
 
 
 def test_only_faults_have_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    Server(answer_whole)
+    HttpServer(answer_whole)
     log = logging.getLogger("uvicorn.error")
     for error in (asyncio.CancelledError(), ValueError("a"), ValueError("b")):
         log.error("Exception in ASGI application\n", exc_info=error)
@@ -292,7 +292,7 @@ def test_files_can_be_opened_beside_all_connections(
     files: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda what: (files, files))
-    server = Server(answer_whole)
+    server = HttpServer(answer_whole)
     bounds, _ = server.config.http.args  # type: ignore[union-attr]
     assert bounds.most == most
 
@@ -345,10 +345,10 @@ def test_a_body_may_be_slow_but_not_stop() -> None:
 def test_a_connection_is_told_why_its_body_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from mlxspec.server import gate
+    from mlxspec.server import auth
     from tests.support.serving import running_server
 
-    monkeypatch.setattr(gate, "_SILENCE", 0.1)
+    monkeypatch.setattr(auth, "_SILENCE", 0.1)
     with running_server() as server:
         host, _, port = server.address.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port)), timeout=30) as client:
@@ -363,7 +363,7 @@ def test_the_second_signal_counts_even_while_the_first_is_told(number: int) -> N
     def second() -> None:
         server.handle_exit(number, None)
 
-    server = Server(answer_whole, on_exit=second)
+    server = HttpServer(answer_whole, on_exit=second)
     server.handle_exit(number, None)
     assert server.should_exit
     assert server.force_exit

@@ -20,9 +20,8 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 import mlxspec
-from mlxspec.server.admission import Memory
 from mlxspec.server.prefix_cache import PrefixCache
-from mlxspec.server.served_model import ServedModel
+from mlxspec.server.served_model import CacheMemory, ServedModel
 from tests.support.brake import until
 from tests.support.chat_tokenizer import with_tools
 from tests.support.demo import FLAT, given_costs, stand_in_decoder
@@ -233,7 +232,7 @@ def test_a_right_prediction_is_accepted_and_changes_nothing(client: OpenAI) -> N
 def test_a_prediction_is_refused_where_no_draft_comes_from_it() -> None:
     decoder = stand_in_decoder(mlxspec.PromptLookupDecoder)
     decoder.costs = given_costs(FLAT)
-    memory, cache = Memory(decoder.model, limit=1 << 32), PrefixCache(decoder.model, 1 << 28)
+    memory, cache = CacheMemory(decoder.model, limit=1 << 32), PrefixCache(decoder.model, 1 << 28)
     with (
         running_server(ServedModel("small", decoder, cache, memory)) as server,
         pytest.raises(openai.BadRequestError, match="leave it out") as refused,
@@ -407,7 +406,7 @@ def secretive(directory: Path, **options: Any) -> Iterator[Running]:
     model, tokenizer = mlxspec.load(str(write_scripted_model(directory, SECRET, ends=True)))
     decoder = mlxspec.AutoDecoder(model, tokenizer)
     decoder.costs = given_costs({1: 1.0, 64: 1.0})
-    secret = ServedModel("small", decoder, PrefixCache(model, 1 << 24), Memory(model))
+    secret = ServedModel("small", decoder, PrefixCache(model, 1 << 24), CacheMemory(model))
     with running_server(secret, **options) as running:
         yield running
 
@@ -483,7 +482,7 @@ def scripted_caller(directory: Path, script: Sequence[str]) -> Iterator[Running]
     tokenizer = with_tools(tokenizer, "json_tools", TEMPLATE)
     decoder = mlxspec.AutoDecoder(model, tokenizer, memory_tokens=0)
     decoder.costs = given_costs(FLAT)
-    served = ServedModel("caller", decoder, PrefixCache(model, 1 << 24), Memory(model))
+    served = ServedModel("caller", decoder, PrefixCache(model, 1 << 24), CacheMemory(model))
     with running_server(served) as running:
         yield running
 

@@ -23,15 +23,14 @@ import mlxspec
 from mlxspec.cli.request_log import RequestLog
 from mlxspec.drafting.costs import LiveCosts
 from mlxspec.generation.request import State
-from mlxspec.server import generating
-from mlxspec.server.admission import Memory
-from mlxspec.server.answering import Silence
+from mlxspec.server import endpoints
+from mlxspec.server.answer import KeepAlive
+from mlxspec.server.auth import MOST_BYTES
+from mlxspec.server.body import ApiError
 from mlxspec.server.connections import Bounds
-from mlxspec.server.errors import ApiError
-from mlxspec.server.gate import MOST_BYTES
-from mlxspec.server.openai.answer import CompletionAnswer
-from mlxspec.server.served_request import ServedRequest
-from mlxspec.server.worker import Limits
+from mlxspec.server.openai_answer import CompletionAnswer
+from mlxspec.server.served_model import CacheMemory
+from mlxspec.server.worker import ServedRequest, WorkerLimits
 from tests.support.brake import Brake, braked, until
 from tests.support.demo import given_costs, stand_in_decoder
 from tests.support.serving import Running, running_server, served
@@ -407,7 +406,7 @@ def test_pages_of_other_servers_may_not_ask(guarded: Running) -> None:
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[Running]:
     """A server that runs one generation at a time, and prompts in short chunks."""
-    with running_server(served(prefill_step_size=64), Limits(active=1)) as running:
+    with running_server(served(prefill_step_size=64), WorkerLimits(active=1)) as running:
         yield running
 
 
@@ -472,14 +471,14 @@ def test_who_leaves_before_the_answer_begins_is_not_generated_for(
     server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[ServedRequest] = []
-    tokenizing, gone, plain = threading.Event(), threading.Event(), generating.completion_prompts
+    tokenizing, gone, plain = threading.Event(), threading.Event(), endpoints.completion_prompts
 
     def slowly(*args: Any) -> Any:
         tokenizing.set()
         assert gone.wait(30)
         return plain(*args)
 
-    monkeypatch.setattr(generating, "completion_prompts", slowly)
+    monkeypatch.setattr(endpoints, "completion_prompts", slowly)
     monkeypatch.setattr(server.worker.records, "on_end", seen.extend)
     client = RawClient(server, TEXT, {**ENDLESS, "stream": stream})
     assert tokenizing.wait(30)
@@ -560,7 +559,9 @@ def test_a_slow_reader_pauses_its_own_generation_only() -> None:
 def test_who_reads_nothing_at_all_makes_room_in_the_end(stream: bool) -> None:
     """The generation's, and the connection's as well."""
     bounds = Bounds(unread=0.1)
-    with running_server(limits=Limits(active=1), send_buffer=1 << 14, bounds=bounds) as server:
+    with running_server(
+        limits=WorkerLimits(active=1), send_buffer=1 << 14, bounds=bounds
+    ) as server:
         if stream:
             path, body = TEXT, {**ENDLESS, "stream": True, "logprobs": 20}
         else:  # an answer that is larger than all buffers together
@@ -576,7 +577,7 @@ def test_who_reads_nothing_at_all_makes_room_in_the_end(stream: bool) -> None:
 
 def test_silent_phases_have_life_signs() -> None:
     with (
-        running_server(limits=Limits(active=1), silence=Silence(0.02, 0.05)) as server,
+        running_server(limits=WorkerLimits(active=1), silence=KeepAlive(0.02, 0.05)) as server,
         braked(server.decoder.model) as brake,
         ThreadPoolExecutor() as pool,
     ):
@@ -734,7 +735,7 @@ def test_a_fault_in_admission_ends_who_waits(
         raise RuntimeError("out of order")
 
     with monkeypatch.context() as patch:
-        patch.setattr(server.worker.models["small"].cache, "worth_waiting", broken)
+        patch.setattr(server.worker.models["small"].cache, "should_wait", broken)
         answer = post(server, TEXT, {"prompt": "Once"})
         assert (answer.status_code, error_of(answer)["type"]) == (500, "server_error")
     check_goes_on(server)
@@ -790,7 +791,7 @@ def test_a_server_that_ends_says_so_and_leaves_nothing(stream: bool) -> None:
 
 def test_who_finds_the_queue_full_is_told_when_to_come_again() -> None:
     with (
-        running_server(limits=Limits(active=1, queued=1)) as server,
+        running_server(limits=WorkerLimits(active=1, queued=1)) as server,
         braked(server.decoder.model) as brake,
         ThreadPoolExecutor() as pool,
     ):
@@ -811,7 +812,7 @@ def test_who_finds_the_queue_full_is_told_when_to_come_again() -> None:
 
 
 def test_more_choices_than_there_are_places_are_no_matter_of_waiting() -> None:
-    with running_server(limits=Limits(active=1, queued=1)) as server:
+    with running_server(limits=WorkerLimits(active=1, queued=1)) as server:
         with pytest.raises(openai.BadRequestError) as refused:
             server.client().completions.create(model="small", prompt="Once", n=3)
         assert refused.value.param == "n"
@@ -821,7 +822,7 @@ def test_more_choices_than_there_are_places_are_no_matter_of_waiting() -> None:
 def test_requests_wait_for_memory() -> None:
     model = served()
     each = model.memory.bytes_for(64)
-    model.memory = Memory(model.decoder.model, model.memory.options, limit=int(2.5 * each))
+    model.memory = CacheMemory(model.decoder.model, model.memory.options, limit=int(2.5 * each))
     with (
         running_server(model) as server,
         braked(model.decoder.model) as brake,

@@ -13,9 +13,8 @@ from mlxspec.drafting.drafter import NoDraft
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.sources import DrafterSource
 from mlxspec.generation import engine
-from mlxspec.server.model_queue import ModelQueue
 from mlxspec.server.served_model import ServedModel
-from mlxspec.server.served_request import Records, ServedRequest
+from mlxspec.server.worker import ModelQueue, Records, ServedRequest
 from tests.support.demo import FLAT
 from tests.support.serving import served
 

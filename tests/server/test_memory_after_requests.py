@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from mlxspec.generation.session import Session
-from mlxspec.server.served_request import ServedRequest
+from mlxspec.server.worker import ServedRequest
 from tests.support.serving import running_server, served
 
 

@@ -20,10 +20,9 @@ import pytest
 from anthropic import Anthropic
 from anthropic.types import Message
 
-from mlxspec.server.admission import Memory
-from mlxspec.server.answering import Silence
-from mlxspec.server.served_model import ServedModel
-from mlxspec.server.worker import Limits
+from mlxspec.server.answer import KeepAlive
+from mlxspec.server.served_model import CacheMemory, ServedModel
+from mlxspec.server.worker import WorkerLimits
 from tests.server.test_endpoints import HELLO, PIECES, answer_alone, ids_of, scripted_caller
 from tests.server.test_messages_answer import EVENT, extras
 from tests.server.test_messages_requests import FULL_MESSAGES, WEATHER
@@ -189,7 +188,7 @@ def test_an_answer_has_the_tokens_that_the_context_has_room_for(
 def test_an_answer_has_the_tokens_that_memory_has_room_for() -> None:
     model = served()
     limit = model.memory.bytes_for(256)
-    model.memory = Memory(model.decoder.model, model.memory.options, limit=limit)
+    model.memory = CacheMemory(model.decoder.model, model.memory.options, limit=limit)
     with running_server(model) as server:
         made = streamed(client_of(server), max_tokens=64000)
     assert made.stop_reason == "model_context_window_exceeded"
@@ -385,7 +384,7 @@ def test_the_gates_errors_have_the_form_too(path: str) -> None:
 
 def test_who_finds_the_queue_full_or_the_server_ending_is_told_so() -> None:
     with (
-        running_server(limits=Limits(active=1, queued=1)) as server,
+        running_server(limits=WorkerLimits(active=1, queued=1)) as server,
         braked(server.decoder.model) as brake,
         ThreadPoolExecutor() as pool,
     ):
@@ -410,7 +409,7 @@ def test_who_finds_the_queue_full_or_the_server_ending_is_told_so() -> None:
 
 def test_a_stream_says_that_it_lives_and_how_it_fails() -> None:
     with (
-        running_server(silence=Silence(sign=0.05)) as server,
+        running_server(silence=KeepAlive(sign=0.05)) as server,
         braked(server.decoder.model) as brake,
         ThreadPoolExecutor() as pool,
     ):

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from mlxspec.server.body import read_body
-from mlxspec.server.errors import ApiError
-from mlxspec.server.messages.requests import MessagesRequest, parse_messages
-from mlxspec.server.requests import parse_chat
+from mlxspec.server.body import ApiError, read_body
+from mlxspec.server.messages import parse_messages
+from mlxspec.server.openai import parse_chat
+from mlxspec.server.requests import ChatRequest
 from tests.server.test_requests import hostile
 from tests.support.examples import examples
 from tests.support.hostile import json_values
@@ -80,7 +80,7 @@ FULL_MESSAGES: dict[str, Any] = {
 """As Claude Code 2.1 sends it, and some more."""
 
 
-def messages(**fields: Any) -> MessagesRequest:
+def messages(**fields: Any) -> ChatRequest:
     return parse_messages({"max_tokens": 100, "messages": HELLO, **fields})
 
 
@@ -129,7 +129,10 @@ def test_a_request_of_claude_code_is_the_chat_that_it_means() -> None:
         }
     )
     request = parse_messages(FULL_MESSAGES)
-    assert vars(request) == vars(chat) | {"names": request.names}
+    assert vars(request) == vars(chat) | {
+        "cuts_max_tokens": True,
+        "tool_places": ("tools[0].input_schema",),
+    }
     assert request.cuts_max_tokens
     assert not chat.cuts_max_tokens
 
@@ -302,7 +305,7 @@ def test_what_is_wrong_or_cannot_be_done_is_refused_by_name(
 
 
 def test_the_body_that_is_made_hostile_is_right_before() -> None:
-    assert isinstance(parse_messages(FULL_MESSAGES), MessagesRequest)
+    assert isinstance(parse_messages(FULL_MESSAGES), ChatRequest)
 
 
 @settings(max_examples=examples(150, 10_000))

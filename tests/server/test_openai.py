@@ -11,21 +11,14 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from openai.lib.streaming.chat import ChatCompletionStreamState
-from openai.types import Completion, Model
+from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
-from mlxspec.server.events import Ended, Event, Piece
-from mlxspec.server.openai.answer import (
-    ChatAnswer,
-    CompletionAnswer,
-    detokenize_answer,
-    model_entry,
-    models_answer,
-    tokenize_answer,
-)
+from mlxspec.server.openai import parse_chat, parse_completion
+from mlxspec.server.openai_answer import ChatAnswer, CompletionAnswer, detokenized
 from mlxspec.server.output import output_format
-from mlxspec.server.requests import parse_chat, parse_completion
+from mlxspec.server.worker import Ended, Event, Piece
 from tests.support.chat_tokenizer import chat_tokenizer
 
 TOKENIZER = chat_tokenizer()
@@ -360,19 +353,10 @@ def test_an_echoed_prompt_comes_once(stream: bool) -> None:
     assert answer.whole()["choices"][0]["text"] == "HiHello"
 
 
-# --- models and tokens ---
+# --- tokens ---
 
 
-def test_models_tell_their_context() -> None:
-    entry = model_entry("demo", 1, 4096)
-    assert valid(Model, {k: v for k, v in entry.items() if "len" not in k}).id == "demo"
-    assert (entry["context_length"], entry["max_model_len"]) == (4096, 4096)
-    assert "context_length" not in model_entry("demo", 1, None)
-    assert models_answer([entry]) == {"object": "list", "data": [entry]}
-
-
-def test_texts_and_tokens() -> None:
+def test_the_text_of_tokens() -> None:
     ids = TOKENIZER.encode("é", add_special_tokens=False)
-    assert tokenize_answer(ids, 9) == {"tokens": ids, "count": 2, "max_model_len": 9}
-    assert detokenize_answer(TOKENIZER, [*ids, 10**6]) == {"prompt": "é"}
-    assert detokenize_answer(TOKENIZER, []) == {"prompt": ""}
+    assert detokenized(TOKENIZER, [*ids, 10**6]) == "é"
+    assert detokenized(TOKENIZER, []) == ""

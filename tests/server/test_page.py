@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from mlxspec.server import metrics
-from mlxspec.server.metrics import History
-from mlxspec.server.worker import Limits
+from mlxspec.server.metrics import SecondSums
+from mlxspec.server.worker import WorkerLimits
 from tests.support.browser import shown_document
 from tests.support.serving import running_server
 
@@ -66,7 +66,7 @@ def test_the_page_shows_the_figures_of_the_status() -> None:
 
 
 def test_the_page_shows_requests_that_run_and_that_wait() -> None:
-    with running_server(limits=Limits(active=1)) as server, server.client() as client:
+    with running_server(limits=WorkerLimits(active=1)) as server, server.client() as client:
         asked = [
             client.chat.completions.create(**ASK, max_tokens=30_000, stream=True) for _ in range(2)
         ]
@@ -97,7 +97,7 @@ def test_the_page_asks_nobody_else_for_anything() -> None:
 def test_the_history_has_the_seconds_that_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now)
-    history = History()
+    history = SecondSums()
     assert history.columns()["generated"] == []
     history.add(generated=3, steps=1)
     now = 1000.9

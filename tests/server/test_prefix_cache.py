@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import stat
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -209,8 +208,8 @@ def test_those_who_come_at_once_wait_for_the_state_that_they_share() -> None:
     requests.answer([*system, *tokens_of(30, 1)])
     second = requests.start([*system, *tokens_of(30, 2)], n=40)
     third = [*system, *tokens_of(30, 3)]
-    assert requests.cache.worth_waiting(third)
-    while requests.cache.worth_waiting(third):
+    assert requests.cache.should_wait(third)
+    while requests.cache.should_wait(third):
         requests.engine.turn()
     other = requests.start(third)
     assert not second.job.done
@@ -225,8 +224,8 @@ def test_requests_that_run_at_once_share_what_one_of_them_has_run(kind: str) -> 
     requests, system = Requests(kind), tokens_of(300)
     first = requests.start([*system, *tokens_of(20, 1)], n=40)
     second = [*system, *tokens_of(20, 2)]
-    assert requests.cache.worth_waiting(second)
-    while requests.cache.worth_waiting(second):
+    assert requests.cache.should_wait(second)
+    while requests.cache.should_wait(second):
         requests.engine.turn()
     other = requests.start(second, n=40)
     assert not first.job.done
@@ -243,7 +242,7 @@ def test_requests_that_run_at_once_share_what_one_of_them_has_run(kind: str) -> 
 def test_several_answers_to_one_prompt_run_it_once(kind: str) -> None:
     requests, prompt = Requests(kind), tokens_of(200)
     first = requests.start(prompt)
-    while requests.cache.worth_waiting(prompt):
+    while requests.cache.should_wait(prompt):
         requests.engine.turn()
     others = [requests.start(prompt) for _ in range(2)]
     requests.run()
@@ -254,13 +253,13 @@ def test_several_answers_to_one_prompt_run_it_once(kind: str) -> None:
 
 def test_nobody_waits_for_a_short_beginning_or_for_who_has_passed_it() -> None:
     requests, prompt = Requests(), tokens_of(200)
-    assert not requests.cache.worth_waiting(prompt)
+    assert not requests.cache.should_wait(prompt)
     first = requests.start(prompt, n=40)
-    assert requests.cache.worth_waiting(prompt)
-    assert not requests.cache.worth_waiting(prompt, "another")
-    assert not requests.cache.worth_waiting([*prompt[:40], 1, *prompt])
+    assert requests.cache.should_wait(prompt)
+    assert not requests.cache.should_wait(prompt, "another")
+    assert not requests.cache.should_wait([*prompt[:40], 1, *prompt])
     requests.end(first)
-    assert not requests.cache.worth_waiting(prompt)
+    assert not requests.cache.should_wait(prompt)
 
 
 @each_kind
@@ -474,11 +473,8 @@ def test_whatever_runs_beside_and_before_a_request_its_answer_is_its_own(
     for request in started:
         assert request.tokens == requests.alone(request.prompt, 8)[: len(request.tokens)]
         assert request.reused < len(request.prompt)
-    tree = {
-        entry for tree in requests.cache._trees.values() for _, entry in tree.matches(array("i"))
-    }
-    assert tree == set(requests.cache._idle)
-    assert not any(entry.lent for entry in tree)
+    assert not requests.cache._lent
+    assert not any(entry.lent for entry in requests.cache._idle)
 
 
 # --- on disk ---

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.models.tokenizer import load_tokenizer_of
-from mlxspec.server.errors import ApiError
+from mlxspec.server.body import ApiError
+from mlxspec.server.openai import parse_chat, parse_completion
 from mlxspec.server.output import OutputParser, Reasoning, Text, ToolCallArguments, ToolCallBegun
 from mlxspec.server.prompts import ChatPrompt, Prompt, chat_prompt, completion_prompts
-from mlxspec.server.requests import parse_chat, parse_completion
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.demo import demo
 from tests.support.hostile import json_values

@@ -11,18 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec import Constraint
-from mlxspec.server.body import read_body
-from mlxspec.server.errors import ApiError
-from mlxspec.server.requests import (
-    ChatRequest,
-    CompletionRequest,
-    Sampling,
-    TokenizeRequest,
-    parse_chat,
-    parse_completion,
-    parse_detokenize,
-    parse_tokenize,
-)
+from mlxspec.server.body import ApiError, parse, read_body
+from mlxspec.server.openai import DetokenizeBody, parse_chat, parse_completion, parse_tokenize
+from mlxspec.server.requests import ChatRequest, CompletionRequest, Sampling
 from tests.support.examples import examples
 from tests.support.hostile import json_values
 
@@ -36,6 +27,10 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
+
+
+def parse_detokenize(body: object) -> DetokenizeBody:
+    return parse(DetokenizeBody, body)
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -364,8 +359,8 @@ def test_what_is_wrong_or_cannot_be_done_is_refused_by_name(
 
 @pytest.mark.parametrize("body", [None, [], "x", 5, True, float("nan")])
 def test_a_body_that_is_no_object_is_refused(body: object) -> None:
-    for parse in (parse_chat, parse_completion, parse_tokenize, parse_detokenize):
-        assert param_of(body, parse) is None
+    for read in (parse_chat, parse_completion, parse_tokenize, parse_detokenize):
+        assert param_of(body, read) is None
 
 
 # --- messages ---
@@ -509,12 +504,13 @@ def test_completions_refuse_by_name(fields: dict[str, Any], param: str) -> None:
 
 
 def test_texts_and_ids_to_convert() -> None:
-    assert parse_tokenize({"prompt": "a"}) == TokenizeRequest("a", None)
-    assert parse_tokenize({"content": "", "add_special_tokens": False}).text == ""
-    assert parse_tokenize({"messages": HELLO}).chat == chat()
+    asked, conversation = parse_tokenize({"prompt": "a"})
+    assert (asked.text, asked.add_special_tokens, conversation) == ("a", True, None)
+    assert parse_tokenize({"content": "", "add_special_tokens": False})[0].text == ""
+    assert parse_tokenize({"messages": HELLO})[1] == chat()
     assert param_of({}, parse_tokenize) == "prompt"
-    assert parse_detokenize({"tokens": [1, 2]}) == (1, 2)
-    assert parse_detokenize({"tokens": []}) == ()
+    assert parse_detokenize({"tokens": [1, 2]}).tokens == [1, 2]
+    assert parse_detokenize({"tokens": []}).tokens == []
     assert param_of({"tokens": [1, "a"]}, parse_detokenize) == "tokens[1]"
     assert param_of({}, parse_detokenize) == "tokens"
 

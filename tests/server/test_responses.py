@@ -12,7 +12,7 @@ import pytest
 from openai import OpenAI
 from openai.types.responses import Response
 
-from mlxspec.server.answering import Silence
+from mlxspec.server.answer import KeepAlive
 from tests.server.test_endpoints import PIECES, WEATHER, answer_alone, ids_of, scripted_caller
 from tests.server.test_responses_answer import valid
 from tests.server.test_responses_requests import CODEX
@@ -206,7 +206,7 @@ def test_life_signs_come_before_the_first_token() -> None:
     """As events: comments do not count for some clients."""
     body = {"input": "Hello there", "stream": True, "max_output_tokens": 2}
     with (
-        running_server(silence=Silence(sign=0.02)) as server,
+        running_server(silence=KeepAlive(sign=0.02)) as server,
         braked(server.decoder.model) as brake,
         brake.holding(),
         httpx.stream("POST", f"{server.address}/v1/responses", json=body, timeout=60) as answer,

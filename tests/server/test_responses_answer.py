@@ -18,16 +18,14 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from mlxspec.server.errors import ApiError
-from mlxspec.server.events import Event, Piece
+from mlxspec.server.body import ApiError
 from mlxspec.server.output import output_format
-from mlxspec.server.responses.answer import ResponsesAnswer
-from mlxspec.server.responses.requests import Earlier, parse_responses
-from mlxspec.server.responses.store import ResponseStore, StoredResponse
+from mlxspec.server.responses import ResponseStore, StoredResponse, parse_responses
+from mlxspec.server.responses_answer import ResponsesAnswer
+from mlxspec.server.worker import Event, Piece
 from tests.server.test_openai import TOKENIZER, ended, extras, pieces
 from tests.server.test_responses_requests import CODEX
 
-NONE = Earlier(lambda _: None, lambda _: None)
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 OURS = {"presence_penalty", "frequency_penalty", "store", "bytes", "status", "name"}
 """Fields that the API's description has, or other APIs, and the library's types have not."""
@@ -48,7 +46,7 @@ CALLS = (
 
 
 def answered(kept: list[StoredResponse] | None = None, **fields: Any) -> ResponsesAnswer:
-    request = parse_responses({"input": "?", **fields}, NONE)
+    request = parse_responses({"input": "?", **fields})
     format = replace(
         output_format(TOKENIZER, request.tools), several_calls=request.parallel_tool_calls
     )

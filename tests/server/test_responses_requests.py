@@ -11,10 +11,15 @@ from hypothesis import given, settings
 from openai.types.responses import Response, ResponseItem
 from pydantic import TypeAdapter
 
-from mlxspec.server.errors import ApiError
-from mlxspec.server.requests import ChatRequest, parse_chat
-from mlxspec.server.responses.requests import Earlier, ResponsesRequest, parse_responses
-from mlxspec.server.responses.store import StoredResponse
+from mlxspec.server.body import ApiError
+from mlxspec.server.openai import parse_chat
+from mlxspec.server.requests import ChatRequest
+from mlxspec.server.responses import (
+    ResponsesRequest,
+    ResponseStore,
+    StoredResponse,
+    parse_responses,
+)
 from tests.server.test_requests import check_any, hostile, param_of
 from tests.support.examples import examples
 from tests.support.hostile import json_values
@@ -22,10 +27,8 @@ from tests.support.hostile import json_values
 ITEMS: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 KEPT = {"id": "msg_kept", "type": "message", "role": "user", "status": "completed"}
 KEPT |= {"content": [{"type": "input_text", "text": "Before"}]}
-EARLIER = Earlier(
-    lambda one: StoredResponse({"id": one, "output": []}, (KEPT,)) if one == "resp_1" else None,
-    lambda one: KEPT if one == KEPT["id"] else None,
-)
+STORE = ResponseStore()
+STORE.put("", StoredResponse({"id": "resp_1", "output": []}, (KEPT,)))
 EXEC = {
     "type": "function",
     "name": "exec_command",
@@ -119,7 +122,7 @@ FULL = {
 
 
 def parsed(body: object) -> ResponsesRequest:
-    return parse_responses(body, EARLIER)
+    return parse_responses(body, STORE)
 
 
 def asked(**fields: Any) -> ResponsesRequest:
@@ -135,7 +138,7 @@ def test_a_text_is_a_message_of_the_user() -> None:
     request = asked()
     chat = parse_chat({"messages": [{"role": "user", "content": "Hello"}]})
     ours = {name: getattr(request, name) for name in vars(chat)}
-    assert ours == vars(chat) | {"names": request.names}
+    assert ours == vars(chat)
     assert request.store
     assert ITEMS.validate_python(request.items[0]).content[0].text == "Hello"
     assert asked(input=[{"role": "user", "content": "Hello"}]).messages == request.messages
@@ -162,7 +165,11 @@ def test_what_codex_sends_is_a_chat() -> None:
     assert request.tools[0]["function"] == {name: EXEC[name] for name in EXEC if name != "type"}
     assert "lark" in json.dumps(request.tools[1])
     assert request.tools[2]["function"]["description"] == "Other agents.\n\nRuns a command."
-    assert [tool["type"] for tool in request.told["tools"]] == ["function", "custom", "namespace"]
+    assert [tool["type"] for tool in request.repeated["tools"]] == [
+        "function",
+        "custom",
+        "namespace",
+    ]
     assert not request.store
     assert request.stream
     assert request.template_kwargs == {"reasoning_effort": "medium"}
@@ -177,7 +184,7 @@ def test_what_is_kept_and_told_is_of_the_clients_types() -> None:
     assert ids[-1] == "msg_kept"
     assert all(ids)
     whole = {"id": "r", "object": "response", "created_at": 0, "model": "m", "output": []}
-    told = Response.model_validate({**whole, **request.told})
+    told = Response.model_validate({**whole, **request.repeated})
     assert told.temperature == 0.5
     assert told.metadata == {"a": "b"}
     assert (told.truncation, told.text and told.text.verbosity) == ("disabled", "medium")
@@ -197,11 +204,11 @@ def test_options_are_those_of_a_chat() -> None:
 
 
 def test_null_is_absent() -> None:
-    told = asked().told
-    assert asked(**dict.fromkeys(FULL.keys() - {"input", "metadata"})).told == told
+    told = asked().repeated
+    assert asked(**dict.fromkeys(FULL.keys() - {"input", "metadata"})).repeated == told
     nulls = ("background", "conversation", "prompt", "n", "response_format", "mlxspec")
-    assert asked(**dict.fromkeys(nulls)).told == told
-    assert asked(background=False, conversation=None).told == told
+    assert asked(**dict.fromkeys(nulls)).repeated == told
+    assert asked(background=False, conversation=None).repeated == told
 
 
 def test_tools_may_be_named_and_bounded() -> None:
@@ -232,7 +239,7 @@ def test_a_conversation_adds_tools() -> None:
     ]
     assert len(request.tools) == 4
     assert [message["role"] for message in request.messages] == ["user"]
-    assert [tool["name"] for tool in request.told["tools"]] == ["exec_command"]
+    assert [tool["name"] for tool in request.repeated["tools"]] == ["exec_command"]
     broken = {**more, "tools": [{**AGENTS, "tools": [{"type": "mcp", "name": "m"}]}]}
     assert wrong(input=[broken]) == "additional_tools[0].tools[0].type"
 
@@ -296,7 +303,8 @@ def test_reasoning_of_others_is_their_summary() -> None:
         ({"tools": [EXEC, EXEC]}, "tools[1].name"),
         ({"tools": [{**EXEC, "name": ""}]}, "tools[0].name"),
         ({"tools": [{**EXEC, "parameters": 5}]}, "tools[0].parameters"),
-        ({"tools": [{**AGENTS, "tools": [{"type": "namespace"}]}]}, "tools[0].tools[0].type"),
+        ({"tools": [{**AGENTS, "tools": [{"type": "namespace", "name": "a"}]}]},
+         "tools[0].tools[0].type"),
         ({"tools": [{**PATCH, "format": {"type": "grammar"}}]}, "tools[0].format.syntax"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [EXEC], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),

@@ -20,9 +20,8 @@ from pydantic import BaseModel, Field
 import mlxspec
 from mlxspec.engine import compiling
 from mlxspec.generation.constrained import in_answer
-from mlxspec.server.admission import Memory
 from mlxspec.server.prefix_cache import PrefixCache
-from mlxspec.server.served_model import ServedModel
+from mlxspec.server.served_model import CacheMemory, ServedModel
 from tests.support.chains import CHAINS
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.demo import FLAT, given_costs, stand_in_decoder
@@ -216,7 +215,7 @@ def thinker() -> Iterator[Running]:
     model = random_model("llama", vocab_size=len(tokenizer) + 6)
     decoder = mlxspec.AutoDecoder(model, tokenizer, memory_tokens=0)
     decoder.costs = given_costs(FLAT)
-    served = ServedModel("thinker", decoder, PrefixCache(model, 1 << 24), Memory(model))
+    served = ServedModel("thinker", decoder, PrefixCache(model, 1 << 24), CacheMemory(model))
     with running_server(served) as running:
         yield running
 

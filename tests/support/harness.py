@@ -13,9 +13,8 @@ from mlxspec.bench.equality import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft
 from mlxspec.engine import step as engine
 from mlxspec.engine.capability import Capability
-from mlxspec.engine.chooser import Chooser
 from mlxspec.engine.params import CacheOptions
-from mlxspec.engine.sampling import SamplingParams
+from mlxspec.engine.sampling import Chooser, SamplingParams
 from mlxspec.engine.target import Progress, Target, target_for, vocabulary_size
 
 NEAR_TIES: list[float] = []
@@ -60,7 +59,12 @@ def decode(
 ) -> Generator[engine.DecodedStep, None, None]:
     """The steps of a generation."""
     sequence = engine.Sequence(target, prompt, drafter, chooser, **options)
-    return engine.decode(sequence, on_progress)
+    try:
+        sequence.begin(on_progress)
+        while not sequence.finished:
+            yield engine.step(sequence)
+    finally:
+        sequence.close()
 
 
 def run(

@@ -15,12 +15,11 @@ from starlette.types import ASGIApp
 
 import mlxspec
 from mlxspec.engine.params import CacheOptions
-from mlxspec.server.admission import Memory
 from mlxspec.server.app import create_app
-from mlxspec.server.connections import Bounds, Server
+from mlxspec.server.connections import Bounds, HttpServer
 from mlxspec.server.prefix_cache import PrefixCache
-from mlxspec.server.served_model import ServedModel
-from mlxspec.server.worker import Limits, Worker
+from mlxspec.server.served_model import CacheMemory, ServedModel
+from mlxspec.server.worker import Worker, WorkerLimits
 from tests.support.chat_tokenizer import CHATML, with_tools
 from tests.support.demo import FLAT, given_costs, stand_in_decoder
 
@@ -54,7 +53,7 @@ def served(name: str = "small", cache_bytes: int = 1 << 28, **options: Any) -> S
     decoder = stand_in_decoder(mlxspec.AutoDecoder, memory_tokens=0)
     decoder.costs = given_costs(FLAT)
     caches = CacheOptions(**options)
-    memory = Memory(decoder.model, caches, limit=1 << 32)
+    memory = CacheMemory(decoder.model, caches, limit=1 << 32)
     chunks_matter = decoder.chunks_matter
     cache = PrefixCache(decoder.model, cache_bytes, caches, chunks_matter=chunks_matter)
     return ServedModel(name, decoder, cache, memory, options=vars(caches))  # type: ignore[arg-type]
@@ -70,7 +69,7 @@ def served_with_tools() -> ServedModel:
 @contextmanager
 def running_server(
     model: ServedModel | None = None,
-    limits: Limits | None = None,
+    limits: WorkerLimits | None = None,
     send_buffer: int | None = None,
     bounds: Bounds = Bounds(),  # noqa: B008  # a constant
     **options: Any,
@@ -85,11 +84,11 @@ def running_server(
         options: as for :func:`mlxspec.server.app.create_app`.
     """
     model = model or served()
-    worker = Worker([model], limits or Limits())
+    worker = Worker([model], limits or WorkerLimits())
     worker.start()
     worker.wait_until_ready()
     app = create_app(worker, **options)
-    server = Server(app, bounds, grace=1.0)
+    server = HttpServer(app, bounds, grace=1.0)
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if send_buffer:

@@ -18,11 +18,10 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ... import __version__
-from ...models.detokenizer import token_bytes
-from ..answer import Answer, ChatChoice
-from ..events import Ended, Piece
-from ..output import (
+from .. import __version__
+from ..models.detokenizer import token_bytes
+from .answer import Answer, ChatChoice
+from .output import (
     Delta,
     OutputFormat,
     OutputParser,
@@ -31,7 +30,8 @@ from ..output import (
     ToolCallArguments,
     ToolCallBegun,
 )
-from ..requests import ChatRequest, CompletionRequest, Request
+from .requests import ApiRequest, ChatRequest, CompletionRequest
+from .worker import Ended, Piece
 
 _IMPOSSIBLE = -9999.0  # what OpenAI has for minus infinity, which is no JSON
 
@@ -53,7 +53,7 @@ class _OpenAIAnswer(Answer):
     _prefix = _object = _chunk_object = ""
 
     def __init__(
-        self, request: Request, model: str, tokenizer: TokenizerWrapper, n_choices: int
+        self, request: ApiRequest, model: str, tokenizer: TokenizerWrapper, n_choices: int
     ) -> None:
         super().__init__(n_choices)
         self.id = f"{self._prefix}-{uuid.uuid4().hex}"
@@ -405,30 +405,7 @@ def _finite(logprob: float | None) -> float:
     return logprob if logprob is not None and logprob > _IMPOSSIBLE else _IMPOSSIBLE
 
 
-# --- models and tokens ---
-
-
-def model_entry(name: str, created: int, context_length: int | None) -> dict[str, Any]:
-    """A model of ``/v1/models``; its context is under the two names that clients look for."""
-    entry = {"id": name, "object": "model", "created": created, "owned_by": "mlxspec"}
-    if context_length is None:
-        return entry
-    return entry | {"context_length": context_length, "max_model_len": context_length}
-
-
-def models_answer(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The answer of ``/v1/models``."""
-    return {"object": "list", "data": list(entries)}
-
-
-def tokenize_answer(tokens: Sequence[int], context_length: int | None) -> dict[str, Any]:
-    """The answer of ``/v1/tokenize``."""
-    return {"tokens": list(tokens), "count": len(tokens), "max_model_len": context_length}
-
-
-def detokenize_answer(tokenizer: TokenizerWrapper, tokens: Sequence[int]) -> dict[str, Any]:
-    """The answer of ``/v1/detokenize``."""
-    return {"prompt": detokenized(tokenizer, tokens)}
+# --- tokens ---
 
 
 def detokenized(tokenizer: TokenizerWrapper, tokens: Sequence[int]) -> str:

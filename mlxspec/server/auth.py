@@ -17,8 +17,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .errors import ApiError, error_response
-from .fields import shown
+from .body import ApiError, error_response, shown
 
 MOST_BYTES = 32 * 2**20
 """Of a request's body."""
@@ -46,7 +45,7 @@ def is_loopback(host: str) -> bool:
 OnRefusal = Callable[[str, ApiError], object]
 
 
-class Gate:
+class AuthMiddleware:
     """ASGI middleware: refuses requests that are not meant for this server, or have no key.
 
     Args:

@@ -1,25 +1,23 @@
-"""Answers in the form of OpenAI's Responses API: items, and the events that tell them in pieces."""
+"""Answers in the form of OpenAI's Responses API: items, and events for their pieces."""
 
 from __future__ import annotations
 
 import json
 import re
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from pydantic_core import from_json
 
-from ..answer import Answer, ChatChoice
-from ..errors import ApiError
-from ..events import Ended, Piece
-from ..fields import refuse, without_lone_surrogates
-from ..openai.answer import TokenNames
-from ..output import Delta, OutputFormat, OutputParser, Text, ToolCallArguments, ToolCallBegun
-from .requests import ResponsesRequest, Tool, new_id
-from .store import StoredResponse
+from .answer import Answer, ChatChoice
+from .body import ApiError, refuse, without_lone_surrogates
+from .openai_answer import TokenNames
+from .output import Delta, OutputFormat, OutputParser, Text, ToolCallArguments, ToolCallBegun
+from .responses import ResponsesRequest, StoredResponse, Tool, new_id
+from .worker import Ended, Piece
 
 ResponseEvent = dict[str, Any]
 
@@ -27,8 +25,8 @@ ResponseEvent = dict[str, Any]
 class ResponsesAnswer(Answer):
     """The answer of ``/v1/responses``.
 
-    An event follows the other by ``sequence_number``. What says that all is well is an event too,
-    ``response.in_progress`` once more, since some clients count only those. The stream ends with
+    Events are numbered by ``sequence_number``. The keep-alive is an event too,
+    ``response.in_progress`` once more, since some clients count only events. The stream ends with
     ``response.completed``, ``response.incomplete`` where the output was cut off, or
     ``response.failed``.
 
@@ -56,7 +54,7 @@ class ResponsesAnswer(Answer):
         self._keep = keep
         self._names = TokenNames(tokenizer)
         self._choice = ChatChoice(OutputParser(format))
-        self._untold: list[dict[str, Any]] = []
+        self._pending: list[dict[str, Any]] = []
         """Log-probabilities of tokens whose text has not come yet."""
         self._items: list[_Item] = []
         self._sent = 0
@@ -86,7 +84,7 @@ class ResponsesAnswer(Answer):
             told = [(delta.text, logprobs) for delta, logprobs in group]  # type: ignore[union-attr]
             text = "".join(text for text, _ in told)
             if kind is not ToolCallArguments:
-                events += self._ensure(_Message if kind is Text else _Reasoning)
+                events += self._ensure("message" if kind is Text else "reasoning")
             events += self._events(self._items[-1].add(text, [p for _, some in told for p in some]))
         if end := self._choice.counted(end):
             self.ends[index] = end
@@ -109,9 +107,11 @@ class ResponsesAnswer(Answer):
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
             "model": self._model,
-            "output": [] if self._status == "in_progress" else [one.told() for one in self._items],
+            "output": []
+            if self._status == "in_progress"
+            else [one.as_json() for one in self._items],
             "usage": self._usage(),
-            **self._request.told,
+            **self._request.repeated,
         }
 
     def finished(self, index: int) -> bool:
@@ -140,24 +140,24 @@ class ResponsesAnswer(Answer):
         said: list[tuple[Delta, list[dict[str, Any]]]] = []
         for some in (*([piece] for piece in pieces), []):
             if self._request.logprobs is not None and not self._choice.parser.reasoning:
-                self._untold += self._names.of_chat(some)
+                self._pending += self._names.of_chat(some)
             for delta, _ in self._choice.read(some, None if some else end):
                 self._choice.add(delta)
-                said.append((delta, self._untold if isinstance(delta, Text) else []))
-                self._untold = []
+                said.append((delta, self._pending if isinstance(delta, Text) else []))
+                self._pending = []
         return said
 
     def _begin_call(self, delta: Delta) -> list[ResponseEvent]:
         assert isinstance(delta, ToolCallBegun)
         tool = self._request.known_tools.get(delta.name, Tool(delta.name))
-        call = (_CustomCall if tool.custom else _FunctionCall)(delta.id, tool)
+        call = _Item("custom_tool_call" if tool.custom else "function_call", delta.id, tool)
         return [*self._end_item("completed"), *self._begin_item(call)]
 
-    def _ensure(self, kind: type[_Item]) -> list[ResponseEvent]:
-        """Let the last item be of this kind."""
-        if self._items and isinstance(self._items[-1], kind):
+    def _ensure(self, kind: str) -> list[ResponseEvent]:
+        """Begin an item of this kind, unless the last one is."""
+        if self._items and self._items[-1].kind == kind:
             return []
-        return [*self._end_item("completed"), *self._begin_item(kind())]
+        return [*self._end_item("completed"), *self._begin_item(_Item(kind))]
 
     def _begin_item(self, item: _Item) -> list[ResponseEvent]:
         self._items.append(item)
@@ -173,7 +173,7 @@ class ResponsesAnswer(Answer):
         return [*events, self._of_item("response.output_item.done")]
 
     def _finish(self, cut_off: bool) -> list[ResponseEvent]:
-        events = [] if self._items else self._begin_item(_Message())
+        events = [] if self._items else self._begin_item(_Item("message"))
         self._status = "incomplete" if cut_off else "completed"
         self._completed = None if cut_off else int(time.time())
         return [*events, *self._end_item(self._status)]
@@ -189,7 +189,7 @@ class ResponsesAnswer(Answer):
 
     def _of_item(self, kind: str) -> ResponseEvent:
         index = len(self._items) - 1
-        return self._event(kind, output_index=index, item=self._items[-1].told())
+        return self._event(kind, output_index=index, item=self._items[-1].as_json())
 
     def _events(self, told: Sequence[tuple[str, dict[str, Any]]]) -> list[ResponseEvent]:
         """Events of the last item."""
@@ -225,199 +225,133 @@ def _error_code(error: ApiError) -> str:
 
 # --- items ---
 
-Told = list[tuple[str, dict[str, Any]]]
+_ItemEvents = list[tuple[str, dict[str, Any]]]
 """Kinds of events and their fields, but for those that say which item it is."""
 
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+}
 
-class _Item(ABC):
-    """An item of the output.
+
+class _Item:
+    """An item of the output: a message, reasoning, or a call.
+
+    Args:
+        kind: of the item, as the API names it.
+        call_id: by which the client returns a call's result.
+        tool: that is called.
 
     Attributes:
-        id: of the item.
         status: "in_progress", "completed" or "incomplete".
     """
 
-    prefix = ""
-
-    def __init__(self) -> None:
-        self.id = new_id(self.prefix)
+    def __init__(self, kind: str, call_id: str = "", tool: Tool | None = None) -> None:
+        self.kind = kind
+        self.id = new_id(_PREFIXES[kind])
         self.status = "in_progress"
-        self._texts: list[str] = []
-
-    @property
-    def text(self) -> str:
-        """What it has so far."""
-        return "".join(self._texts)
-
-    @abstractmethod
-    def told(self) -> dict[str, Any]:
-        """The item as it is now."""
-
-    def begun(self) -> Told:
-        """The events after it was added."""
-        return []
-
-    @abstractmethod
-    def add(self, text: str, logprobs: list[dict[str, Any]]) -> Told:
-        """Take more of its text; returns the events for it."""
-
-    @abstractmethod
-    def ended(self) -> Told:
-        """The events before it is done."""
-
-
-class _Spoken(_Item):
-    """An item whose text is a part of its content."""
-
-    kind = ""
-
-    def part(self) -> dict[str, Any]:
-        """The part as it is now."""
-        return {"type": self.kind, "text": self.text}
-
-    def content(self) -> list[dict[str, Any]]:
-        """The parts of an item that has begun, which has none at first."""
-        return [] if self.status == "in_progress" else [self.part()]
-
-    def begun(self) -> Told:
-        return [("content_part.added", {"content_index": 0, "part": self.part()})]
-
-    def add(self, text: str, logprobs: list[dict[str, Any]]) -> Told:
-        self._texts.append(text)
-        return [(f"{self.kind}.delta", {"content_index": 0, "delta": text})]
-
-    def ended(self) -> Told:
-        return [
-            (f"{self.kind}.done", {"content_index": 0, "text": self.text}),
-            ("content_part.done", {"content_index": 0, "part": self.part()}),
-        ]
-
-
-class _Message(_Spoken):
-    prefix, kind = "msg", "output_text"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._logprobs: list[dict[str, Any]] = []
-
-    def part(self) -> dict[str, Any]:
-        return super().part() | {"annotations": [], "logprobs": [*self._logprobs]}
-
-    def add(self, text: str, logprobs: list[dict[str, Any]]) -> Told:
-        self._logprobs += logprobs
-        ((kind, fields),) = super().add(text, logprobs)
-        return [(kind, fields | {"logprobs": logprobs})]
-
-    def ended(self) -> Told:
-        (kind, fields), part = super().ended()
-        return [(kind, fields | {"logprobs": [*self._logprobs]}), part]
-
-    def told(self) -> dict[str, Any]:
-        item = {"id": self.id, "type": "message", "status": self.status, "role": "assistant"}
-        return item | {"content": self.content()}
-
-
-class _Reasoning(_Spoken):
-    prefix, kind = "rs", "reasoning_text"
-
-    def told(self) -> dict[str, Any]:
-        item = {"id": self.id, "type": "reasoning", "status": self.status, "summary": []}
-        return item | {"content": self.content(), "encrypted_content": None}
-
-
-class _Call(_Item):
-    """A call of a tool.
-
-    Args:
-        call_id: by which the client returns the result.
-        tool: that is called.
-    """
-
-    kind = name = ""
-
-    def __init__(self, call_id: str, tool: Tool) -> None:
-        super().__init__()
         self._call_id = call_id
         self._tool = tool
-
-    def told(self) -> dict[str, Any]:
-        item = {"id": self.id, "type": self.kind, "status": self.status}
-        item |= {"call_id": self._call_id, "name": self._tool.name}
-        if self._tool.namespace is not None:
-            item["namespace"] = self._tool.namespace
-        return item | {self.name: self.text}
-
-    def add(self, text: str, logprobs: list[dict[str, Any]]) -> Told:
-        self._texts.append(text)
-        return [(f"{self.kind}_{self.name}.delta", {"delta": text})]
-
-    def ended(self) -> Told:
-        return [(f"{self.kind}_{self.name}.done", {self.name: self.text})]
-
-
-class _FunctionCall(_Call):
-    prefix, kind, name = "fc", "function_call", "arguments"
-
-    def ended(self) -> Told:
-        ((kind, fields),) = super().ended()
-        return [(kind, fields | {"name": self._tool.name})]
-
-
-class _CustomCall(_Call):
-    """A call of a tool that takes a text, which the model has written as its one argument."""
-
-    prefix, kind, name = "ctc", "custom_tool_call", "input"
-
-    def __init__(self, call_id: str, tool: Tool) -> None:
-        super().__init__(call_id, tool)
+        self._texts: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
         self._written = ""
-        self._read: int | None = None
-        """How far the text has been read, once it has begun."""
+        """The arguments of a custom call, whose text is in one of them."""
 
-    def add(self, text: str, logprobs: list[dict[str, Any]]) -> Told:
-        self._written += text
-        if self._read is None:
-            if not (opening := _OPENING.match(self._written)):
-                return []
-            self._read = opening.end()
-        rest = _CHARACTERS.match(self._written, self._read)
-        assert rest  # at least of nothing
-        self._read = rest.end()
-        return super().add(_unescaped(rest[0]), []) if rest[0] else []
+    @property
+    def _text(self) -> str:
+        return "".join(self._texts)
 
-    def ended(self) -> Told:
-        # Whatever it has written where that is no such argument.
-        events = [] if self._read is not None else super().add(self._whole_input(), [])
-        return [*events, *super().ended()]
+    @property
+    def _field(self) -> str:
+        """The field with a call's text."""
+        return "input" if self.kind == "custom_tool_call" else "arguments"
 
-    def _whole_input(self) -> str:
-        try:
-            value = json.loads(self._written, strict=False)["input"]
-        except (ValueError, LookupError, TypeError, RecursionError):
-            value = None
-        return without_lone_surrogates(value) if isinstance(value, str) else self._written
+    def as_json(self) -> dict[str, Any]:
+        """The item as it is now."""
+        item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": self.status}
+        if self._tool:
+            item |= {"call_id": self._call_id, "name": self._tool.name, self._field: self._text}
+            space = self._tool.namespace
+            return item if space is None else item | {"namespace": space}
+        item["content"] = [] if self.status == "in_progress" else [self._part()]
+        if self.kind == "message":
+            return item | {"role": "assistant"}
+        return item | {"summary": [], "encrypted_content": None}
+
+    def _part(self) -> dict[str, Any]:
+        """The one part of the content."""
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self._text}
+        more: dict[str, Any] = {"annotations": [], "logprobs": [*self._logprobs]}
+        return {"type": "output_text", "text": self._text, **more}
+
+    def begun(self) -> _ItemEvents:
+        """The events after it was added."""
+        if self._tool:
+            return []
+        return [("content_part.added", {"content_index": 0, "part": self._part()})]
+
+    def add(self, text: str, logprobs: list[dict[str, Any]]) -> _ItemEvents:
+        """Take more of its text; returns the events for it."""
+        if self.kind == "custom_tool_call":
+            self._written += text
+            return self._add(_input_so_far(self._written).removeprefix(self._text), [])
+        return self._add(text, logprobs)
+
+    def _add(self, text: str, logprobs: list[dict[str, Any]]) -> _ItemEvents:
+        if self._tool and not text:
+            return []
+        self._texts.append(text)
+        self._logprobs += logprobs
+        if self._tool:
+            return [(f"{self.kind}_{self._field}.delta", {"delta": text})]
+        fields: dict[str, Any] = {"content_index": 0, "delta": text}
+        if self.kind == "message":
+            return [("output_text.delta", fields | {"logprobs": logprobs})]
+        return [("reasoning_text.delta", fields)]
+
+    def ended(self) -> _ItemEvents:
+        """The events before it is done."""
+        if not self._tool:
+            part = self._part()
+            fields = {name: value for name, value in part.items() if name in ("text", "logprobs")}
+            return [
+                (f"{part['type']}.done", {"content_index": 0, **fields}),
+                ("content_part.done", {"content_index": 0, "part": part}),
+            ]
+        events = []
+        if self.kind == "custom_tool_call":
+            events = self._add(_whole_input(self._written).removeprefix(self._text), [])
+        named = {"name": self._tool.name} if self.kind == "function_call" else {}
+        return [*events, (f"{self.kind}_{self._field}.done", {self._field: self._text, **named})]
 
 
-_OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_CHARACTERS = re.compile(
-    r"""(?:
-        [^"\\]+
-        | \\[^u]
-        | \\u(?![dD][89abAB]).{4}
-        | \\u[dD][89abAB].{2}\\u.{4}        # two halves of a character
-        | \\u[dD][89abAB].{2}(?=[^\\]|\\[^u])
-    )*""",
-    re.DOTALL | re.VERBOSE,
-)
-"""Whole characters of a JSON string: no part of an escape, nor half a character."""
-
-
-def _unescaped(text: str) -> str:
-    """What characters of a JSON string mean."""
+def _input_so_far(written: str) -> str:
+    """The text for a custom tool, from arguments that may go on; "" where it has not begun."""
     try:
-        return without_lone_surrogates(json.loads(f'"{text}"', strict=False))
-    except ValueError:  # an escape that JSON has not
-        return text
+        value = from_json(_mended(written), allow_partial="trailing-strings")["input"]
+    except (ValueError, LookupError, TypeError):
+        return ""
+    return value if isinstance(value, str) else ""
+
+
+def _mended(written: str) -> str:
+    """JSON whose strings have no unknown escapes: models write regular expressions as they are."""
+    return _ESCAPE.sub(lambda found: found[0] if found[1] else r"\\", written)
+
+
+_ESCAPE = re.compile(r'\\(["\\/bfnrtu])|\\(?=.)')
+
+
+def _whole_input(written: str) -> str:
+    """The text for a custom tool, or whatever else the model has written."""
+    try:
+        value = json.loads(_mended(written), strict=False)["input"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        value = None
+    return without_lone_surrogates(value) if isinstance(value, str) else written
 
 
 # --- what led to a response ---

@@ -1,26 +1,28 @@
-"""From a checked body to the response, by way of the worker's queue, for every API."""
+"""The endpoints of all APIs: from a body, by way of the worker's queue, to the response."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from ..engine.grammar import Grammar, Vocabulary
 from ..engine.params import SamplingParams
 from ..errors import MlxspecError, OptionError
 from ..generation.options import GenerationOptions, prompt_ids
-from .answer import Answer
-from .answering import Silence, answered
-from .body import read_body
-from .errors import ApiError
-from .fields import shown
-from .gate import body_of
+from .answer import Answer, KeepAlive, answered
+from .auth import body_of
+from .body import ApiError, new_request_id, parse, read_body, shown
+from .messages import MessagesAnswer, messages_headers, parse_messages
+from .openai import DetokenizeBody, parse_chat, parse_completion, parse_tokenize
+from .openai_answer import ChatAnswer, CompletionAnswer, detokenized
 from .prompts import (
     ChatPrompt,
     Prompt,
@@ -30,10 +32,11 @@ from .prompts import (
     completion_prompts,
     is_constrained,
 )
-from .requests import ChatRequest, CompletionRequest, Request
+from .requests import ApiRequest, ChatRequest, CompletionRequest, check_ids
+from .responses import ResponsesRequest, ResponseStore, StoredResponse, parse_responses
+from .responses_answer import ResponsesAnswer, input_items_answer
 from .served_model import ServedModel
-from .served_request import EventStream, ServedRequest
-from .worker import Worker
+from .worker import EventStream, ServedRequest, Worker
 
 _COMPILING = 4  # requests whose constraints are compiled at a time
 _LARGE = 1 << 20  # bytes of a body that others wait for
@@ -41,8 +44,8 @@ _LARGE = 1 << 20  # bytes of a body that others wait for
 _Parsed = TypeVar("_Parsed")
 
 
-class Generating:
-    """Turns checked bodies into generations, and these into responses.
+class Endpoints:
+    """Answers requests to the paths of the three APIs.
 
     Args:
         worker: runs them.
@@ -51,9 +54,10 @@ class Generating:
 
     Attributes:
         models: by their names.
+        routes: the paths, and what answers them.
     """
 
-    def __init__(self, worker: Worker, max_tokens: int, silence: Silence) -> None:
+    def __init__(self, worker: Worker, max_tokens: int, silence: KeepAlive) -> None:
         self._worker = worker
         self._max_tokens = max_tokens
         self._silence = silence
@@ -65,6 +69,24 @@ class Generating:
         self._tokenizing = {name: asyncio.Lock() for name in worker.models}
         # So that a few slow ones hold up no others, and many do not take all threads.
         self._compiling = asyncio.Semaphore(_COMPILING)
+        self._responses = ResponseStore()
+        post = ["POST"]
+        self.routes = [
+            Route("/v1/chat/completions", self.chat, methods=post),
+            Route("/v1/completions", self.complete, methods=post),
+            Route("/v1/models", self.list_models),
+            Route("/v1/models/{name:path}", self.show_model),
+            Route("/v1/tokenize", self.tokenize, methods=post),
+            Route("/v1/detokenize", self.detokenize, methods=post),
+            Route("/v1/responses", self.create_response, methods=post),
+            Route("/v1/responses/input_tokens", self.count_input, methods=post),
+            Route("/v1/responses/{id}", self.show_response),
+            Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]),
+            Route("/v1/responses/{id}/cancel", self.cancel_response, methods=post),
+            Route("/v1/responses/{id}/input_items", self.input_items),
+            Route("/v1/messages", self.message, methods=post),
+            Route("/v1/messages/count_tokens", self.count_tokens, methods=post),
+        ]
 
     def served(self, name: str | None) -> ServedModel:
         """The model of this name, or the default for None.
@@ -86,7 +108,7 @@ class Generating:
             )
         return served
 
-    async def read(self, request: HttpRequest, parse: Callable[[Any], _Parsed]) -> _Parsed:
+    async def read(self, request: Request, parse: Callable[[Any], _Parsed]) -> _Parsed:
         """Read a body and parse its JSON, in a thread beside the event loop.
 
         Args:
@@ -152,9 +174,9 @@ class Generating:
 
     async def respond(
         self,
-        request: HttpRequest,
+        request: Request,
         served: ServedModel,
-        body: Request,
+        body: ApiRequest,
         prompts: Sequence[Prompt],
         answer: Answer,
     ) -> Response:
@@ -175,7 +197,7 @@ class Generating:
         return await answered(request, stream, answer, body.stream, self._silence)
 
     async def _submitted(
-        self, served: ServedModel, body: Request, prompts: Sequence[Prompt], partition: str
+        self, served: ServedModel, body: ApiRequest, prompts: Sequence[Prompt], partition: str
     ) -> EventStream:
         """Queue ``n`` generations of each prompt, with the prefixes and answers of a partition."""
         prediction: tuple[int, ...] = ()
@@ -208,7 +230,9 @@ class Generating:
             requests += await run_in_threadpool(_choices, *args)
         return self._worker.submit(served, requests)
 
-    async def _grammar(self, served: ServedModel, body: Request, prompt: Prompt) -> Grammar | None:
+    async def _grammar(
+        self, served: ServedModel, body: ApiRequest, prompt: Prompt
+    ) -> Grammar | None:
         """What an answer has to be, compiled."""
         if not is_constrained(body):
             return None
@@ -223,7 +247,7 @@ class Generating:
         async with self._compiling:
             return await run_in_threadpool(compiled_constraint, body, prompt, tokenizer, vocabulary)
 
-    def _max_tokens_of(self, served: ServedModel, n_prompt: int, body: Request) -> int:
+    def _max_tokens_of(self, served: ServedModel, n_prompt: int, body: ApiRequest) -> int:
         """How many tokens an output may have: what the request asks for, or as many as fit."""
         longest, memory = served.context_length, served.memory
         if longest is not None and n_prompt >= longest:
@@ -234,7 +258,8 @@ class Generating:
                 param=body.param,
                 code="context_length_exceeded",
             )
-        if body.max_tokens is not None and not body.cuts_max_tokens:
+        cuts = isinstance(body, ChatRequest) and body.cuts_max_tokens
+        if body.max_tokens is not None and not cuts:
             return body.max_tokens
         room = self._max_tokens if body.max_tokens is None else body.max_tokens
         if longest is not None:
@@ -243,8 +268,147 @@ class Generating:
             room //= 2
         return room
 
+    # --- OpenAI's API ---
 
-def _samplings(served: ServedModel, body: Request) -> list[SamplingParams]:
+    async def chat(self, request: Request) -> Response:
+        """``/v1/chat/completions``"""
+        body = await self.read(request, parse_chat)
+        served = self.served(body.model)
+        prompt = await self.chat_prompt(served, body)
+        answer = ChatAnswer(body, served.name, served.decoder.tokenizer, prompt.format)
+        return await self.respond(request, served, body, [prompt], answer)
+
+    async def complete(self, request: Request) -> Response:
+        """``/v1/completions``"""
+        body = await self.read(request, parse_completion)
+        served = self.served(body.model)
+        prompts = await self.completion_prompts(served, body)
+        answer = await self.tokenized(  # which may echo token ids as a text
+            served, CompletionAnswer, body, served.name, served.decoder.tokenizer
+        )
+        return await self.respond(request, served, body, prompts, answer)
+
+    async def list_models(self, request: Request) -> Response:
+        """``/v1/models``"""
+        entries = [*map(_entry, self.models.values())]
+        return JSONResponse({"object": "list", "data": entries})
+
+    async def show_model(self, request: Request) -> Response:
+        """``/v1/models/NAME``"""
+        return JSONResponse(_entry(self.served(request.path_params["name"])))
+
+    async def tokenize(self, request: Request) -> Response:
+        """``/v1/tokenize``"""
+        body, chat = await self.read(request, parse_tokenize)
+        served = self.served(body.model)
+        if chat:
+            tokens = (await self.chat_prompt(served, chat)).tokens
+        else:
+            tokens = await self.ids(served, body.text or "", "prompt", body.add_special_tokens)
+        answer = {"tokens": tokens, "count": len(tokens), "max_model_len": served.context_length}
+        return JSONResponse(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """``/v1/detokenize``"""
+        body = await self.read(request, partial(parse, DetokenizeBody))
+        served = self.served(body.model)
+        check_ids(body.tokens, served.decoder.vocab_size, "tokens")
+        tokenizer = served.decoder.tokenizer
+        text = await self.tokenized(served, detokenized, tokenizer, body.tokens)
+        return JSONResponse({"prompt": text})
+
+    # --- OpenAI's Responses API ---
+
+    async def create_response(self, request: Request) -> Response:
+        """``/v1/responses``"""
+        body = await self._parsed(request)
+        served = self.served(body.model)
+        prompt = await self.chat_prompt(served, body)
+        keep = partial(self._responses.put, request.state.partition)
+        tokenizer = served.decoder.tokenizer
+        answer = ResponsesAnswer(body, served.name, tokenizer, prompt.format, keep)
+        return await self.respond(request, served, body, [prompt], answer)
+
+    async def count_input(self, request: Request) -> Response:
+        """``/v1/responses/input_tokens``"""
+        body = await self._parsed(request)
+        served = self.served(body.model)
+        count = len((await self.chat_prompt(served, body)).tokens)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+
+    async def show_response(self, request: Request) -> Response:
+        """``/v1/responses/ID``"""
+        if request.query_params.get("stream") == "true":
+            raise ApiError(
+                "stream: a kept response is sent as a whole; leave it out", param="stream"
+            )
+        return JSONResponse(self._kept(request).response)
+
+    async def delete_response(self, request: Request) -> Response:
+        """``DELETE /v1/responses/ID``"""
+        response_id = self._kept(request).response["id"]
+        self._responses.delete(request.state.partition, response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel_response(self, request: Request) -> Response:
+        """``/v1/responses/ID/cancel``"""
+        self._kept(request)
+        raise ApiError(
+            "a response ends when its client leaves, since none is made in the background: "
+            "close the connection",
+        )
+
+    async def input_items(self, request: Request) -> Response:
+        """``/v1/responses/ID/input_items``"""
+        return JSONResponse(input_items_answer(self._kept(request).given, request.query_params))
+
+    async def _parsed(self, request: Request) -> ResponsesRequest:
+        read = partial(parse_responses, store=self._responses, partition=request.state.partition)
+        return await self.read(request, read)
+
+    def _kept(self, request: Request) -> StoredResponse:
+        """The response of the path.
+
+        Raises:
+            ApiError: 404, there is none.
+        """
+        response_id = request.path_params["id"]
+        found = self._responses.response(request.state.partition, response_id)
+        if found is None:
+            raise ApiError(
+                f"there is no response {shown(response_id)} here, or no longer: make it again",
+                status=404,
+                param="response_id",
+            )
+        return found
+
+    # --- Anthropic's Messages API ---
+
+    async def message(self, request: Request) -> Response:
+        """``/v1/messages``"""
+        body = await self.read(request, parse_messages)
+        served = self._served_for(body)
+        prompt = await self.chat_prompt(served, body)
+        answer = MessagesAnswer(body, served.name, prompt.format)
+        return await self.respond(request, served, body, [prompt], answer)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """``/v1/messages/count_tokens``"""
+        body = await self.read(request, partial(parse_messages, to_count=True))
+        served = self._served_for(body)
+        count = len((await self.chat_prompt(served, body)).tokens)
+        headers = messages_headers(served.name, new_request_id())
+        return JSONResponse({"input_tokens": count}, headers=headers)
+
+    def _served_for(self, body: ChatRequest) -> ServedModel:
+        """The model of a request; the default one stands in for those of Anthropic."""
+        name = body.model
+        if name and name.startswith("claude-") and name not in self.models:
+            name = None
+        return self.served(name)
+
+
+def _samplings(served: ServedModel, body: ApiRequest) -> list[SamplingParams]:
     """The sampling parameters of each of a prompt's choices."""
     vocab_size, special = served.decoder.vocab_size, served.special_tokens
     return [body.sampling.params(vocab_size, choice, special) for choice in range(body.n)]
@@ -273,3 +437,12 @@ def _choices(
         ]
     except MlxspecError as error:
         raise ApiError(str(error)) from error
+
+
+def _entry(served: ServedModel) -> dict[str, Any]:
+    """A model of ``/v1/models``; its context has the two names that clients look for."""
+    entry = {"id": served.name, "object": "model", "created": served.created}
+    entry["owned_by"] = "mlxspec"
+    if (length := served.context_length) is None:
+        return entry
+    return entry | {"context_length": length, "max_model_len": length}

@@ -1,0 +1,375 @@
+"""Mistral's and Llama's original checkpoints: ``consolidated.*``, ``params.json``."""
+
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from safetensors import SafetensorError
+
+from ..errors import ConversionError, LoadError, printable
+from ..models.model_files import (
+    check_layers,
+    check_safetensors,
+    one_line,
+    read_json_object,
+)
+from .torch_file import as_array, read_torch_file
+
+# Model parallelism splits a layer's first product by rows (its outputs), its second one by
+# columns (its inputs); every shard has the norms.
+_SPLIT_BY_ROWS = {"wq", "wk", "wv", "w1", "w3", "output"}
+_SPLIT_BY_COLUMNS = {"wo", "w2"}
+_HALVES = {mx.float16: "float16", mx.bfloat16: "bfloat16"}
+
+
+def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """mlx-lm's model with the weights of a checkpoint, not evaluated yet, and its configuration.
+
+    Args:
+        directory: the checkpoint's.
+        scratch: an empty directory on a disk with room for the tensors of ``.pth`` files, which MLX
+            does not load lazily. It is needed as long as the model.
+
+    Raises:
+        ConversionError: a file or tensor is missing, damaged, of a wrong shape or unknown.
+        LoadError: there is no ``params.json``, or it holds no settings.
+    """
+    from mlx_lm.utils import _get_classes
+
+    path = directory / "params.json"
+    if not path.is_file() and (directory / "config.json").is_file():
+        raise ConversionError(f"{path}: does not exist; use --hf-path for it")
+    params = read_json_object(path)
+    tensors = _read_tensors(directory, params, scratch)
+    for name, array in tensors.items():
+        if not mx.issubdtype(array.dtype, mx.floating):
+            raise ConversionError(f"{directory}: {printable(name)} has the type {array.dtype}")
+    output, embedding = (tensors.get(f"{n}.weight") for n in ("output", "tok_embeddings"))
+    tied = bool(params.get("tied_embeddings")) and output is None
+    if output is not None and embedding is not None and output.dtype == embedding.dtype:
+        tied = bool(mx.array_equal(output, embedding))
+    try:
+        shapes = {name: array.shape for name, array in tensors.items()}
+        config = config_from_params(params, shapes, tie_word_embeddings=tied)
+    except LoadError as error:
+        raise ConversionError(f"{path}: {error}") from None
+    # The 16-bit type that most matrices have, or float16 if none has one.
+    halves = Counter(_HALVES.get(a.dtype) for a in tensors.values() if a.ndim == 2)
+    halves.pop(None, None)
+    config["torch_dtype"] = halves.most_common(1)[0][0] if halves else "float16"
+    try:
+        weights = _renamed(tensors, config["head_dim"])
+        check_layers(config, len(weights))
+        model_class, args_class = _get_classes(config)
+        model = model_class(args_class.from_dict(config))
+        if tied:
+            weights.pop("lm_head.weight", None)
+        model.load_weights(list(weights.items()))
+        return model, config
+    except ValueError as error:  # MLX's
+        raise ConversionError(f"{directory}: does not fit params.json: {one_line(error)}") from None
+
+
+def _read_tensors(directory: Path, params: Mapping[str, Any], scratch: Path) -> dict[str, mx.array]:
+    """All tensors by name, those of model-parallel shards joined, without RoPE's tables."""
+    tensors: dict[str, mx.array] = {}
+    if safetensors := sorted(directory.glob("consolidated*.safetensors")):
+        for path in safetensors:
+            try:
+                check_safetensors(path)
+                tensors |= _load(path)
+            except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+                raise ConversionError(f"{path}: truncated or damaged ({error})") from None
+    elif shards := sorted(directory.glob("consolidated.*.pth")):
+        for index, path in enumerate(shards):
+            number = re.fullmatch(r"consolidated\.([0-9]+)\.pth", path.name)
+            if number is None or int(number[1]) != index:
+                raise ConversionError(f"{path}: the shard consolidated.{index:02d}.pth is missing")
+        contents = {path: read_torch_file(path) for path in shards}
+        names = dict.fromkeys(name for content in contents.values() for name in content)
+        for index, name in enumerate(n for n in names if not n.endswith("rope.freqs")):
+            pieces: dict[str, mx.array] = {}
+            for path, content in contents.items():
+                if name not in content:
+                    raise ConversionError(f"{path}: {printable(name)} is missing")
+                pieces[str(len(pieces))] = as_array(content[name])
+            place = scratch / f"{index}.safetensors"
+            mx.save_safetensors(str(place), pieces)
+            del pieces  # not while the next one is read
+            tensors[name] = _join(name, list(_load(place).values()), params.get("dim"))
+    else:
+        raise ConversionError(
+            f"{directory}: has neither consolidated.*.pth nor consolidated.safetensors"
+        )
+    return {name: array for name, array in tensors.items() if not name.endswith("rope.freqs")}
+
+
+def _load(path: Path) -> dict[str, mx.array]:
+    loaded = mx.load(str(path))
+    assert isinstance(loaded, dict)
+    return dict(sorted(loaded.items()))
+
+
+def _join(name: str, pieces: list[mx.array], dim: int | None) -> mx.array:
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    if module in _SPLIT_BY_ROWS:
+        axis = 0
+    elif module in _SPLIT_BY_COLUMNS:
+        axis = 1
+    elif module == "tok_embeddings":
+        # Llama 1 and 2 split the embedding's width, Llama 3 its vocabulary.
+        axis = 0 if pieces[0].shape[-1:] == (dim,) else 1
+    else:
+        return pieces[0]
+    try:
+        return mx.concatenate(pieces, axis) if len(pieces) > 1 else pieces[0]
+    except ValueError:
+        shapes = ", ".join(str(piece.shape) for piece in pieces)
+        raise ConversionError(f"{name}: its pieces {shapes} do not fit together") from None
+
+
+def _renamed(tensors: Mapping[str, mx.array], head_dim: int) -> dict[str, mx.array]:
+    """The tensors under mlx-lm's names, with rows in Hugging Face's order.
+
+    Raises:
+        ValueError: a tensor is unknown or has a wrong shape.
+    """
+    weights = {}
+    for name, array in tensors.items():
+        mlx_name = original_to_mlx_name(name)
+        if mlx_name is None:
+            raise ValueError(f"the tensor {printable(name)} is not known")
+        if name.endswith(("attention.wq.weight", "attention.wk.weight")):
+            array = half_split_rows(array, head_dim)
+        weights[mlx_name] = array
+    return weights
+
+
+# --- names and settings ---
+
+_MODULES = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_NAME = re.compile(r"(?:layers\.(0|[1-9][0-9]*)\.)?(.+)\.weight")
+_KNOWN_PARAMS = {
+    *("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "vocab_size"),
+    *("norm_eps", "rope_theta", "use_scaled_rope", "sliding_window", "tied_embeddings"),
+    *("multiple_of", "ffn_dim_multiplier"),
+    *("max_seq_len", "max_position_embeddings", "max_batch_size"),
+}
+
+
+def original_to_mlx_name(name: str) -> str | None:
+    """mlx-lm's name of an original tensor, or None where its models have none (``rope.freqs``)."""
+    match = _NAME.fullmatch(name)
+    if match is None or match[2] not in _MODULES:
+        return None
+    layer, module = match[1], _MODULES[match[2]]
+    if (layer is None) != (module in ("model.embed_tokens", "model.norm", "lm_head")):
+        return None
+    return f"{module}.weight" if layer is None else f"model.layers.{layer}.{module}.weight"
+
+
+def complete_params(
+    params: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Any]:
+    """The settings of ``params.json`` with everything filled in that Llama leaves open.
+
+    ``hidden_dim`` and a ``vocab_size`` of -1 come from ``shapes``, those of the joined tensors by
+    original name; ``n_kv_heads``, ``head_dim`` and ``rope_theta`` have Llama's defaults.
+
+    Raises:
+        LoadError: a key is missing, has an impossible value, or is not known, so that the
+            model would compute something else.
+    """
+    unknown = [k for k, v in params.items() if k not in _KNOWN_PARAMS and v not in (None, False)]
+    if "moe" in unknown:
+        raise LoadError("mixture-of-experts models in Mistral's layout (key 'moe') are not known")
+    if unknown:
+        raise LoadError(f"the key {sorted(unknown)[0]!r} belongs to no known Llama or Mistral")
+    full = {key: value for key, value in params.items() if value is not None}
+    for key in ("dim", "n_layers", "n_heads", "norm_eps"):
+        if key not in full:
+            raise LoadError(f"the key {key!r} is missing")
+    full.setdefault("n_kv_heads", full["n_heads"])
+    full.setdefault("rope_theta", 10000.0)
+    for key in ("dim", "n_heads"):
+        _check_positive(full, key, int)
+    full.setdefault("head_dim", full["dim"] // full["n_heads"])
+    if "hidden_dim" not in full:
+        full["hidden_dim"] = _rows(shapes, "layers.0.feed_forward.w1.weight")
+    if full.get("vocab_size", -1) == -1:
+        full["vocab_size"] = _rows(shapes, "tok_embeddings.weight")
+    for key in ("n_layers", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size"):
+        _check_positive(full, key, int)
+    for key in ("max_position_embeddings", "max_seq_len"):
+        if key in full:
+            _check_positive(full, key, int)
+    for key in ("norm_eps", "rope_theta"):
+        _check_positive(full, key, int | float)
+    if full["head_dim"] % 2 or full["n_heads"] % full["n_kv_heads"]:
+        raise LoadError(
+            f"head_dim {full['head_dim']} must be even and n_heads {full['n_heads']} "
+            f"a multiple of n_kv_heads {full['n_kv_heads']}"
+        )
+    if not isinstance(full.get("sliding_window", 0), int):
+        raise LoadError("a sliding_window that differs per layer is not known")
+    return full
+
+
+def _check_positive(params: Mapping[str, Any], key: str, kind: Any) -> None:
+    value = params[key]
+    if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
+        what = "whole number" if kind is int else "number"
+        raise LoadError(f"the key {key!r} is {value!r}, not a positive {what}")
+
+
+def _rows(shapes: Mapping[str, Sequence[int]], name: str) -> int:
+    if name not in shapes:
+        raise LoadError(f"the tensor {name} is missing")
+    return shapes[name][0]
+
+
+def config_from_params(
+    params: Mapping[str, Any],
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    tie_word_embeddings: bool = False,
+) -> dict[str, Any]:
+    """``config.json`` in Hugging Face's keys, as mlx-lm reads it, from ``params.json``.
+
+    Args:
+        params: the content of ``params.json``.
+        shapes: shape of each tensor by original name, see :func:`complete_params`.
+        tie_word_embeddings: whether the embedding serves as the output layer, too.
+
+    Raises:
+        LoadError: see :func:`complete_params`.
+    """
+    full = complete_params(params, shapes)
+    is_llama = "multiple_of" in full
+    config = {
+        "architectures": ["LlamaForCausalLM" if is_llama else "MistralForCausalLM"],
+        "model_type": "llama" if is_llama else "mistral",
+        "hidden_act": "silu",
+        "hidden_size": full["dim"],
+        "intermediate_size": full["hidden_dim"],
+        "num_hidden_layers": full["n_layers"],
+        "num_attention_heads": full["n_heads"],
+        "num_key_value_heads": full["n_kv_heads"],
+        "head_dim": full["head_dim"],
+        "rms_norm_eps": full["norm_eps"],
+        "rope_theta": full["rope_theta"],
+        "vocab_size": full["vocab_size"],
+        "tie_word_embeddings": tie_word_embeddings,
+    }
+    if not is_llama:
+        config["sliding_window"] = full.get("sliding_window")
+    context = full.get("max_position_embeddings") or full.get("max_seq_len")
+    if full.get("use_scaled_rope"):
+        config["rope_scaling"] = _llama3_rope_scaling(full["dim"])
+        context = context or 131072
+    if context:
+        config["max_position_embeddings"] = context
+    return config
+
+
+def _llama3_rope_scaling(dim: int) -> dict[str, Any]:
+    """What ``use_scaled_rope`` stands for in Llama 3.1 and 3.2."""
+    return {
+        "rope_type": "llama3",
+        # params.json does not tell the two apart: the small text models of Llama 3.2 (widths
+        # 2048 and 3072) were published with 32, everything from width 4096 on with 8.
+        "factor": 32.0 if dim < 4096 else 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def half_split_rows(weight: mx.array, head_dim: int) -> mx.array:
+    """Reorder the rows of a query or key projection for RoPE on halves.
+
+    The originals rotate rows 2i and 2i + 1 of a head together, Hugging Face's layout rows i
+    and i + head_dim / 2.
+
+    Args:
+        weight: (heads × head_dim, width)
+        head_dim: rows of a head.
+
+    Raises:
+        ValueError: the weight has another shape.
+    """
+    pairs = weight.reshape(-1, head_dim // 2, 2, weight.shape[-1])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
+
+
+# --- the tokenizer ---
+
+
+def write_original_tokenizer(source: Path, vocab_size: int, target: Path) -> dict[str, int]:
+    """Write ``tokenizer.json``, whose ids are SentencePiece's, its settings and the original.
+
+    Args:
+        source: the checkpoint with ``tokenizer.model`` or ``tokenizer.model.v3``.
+        vocab_size: the model's.
+        target: the directory to write into.
+
+    Returns:
+        the ids of a text's begin and end, for ``config.json``.
+
+    Raises:
+        ConversionError: there is no such file, or it has more pieces than the model embeddings.
+        LoadError: it is of another kind, or its ids cannot be reproduced.
+    """
+    candidates = [source / "tokenizer.model", *sorted(source.glob("tokenizer.model.v*"))]
+    path = next((path for path in candidates if path.is_file()), None)
+    if path is None:
+        if (source / "tekken.json").is_file():
+            raise ConversionError(
+                f"{source / 'tekken.json'}: Tekken tokenizers are not converted; use the model's "
+                "Hugging Face version with --hf-path"
+            )
+        raise ConversionError(f"{candidates[0]}: does not exist")
+    return write_sentencepiece_files(path, target, vocab_size)
+
+
+def write_sentencepiece_files(
+    path: Path, target: Path, vocab_size: int | None = None
+) -> dict[str, int]:
+    """As :func:`write_original_tokenizer`, for a SentencePiece model in ``path``."""
+    from ..models.sentencepiece_tokenizer import build_tokenizer, tokenizer_config
+
+    tokenizer, settings = build_tokenizer(path), tokenizer_config(path)
+    pieces = tokenizer.get_vocab_size()
+    if vocab_size is not None and pieces > vocab_size:
+        raise ConversionError(f"{path}: has {pieces} pieces, the model {vocab_size} embeddings")
+    vocabulary = tokenizer.get_vocab()
+    ids = {
+        f"{key}_id": vocabulary[settings[key]]
+        for key in ("bos_token", "eos_token")
+        if key in settings
+    }
+    tokenizer.save(str(target / "tokenizer.json"))
+    for name, content in (("tokenizer_config.json", settings), ("generation_config.json", ids)):
+        text = json.dumps(content, indent=2, ensure_ascii=False)
+        (target / name).write_text(text + "\n", encoding="utf-8")
+    shutil.copyfile(path, target / "tokenizer.model")
+    return ids

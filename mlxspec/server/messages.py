@@ -1,0 +1,509 @@
+"""Anthropic's Messages API: its bodies.
+
+A conversation has the same tokens as over OpenAI's API. Fields that only say how Anthropic's own
+servers should do their work, such as ``cache_control`` and ``service_tier``, have no effect.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import quote
+
+from pydantic import BeforeValidator, Field
+
+from ..engine.constraint import Constraint
+from .answer import Answer, ChatChoice
+from .body import (
+    NO_THREADS,
+    ApiError,
+    Body,
+    Integer,
+    Items,
+    JsonReader,
+    Name,
+    new_request_id,
+    parse,
+    refuse,
+)
+from .output import Delta, OutputFormat, OutputParser, Reasoning, Text, ToolCallBegun
+from .requests import (
+    ChatRequest,
+    ResponseFormat,
+    Sampling,
+    chosen_tool,
+    conversation,
+    left_out,
+    made_constraint,
+    sampling_of,
+)
+from .worker import Begun, Ended, Piece
+
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+"""The first line of Claude Code's system prompt, mostly in a block of its own. Some of it differs
+from request to request, and then no prefix would ever be found in the cache."""
+
+_THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
+
+
+def _as_blocks(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class _Block(Body):
+    """A block of a content, of any type."""
+
+    type: str
+    text: str = ""
+    thinking: str = ""
+    id: Name = "-"
+    name: Name = "-"
+    input: dict[str, Any] = {}
+    tool_use_id: Name = "-"
+    tool_name: Name = "-"
+    is_error: bool = False
+    content: Annotated[Items[_Block], BeforeValidator(_as_blocks)] = []
+
+    needed = {
+        "text": ("text",),
+        "tool_use": ("id", "name"),
+        "tool_result": ("tool_use_id",),
+        "tool_reference": ("tool_name",),
+    }
+
+    def plain(self, path: str) -> str:
+        """The text of a block that must be one of text.
+
+        Raises:
+            ApiError: it is another one.
+        """
+        if self.type != "text":
+            remedy = 'send blocks of the type "text", since the model reads text alone'
+            refuse(f"{path}.type", self.type, remedy)
+        return self.text
+
+    def result(self) -> str:
+        """The text of a block in a tool's result."""
+        if self.type == "tool_reference":  # to a tool that has been offered already
+            return self.tool_name
+        return self.text if self.type == "text" else left_out(self.type)
+
+
+_Blocks = Annotated[Items[_Block], BeforeValidator(_as_blocks)]
+
+
+class _Turn(Body):
+    role: Literal["user", "assistant", "system"]
+    content: _Blocks = []
+
+    needed = {"user": ("content",), "assistant": ("content",)}
+
+
+class _Tool(Body):
+    """A tool. One to be loaded later (``defer_loading``) is there at once, for the cache's sake."""
+
+    type: Literal["custom"] = "custom"
+    name: Name
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """The tool in OpenAI's form."""
+        function: dict[str, Any] = {"name": self.name, "description": self.description}
+        function |= {"parameters": self.input_schema, "strict": self.strict}
+        given = {name: value for name, value in function.items() if value is not None}
+        return {"type": "function", "function": given}
+
+
+class _ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name = "-"
+    disable_parallel_tool_use: bool = False
+
+    needed = {"tool": ("name",)}
+
+
+class _Thinking(Body):
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: Annotated[Integer, Field(ge=0, le=2**63)] = 0
+
+
+class _OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: ResponseFormat | None = None
+
+
+class _CountBody(Sampling):
+    """A body of ``/v1/messages/count_tokens``."""
+
+    model: str | None = None
+    max_tokens: Annotated[Integer, Field(ge=1)] | None = None
+    system: _Blocks = []
+    messages: Annotated[Items[_Turn], Field(min_length=1)]
+    tools: Items[_Tool] = []
+    tool_choice: _ToolChoice = _ToolChoice(type="auto")
+    thinking: _Thinking | None = None
+    output_config: _OutputConfig = _OutputConfig()
+    output_format: ResponseFormat | None = None
+    stop_sequences: Annotated[
+        Items[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=32)
+    ] = []
+    stream: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+    context_management: dict[str, Any] = {}
+    cache_control: dict[str, Any] = {}
+    service_tier: str | None = None
+
+    unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+        "compaction": ((), "leave it out, since the server sums up no conversations"),
+        "container": ((), "leave it out, since the server runs no code"),
+        "mcp_servers": (([],), "leave it out, since the server calls no tools; send them as tools"),
+    }
+
+
+class _MessagesBody(_CountBody):
+    """A body of ``/v1/messages``."""
+
+    max_tokens: Annotated[Integer, Field(ge=1)]
+
+
+def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
+    """Read a body of ``/v1/messages``.
+
+    Args:
+        body: as it was sent.
+        to_count: the body is for ``/v1/messages/count_tokens``, which needs no ``max_tokens``.
+
+    Raises:
+        ApiError: a field is missing or wrong, or asks for what this server does not do.
+    """
+    if isinstance(body, dict) and body.get("thread") is not None:
+        raise ApiError(
+            "thread: the server keeps no conversations; leave it out, and send all messages.",
+            param="thread",
+            code=NO_THREADS,
+        )
+    asked = parse(_CountBody if to_count else _MessagesBody, body)
+    choice, tools = asked.tool_choice, [tool.for_chat() for tool in asked.tools]
+    word = {"any": "required", "tool": "function"}.get(choice.type, choice.type)
+    named = choice.name if choice.type == "tool" else None
+    constraint, constrained_by = _constraint(asked)
+    kwargs: dict[str, Any] = {}
+    if asked.output_config.effort:
+        kwargs["reasoning_effort"] = asked.output_config.effort
+    if asked.thinking:
+        kwargs["enable_thinking"] = _THINKING[asked.thinking.type]
+    given = asked.chat_template_kwargs
+    kwargs |= {name: value for name, value in given.items() if value is not None}
+    return ChatRequest(
+        model=asked.model,
+        sampling=sampling_of(asked),
+        max_tokens=asked.max_tokens and min(asked.max_tokens, 2**31 - 1),
+        cuts_max_tokens=True,  # clients ask for what the largest of models can write
+        stop=tuple(asked.stop_sequences),
+        stream=asked.stream,
+        constraint=constraint,
+        constrained_by=constrained_by,
+        **conversation(_messages(asked), "messages"),
+        **chosen_tool(word, named, tools, "tool_choice.name" if named else "tool_choice.type"),
+        tool_places=tuple(f"tools[{index}].input_schema" for index in range(len(tools))),
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
+        template_kwargs=kwargs,
+    )
+
+
+def _constraint(asked: _CountBody) -> tuple[Constraint | None, str]:
+    """What the answer has to be, and the field that says so."""
+    path, format = "output_config.format", asked.output_config.format
+    if format is None:
+        path, format = "output_format", asked.output_format
+    if format is None:
+        return None, ""
+    if format.type != "json_schema":
+        refuse(f"{path}.type", format.type, 'send "json_schema" with a schema')
+    found = format.schema_at(path, inner=False)
+    assert found
+    return made_constraint(Constraint.json_schema, found[1], found[0]), found[0]
+
+
+# --- messages ---
+
+
+def _messages(asked: _CountBody) -> list[dict[str, Any]]:
+    """The messages of a chat; one who speaks on has one message, as in Anthropic's API.
+
+    The texts of a message are lists, which are joined in the end: ten thousand may be one.
+    """
+    system = "".join(
+        _BILLING.sub("", block.plain(f"system[{index}]"))
+        for index, block in enumerate(asked.system)
+    )
+    messages: list[dict[str, Any]] = []
+    for index, turn in enumerate(asked.messages):
+        for message in _messages_of(turn, f"messages[{index}].content"):
+            last = messages[-1] if messages else {}
+            role = message["role"]
+            if role == "tool" or last.get("role") != role or "tool_calls" in last:
+                messages.append(message)
+                continue
+            for name in message.keys() & {"content", "reasoning_content"}:
+                last.setdefault(name, []).extend(message[name])
+            if "tool_calls" in message:
+                last["tool_calls"] = message["tool_calls"]
+    for message in messages:
+        message["content"] = "\n\n".join(filter(None, message["content"]))
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def _messages_of(turn: _Turn, path: str) -> list[dict[str, Any]]:
+    """The messages that one of Anthropic's becomes, with lists of texts."""
+    places = [(block, f"{path}[{index}]") for index, block in enumerate(turn.content)]
+    if turn.role == "assistant":
+        return [_answer(places)]
+    if turn.role == "system":
+        # Within a conversation few chat templates take it. This is how Claude Code marks what it
+        # says for the user, where it cannot say it so.
+        text = "".join(block.plain(place) for block, place in places)
+        marked = f"<system-reminder>\n{text}\n</system-reminder>"
+        return [{"role": "user", "content": [marked]}] if text else []
+    messages: list[dict[str, Any]] = []
+    texts: list[str] = []  # since the last result
+    for block, place in places:
+        if block.type != "tool_result":
+            texts.append(block.plain(place))
+            continue
+        result = "".join(inner.result() for inner in block.content)
+        if block.is_error:
+            result = f"Error: {result}"  # templates have no other place for it
+        messages += _said(texts)
+        messages.append({"role": "tool", "content": [result], "tool_call_id": block.tool_use_id})
+        texts = []
+    return [*messages, *_said(texts)]
+
+
+def _said(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """A message of the user, if there are texts for one."""
+    return [{"role": "user", "content": ["".join(texts)]}] if texts else []
+
+
+def _answer(places: Sequence[tuple[_Block, str]]) -> dict[str, Any]:
+    """A message of the assistant."""
+    content, reasoning, calls = [], [], []
+    for block, place in places:
+        if block.type == "thinking":
+            reasoning.append(block.thinking)
+        elif block.type == "tool_use":
+            function = {"name": block.name, "arguments": block.input}
+            calls.append({"type": "function", "id": block.id, "function": function})
+        elif block.type != "redacted_thinking":  # only Anthropic can read it
+            content.append(block.plain(place))
+    message: dict[str, Any] = {"role": "assistant", "content": ["".join(content)]}
+    if any(reasoning):
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+_SIGNATURE = "mlxspec"
+"""Of thinking. Clients expect one and send it back; nothing is read from it."""
+
+
+@dataclass
+class _AnswerBlock:
+    """A block of the content.
+
+    Attributes:
+        start: the block as it begins.
+        kind: of its deltas.
+        name: of the field that has the text of a delta.
+        texts: what it has so far.
+    """
+
+    start: dict[str, Any]
+    kind: str
+    name: str
+    texts: list[str] = field(default_factory=list)
+
+    def takes(self, delta: Delta) -> bool:
+        """Whether a delta goes on with it."""
+        if isinstance(delta, ToolCallBegun):
+            return False
+        kinds = {Text: "text_delta", Reasoning: "thinking_delta"}
+        return kinds.get(type(delta), "input_json_delta") == self.kind
+
+    def whole(self) -> dict[str, Any]:
+        """The block in one piece."""
+        text = "".join(self.texts)
+        if self.kind == "input_json_delta":
+            return self.start | {"input": _read_input(text)}
+        signed = {"signature": _SIGNATURE} if self.kind == "thinking_delta" else {}
+        return self.start | {self.name: text} | signed
+
+
+def _new_block(delta: Delta) -> _AnswerBlock:
+    start: dict[str, Any]
+    if isinstance(delta, Text):
+        return _AnswerBlock({"type": "text", "text": ""}, "text_delta", "text")
+    if isinstance(delta, Reasoning):
+        start = {"type": "thinking", "thinking": "", "signature": ""}
+        return _AnswerBlock(start, "thinking_delta", "thinking")
+    assert isinstance(delta, ToolCallBegun)
+    # The id stays the one that chat templates take when it comes back.
+    start = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
+    return _AnswerBlock(start, "input_json_delta", "partial_json")
+
+
+def _read_input(text: str) -> dict[str, Any]:
+    """The arguments of a call; none where they were cut off, or are no object."""
+    try:
+        arguments = JsonReader(text.encode()).read()
+    except (ValueError, ApiError):
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
+
+
+class MessagesAnswer(Answer):
+    """The answer of ``/v1/messages``.
+
+    A stream begins with the first token, when it is known how much of the prompt was cached;
+    until then it says with pings that it lives. ``input_tokens`` are those that ran, without the
+    cached ones. Nothing is counted as ``cache_creation_input_tokens``, since all that runs is
+    kept and nobody pays for it.
+
+    Args:
+        request: what was asked.
+        model: the name that the answer gives the model, which is its own.
+        format: of the model's output.
+    """
+
+    def __init__(self, request: ChatRequest, model: str, format: OutputFormat) -> None:
+        super().__init__(1)
+        self.id = f"msg_{uuid.uuid4().hex}"
+        self._request_id = new_request_id()
+        self.headers = messages_headers(model, self._request_id)
+        self._request = request
+        self._model = model
+        self._choice = ChatChoice(OutputParser(format))
+        self._blocks: list[_AnswerBlock] = []
+
+    def finished(self, index: int) -> bool:
+        return self._choice.parser.finished
+
+    def begin(self) -> list[dict[str, Any]]:
+        return []
+
+    def choice_begun(self, event: Begun) -> list[dict[str, Any]]:
+        message = self._message([], _usage(event.prompt_tokens, event.cached_tokens))
+        message |= {"stop_reason": None, "stop_sequence": None}
+        return [{"type": "message_start", "message": message}]
+
+    def feed_choice(
+        self, index: int, pieces: Sequence[Piece], end: Ended | None
+    ) -> list[dict[str, Any]]:
+        chunks: list[dict[str, Any]] = []
+        for delta, _ in self._choice.read(pieces, end):
+            if not self._blocks or not self._blocks[-1].takes(delta):
+                chunks += self._stop_block()
+                block = _new_block(delta)
+                self._blocks.append(block)
+                chunks.append(self._of_block("content_block_start", content_block=block.start))
+            if not isinstance(delta, ToolCallBegun):
+                block = self._blocks[-1]
+                block.texts.append(delta.text)
+                chunks.append(self._delta({"type": block.kind, block.name: delta.text}))
+        if end := self._choice.counted(end):
+            self.ends[index] = end
+            chunks += self._stop_block()
+            usage = self._usage(end)
+            chunks.append({"type": "message_delta", "delta": self._stop(end), "usage": usage})
+            chunks.append({"type": "message_stop"})
+        return chunks
+
+    def whole(self) -> dict[str, Any]:
+        (end,) = self.ends
+        assert end
+        content = [block.whole() for block in self._blocks]
+        return self._message(content, self._usage(end)) | self._stop(end)
+
+    def framed(self, chunk: dict[str, Any]) -> str:
+        return f"event: {chunk['type']}\n{super().framed(chunk)}"
+
+    def life_sign(self) -> str:
+        return self.framed({"type": "ping"})
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        return error.messages_body(self._request_id)
+
+    def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "usage": usage,
+        }
+
+    def _stop_block(self) -> list[dict[str, Any]]:
+        """The chunks that end the last block."""
+        if not self._blocks:
+            return []
+        chunks = [self._of_block("content_block_stop")]
+        if self._blocks[-1].kind == "thinking_delta":
+            chunks.insert(0, self._delta({"type": "signature_delta", "signature": _SIGNATURE}))
+        return chunks
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return self._of_block("content_block_delta", delta=delta)
+
+    def _of_block(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return {"type": kind, "index": len(self._blocks) - 1, **fields}
+
+    def _stop(self, end: Ended) -> dict[str, Any]:
+        """Why the message has ended."""
+        reason, sequence = self._choice.finish_reason(end), None
+        if reason == "tool_calls":
+            reason = "tool_use"
+        elif reason == "length":
+            wanted = self._request.max_tokens
+            cut = wanted is not None and end.completion_tokens < wanted
+            reason = "model_context_window_exceeded" if cut else "max_tokens"
+        elif end.stop in self._request.stop:
+            reason, sequence = "stop_sequence", end.stop
+        else:
+            reason = "end_turn"
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    def _usage(self, end: Ended) -> dict[str, Any]:
+        usage = _usage(end.prompt_tokens, end.cached_tokens)
+        thinking = {"thinking_tokens": self._choice.reasoning_tokens}
+        return usage | {
+            "output_tokens": end.completion_tokens,
+            "output_tokens_details": thinking,
+        }
+
+
+def _usage(prompt_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    return {
+        "input_tokens": prompt_tokens - cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached_tokens,
+        "output_tokens": 0,
+    }
+
+
+def messages_headers(model: str, request_id: str) -> dict[str, str]:
+    """Headers of an answer: its id, and the model that is behind whatever name was asked for."""
+    # A header is Latin-1 at most, and clients disagree beyond ASCII.
+    return {"request-id": request_id, "x-mlxspec-model": quote(model, safe=_PRINTABLE)}
+
+
+_PRINTABLE = "".join(map(chr, range(ord(" "), ord("~") + 1)))

@@ -1,1 +1,0 @@
-"""OpenAI's API for chats and completions."""

@@ -1,0 +1,671 @@
+"""OpenAI's Responses API: its bodies and endpoints."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from .body import ApiError, Body, Integer, Items, Name, TokenId, parse, refuse, shown
+from .requests import (
+    ChatRequest,
+    CommonBody,
+    ResponseFormat,
+    Texts,
+    chosen_tool,
+    conversation,
+    left_out,
+)
+
+_MOST_REPEATED = 4_000_000  # characters, which a stream repeats three times
+_INPUT = "input"  # the argument that holds the text for a custom tool
+_HOSTED = ("web_search", "image_generation", "tool_search")
+"""Beginnings of the kinds of tools that agents offer besides their own, and can do without."""
+
+
+class Tool(NamedTuple):
+    """A tool as the client knows it.
+
+    Attributes:
+        name: within its namespace.
+        namespace: None where it has none.
+        custom: it takes a text, not JSON.
+    """
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+
+    @property
+    def flat_name(self) -> str:
+        """The name by which the model knows it; models know no namespaces."""
+        if self.namespace is None:
+            return self.name
+        return f"{self.namespace.removesuffix('__')}__{self.name}"
+
+
+@dataclass(frozen=True)
+class ResponsesRequest(ChatRequest):
+    """A request for a response.
+
+    Attributes:
+        items: the conversation in this API's form, that before an earlier response included. Each
+            has an id.
+        known_tools: the tools by the names that the model knows.
+        store: keep the response for later requests.
+        repeated: the fields of the request that its response repeats.
+    """
+
+    param: ClassVar[str] = "input"
+
+    items: tuple[dict[str, Any], ...] = ()
+    known_tools: Mapping[str, Tool] = field(default_factory=dict)
+    store: bool = True
+    repeated: Mapping[str, Any] = field(default_factory=dict)
+
+
+class _ToolFormat(Body):
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] = "lark"
+    definition: Name = "-"
+
+    needed = {"grammar": ("syntax", "definition")}
+
+
+class _ToolBody(Body):
+    """A tool that is offered, a namespace of tools, or a choice among them."""
+
+    type: str
+    name: Name = "-"
+    namespace: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: _ToolFormat = _ToolFormat(type="text")
+    mode: Literal["auto", "required"] = "auto"
+    tools: Items[_ToolBody] = []
+
+    needed = dict.fromkeys(("function", "custom", "namespace"), ("name",))
+
+    @property
+    def hosted(self) -> bool:
+        """Whether the server would have to run it."""
+        return self.type.startswith(_HOSTED)
+
+
+class _Item(Body):
+    """An item of the input, of any type."""
+
+    type: Literal[
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+        "additional_tools",
+        "item_reference",
+        "web_search_call",
+        "file_search_call",
+        "image_generation_call",
+    ]
+    id: Name | None = None
+    role: Literal["user", "assistant", "system", "developer"] = "user"
+    phase: str | None = None
+    content: Texts = []
+    summary: Texts = []
+    encrypted_content: str | None = None
+    call_id: Name = "-"
+    name: Name = "-"
+    namespace: str | None = None
+    arguments: dict[str, Any] | str = ""
+    input: str = ""
+    output: str | Items[dict[str, Any]] = ""
+    tools: Items[_ToolBody] = []
+
+    needed = {
+        "message": ("role", "content"),
+        "function_call": ("call_id", "name"),
+        "custom_tool_call": ("call_id", "name"),
+        "function_call_output": ("call_id",),
+        "custom_tool_call_output": ("call_id",),
+    }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _typed(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or value.get("type") is not None:
+            return value
+        return value | {"type": "item_reference" if value.get("role") is None else "message"}
+
+
+class _TextBody(Body):
+    verbosity: Literal["low", "medium", "high"] = "medium"
+    format: ResponseFormat | None = None
+
+
+class _ReasoningBody(Body):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+def _as_items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) and value else value
+
+
+class ResponsesBody(CommonBody):
+    """A body of ``/v1/responses``."""
+
+    input: Annotated[Items[_Item], BeforeValidator(_as_items)] = []
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: Items[_ToolBody] = []
+    tool_choice: Literal["none", "auto", "required"] | _ToolBody = "auto"
+    include: Items[str] = []
+    top_logprobs: Annotated[Integer, Field(ge=0, le=20)] = 0
+    max_output_tokens: Annotated[Integer, Field(ge=1, le=2**31 - 1)] | None = None
+    max_tool_calls: TokenId | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] = {}  # as at OpenAI
+    reasoning: _ReasoningBody = _ReasoningBody()
+    store: bool = True
+    text: _TextBody = _TextBody()
+    truncation: Literal["auto", "disabled"] = "disabled"
+
+    unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+        **CommonBody.unsupported,
+        "background": ((False,), "leave it out, since a response is made while its client waits"),
+        "context_management": (([],), "leave it out, and shorten the input yourself"),
+        "conversation": ((), "leave it out, and use previous_response_id or send all of it"),
+        "mlxspec": (({},), "leave it out, or use /v1/chat/completions"),
+        "moderation": ((), "leave it out, since the server moderates nothing"),
+        "n": ((1,), "leave it out, or use /v1/chat/completions"),
+        "prompt": ((), "leave it out, since the server keeps none; send instructions and input"),
+        "response_format": ((), "call it text.format"),
+    }
+
+
+def parse_responses(
+    body: object, store: ResponseStore | None = None, partition: str = ""
+) -> ResponsesRequest:
+    """Read a body of ``/v1/responses``.
+
+    Args:
+        body: as it was sent.
+        store: has the responses that the body may refer to.
+        partition: whose responses these are.
+
+    Raises:
+        ApiError: a field is missing or wrong, or asks for what this server does not do.
+    """
+    asked = parse(ResponsesBody, body)
+    items = [*_before(asked, store, partition), *_items(asked, store, partition)]
+    if not items:
+        refuse("input", asked.input, "send a string, or a list with one item or more")
+    tools = _Tools(asked, items)
+    text, top = asked.text, asked.top_logprobs
+    asks_logprobs = top or "message.output_text.logprobs" in asked.include
+    common = asked.common(text.format.schema_at("text.format", False) if text.format else None)
+    # An answer is a message of its own here, unless the client says otherwise.
+    continues = asked.continue_final_message or False
+    request = ResponsesRequest(
+        **common | {"max_tokens": asked.max_output_tokens or common["max_tokens"]},
+        **conversation(_messages(asked.instructions, items), "input", continues),
+        **chosen_tool(*tools.choice, tools.for_chat, "tool_choice"),
+        tool_places=tuple(tools.places),
+        logprobs=top if asks_logprobs else None,
+        parallel_tool_calls=asked.parallel_tool_calls,
+        template_kwargs=asked.template_kwargs(asked.reasoning.effort or asked.reasoning_effort),
+        items=tuple(items),
+        known_tools=tools.known,
+        store=asked.store,
+        repeated=_repeated(asked, body, tools),
+    )
+    if (length := len(json.dumps(request.repeated))) > _MOST_REPEATED:
+        raise ApiError(
+            "instructions, tools and other fields that a response repeats have "
+            f"{length:,} characters of JSON: send {_MOST_REPEATED:,} at most"
+        )
+    return request
+
+
+def _repeated(asked: ResponsesBody, body: Any, tools: _Tools) -> dict[str, Any]:
+    """The request's fields in its response: those in force, where these are not those asked for."""
+    same = (
+        *("frequency_penalty", "instructions", "max_output_tokens", "max_tool_calls", "metadata"),
+        *("parallel_tool_calls", "presence_penalty", "previous_response_id", "prompt_cache_key"),
+        *("safety_identifier", "store", "temperature", "top_logprobs", "top_p", "user"),
+    )
+    format = asked.text.format and body["text"]["format"]
+    return {
+        **{name: getattr(asked, name) for name in same},
+        "background": False,
+        "reasoning": {"effort": asked.reasoning.effort, "summary": None},
+        "service_tier": "default",
+        "text": {"format": format or {"type": "text"}, "verbosity": "medium"},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": tools.offered,
+        "truncation": "disabled",
+    }
+
+
+# --- tools ---
+
+
+class _Tools:
+    """The tools that a request offers, and their use.
+
+    Agents such as Codex offer a search of the web beside their own tools, whatever the server can
+    do. They get along without it, so it is left out; where nothing else is offered it is refused.
+
+    Attributes:
+        for_chat: the tools in OpenAI's form for chats.
+        places: where each of them is in the body.
+        known: by the names that the model knows.
+        offered: the tools as the response repeats them.
+        choice: the choice in the form of a chat, and the name of the function to call.
+    """
+
+    def __init__(self, asked: ResponsesBody, items: Sequence[dict[str, Any]]) -> None:
+        self.for_chat: list[dict[str, Any]] = []
+        self.places: list[str] = []
+        self.known: dict[str, Tool] = {}
+        self.offered: list[dict[str, Any]] = []
+        for index, tool in enumerate(asked.tools):
+            if not tool.hosted:
+                self.offered.append(self._add(tool, f"tools[{index}]"))
+        for item in items:
+            if item["type"] == "additional_tools":
+                for index, tool in enumerate(map(_ToolBody.model_validate, item["tools"])):
+                    if not tool.hosted:
+                        self._add(tool, f"additional_tools[{index}]", again=True)
+        for index, tool in enumerate(asked.tools):
+            if tool.hosted and not self.known:
+                remedy = "offer functions, since the server itself runs no tools"
+                refuse(f"tools[{index}].type", tool.type, remedy)
+        self.choice = self._choice(asked.tool_choice)
+
+    def _add(self, tool: _ToolBody, path: str, again: bool = False) -> dict[str, Any]:
+        """Add a tool, which may be a known one if ``again``; returns it as it is repeated."""
+        if tool.type != "namespace":
+            return self._add_one(tool, path, None, again)
+        inner = [
+            self._add_one(one, f"{path}.tools[{index}]", tool, again)
+            for index, one in enumerate(tool.tools)
+        ]
+        about = tool.description or ""
+        return {"type": "namespace", "name": tool.name, "description": about, "tools": inner}
+
+    def _add_one(
+        self, one: _ToolBody, path: str, space: _ToolBody | None, again: bool
+    ) -> dict[str, Any]:
+        if one.type not in ("function", "custom"):
+            inside = "" if space else ', or a "namespace" of them'
+            remedy = f'offer tools of the type "function" or "custom"{inside}'
+            refuse(f"{path}.type", one.type, remedy)
+        tool = Tool(one.name, space.name if space else None, one.type == "custom")
+        name = tool.flat_name
+        if name in self.known:
+            if again:
+                return {}
+            refuse(f"{path}.name", one.name, "give each tool a name of its own")
+        offered: dict[str, Any] = {"type": one.type, "name": one.name}
+        offered["description"] = one.description
+        if tool.custom:
+            format = one.format
+            offered["format"] = format.model_dump(exclude_unset=True)
+            function = {"description": one.description or "", "parameters": _text_schema(format)}
+        else:
+            offered |= {"parameters": one.parameters, "strict": one.strict}
+            given: dict[str, Any] = {"description": one.description, "parameters": one.parameters}
+            given["strict"] = one.strict
+            function = {key: value for key, value in given.items() if value is not None}
+        if space and space.description and one is space.tools[0]:
+            about = f"{space.description}\n\n{function.get('description', '')}"
+            function["description"] = about.rstrip()
+        self.known[name] = tool
+        self.places.append(f"{path}.parameters")
+        self.for_chat.append({"type": "function", "function": {"name": name, **function}})
+        return offered
+
+    def _choice(self, choice: str | _ToolBody) -> tuple[str, str | None]:
+        """The choice of a chat; tools that are not allowed are not offered."""
+        if isinstance(choice, str):
+            return choice, None
+        places: dict[tuple[str, str | None], str] = {}
+        for flat_name, tool in self.known.items():
+            for namespace in (None, tool.namespace):  # in any namespace, the first counts
+                places.setdefault((tool.name, namespace), flat_name)
+        if choice.type in ("function", "custom"):
+            return "function", _found(choice, places, "tool_choice")
+        if choice.type != "allowed_tools":
+            remedy = 'send "function", "custom" or "allowed_tools", or a string'
+            refuse("tool_choice.type", choice.type, remedy)
+        allowed = {
+            _found(tool, places, f"tool_choice.tools[{index}]")
+            for index, tool in enumerate(choice.tools)
+            if not tool.hosted
+        }
+        kept = [tool["function"]["name"] in allowed for tool in self.for_chat]
+        self.for_chat = [tool for tool, keep in zip(self.for_chat, kept, strict=True) if keep]
+        self.places = [place for place, keep in zip(self.places, kept, strict=True) if keep]
+        return choice.mode, None
+
+
+def _found(named: _ToolBody, places: Mapping[tuple[str, str | None], str], path: str) -> str:
+    """The name by which the model knows the tool that a choice names."""
+    found = places.get((named.name, named.namespace))
+    if found is None:
+        refuse(f"{path}.name", named.name, "name one of the tools")
+    return found
+
+
+def _text_schema(format: _ToolFormat) -> dict[str, Any]:
+    """The parameters of a custom tool as a function: one text.
+
+    A grammar is shown to the model but not enforced.
+    """
+    about = "The text that the tool takes, as it is."
+    if format.type == "grammar":
+        about += f" It follows this {format.syntax} grammar:\n{format.definition}"
+    text = {"type": "string", "description": about}
+    return {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT]}
+
+
+# --- the conversation ---
+
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+_CALLS = ("function_call", "custom_tool_call")
+
+
+def new_id(prefix: str) -> str:
+    """An id for a response or an item."""
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def _before(
+    asked: ResponsesBody, store: ResponseStore | None, partition: str
+) -> Sequence[dict[str, Any]]:
+    """The conversation that led to an earlier response, and its answer."""
+    previous = asked.previous_response_id
+    if previous is None:
+        return ()
+    found = store and store.response(partition, previous)
+    if not found:
+        raise ApiError(
+            f"previous_response_id is {shown(previous)}, which the server does not have, or no "
+            "longer: send the whole conversation as input.",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return found.items
+
+
+def _items(
+    asked: ResponsesBody, store: ResponseStore | None, partition: str
+) -> Iterable[dict[str, Any]]:
+    """The input's items as the server returns them, without those that say nothing to a model."""
+    for index, one in enumerate(asked.input):
+        if one.type == "item_reference":
+            found = store and one.id and store.item(partition, one.id)
+            if not found:
+                remedy = "send the item itself, since the server has none of this id"
+                refuse(f"input[{index}].id", one.id, remedy)
+            yield found
+        elif one.type in _MAKE_ITEM:
+            yield _MAKE_ITEM[one.type](one, f"input[{index}]")
+
+
+def _message(one: _Item, path: str) -> dict[str, Any]:
+    return _message_item(one.id, one.role, [part.text for part in one.content], one.phase)
+
+
+def _message_item(
+    item_id: str | None, role: str, texts: Sequence[str], phase: str | None
+) -> dict[str, Any]:
+    item: dict[str, Any] = {"id": item_id or new_id("msg"), "type": "message"}
+    item |= {"role": role, "status": "completed"}
+    if role == "assistant":
+        more: dict[str, Any] = {"annotations": [], "logprobs": []}
+        item["content"] = [{"type": "output_text", "text": text, **more} for text in texts]
+        return item | ({"phase": phase} if phase else {})
+    return item | {"content": [{"type": "input_text", "text": text} for text in texts]}
+
+
+def _item_of(one: _Item, prefix: str, **fields: Any) -> dict[str, Any]:
+    status = {"type": one.type, "status": "completed"}
+    return {"id": one.id or new_id(prefix), **status, **fields}
+
+
+def _call(one: _Item, path: str) -> dict[str, Any]:
+    custom = one.type == "custom_tool_call"
+    item = _item_of(one, "ctc" if custom else "fc", call_id=one.call_id, name=one.name)
+    if one.namespace is not None:
+        item["namespace"] = one.namespace
+    if custom:
+        return item | {"input": one.input}
+    arguments = one.arguments
+    return item | {"arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
+
+
+def _call_output(one: _Item, path: str) -> dict[str, Any]:
+    output: Any = one.output
+    if not isinstance(one.output, str):
+        output = []
+        for index, part in enumerate(one.output):
+            kind, text = part.get("type"), part.get("text", "")
+            if not isinstance(kind, str) or not kind:
+                refuse(f"{path}.output[{index}].type", kind, "send a string")
+            if kind not in ("input_text", "output_text", "text"):
+                text = left_out(kind.removeprefix("input_"))
+            if not isinstance(text, str):
+                refuse(f"{path}.output[{index}].text", text, "send a string")
+            output.append({"type": "input_text", "text": text})
+    prefix = "ctco" if one.type.startswith("custom") else "fco"
+    return _item_of(one, prefix, call_id=one.call_id, output=output)
+
+
+def _reasoning(one: _Item, path: str) -> dict[str, Any]:
+    """Reasoning: of this server with its text, of others perhaps with a summary alone."""
+    return _item_of(
+        one,
+        "rs",
+        summary=[{"type": "summary_text", "text": part.text} for part in one.summary],
+        content=[{"type": "reasoning_text", "text": part.text} for part in one.content],
+        encrypted_content=one.encrypted_content,
+    )
+
+
+def _additional_tools(one: _Item, path: str) -> dict[str, Any]:
+    """Tools within a conversation, as newer agents send them."""
+    item = {"id": one.id or new_id("at"), "type": "additional_tools", "role": "developer"}
+    return item | {"tools": [tool.model_dump(exclude_unset=True) for tool in one.tools]}
+
+
+_MAKE_ITEM: dict[str, Callable[[_Item, str], dict[str, Any]]] = {
+    "message": _message,
+    **dict.fromkeys(_CALLS, _call),
+    **dict.fromkeys(_OUTPUTS, _call_output),
+    "reasoning": _reasoning,
+    "additional_tools": _additional_tools,
+}
+
+
+def _messages(instructions: str | None, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation as a chat has it.
+
+    What comes before the first other message becomes one message of the system, since many
+    templates take only one. What the model has written in one go becomes one message.
+    """
+    messages: list[dict[str, Any]] = []
+    system = [] if instructions is None else [instructions]
+    for item in items:
+        kind = item["type"]
+        if kind == "additional_tools":
+            continue
+        if kind == "message" and item["role"] in ("system", "developer") and not messages:
+            system.append(_text_of(item["content"]))
+        elif kind == "message" and item["role"] != "assistant":
+            role = "system" if item["role"] == "developer" else item["role"]
+            messages.append({"role": role, "content": _text_of(item["content"])})
+        elif kind in _OUTPUTS:
+            output = item["output"]
+            text = output if isinstance(output, str) else _text_of(output)
+            messages.append({"role": "tool", "content": text, "tool_call_id": item["call_id"]})
+        else:
+            _add_to_answer(messages, item)
+    for message in messages:
+        for name in ("content", "reasoning_content"):
+            if isinstance(message.get(name), list):
+                message[name] = "".join(message[name])
+    if system:
+        messages.insert(0, {"role": "system", "content": "\n\n".join(system)})
+    return messages
+
+
+def _add_to_answer(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    """Add what the model has written to its message, or to a new one if that was at its end.
+
+    Its texts are lists, which are joined in the end: ten thousand items may be one message.
+    """
+    is_call = item["type"] in _CALLS
+    last = messages[-1] if messages else None
+    if (
+        last is None
+        or last["role"] != "assistant"
+        or (not is_call and last["content"] and "tool_calls" not in last)
+    ):
+        last = {"role": "assistant", "content": []}
+        messages.append(last)
+    if is_call:
+        name = Tool(item["name"], item.get("namespace")).flat_name
+        custom = item["type"] == "custom_tool_call"
+        arguments = {_INPUT: item["input"]} if custom else item["arguments"] or {}
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        last.setdefault("tool_calls", []).append(call | {"id": item["call_id"]})
+    elif item["type"] == "message":
+        last["content"] += filter(None, [_text_of(item["content"])])
+    elif reasoning := _text_of(item["content"]) or "\n\n".join(p["text"] for p in item["summary"]):
+        last.setdefault("reasoning_content", []).append(reasoning)
+
+
+def _text_of(parts: Iterable[dict[str, Any]]) -> str:
+    return "".join(part["text"] for part in parts)
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """A response and the conversation around it.
+
+    Attributes:
+        response: as its client got it.
+        given: the items that led to it, with those before an earlier response.
+    """
+
+    response: dict[str, Any]
+    given: Sequence[dict[str, Any]]
+
+    @property
+    def items(self) -> tuple[dict[str, Any], ...]:
+        """The conversation up to the end of the answer."""
+        return (*self.given, *self.response["output"])
+
+
+class _Kept(NamedTuple):
+    """A response as JSON, a third of the size of the objects that it becomes.
+
+    Attributes:
+        response: the answer.
+        items: ids and JSON of the conversation's items, up to the end of the answer.
+        n_given: how many of the items led to it.
+    """
+
+    response: bytes
+    items: list[tuple[str, bytes]]
+    n_given: int
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.response) + sum(len(text) for _, text in self.items)
+
+
+class ResponseStore:
+    """The responses of late; those used last stay.
+
+    Each partition finds its own alone. Nothing is written to disk. It may be called in any thread.
+
+    Args:
+        most: responses.
+        most_bytes: of all of them as JSON, each with its conversation.
+
+    Attributes:
+        nbytes: of those that are kept, as JSON.
+    """
+
+    def __init__(self, most: int = 1000, most_bytes: int = 64 * 2**20) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
+        self._items: dict[tuple[str, str], tuple[bytes, int]] = {}
+        """By partition and id: items, and in how many of its responses each one is."""
+        self.nbytes = 0
+        self._changing = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, partition: str, stored: StoredResponse) -> None:
+        """Keep a response; it does not stay if it is larger than all may be."""
+        items = []
+        with self._changing:
+            for item in stored.items:
+                text, place = json.dumps(item).encode(), (partition, item["id"])
+                known, count = self._items.get(place, (text, 0))
+                text = known if known == text else text  # one for all responses of a conversation
+                self._items[place] = text, count + 1
+                items.append((place[1], text))
+            kept = _Kept(json.dumps(stored.response).encode(), items, len(stored.given))
+            self._kept[partition, stored.response["id"]] = kept
+            self.nbytes += kept.nbytes
+            while len(self._kept) > self._most or self.nbytes > self._most_bytes:
+                self._drop(next(iter(self._kept)))
+
+    def response(self, partition: str, response_id: str) -> StoredResponse | None:
+        """The response of this id; None if it is not kept, or another partition's."""
+        key = partition, response_id
+        with self._changing:
+            if key not in self._kept:
+                return None
+            self._kept.move_to_end(key)
+            kept = self._kept[key]
+        given = [json.loads(text) for _, text in kept.items[: kept.n_given]]
+        return StoredResponse(json.loads(kept.response), given)
+
+    def item(self, partition: str, item_id: str) -> dict[str, Any] | None:
+        """The item of this id in any of the partition's responses."""
+        text, _ = self._items.get((partition, item_id), (b"null", 0))
+        item: dict[str, Any] | None = json.loads(text)
+        return item
+
+    def delete(self, partition: str, response_id: str) -> bool:
+        """Forget a response; whether there was one."""
+        with self._changing:
+            if (partition, response_id) not in self._kept:
+                return False
+            self._drop((partition, response_id))
+            return True
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        dropped = self._kept.pop(key)
+        self.nbytes -= dropped.nbytes
+        for item_id, _ in dropped.items:
+            place = key[0], item_id
+            text, count = self._items.pop(place)
+            if count > 1:
+                self._items[place] = text, count - 1
