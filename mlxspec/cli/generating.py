@@ -122,7 +122,7 @@ class Drafting:
     )
     window_size: str | None = option_field(
         "-W --window-size --WINDOW_SIZE W",
-        "Lookahead: columns of the window, or auto: none, and as many guesses as pay.  "
+        "Lookahead: columns of the window, or auto: look-ups instead, as many as pay.  "
         "[default: auto]",
         of=LOOKAHEAD,
     )

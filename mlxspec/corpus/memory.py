@@ -56,7 +56,7 @@ LIVE_TOKENS = 16_384
 """Tokens of the newest answers, beyond which they are sorted."""
 
 LEADING_TOKENS = 8
-"""Of a prompt, by which the opening of its answer is found: docs/planner-notes.md, "Openings"."""
+"""Of a prompt, by which the opening of its answer is found: notes/planner.md, "Openings"."""
 
 RATIO = 8
 """A segment is merged into the next larger one unless that is this many times as large."""

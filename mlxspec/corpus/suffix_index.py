@@ -16,7 +16,7 @@ SEPARATOR = -1
 MAX_LENGTH = 64
 """Matches are measured up to this many tokens."""
 
-# Where these come from: docs/planner-notes.md, "Constants".
+# Where these come from: notes/planner.md, "Constants".
 _SIZES = (8, 4, 2, 1)  # the n-grams under which positions are filed, longest first
 _MAX_OCCURRENCES = 8  # looked up per n-gram
 _MAX_LINKS = 32  # followed per n-gram, those of other n-grams in the same bucket included
