@@ -6,12 +6,12 @@ from dataclasses import asdict
 
 from ..engine.params import CacheOptions
 from ..errors import OptionError
+from .common.model_choice import model_or_default, tell_of_model
+from .common.notes import note
+from .common.options import ADAPTERS, ADAPTERS_HELP, NAME, command, option, options_of
+from .common.output import error_console
+from .common.prompt import PromptOptions, model_option
 from .generate import prefill_bar
-from .model_choice import model_or_default, tell_of_model
-from .options import ADAPTERS, ADAPTERS_HELP, NAME, command, option, options_of
-from .outcome import note
-from .output import error_console
-from .prompts import PromptOptions, model_option
 
 
 @command("cache-prompt")

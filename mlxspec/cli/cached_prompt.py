@@ -19,9 +19,9 @@ from ..generation.decoder import Decoder
 from ..generation.session import Session
 from ..models.model_files import DEMO, is_downloaded, is_repository_name
 from ..terminal import visible
-from .generating import Generation
-from .output import at_terminal
-from .prompts import PromptOptions, in_template
+from .common.generation import Generation
+from .common.output import at_terminal
+from .common.prompt import PromptOptions, in_template
 
 ADAPTERS_OF_FILE = "adapter_path"
 """What the metadata of a file calls the adapters of its model; "" for none."""

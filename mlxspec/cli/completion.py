@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
-from .options import argument, command
+from .common.options import argument, command
 
 _NAME = "mlxspec"
 _VARIABLE = "_MLXSPEC_COMPLETE"  # by which click knows what the shell asks for

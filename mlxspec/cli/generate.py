@@ -21,14 +21,14 @@ from ..distributed.launch import launched_rank, let_rank_0_speak, supervise
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
-from .figures import acceptance_row, rate, result_report, speedup_rows
-from .generating import Generation
+from .common.figures import acceptance_row, rate, result_report, speedup_rows
+from .common.generation import Generation
+from .common.model_choice import is_beyond_demo, model_or_default, tell_of_model
+from .common.notes import silence_notes
+from .common.options import NAME, Command, check_least, color_option, command, option, options_of
+from .common.output import ProgressBar, error_console, figures_grid, write_json
+from .common.prompt import PromptOptions, model_option, prompt_argument
 from .memory import Memories
-from .model_choice import is_beyond_demo, model_or_default, tell_of_model
-from .options import NAME, Command, check_least, color_option, command, option, options_of
-from .outcome import silence_notes
-from .output import ProgressBar, error_console, figures_grid, write_json
-from .prompts import PromptOptions, model_option, prompt_argument
 
 if TYPE_CHECKING:
     from ..distributed.leader import Leader
@@ -127,7 +127,7 @@ def generate_command(*, prompts: str | None, concurrency: int | None, **options:
         if options["stats"]:
             raise OptionError("--quiet and --stats are given together: choose one")
     if prompts is not None:
-        from .answers import answer_prompts
+        from .prompt_files import answer_prompts
 
         if launched_rank() is not None:
             raise OptionError("--prompts are answered on one machine: leave out mlx.launch")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from .options import argument, command
+from .common.options import argument, command
 
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import click
 
-from .options import SETTINGS, Group
+from .common.options import SETTINGS, Group
 
 _COMMANDS = {
     "Generate": ("generate", "chat", "serve", "run", "cache-prompt"),

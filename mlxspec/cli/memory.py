@@ -21,10 +21,10 @@ import click
 from ..errors import LoadError, OptionError, StoreError
 from ..files import check_writable, replaced
 from ..terminal import one_line
-from .model_choice import MODEL
-from .options import FILE, SETTINGS, Group, option
-from .outcome import note, say
-from .output import (
+from .common.model_choice import MODEL
+from .common.notes import note, say
+from .common.options import FILE, SETTINGS, Group, option
+from .common.output import (
     FoldingTable,
     at_terminal,
     counted,

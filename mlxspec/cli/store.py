@@ -11,10 +11,10 @@ import click
 from rich.progress import DownloadColumn, TimeElapsedColumn
 
 from ..terminal import one_line
-from .model_choice import MODEL
-from .options import NAME, SETTINGS, Group, argument, option
-from .outcome import note, say
-from .output import ProgressBar, counted, size_in_words
+from .common.model_choice import MODEL
+from .common.notes import note, say
+from .common.options import NAME, SETTINGS, Group, argument, option
+from .common.output import ProgressBar, counted, size_in_words
 
 if TYPE_CHECKING:
     from ..corpus.store import Store

@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 import mlxspec
+from mlxspec.cli.common.notes import run_command
+from mlxspec.cli.common.options import ARGUMENTS, Argument, Option
 from mlxspec.cli.convert import convert_command
 from mlxspec.cli.generate import generate_command
 from mlxspec.cli.main import main
-from mlxspec.cli.options import ARGUMENTS, Argument, Option
-from mlxspec.cli.outcome import run_command
 
 ROOT = Path(mlxspec.__file__).parents[1]
 

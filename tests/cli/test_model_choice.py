@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from mlxspec.cli.chat_input import LineInput
+from mlxspec.cli.chat.input import LineInput
+from mlxspec.cli.common.model_choice import DEMO_CAN, is_beyond_demo, model_or_default
 from mlxspec.cli.main import main
-from mlxspec.cli.model_choice import DEMO_CAN, is_beyond_demo, model_or_default
 from tests.support.command_line import run
 
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from rich.panel import Panel
 
-from .figures import acceptance_row, speedup_rows
-from .output import counted, figures_grid
+from ..common.figures import acceptance_row, speedup_rows
+from ..common.output import counted, figures_grid
 
 if TYPE_CHECKING:
-    from ..generation.response import GenerationResponse, SpeculationStats
+    from ...generation.response import GenerationResponse, SpeculationStats
 
 
 def answer_line(last: GenerationResponse, predicted_cost: float, ending: str) -> str:
@@ -19,7 +19,7 @@ def answer_line(last: GenerationResponse, predicted_cost: float, ending: str) ->
 
     Args:
         last: its last response.
-        predicted_cost: as for :func:`.figures.speedup_rows`.
+        predicted_cost: as for :func:`.common.figures.speedup_rows`.
         ending: why it ended, where that is not for the model's own reasons.
     """
     figures = [counted(last.generation_tokens, "token"), f"{last.generation_tps:,.1f}/s"]
@@ -46,7 +46,7 @@ class ChatFigures:
 
         Args:
             last: its last response.
-            predicted_cost: as for :func:`.figures.speedup_rows`.
+            predicted_cost: as for :func:`.common.figures.speedup_rows`.
         """
         self._answers += 1
         self._prompt_tokens += last.prompt_tokens

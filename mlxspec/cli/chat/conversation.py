@@ -6,13 +6,13 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ..engine.target import Progress
-from ..errors import OptionError, PromptError
-from ..generation.response import GenerationResponse
-from ..generation.session import Session
-from ..models.chat_template import Messages
-from .chat_file import SavedChat
-from .generating import room_for
+from ...engine.target import Progress
+from ...errors import OptionError, PromptError
+from ...generation.response import GenerationResponse
+from ...generation.session import Session
+from ...models.chat_template import Messages
+from ..common.generation import room_for
+from .saved import SavedChat
 
 _ANSWERS_SHARE = 4  # of the context a quarter is left for an answer, unless it may have less
 

@@ -20,8 +20,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import OptionError
-from ..terminal import visible, wants_color
+from ...errors import OptionError
+from ...terminal import visible, wants_color
 from .options import option_field
 
 _UNLIMITED = 10_000  # columns
@@ -30,7 +30,7 @@ _GAP = 2  # columns before and between the texts of a block
 
 class _OutputConsole(Console):
     def on_broken_pipe(self) -> None:
-        """Leave it to :func:`.outcome.reported`, whatever writes to the pipe."""
+        """Leave it to :func:`.common.notes.reported`, whatever writes to the pipe."""
         raise BrokenPipeError
 
 
@@ -258,7 +258,7 @@ class PageOptions:
         Raises:
             OptionError: it cannot.
         """
-        from ..bench.page import check_report
+        from ...bench.page import check_report
 
         if not self.html:
             return
@@ -288,7 +288,7 @@ class PageOptions:
         Raises:
             OptionError: the page cannot be written.
         """
-        from ..bench.page import write_report
+        from ...bench.page import write_report
 
         written = False
         try:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ChatFileError
-from ..files import replaced
-from ..jsonl import conversation_of, load_json
+from ...errors import ChatFileError
+from ...files import replaced
+from ...jsonl import conversation_of, load_json
 
 if TYPE_CHECKING:
-    from ..models.chat_template import Messages
+    from ...models.chat_template import Messages
 
 _MOST_BYTES = 100_000_000
 _OURS = {"model", "created", "messages"}

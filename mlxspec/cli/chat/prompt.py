@@ -23,10 +23,10 @@ from prompt_toolkit.output import ColorDepth, create_output
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.styles import Style
 
-from ..errors import ChatFileError, MlxspecError
-from ..files import replaced, sole_writer
-from .chat_commands import COMMANDS, NAMES, Argument, is_open, without_quotes
-from .outcome import note
+from ...errors import ChatFileError, MlxspecError
+from ...files import replaced, sole_writer
+from ..common.notes import note
+from .commands import COMMANDS, NAMES, Argument, is_open, without_quotes
 
 _MOST_BYTES = 1_000_000
 """How large the history gets; then its older half goes."""

@@ -10,9 +10,9 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Protocol
 
-from ..errors import PromptError
-from ..terminal import wants_color
-from .chat_commands import QUOTES
+from ...errors import PromptError
+from ...terminal import wants_color
+from .commands import QUOTES
 
 
 class ChatInput(Protocol):
@@ -56,7 +56,7 @@ def open_input(history: bool, models: Callable[[], Iterable[str]], color: bool |
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not at_terminal or os.environ.get("TERM", "dumb") == "dumb":
         return LineInput()
-    from .chat_prompt import TerminalInput
+    from .prompt import TerminalInput
 
     file = history_file() if history else None
     return TerminalInput(file, models, wants_color(sys.stdout, color))
@@ -68,7 +68,7 @@ def history_file() -> Path:
     Raises:
         OptionError: the environment names no directory that there can be.
     """
-    from ..corpus import data_directory
+    from ...corpus import data_directory
 
     return data_directory() / "chat_history"
 

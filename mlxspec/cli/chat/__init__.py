@@ -14,26 +14,26 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from ..distributed.launch import launched_rank
-from ..engine.params import SamplingParams
-from ..errors import MlxspecError, OptionError, PromptError
-from ..models.model_files import local_path
-from ..terminal import TokenPrinter, one_line, visible
-from .chat_commands import command_in, help_rows, help_text
-from .chat_figures import ChatFigures, answer_line
-from .chat_file import SavedChat, read_chat
-from .chat_input import ChatInput, open_input
-from .generate import prefill_bar
-from .generating import Generation
-from .memory import Memories
-from .model_choice import model_argument, resolved, tell_of_model
-from .options import FILE, color_option, command, option, options_of
-from .outcome import note
-from .output import ProgressBar, counted, error_console, output_console
-from .prompts import template_option
+from ...distributed.launch import launched_rank
+from ...engine.params import SamplingParams
+from ...errors import MlxspecError, OptionError, PromptError
+from ...models.model_files import local_path
+from ...terminal import TokenPrinter, one_line, visible
+from ..common.generation import Generation
+from ..common.model_choice import model_argument, resolved, tell_of_model
+from ..common.notes import note
+from ..common.options import FILE, color_option, command, option, options_of
+from ..common.output import ProgressBar, counted, error_console, output_console
+from ..common.prompt import template_option
+from ..generate import prefill_bar
+from ..memory import Memories
+from .commands import command_in, help_rows, help_text
+from .figures import ChatFigures, answer_line
+from .input import ChatInput, open_input
+from .saved import SavedChat, read_chat
 
 if TYPE_CHECKING:
-    from ..generation.response import GenerationResponse
+    from ...generation.response import GenerationResponse
     from .conversation import ChatModel, Conversation
     from .markdown import MarkdownPrinter
 
@@ -132,8 +132,7 @@ def _conversation(
     memories: Memories,
 ) -> Conversation:
     from .conversation import Conversation
-    from .local import LocalModel
-    from .remote import RemoteModel
+    from .models import LocalModel, RemoteModel
 
     model: ChatModel
     if server is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum, auto
 
-from ..errors import OptionError
+from ...errors import OptionError
 
 QUOTES = '"""'
 """They begin and end a message of several lines."""
