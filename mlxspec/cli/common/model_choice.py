@@ -14,8 +14,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ...errors import MlxspecError, OptionError
-from ...models.model_files import DEMO, is_repository_name, local_path
-from ...models.other_models import hub_repository
+from ...models.model_files import DEMO, hub_repository, is_repository_name, local_path
 from ..user_config import MODEL as SETTING
 from ..user_config import MODEL_VARIABLE, load_config
 from .notes import note
