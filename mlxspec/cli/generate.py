@@ -27,7 +27,7 @@ from .common.notes import silence_notes
 from .common.options import NAME, Command, check_least, color_option, command, option, options_of
 from .common.output import error_console, figures_grid, prefill_bar, write_json
 from .common.prompt import PromptOptions, model_option, prompt_argument
-from .memories import Memories
+from .memory import Memories
 
 if TYPE_CHECKING:
     from ..distributed.leader import Leader

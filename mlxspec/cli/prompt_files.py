@@ -49,7 +49,7 @@ from .common.notes import told
 from .common.options import check_least
 from .common.output import ProgressBar, error_console, figures_grid, json_text
 from .common.prompt import PromptOptions
-from .memories import Memories
+from .memory import Memories
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper

@@ -37,7 +37,7 @@ from ..common.output import (
     prefill_bar,
 )
 from ..common.prompt import template_option
-from ..memories import Memories
+from ..memory import Memories
 
 if TYPE_CHECKING:
     from ...generation.response import GenerationResponse, SpeculationStats

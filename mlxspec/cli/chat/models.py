@@ -25,7 +25,7 @@ from ..common.api_client import ApiClient
 from ..common.generation import Drafting, Generation
 from ..common.model_choice import known_names, model_or_default, resolved
 from ..common.prompt import in_template
-from ..memories import Memories
+from ..memory import Memories
 
 if TYPE_CHECKING:
     from ...generation.decoder import Decoder

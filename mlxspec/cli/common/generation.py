@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ...generation.options import GenerationOptions
     from ...generation.request import Request
     from ...generation.response import GenerationResponse
-    from ..memories import Memories
+    from ..memory import Memories
 
 # What the options set that only some decoders take.
 API_KEY = "MLXSPEC_API_KEY"
