@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from mlxspec.cli import cost_plots
 from mlxspec.cli.calibrate import calibrate_command
-from mlxspec.cli.output import ProgressBar
+from mlxspec.cli.common.output import ProgressBar
 from mlxspec.drafting.measurement import RowsTime
 from mlxspec.engine import calibration, capability
 from mlxspec.engine.capability import Capability
