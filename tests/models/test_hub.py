@@ -113,7 +113,7 @@ def test_repositories_without_weights_for_mlx_say_what_they_have(
     assert "mlx-community/models?search=Tiny " in told["Tiny-GGUF"]
     assert "PyTorch's weights; use a version of the model with safetensors" in told["old"]
     assert "mlxspec convert --torch-path" in told["original"]
-    assert "no weights; name a repository that has some" in told["readme"]
+    assert "no weights; name another repository" in told["readme"]
     (offline, gguf), _ = download(
         "http://127.0.0.1:9", tmp_path, "someone/readme", "another/Model-GGUF"
     )
