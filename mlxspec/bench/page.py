@@ -106,12 +106,8 @@ class LineChart:
         return (last - index) % math.ceil(len(self.labels) / _MOST_LABELS) == 0
 
 
-# What the beginning of a report has, and of nothing else: a page, an SVG and a PNG.
-_MARKS = (
-    b'<meta name="generator" content="mlxspec">',
-    b"<dc:title>mlxspec</dc:title>",
-    b"tEXtSoftware\0mlxspec",
-)
+# What a page and an SVG of ours have near the beginning.
+_MARKS = (b'<meta name="generator" content="mlxspec">', b"<!-- mlxspec -->")
 _BEGINNING = 1024  # bytes in which the mark stands
 
 
