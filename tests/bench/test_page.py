@@ -8,12 +8,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mlxspec.bench.page import (
-    Line,
-    LineChart,
     check_report,
     render,
     write_report,
@@ -116,33 +112,3 @@ def test_every_command_refuses_another_file_before_its_work(
         assert result.stderr.startswith(refusal)
         assert result.stderr.count("\n") == 1
     assert notes.read_text() == "irreplaceable"
-
-
-SPEEDS = st.lists(st.floats(0.3, 4), min_size=5, max_size=5)
-
-
-@given(st.lists(SPEEDS, min_size=1, max_size=4))
-def test_all_panels_of_lines_have_one_scale(speeds: list[list[float]]) -> None:
-    lines = {str(number): Line(values, 0) for number, values in enumerate(speeds)}
-    chart = LineChart("abcde", lines)
-    per_height = set()
-    for line in lines.values():
-        heights = [chart.upwards(line, value) for value in line.values]
-        assert min(heights) == 0
-        assert max(heights) <= 1
-        for value, height in zip(line.values, heights, strict=True):
-            if height > 1e-3:
-                per_height.add(round((value - min(line.values)) / height, 6))
-    widest = max(max(values) - min(values) for values in speeds)
-    assert per_height <= {round(max(0.1, widest), 6)}
-
-
-@pytest.mark.parametrize("count", [1, 2, 8, 9, 30])
-def test_places_are_evenly_spaced_and_not_too_many_have_labels(count: int) -> None:
-    chart = LineChart(["1k"] * count, {})
-    places = [chart.across(index) for index in range(count)]
-    assert places == pytest.approx([n / (count - 1) for n in range(count)] if count > 1 else [0.5])
-    labelled = [index for index in range(count) if chart.labelled(index)]
-    assert min(count, 4) <= len(labelled) <= 8
-    assert labelled[-1] == count - 1
-    assert len(labelled) == count or count > 8
