@@ -17,8 +17,9 @@ from rich.text import Text
 from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
-from .model_choice import ABOUT, DEFAULT, model_argument, needed_model
-from .options import (
+from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
+from .common.notes import note
+from .common.options import (
     ADAPTERS,
     ADAPTERS_HELP,
     DRAFTER,
@@ -31,8 +32,7 @@ from .options import (
     option_field,
     options_of,
 )
-from .outcome import note
-from .output import (
+from .common.output import (
     FoldingTable,
     ProgressBar,
     ReportOptions,

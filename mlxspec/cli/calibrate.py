@@ -18,10 +18,10 @@ from rich.table import Table
 
 from ..errors import MlxspecError, OptionError
 from ..terminal import visible
-from .model_choice import ABOUT, DEFAULT, model_argument, needed_model
-from .options import ADAPTERS, ADAPTERS_HELP, FILE, NAME, check_least, command, option
-from .outcome import note
-from .output import FORCE_HELP, ProgressBar, at_terminal, output_console, write_json
+from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
+from .common.notes import note
+from .common.options import ADAPTERS, ADAPTERS_HELP, FILE, NAME, check_least, command, option
+from .common.output import FORCE_HELP, ProgressBar, at_terminal, output_console, write_json
 
 if TYPE_CHECKING:
     from ..drafting.kept import CostCache, CostKey, KnownRange

@@ -11,9 +11,17 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 
 from ..errors import OptionError
-from .model_choice import MODEL
-from .options import DRAFTER, FILE, argument, command, names_completed, option_field, options_of
-from .output import (
+from .common.model_choice import MODEL
+from .common.options import (
+    DRAFTER,
+    FILE,
+    argument,
+    command,
+    names_completed,
+    option_field,
+    options_of,
+)
+from .common.output import (
     FoldingTable,
     ProgressBar,
     ReportOptions,

@@ -53,7 +53,7 @@ def create_app(
             on_refusal(request.url.path, refusal)
         return error_response(refusal, request.url.path)
 
-    routes = [*Endpoints(worker, max_tokens, silence).routes, *_StatusRoutes(worker).routes]
+    routes = [*Endpoints(worker, max_tokens, silence).routes, *_status_routes(worker)]
     return Starlette(
         routes=routes,
         middleware=[Middleware(AuthMiddleware, hosts=hosts, keys=keys, on_refusal=on_refusal)],
@@ -68,39 +68,9 @@ def create_app(
 def _wrong_path(request: Request, error: Exception) -> ApiError:
     assert isinstance(error, HTTPException)
     path, status = printable(request.url.path), error.status_code
-    what = {404: "there is no such path", 405: f"{request.method} is not for this path"}
-    message, headers = f"{path}: {what.get(status, error.detail)}", dict(error.headers or {})
-    for start, purpose in _NOT_OURS.items():
-        if path == start or path.startswith(f"{start}/"):
-            message = (
-                f"{path}: this server writes texts with a language model, and has no {purpose}: "
-                "ask another server for them"
-            )
-            status, headers = 404, {}  # no other method helps
-    return ApiError(message, status=status, headers=headers)
-
-
-_NOT_OURS = {
-    "/v1/assistants": "assistants",
-    "/v1/audio": "speech or transcriptions",
-    "/v1/batches": "batches",
-    "/v1/containers": "containers",
-    "/v1/conversations": "conversations",
-    "/v1/embeddings": "embeddings",
-    "/v1/evals": "evals",
-    "/v1/files": "files",
-    "/v1/fine_tuning": "fine-tuning",
-    "/v1/images": "images",
-    "/v1/moderations": "moderations",
-    "/v1/realtime": "realtime sessions",
-    "/v1/rerank": "reranking",
-    "/v1/responses/compact": "compacted responses",
-    "/v1/threads": "threads",
-    "/v1/uploads": "uploads",
-    "/v1/vector_stores": "vector stores",
-    "/v1/videos": "videos",
-}
-"""Path prefixes of OpenAI's and other APIs that clients try, and what this server lacks there."""
+    what = {404: "this server has no such path", 405: f"{request.method} is not for this path"}
+    headers = dict(error.headers or {})
+    return ApiError(f"{path}: {what.get(status, error.detail)}", status=status, headers=headers)
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
@@ -109,38 +79,31 @@ async def _server_error(request: Request, error: Exception) -> Response:
     return error_response(failed, request.url.path)
 
 
-class _StatusRoutes:
+def _status_routes(worker: Worker) -> list[Route]:
     """The endpoints of health, metrics and status."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self.routes = [
-            Route("/health", self.health),
-            Route("/ready", self.ready),
-            Route("/metrics", self.metrics),
-            Route("/status", self.status),
-            Route("/", self.page),
-        ]
+    async def health(request: Request) -> Response:
+        return _state(worker.alive, "ok", "the worker has failed")
 
-    async def health(self, request: Request) -> Response:
-        """``/health``: whether the worker lives."""
-        return _state(self._worker.alive, "ok", "the worker has failed")
+    async def ready(request: Request) -> Response:
+        return _state(worker.ready.is_set(), "ready", "not ready")
 
-    async def ready(self, request: Request) -> Response:
-        """``/ready``: whether requests are answered."""
-        return _state(self._worker.ready.is_set(), "ready", "not ready")
+    async def metrics(request: Request) -> Response:
+        return Response(worker.records.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    async def metrics(self, request: Request) -> Response:
-        """``/metrics``, for Prometheus"""
-        return Response(self._worker.records.metrics.text(), media_type="text/plain; version=0.0.4")
+    async def status(request: Request) -> Response:
+        return JSONResponse(status_of(worker))
 
-    async def status(self, request: Request) -> Response:
-        """``/status``: the figures of the page"""
-        return JSONResponse(status_of(self._worker))
-
-    async def page(self, request: Request) -> Response:
-        """``/``: the status page"""
+    async def page(request: Request) -> Response:
         return HTMLResponse(_PAGE, headers=_PAGE_HEADERS)
+
+    return [
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/metrics", metrics),
+        Route("/status", status),
+        Route("/", page),
+    ]
 
 
 _PAGE = (files("mlxspec.server") / "page.html").read_text(encoding="utf-8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -14,9 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..engine.grammar import Grammar, Vocabulary
-from ..engine.params import SamplingParams
-from ..errors import MlxspecError, OptionError
-from ..generation.options import GenerationOptions, prompt_ids
+from ..errors import OptionError
+from ..generation.options import GenerationOptions
 from .answer import Answer, KeepAlive, answered
 from .auth import body_of
 from .body import ApiError, new_request_id, parse, read_body, shown
@@ -210,24 +209,14 @@ class Endpoints:
                 )
             expected = await self.ids(served, body.prediction, "prediction")
             prediction = tuple(expected[: served.context_length])  # no output is longer
-        samplings = await run_in_threadpool(_samplings, served, body)
         requests: list[ServedRequest] = []
-        shared = {"prediction": prediction, "top_logprobs": body.logprobs, "partition": partition}
         for prompt in prompts:
             max_tokens = self._max_tokens_of(served, len(prompt.tokens), body)
             served.check_fits(len(prompt.tokens), max_tokens, body.param)
             grammar = await self._grammar(served, body, prompt)
-            options: list[GenerationOptions] = [
-                {
-                    "sampling": sampling,
-                    "constraint": grammar,
-                    "stop": (*body.stop, *prompt.stop),
-                    "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
-                }
-                for sampling in samplings
-            ]
-            args = served, prompt.tokens, max_tokens, options, len(requests), shared
-            requests += await run_in_threadpool(_choices, *args)
+            make = partial(_choices, served, body, prompt, grammar, partition=partition)
+            shared = {"max_tokens": max_tokens, "first": len(requests), "prediction": prediction}
+            requests += await run_in_threadpool(make, **shared)
         return self._worker.submit(served, requests)
 
     async def _grammar(
@@ -408,34 +397,47 @@ class Endpoints:
         return self.served(name)
 
 
-def _samplings(served: ServedModel, body: ApiRequest) -> list[SamplingParams]:
-    """The sampling parameters of each of a prompt's choices."""
-    vocab_size, special = served.decoder.vocab_size, served.special_tokens
-    return [body.sampling.params(vocab_size, choice, special) for choice in range(body.n)]
-
-
 def _choices(
     served: ServedModel,
-    prompt: Sequence[int],
+    body: ApiRequest,
+    prompt: Prompt,
+    grammar: Grammar | None,
+    *,
     max_tokens: int,
-    options: Sequence[GenerationOptions],
     first: int,
-    shared: Mapping[str, Any],
+    prediction: Sequence[int],
+    partition: str,
 ) -> list[ServedRequest]:
-    """The requests for a prompt's choices, of which the first has the index ``first``.
+    """The requests for a prompt's choices; the first one has the index ``first``.
 
     Raises:
         ApiError: a token or an option is out of range.
     """
-    decoder, longest = served.decoder, served.context_length
+    vocab_size, tokens = served.decoder.vocab_size, tuple(prompt.tokens)
+    check_ids(tokens, vocab_size, body.param)
+    if not tokens:
+        raise ApiError(f"{body.param} gives no token: send a text.", param=body.param)
+    options: GenerationOptions = {
+        "constraint": grammar,
+        "stop": (*body.stop, *prompt.stop),
+        "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
+    }
+    samplings = [
+        body.sampling.params(vocab_size, choice, served.special_tokens) for choice in range(body.n)
+    ]
     try:
-        # One tuple for all of them, by which the log knows that they share it.
-        tokens = tuple(prompt_ids(prompt, decoder.tokenizer, decoder.vocab_size, longest))
         return [
-            ServedRequest(served, tokens, max_tokens, one, index=index, **shared)
-            for index, one in enumerate(options, start=first)
+            ServedRequest(
+                *(served, tokens, max_tokens),
+                {**options, "sampling": sampling},
+                index=index,
+                prediction=prediction,
+                top_logprobs=body.logprobs,
+                partition=partition,
+            )
+            for index, sampling in enumerate(samplings, start=first)
         ]
-    except MlxspecError as error:
+    except OptionError as error:
         raise ApiError(str(error)) from error
 
 

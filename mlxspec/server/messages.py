@@ -29,7 +29,7 @@ from .body import (
     parse,
     refuse,
 )
-from .output import Delta, OutputFormat, OutputParser, Reasoning, Text, ToolCallBegun
+from .output import Delta, OutputFormat, OutputParser
 from .requests import (
     ChatRequest,
     ResponseFormat,
@@ -102,7 +102,7 @@ class _Turn(Body):
     needed = {"user": ("content",), "assistant": ("content",)}
 
 
-class _Tool(Body):
+class _MessagesTool(Body):
     """A tool. One to be loaded later (``defer_loading``) is there at once, for the cache's sake."""
 
     type: Literal["custom"] = "custom"
@@ -119,7 +119,7 @@ class _Tool(Body):
         return {"type": "function", "function": given}
 
 
-class _ToolChoice(Body):
+class _MessagesToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: Name = "-"
     disable_parallel_tool_use: bool = False
@@ -144,8 +144,8 @@ class _CountBody(Sampling):
     max_tokens: Annotated[Integer, Field(ge=1)] | None = None
     system: _Blocks = []
     messages: Annotated[Items[_Turn], Field(min_length=1)]
-    tools: Items[_Tool] = []
-    tool_choice: _ToolChoice = _ToolChoice(type="auto")
+    tools: Items[_MessagesTool] = []
+    tool_choice: _MessagesToolChoice = _MessagesToolChoice(type="auto")
     thinking: _Thinking | None = None
     output_config: _OutputConfig = _OutputConfig()
     output_format: ResponseFormat | None = None
@@ -318,47 +318,41 @@ _SIGNATURE = "mlxspec"
 
 @dataclass
 class _AnswerBlock:
-    """A block of the content.
+    """A block of the answer's content.
 
     Attributes:
         start: the block as it begins.
-        kind: of its deltas.
-        name: of the field that has the text of a delta.
+        delta: the kind of its deltas.
+        name: of a delta's field with its text.
         texts: what it has so far.
     """
 
     start: dict[str, Any]
-    kind: str
+    delta: str
     name: str
     texts: list[str] = field(default_factory=list)
-
-    def takes(self, delta: Delta) -> bool:
-        """Whether a delta goes on with it."""
-        if isinstance(delta, ToolCallBegun):
-            return False
-        kinds = {Text: "text_delta", Reasoning: "thinking_delta"}
-        return kinds.get(type(delta), "input_json_delta") == self.kind
 
     def whole(self) -> dict[str, Any]:
         """The block in one piece."""
         text = "".join(self.texts)
-        if self.kind == "input_json_delta":
+        if self.name == "partial_json":
             return self.start | {"input": _read_input(text)}
-        signed = {"signature": _SIGNATURE} if self.kind == "thinking_delta" else {}
+        signed = {"signature": _SIGNATURE} if self.name == "thinking" else {}
         return self.start | {self.name: text} | signed
 
 
 def _new_block(delta: Delta) -> _AnswerBlock:
-    start: dict[str, Any]
-    if isinstance(delta, Text):
+    if delta.kind == "text":
         return _AnswerBlock({"type": "text", "text": ""}, "text_delta", "text")
-    if isinstance(delta, Reasoning):
+    if delta.kind == "reasoning":
         start = {"type": "thinking", "thinking": "", "signature": ""}
         return _AnswerBlock(start, "thinking_delta", "thinking")
-    assert isinstance(delta, ToolCallBegun)
     # The id stays the one that chat templates take when it comes back.
-    start = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
-    return _AnswerBlock(start, "input_json_delta", "partial_json")
+    call = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
+    return _AnswerBlock(call, "input_json_delta", "partial_json")
+
+
+_FIELDS = {"text": "text", "reasoning": "thinking", "arguments": "partial_json"}
 
 
 def _read_input(text: str) -> dict[str, Any]:
@@ -410,15 +404,15 @@ class MessagesAnswer(Answer):
     ) -> list[dict[str, Any]]:
         chunks: list[dict[str, Any]] = []
         for delta, _ in self._choice.read(pieces, end):
-            if not self._blocks or not self._blocks[-1].takes(delta):
+            if not self._blocks or self._blocks[-1].name != _FIELDS.get(delta.kind):
                 chunks += self._stop_block()
                 block = _new_block(delta)
                 self._blocks.append(block)
                 chunks.append(self._of_block("content_block_start", content_block=block.start))
-            if not isinstance(delta, ToolCallBegun):
+            if delta.kind != "call":
                 block = self._blocks[-1]
                 block.texts.append(delta.text)
-                chunks.append(self._delta({"type": block.kind, block.name: delta.text}))
+                chunks.append(self._delta({"type": block.delta, block.name: delta.text}))
         if end := self._choice.counted(end):
             self.ends[index] = end
             chunks += self._stop_block()
@@ -436,7 +430,7 @@ class MessagesAnswer(Answer):
     def framed(self, chunk: dict[str, Any]) -> str:
         return f"event: {chunk['type']}\n{super().framed(chunk)}"
 
-    def life_sign(self) -> str:
+    def keep_alive(self) -> str:
         return self.framed({"type": "ping"})
 
     def failed(self, error: ApiError) -> dict[str, Any]:
@@ -457,7 +451,7 @@ class MessagesAnswer(Answer):
         if not self._blocks:
             return []
         chunks = [self._of_block("content_block_stop")]
-        if self._blocks[-1].kind == "thinking_delta":
+        if self._blocks[-1].name == "thinking":
             chunks.insert(0, self._delta({"type": "signature_delta", "signature": _SIGNATURE}))
         return chunks
 

@@ -21,15 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .. import __version__
 from ..models.detokenizer import token_bytes
 from .answer import Answer, ChatChoice
-from .output import (
-    Delta,
-    OutputFormat,
-    OutputParser,
-    Reasoning,
-    Text,
-    ToolCallArguments,
-    ToolCallBegun,
-)
+from .output import Delta, OutputFormat, OutputParser
 from .requests import ApiRequest, ChatRequest, CompletionRequest
 from .worker import Ended, Piece
 
@@ -194,11 +186,11 @@ class ChatAnswer(_OpenAIAnswer):
         before = choice.tokens
         said = choice.read(pieces, end)
         pieces = pieces[: choice.tokens - before]
-        for _, group in groupby(said, key=lambda one: _place(one[0])):
+        for _, group in groupby(said, key=lambda one: (one[0].kind, one[0].index)):
             deltas = list(group)
             for delta, _ in deltas:
                 choice.add(delta)
-            texts = ((d.text, a) for d, a in deltas if isinstance(d, (Text, Reasoning)))
+            texts = ((d.text, a) for d, a in deltas if d.kind in ("text", "reasoning"))
             chunk = _chat_chunk(index, _chunk_delta([delta for delta, _ in deltas]))
             chunks.append(self._marked(chunk, texts))
         if self._request.logprobs is not None and (logprobs := self._names.of_chat(pieces)):
@@ -235,24 +227,16 @@ class ChatAnswer(_OpenAIAnswer):
         return sum(choice.reasoning_tokens for choice in self._choices)
 
 
-def _place(delta: Delta) -> tuple[type, int]:
-    """Deltas of one place become one chunk; a call's name and arguments have a place each."""
-    if isinstance(delta, (Text, Reasoning)):
-        return type(delta), 0
-    return type(delta), delta.index
-
-
 def _chunk_delta(deltas: Sequence[Delta]) -> dict[str, Any]:
-    """Deltas of one place in OpenAI's form."""
-    first = deltas[0]
-    if isinstance(first, ToolCallBegun):
+    """Deltas of one kind in OpenAI's form."""
+    first, text = deltas[0], "".join(delta.text for delta in deltas)
+    if first.kind == "call":
         function = {"name": first.name, "arguments": ""}
         call = {"index": first.index, "id": first.id, "type": "function", "function": function}
         return {"tool_calls": [call]}
-    text = "".join(delta.text for delta in deltas if not isinstance(delta, ToolCallBegun))
-    if isinstance(first, ToolCallArguments):
+    if first.kind == "arguments":
         return {"tool_calls": [{"index": first.index, "function": {"arguments": text}}]}
-    return {"content" if isinstance(first, Text) else "reasoning_content": text}
+    return {"content" if first.kind == "text" else "reasoning_content": text}
 
 
 def _chat_chunk(

@@ -23,59 +23,34 @@ from ..engine.grammar import token_of
 
 
 @dataclass(frozen=True)
-class Text:
-    """More of the answer's text."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Reasoning:
-    """More of the reasoning before an answer."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class ToolCallBegun:
-    """A tool is called; its arguments follow.
+class Delta:
+    """A further part of an answer.
 
     Attributes:
+        kind: "text", "reasoning", "call" for the begin of a tool call, or "arguments" for more
+            of its arguments, a JSON text.
+        text: of the part.
         index: of the call among those of the answer.
-        id: by which the client returns the result.
+        id: by which the client returns a call's result.
         name: the function's.
     """
 
-    index: int
-    id: str
-    name: str
-
-
-@dataclass(frozen=True)
-class ToolCallArguments:
-    """More of the arguments of a call, a JSON text."""
-
-    index: int
-    text: str
-
-
-Delta = Text | Reasoning | ToolCallBegun | ToolCallArguments
+    kind: str
+    text: str = ""
+    index: int = 0
+    id: str = ""
+    name: str = ""
 
 
 def joined(deltas: Iterable[Delta]) -> list[Delta]:
     """The deltas, with neighbours of one kind made one."""
     result: list[Delta] = []
     for delta in deltas:
-        last = result[-1] if result else None
-        if isinstance(delta, ToolCallBegun) or type(last) is not type(delta):
-            result.append(delta)
-        elif isinstance(last, ToolCallArguments) and isinstance(delta, ToolCallArguments):
-            if last.index == delta.index:
-                result[-1] = replace(last, text=last.text + delta.text)
-            else:
-                result.append(delta)
-        elif isinstance(last, (Text, Reasoning)) and isinstance(delta, (Text, Reasoning)):
+        last = result[-1] if result else Delta("")
+        if delta.kind != "call" and (last.kind, last.index) == (delta.kind, delta.index):
             result[-1] = replace(last, text=last.text + delta.text)
+        else:
+            result.append(delta)
     return result
 
 
@@ -283,7 +258,7 @@ class OutputParser:
         return [self._said(solid)]
 
     def _said(self, text: str) -> Delta:
-        return Reasoning(text) if self.reasoning else Text(text)
+        return Delta("reasoning" if self.reasoning else "text", text)
 
     # --- calls ---
 
@@ -300,17 +275,16 @@ class OutputParser:
                 deltas.append(self._begin(header[1]))
                 call.begin_arguments(header.end())
             if arguments := call.take_arguments():
-                deltas.append(ToolCallArguments(self.n_calls - 1, arguments))
+                deltas.append(Delta("arguments", arguments, self.n_calls - 1))
             if call.in_arguments:
                 break
             self.finished = not self._format.several_calls
         return deltas
 
-    def _begin(self, name: str, call_id: object = None) -> ToolCallBegun:
+    def _begin(self, name: str, call_id: object = None) -> Delta:
         self.n_calls += 1
-        return ToolCallBegun(
-            self.n_calls - 1, call_id if isinstance(call_id, str) else new_call_id(), name
-        )
+        call_id = call_id if isinstance(call_id, str) else new_call_id()
+        return Delta("call", index=self.n_calls - 1, id=call_id, name=name)
 
     def _end_call(self, marker: str, cut: bool = False) -> list[Delta]:
         """The calls that are not known yet, or as text what is none."""
@@ -327,7 +301,7 @@ class OutputParser:
         for name, arguments, call_id in parsed:
             if self.finished:
                 break
-            deltas += [self._begin(name, call_id), ToolCallArguments(self.n_calls - 1, arguments)]
+            deltas += [self._begin(name, call_id), Delta("arguments", arguments, self.n_calls - 1)]
             self.finished = not self._format.several_calls
         return deltas
 
@@ -335,9 +309,9 @@ class OutputParser:
         """What follows the last call that could be read; all of it, markers too, if none could."""
         call = self._call
         if not call.taken:
-            return [Text(call.start + call.text[call.begun :] + marker)]
+            return [Delta("text", call.start + call.text[call.begun :] + marker)]
         rest = call.text[call.taken :]
-        return [Text(rest)] if rest.strip(_CLOSING) else []
+        return [Delta("text", rest)] if rest.strip(_CLOSING) else []
 
 
 _CLOSING = "}] \t\r\n"  # what may follow the arguments of a call

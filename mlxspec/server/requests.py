@@ -117,23 +117,24 @@ class Sampling(Body):
         bias = {int(token): value for token, value in self.logit_bias.items()}
         check_ids(bias, vocab_size, "logit_bias")
         top_k = self.top_k or 0
+        same: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
+        same |= {name: getattr(self, name) or None for name in _PENALTIES}
         return SamplingParams(
             temp=self.temperature,
-            top_p=self.top_p,
             top_k=top_k if top_k < vocab_size else 0,
-            min_p=self.min_p,
             seed=None if self.seed is None else (self.seed + choice) % 2**64,
             logit_bias=bias or None,
-            repetition_penalty=self.repetition_penalty or None,
-            repetition_context_size=self.repetition_context_size,
-            presence_penalty=self.presence_penalty or None,
-            presence_context_size=self.presence_context_size,
-            frequency_penalty=self.frequency_penalty or None,
-            frequency_context_size=self.frequency_context_size,
-            xtc_probability=self.xtc_probability,
-            xtc_threshold=self.xtc_threshold,
             xtc_special_tokens=tuple(xtc_special_tokens),
+            **same,
         )
+
+
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_SAME = (
+    *("top_p", "min_p", "xtc_probability", "xtc_threshold"),
+    *("repetition_context_size", "presence_context_size", "frequency_context_size"),
+)
+"""Fields of :class:`SamplingParams` under the same names."""
 
 
 def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
@@ -300,7 +301,7 @@ def _as_parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-class Part(Body):
+class TextPart(Body):
     """A part of a message's content. The model reads text alone."""
 
     type: Literal["text", "input_text", "output_text", "summary_text", "reasoning_text"]
@@ -314,11 +315,11 @@ class Part(Body):
         return value
 
 
-Texts = Annotated[Items[Part], BeforeValidator(_as_parts)]
+Texts = Annotated[Items[TextPart], BeforeValidator(_as_parts)]
 """A string, or a list of parts with text."""
 
 
-def joined(parts: Iterable[Part] | None) -> str:
+def joined(parts: Iterable[TextPart] | None) -> str:
     """The text of a content."""
     return "".join(part.text for part in parts or ())
 

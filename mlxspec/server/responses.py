@@ -99,7 +99,7 @@ class _ToolBody(Body):
         return self.type.startswith(_HOSTED)
 
 
-class _Item(Body):
+class _InputItem(Body):
     """An item of the input, of any type."""
 
     type: Literal[
@@ -163,7 +163,7 @@ def _as_items(value: Any) -> Any:
 class ResponsesBody(CommonBody):
     """A body of ``/v1/responses``."""
 
-    input: Annotated[Items[_Item], BeforeValidator(_as_items)] = []
+    input: Annotated[Items[_InputItem], BeforeValidator(_as_items)] = []
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Items[_ToolBody] = []
@@ -422,7 +422,7 @@ def _items(
             yield _MAKE_ITEM[one.type](one, f"input[{index}]")
 
 
-def _message(one: _Item, path: str) -> dict[str, Any]:
+def _message(one: _InputItem, path: str) -> dict[str, Any]:
     return _message_item(one.id, one.role, [part.text for part in one.content], one.phase)
 
 
@@ -438,12 +438,12 @@ def _message_item(
     return item | {"content": [{"type": "input_text", "text": text} for text in texts]}
 
 
-def _item_of(one: _Item, prefix: str, **fields: Any) -> dict[str, Any]:
+def _item_of(one: _InputItem, prefix: str, **fields: Any) -> dict[str, Any]:
     status = {"type": one.type, "status": "completed"}
     return {"id": one.id or new_id(prefix), **status, **fields}
 
 
-def _call(one: _Item, path: str) -> dict[str, Any]:
+def _call(one: _InputItem, path: str) -> dict[str, Any]:
     custom = one.type == "custom_tool_call"
     item = _item_of(one, "ctc" if custom else "fc", call_id=one.call_id, name=one.name)
     if one.namespace is not None:
@@ -454,7 +454,7 @@ def _call(one: _Item, path: str) -> dict[str, Any]:
     return item | {"arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
 
 
-def _call_output(one: _Item, path: str) -> dict[str, Any]:
+def _call_output(one: _InputItem, path: str) -> dict[str, Any]:
     output: Any = one.output
     if not isinstance(one.output, str):
         output = []
@@ -471,7 +471,7 @@ def _call_output(one: _Item, path: str) -> dict[str, Any]:
     return _item_of(one, prefix, call_id=one.call_id, output=output)
 
 
-def _reasoning(one: _Item, path: str) -> dict[str, Any]:
+def _reasoning(one: _InputItem, path: str) -> dict[str, Any]:
     """Reasoning: of this server with its text, of others perhaps with a summary alone."""
     return _item_of(
         one,
@@ -482,13 +482,13 @@ def _reasoning(one: _Item, path: str) -> dict[str, Any]:
     )
 
 
-def _additional_tools(one: _Item, path: str) -> dict[str, Any]:
+def _additional_tools(one: _InputItem, path: str) -> dict[str, Any]:
     """Tools within a conversation, as newer agents send them."""
     item = {"id": one.id or new_id("at"), "type": "additional_tools", "role": "developer"}
     return item | {"tools": [tool.model_dump(exclude_unset=True) for tool in one.tools]}
 
 
-_MAKE_ITEM: dict[str, Callable[[_Item, str], dict[str, Any]]] = {
+_MAKE_ITEM: dict[str, Callable[[_InputItem, str], dict[str, Any]]] = {
     "message": _message,
     **dict.fromkeys(_CALLS, _call),
     **dict.fromkeys(_OUTPUTS, _call_output),
@@ -577,7 +577,7 @@ class StoredResponse:
         return (*self.given, *self.response["output"])
 
 
-class _Kept(NamedTuple):
+class _StoredJson(NamedTuple):
     """A response as JSON, a third of the size of the objects that it becomes.
 
     Attributes:
@@ -611,7 +611,7 @@ class ResponseStore:
     def __init__(self, most: int = 1000, most_bytes: int = 64 * 2**20) -> None:
         self._most = most
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], _StoredJson] = OrderedDict()
         self._items: dict[tuple[str, str], tuple[bytes, int]] = {}
         """By partition and id: items, and in how many of its responses each one is."""
         self.nbytes = 0
@@ -630,7 +630,7 @@ class ResponseStore:
                 text = known if known == text else text  # one for all responses of a conversation
                 self._items[place] = text, count + 1
                 items.append((place[1], text))
-            kept = _Kept(json.dumps(stored.response).encode(), items, len(stored.given))
+            kept = _StoredJson(json.dumps(stored.response).encode(), items, len(stored.given))
             self._kept[partition, stored.response["id"]] = kept
             self.nbytes += kept.nbytes
             while len(self._kept) > self._most or self.nbytes > self._most_bytes:

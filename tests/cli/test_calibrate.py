@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlxspec.cli.calibrate import calibrate_command
-from mlxspec.cli.output import ProgressBar
+from mlxspec.cli.common.output import ProgressBar
 from mlxspec.drafting.measurement import RowsTime
 from mlxspec.engine import calibration, capability
 from mlxspec.engine.capability import Capability

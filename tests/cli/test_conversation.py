@@ -14,9 +14,8 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from mlxspec import PromptLookupDecoder
-from mlxspec.cli.chat_file import SavedChat, read_chat
-from mlxspec.cli.conversation import Conversation
-from mlxspec.cli.prompts import in_template
+from mlxspec.cli.chat.conversation import Conversation, SavedChat, read_chat
+from mlxspec.cli.common.prompt import in_template
 from mlxspec.engine.params import SamplingParams
 from mlxspec.errors import OptionError, PromptError
 from mlxspec.models.detokenizer import detokenizer_of

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 from mlxspec import PromptLookupDecoder, load
 from mlxspec.cli.chat import chat_command
+from mlxspec.cli.common.generation import Ends, Generation
+from mlxspec.cli.common.options import options_of
 from mlxspec.cli.explain import explain_command
-from mlxspec.cli.generating import Ends, Generation
-from mlxspec.cli.options import options_of
 from mlxspec.engine.params import CacheOptions, SamplingParams
 from mlxspec.generation.drafting import Auto
 from tests.cli.test_generate import assert_one_line_error, generate, report

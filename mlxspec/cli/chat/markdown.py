@@ -12,7 +12,7 @@ from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.theme import Theme
 
-from ..terminal import visible
+from ...terminal import visible
 
 _REFRESH = 0.1  # seconds between two pictures of a block that grows, at least
 _SHARE = 20  # drawing takes no more than a twentieth of the time from the model

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import click
 from click.shell_completion import CompletionItem
 
-from ..errors import MlxspecError, OptionError
-from ..models.model_files import DEMO, is_repository_name, local_path
-from ..models.other_models import hub_repository
+from ...errors import MlxspecError, OptionError
+from ...models.model_files import DEMO, hub_repository, is_repository_name, local_path
+from ..user_config import MODEL as SETTING
+from ..user_config import MODEL_VARIABLE, load_config
+from .notes import note
 from .options import ARGUMENTS, Decorator, Name, argument, option
-from .outcome import note
-from .user_config import MODEL as SETTING
-from .user_config import MODEL_VARIABLE, load_config
 
 DIRECTORY = "mlx_model"
 """What ``mlxspec convert`` writes, and what answers where no model is named."""

@@ -16,9 +16,9 @@ from typing import NoReturn, TextIO
 
 import click
 
-from ..errors import MlxspecError, OptionError, shortened
-from ..process import INTERRUPTED
-from ..terminal import one_line
+from ...errors import MlxspecError, OptionError, shortened
+from ...process import INTERRUPTED
+from ...terminal import one_line
 
 _QUIET = f"{__name__}.quiet"
 

@@ -15,10 +15,11 @@ import click
 
 import mlxspec
 
-from ..engine.constraint import Constraint
-from ..engine.params import CacheOptions, SamplingParams
-from ..errors import OptionError
+from ...engine.constraint import Constraint
+from ...engine.params import CacheOptions, SamplingParams
+from ...errors import OptionError
 from .model_choice import MODEL, model_or_default
+from .notes import note
 from .options import (
     ADAPTERS,
     ADAPTERS_HELP,
@@ -30,7 +31,6 @@ from .options import (
     nested,
     option_field,
 )
-from .outcome import note
 from .output import ProgressBar
 
 if TYPE_CHECKING:
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
     from rich.console import Console
 
-    from ..corpus import Memory
-    from ..distributed.leader import Leader
-    from ..drafting.drafter import Drafter
-    from ..generation.decoder import Decoder
-    from ..generation.drafting import Auto, Lookahead, PromptLookup
-    from ..generation.options import GenerationOptions
-    from ..generation.request import Request
-    from ..generation.response import GenerationResponse
-    from .memories import Memories
+    from ...corpus import Memory
+    from ...distributed.leader import Leader
+    from ...drafting.drafter import Drafter
+    from ...generation.decoder import Decoder
+    from ...generation.drafting import Auto, Lookahead, PromptLookup
+    from ...generation.options import GenerationOptions
+    from ...generation.request import Request
+    from ...generation.response import GenerationResponse
+    from ..memory import Memories
 
 # What the options set that only some decoders take.
 API_KEY = "MLXSPEC_API_KEY"
@@ -122,7 +122,7 @@ class Drafting:
     )
     window_size: str | None = option_field(
         "-W --window-size --WINDOW_SIZE W",
-        "Lookahead: columns of the window, or auto: none, and as many guesses as pay.  "
+        "Lookahead: columns of the window, or auto: look-ups instead, as many as pay.  "
         "[default: auto]",
         of=LOOKAHEAD,
     )
@@ -172,8 +172,8 @@ class Drafting:
     @cached_property
     def lookup(self) -> PromptLookup:
         """Prompt lookup with its parameters."""
-        from ..drafting.sources import parse_lookup_config
-        from ..generation.drafting import PromptLookup
+        from ...drafting.sources import parse_lookup_config
+        from ...generation.drafting import PromptLookup
 
         given = self._given(LOOKUP)
         config = given.pop("prompt_lookup_config", None)
@@ -184,7 +184,7 @@ class Drafting:
     @cached_property
     def lookahead(self) -> Lookahead:
         """Lookahead with its sizes."""
-        from ..generation.drafting import Lookahead
+        from ...generation.drafting import Lookahead
 
         columns = _columns(self.window_size or "auto")
         return Lookahead(**self._given(LOOKAHEAD) | {"window_size": columns})
@@ -205,9 +205,9 @@ class Drafting:
         Raises:
             StoreError: the store cannot be read, or is another tokenizer's.
         """
-        from ..corpus import Memory
-        from ..corpus.store import open_store
-        from ..generation.drafting import Auto, PromptLookup
+        from ...corpus import Memory
+        from ...corpus.store import open_store
+        from ...generation.drafting import Auto, PromptLookup
 
         if self.kind == "plain":
             return PromptLookup(n_draft=0)
@@ -229,7 +229,7 @@ class Drafting:
         Raises:
             LoadError: it cannot be found or read.
         """
-        from ..engine.draft_model import DraftModelDrafter
+        from ...engine.draft_model import DraftModelDrafter
 
         assert self.draft_model is not None
         model, _ = mlxspec.load(self.draft_model)
@@ -241,7 +241,7 @@ class Drafting:
         The window needs drafts as deep as itself, W + N - 3 tokens in its first step, and no
         draft reaches beyond the output's last token.
         """
-        from ..drafting.sources import parse_lookup_config
+        from ...drafting.sources import parse_lookup_config
 
         if self.prompt_lookup_config is not None:
             *_, ignored = parse_lookup_config(self.prompt_lookup_config)
@@ -405,9 +405,9 @@ class Generation:
             memories: have the earlier answers that are drafted from.
             leader: splits the model over its ranks.
         """
-        from ..drafting.drafter import load_drafter
-        from ..engine.draft_model import check_vocabularies
-        from ..models.model import load
+        from ...drafting.drafter import load_drafter
+        from ...engine.draft_model import check_vocabularies
+        from ...models.model import load
 
         if leader and self.adapter_path is not None:
             raise OptionError(
@@ -497,8 +497,8 @@ class Generation:
             conversation: the prompt's tokens, where the output is a chat's answer.
             begun: the beginning of that answer; the form is that of what follows.
         """
-        from ..generation.constrained import ends_in_reasoning, in_answer, leaves_reasoning_open
-        from ..models.detokenizer import detokenizer_of
+        from ...generation.constrained import ends_in_reasoning, in_answer, leaves_reasoning_open
+        from ...models.detokenizer import detokenizer_of
 
         # XTC keeps line breaks and end tokens, as on mlx-lm's command line.
         kept = [*decoder.tokenizer.encode("\n"), *decoder.tokenizer.eos_token_ids]
@@ -518,13 +518,13 @@ class Generation:
 
     def room(self, model: nn.Module, n_prompt: int) -> int:
         """How many tokens the output may have, at least one, after so many of the prompt."""
-        from ..engine.model_sizes import context_length
+        from ...engine.model_sizes import context_length
 
         return room_for(context_length(model), n_prompt, self.max_tokens)
 
     def tell_if_full(self, model: nn.Module, room: int, finish_reason: str | None) -> None:
         """Say so where the output ends because the model's context is full."""
-        from ..engine.model_sizes import context_length
+        from ...engine.model_sizes import context_length
 
         if finish_reason == "length" and room < self.max_tokens:
             length = context_length(model)

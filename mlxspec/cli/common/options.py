@@ -21,9 +21,9 @@ import click
 
 import mlxspec
 
-from ..errors import MlxspecError, OptionError
-from .outcome import reported
-from .user_config import load_config
+from ...errors import MlxspecError, OptionError
+from ..user_config import load_config
+from .notes import reported
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -91,7 +91,7 @@ class Command(SectionedCommand):
     """A command whose help ends with examples, and whose troubles end in one line.
 
     Of its docstring, the examples and what follows them are shown below the options. For what
-    goes wrong in it see :func:`.outcome.reported`.
+    goes wrong in it see :func:`.common.notes.reported`.
     """
 
     def __init__(self, name: str, help: str, **more: Any) -> None:

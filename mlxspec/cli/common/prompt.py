@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from ..errors import OptionError, PromptError
+from ...errors import OptionError, PromptError
 from .model_choice import model_option as named_model
+from .notes import hush_transformers, note
 from .options import NAME, argument, option, option_field
-from .outcome import hush_transformers, note
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from ..models.chat_template import Messages
+    from ...models.chat_template import Messages
 
 _MOST_BYTES = 100_000_000  # no context holds as much, and some devices never end
 _SOON, _LATE = 2.0, 8.0  # seconds of waiting for a pipe's first byte before and after saying so
@@ -64,7 +64,7 @@ class _TemplateArguments(click.ParamType):
             self.fail(f"{value!r} is no JSON object: write it as {_EXAMPLE}", param, ctx)
 
         hush_transformers()
-        from ..models.chat_template import reserved_arguments
+        from ...models.chat_template import reserved_arguments
 
         if reserved := sorted(reserved_arguments().intersection(arguments)):
             self.fail(f"{reserved[0]} is set by mlxspec: leave it out", param, ctx)
@@ -258,7 +258,7 @@ class PromptOptions:
         Raises:
             OptionError: the chat template does not apply.
         """
-        from ..models.model import encode_prompt
+        from ...models.model import encode_prompt
 
         if not isinstance(prompt, str):
             return prompt
@@ -392,7 +392,7 @@ def in_template(
     Raises:
         OptionError: the chat template does not apply.
     """
-    from ..models.chat_template import apply_template
+    from ...models.chat_template import apply_template
 
     try:
         return apply_template(tokenizer, messages, **{"add_generation_prompt": True, **how})

@@ -12,9 +12,9 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..errors import OptionError, PromptError
-from ..models.model_files import given_name
-from .generating import API_KEY
+from ...errors import OptionError, PromptError
+from ...models.model_files import given_name
+from .generation import API_KEY
 
 _SILENCE = 60.0  # seconds; a server of ours says sooner that it lives
 
@@ -43,7 +43,7 @@ class ApiClient:
     """
 
     def __init__(self, address: str) -> None:
-        from ..server.auth import is_loopback
+        from ...server.auth import is_loopback
 
         self.address = address.rstrip("/").removesuffix("/v1")
         # A proxy reaches other machines, and cannot reach this one.

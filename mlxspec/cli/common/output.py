@@ -16,12 +16,20 @@ from rich.box import SIMPLE
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import OptionError
-from ..terminal import visible, wants_color
+from ...errors import OptionError
+from ...terminal import visible, wants_color
 from .options import option_field
 
 _UNLIMITED = 10_000  # columns
@@ -30,7 +38,7 @@ _GAP = 2  # columns before and between the texts of a block
 
 class _OutputConsole(Console):
     def on_broken_pipe(self) -> None:
-        """Leave it to :func:`.outcome.reported`, whatever writes to the pipe."""
+        """Leave it to :func:`.common.notes.reported`, whatever writes to the pipe."""
         raise BrokenPipeError
 
 
@@ -141,6 +149,12 @@ class ProgressBar:
         with self._lock:
             self._ended = True
             self._bar.stop()
+
+
+def prefill_bar(console: Console, delay: float = 1.0) -> ProgressBar:
+    """A bar for prefills that take so long, in seconds, that one wonders."""
+    figures = MofNCompleteColumn(), TimeElapsedColumn()
+    return ProgressBar("prefill", *figures, console=console, delay=delay)
 
 
 class FoldingTable:
@@ -258,7 +272,7 @@ class PageOptions:
         Raises:
             OptionError: it cannot.
         """
-        from ..bench.page import check_report
+        from ...bench.page import check_report
 
         if not self.html:
             return
@@ -288,7 +302,7 @@ class PageOptions:
         Raises:
             OptionError: the page cannot be written.
         """
-        from ..bench.page import write_report
+        from ...bench.page import write_report
 
         written = False
         try:

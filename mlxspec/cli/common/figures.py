@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .output import ratio
 
 if TYPE_CHECKING:
-    from ..generation.response import GenerationResult, SpeculationStats
+    from ...generation.response import GenerationResult, SpeculationStats
 
 
 def result_report(result: GenerationResult, model: str) -> dict[str, Any]:
