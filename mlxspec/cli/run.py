@@ -16,7 +16,7 @@ import click
 
 from ..process import INTERRUPTED
 from .common.options import NO_MEMORY, NO_MEMORY_HELP, SETTINGS, SectionedCommand, argument
-from .memories import Memories
+from .memory import Memories
 
 EPILOG = """\b
 Examples:

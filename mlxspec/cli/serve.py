@@ -42,7 +42,7 @@ from .common.options import (
 )
 from .common.output import counted, error_console, shown
 from .common.prompt import template_option
-from .memories import Memories
+from .memory import Memories
 from .request_log import RequestLog
 
 if TYPE_CHECKING:

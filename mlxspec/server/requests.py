@@ -23,6 +23,7 @@ from .body import (
     MOST_VALUES,
     ApiError,
     Body,
+    Dictionary,
     Integer,
     Items,
     JsonReader,
@@ -55,7 +56,7 @@ def _temperature(value: float) -> float:
 
 
 def _repetition_penalty(value: float) -> float:
-    """0 is none. Logits are divided by it, so that a tiny one would make infinities of them."""
+    """0 means none. Logits are divided by it, and a tiny one would make them infinite."""
     if 0 < value < 1 / _STRONGEST:
         raise PydanticCustomError("penalty", f"choose 0, or {1 / _STRONGEST:g} to {_STRONGEST:g}")
     return value
@@ -70,7 +71,7 @@ def _token_keys(biases: dict[str, float]) -> dict[str, float]:
 _Fraction = Annotated[float, Field(ge=0, le=1)]
 _Penalty = Annotated[float, Field(ge=-_STRONGEST, le=_STRONGEST)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
-_Biases = Annotated[dict[str, _Bias], Field(max_length=10_000), AfterValidator(_token_keys)]
+_Biases = Annotated[Dictionary[str, _Bias], Field(max_length=10_000), AfterValidator(_token_keys)]
 MaxTokens = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_or_none)]
 
 
@@ -405,9 +406,9 @@ class CommonBody(Sampling):
     stop: _Stops = []
     stop_token_ids: Annotated[Items[TokenId], Field(max_length=1024)] = []
     stream: bool = False
-    stream_options: dict[str, bool] = {}
+    stream_options: Dictionary[str, bool] = {}
     prediction: _Prediction | None = None
-    mlxspec: dict[Literal["drafts"], bool] = {}
+    mlxspec: Dictionary[Literal["drafts"], bool] = {}
     chat_template_kwargs: dict[str, Any] = {}
     enable_thinking: bool | None = None
     reasoning_effort: _Effort | None = None

@@ -30,7 +30,7 @@ _STEP = 256  # positions that caches grow by
 _SLACK = 16 + _STEP  # positions that a window holds beyond its size
 _ROWS = 64  # of a step of all sequences; more are hardly ever worth their time
 _SCORES = 4  # arrays over the vocabulary for each row: logits, log-probabilities, filters
-_TRIED = 32  # rows of the forward that tells what a row takes
+_TRIED = 32  # rows of the forward that measures what a row takes
 _RESERVE = 0.1  # of the memory: joint caches that grow, the drafters' indices, the process
 _CACHE_SHARE = 0.5  # of what caches may take: entries of the prefix cache that are not in use
 
@@ -132,7 +132,7 @@ class ServedModel:
 
     Each partition, such as a client's key, drafts from its own answers alone, and learns from its
     own alone where drafts are right: otherwise the drafts that are accepted, and how fast an
-    answer comes, would tell one what another was answered. Where there are many partitions, those
+    answer comes, would reveal one client's answers to another. Of many partitions, those
     that were not used for longest are forgotten.
 
     Attributes:
