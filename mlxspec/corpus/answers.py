@@ -87,22 +87,6 @@ class Answer(NamedTuple):
     ended: int
 
 
-class Counts(NamedTuple):
-    """The size of one tokenizer's answers.
-
-    Attributes:
-        texts, tokens: how many answers, and tokens in them.
-        bytes: size of the answers and of their index files.
-        oldest, newest: when the first and the last of them ended; None where there is none.
-    """
-
-    texts: int
-    tokens: int
-    bytes: int
-    oldest: int | None
-    newest: int | None
-
-
 class Answers:
     """The answers of one tokenizer.
 
@@ -220,8 +204,12 @@ class Answers:
         if busy:
             raise StoreError("another process is reading the kept answers; forget again")
 
-    def count(self) -> Counts:
-        """Count the answers, their tokens and bytes."""
+    def count(self) -> dict[str, Any]:
+        """The number of "texts", their "tokens", and "bytes" with index files.
+
+        "oldest" and "newest" are when the first and the last of them ended, in seconds since
+        1970, or None.
+        """
         ((texts, nbytes, oldest, newest),) = self._run(
             "SELECT count(*), sum(length(tokens)), min(ended), max(ended) FROM answers"
             " WHERE tokenizer = ?",
@@ -229,7 +217,8 @@ class Answers:
         )
         nbytes = nbytes or 0
         indexed = sum(file.stat().st_size for file in self.index_files())
-        return Counts(texts, nbytes // 4, nbytes + indexed, oldest, newest)
+        sizes = {"texts": texts, "tokens": nbytes // 4, "bytes": nbytes + indexed}
+        return {**sizes, "oldest": oldest, "newest": newest}
 
     def earned_by_day(self) -> dict[str, dict[str, int]]:
         """The number of "answers" and the sums of EARNED, by the local day on which they ended."""

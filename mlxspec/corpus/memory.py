@@ -41,7 +41,6 @@ from .suffix_index import (
     SEPARATOR,
     DamagedIndexError,
     Excerpts,
-    Searchable,
     SuffixIndex,
     excerpts,
 )
@@ -316,7 +315,7 @@ class _MemoryWorker:
     def _publish(self) -> None:
         """Let others search what there is now."""
         # New lists: a segment's file must leave the process's memory with the segment.
-        self.searched: tuple[Searchable, ...] = (self._live, *self._segments)
+        self.searched: tuple[SuffixIndex | SuffixArray, ...] = (self._live, *self._segments)
 
     # Answers, until they are sorted.
 
