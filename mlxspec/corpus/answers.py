@@ -215,8 +215,10 @@ class Answers:
             " WHERE tokenizer = ?",
             self._tokenizer,
         )
-        nbytes = nbytes or 0
-        indexed = sum(file.stat().st_size for file in self.index_files())
+        nbytes, indexed = nbytes or 0, 0
+        for file in self.index_files():
+            with suppress(FileNotFoundError):  # another process has removed it
+                indexed += file.stat().st_size
         sizes = {"texts": texts, "tokens": nbytes // 4, "bytes": nbytes + indexed}
         return {**sizes, "oldest": oldest, "newest": newest}
 

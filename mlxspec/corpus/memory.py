@@ -490,7 +490,10 @@ class _MemoryWorker:
             for segment in [one for one in self._segments if one.path]:
                 self._try(partial(self.drop_segment, segment))
         except (OSError, StoreError) as error:
-            self._report(f"{error}; answers are remembered until this process ends")
+            if isinstance(error.__cause__ or error, FileNotFoundError):
+                self._untidy = True  # another process has removed the new file
+            else:
+                self._report(f"{error}; answers are remembered until this process ends")
         if self._merging is merging:
             self._merging = None
         return True
