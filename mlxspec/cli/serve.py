@@ -187,24 +187,34 @@ def serve_command(
     keys = _keys(options.api_key_file)
     hosts = _hosts(options.host, options.allowed_hosts, keys)
 
+    asked = [
+        Generation(
+            *(name, options.max_tokens, drafting, Ends(), SamplingParams(), caches),
+            adapter_path=options.adapter_path,
+        )
+        for name in models or (None,)
+    ]
+    _run(asked, options, hosts, keys, chat_template_config or {}, error_console(color))
+
+
+def _run(
+    asked: list[Generation],
+    options: ServeOptions,
+    hosts: set[str] | None,
+    keys: list[str],
+    template_arguments: Mapping[str, Any],
+    console: Console,
+) -> None:
+    """Load the models and serve them until Ctrl-C or SIGTERM."""
     give_back_large_blocks()
-    console = error_console(color)
     with ExitStack() as serving:
         listening = serving.enter_context(_listening(options.host, options.port))
         from ..server.app import create_app
         from ..server.worker import Worker, WorkerLimits
 
-        keeps = _keeps_answers(drafting, keys)
-        memories = serving.enter_context(Memories(keeps, len(models) > 1))
-        asked = [
-            Generation(
-                *(name, options.max_tokens, drafting, Ends(), SamplingParams(), caches),
-                adapter_path=options.adapter_path,
-            )
-            for name in models or (None,)
-        ]
-        template = chat_template_config or {}
-        served = _load(asked, console, memories, options.cache_bytes, template, keys)
+        keeps = _keeps_answers(asked[0].drafting, keys)
+        memories = serving.enter_context(Memories(keeps, len(asked) > 1))
+        served = _load(asked, console, memories, options.cache_bytes, template_arguments, keys)
         log = RequestLog(console, options.log_json, options.quiet)
         serving.callback(log.close)
         limits = WorkerLimits(options.concurrency, options.queue, options.stall)
@@ -215,7 +225,7 @@ def serve_command(
         worker.start()
         serving.callback(worker.stop)
         worker.wait_until_ready()
-        tell_of_model(models[0] if models else None)
+        tell_of_model(asked[0].model)
         if not options.quiet:
             address = _address(options.host, listening.getsockname()[1])
             console.print(_panel(address, worker, bool(keys)))
