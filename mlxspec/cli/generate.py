@@ -177,7 +177,6 @@ def answer(
     """
     from ..engine.caches import cached_length
     from ..generation.response import Transcript
-    from ..models.detokenizer import detokenizer_of
 
     # All that needs no model is checked before one is loaded, or even downloaded.
     if prompt_cache_file is not None and prompt.system_prompt is not None:
@@ -211,14 +210,11 @@ def answer(
         begun |= {"templated": templated, "begun": prompt.prefill_response}
         start = partial(generation.stream, decoder, tokens, room, **begun)
         printer = None if as_json else TokenPrinter(color)
-        # In a chat the answer is a text of its own, whose first space the tokenizer has put there.
-        begins = templated and prompt.prefill_response is None
-        trims = begins and detokenizer_of(decoder.tokenizer).prefix_space
         # The form of an output can do what the model cannot.
         asks = source if templated and generation.form.constraint is None else None
         beyond = isinstance(asks, str) and is_beyond_demo(asks)
         tell = partial(tell_of_model, generation.model, beyond)
-        _transcribe(start, transcript, printer, console, trims, tell)
+        _transcribe(start, transcript, printer, console, tell)
         result = transcript.result(decoder.step_times.table())
         result = replace(result, prompt_tokens=len(tokens))
         if printer:
@@ -243,7 +239,6 @@ def _transcribe(
     transcript: Transcript,
     printer: TokenPrinter | None,
     console: Console,
-    trims_first_space: bool,
     on_first: Callable[[], None],
 ) -> None:
     """Run a generation to its end or to Ctrl-C, writing its text as it comes."""
@@ -251,9 +246,6 @@ def _transcribe(
         for response in start(on_progress=progress):
             if response.generation_tokens == 1:
                 on_first()
-            if trims_first_space and response.text:
-                response = replace(response, text=response.text.removeprefix(" "))
-                trims_first_space = False
             transcript.add(response)
             if printer:
                 printer.write(response.text, response.from_draft)

@@ -7,7 +7,7 @@ import os
 import stat
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,8 +32,6 @@ class ChatModel(Protocol):
     Attributes:
         name: the model's, by which it is asked for.
         context_length: in tokens, where it is known.
-        trims_first_space: an answer, which is a text of its own, comes with a first space that
-            the tokenizer has put there.
         predicted_cost: how long the steps of the last answer should have taken, in plain steps;
             0 where nobody knows.
     """
@@ -42,8 +40,6 @@ class ChatModel(Protocol):
     def name(self) -> str: ...
     @property
     def context_length(self) -> int | None: ...
-    @property
-    def trims_first_space(self) -> bool: ...
     @property
     def predicted_cost(self) -> float: ...
 
@@ -201,8 +197,6 @@ class Conversation:
             )
             try:
                 for response in responses:
-                    if not said and self.model.trims_first_space:
-                        response = replace(response, text=response.text.removeprefix(" "))
                     said += response.text
                     yield response
             finally:
