@@ -8,9 +8,8 @@ from ..errors import OptionError
 from .common.generation import Generation
 from .common.model_choice import model_or_default, tell_of_model
 from .common.options import check_least, color_option, command, option, options_of
-from .common.output import PageOptions, ProgressBar, error_console, output_console
+from .common.output import PageOptions, ProgressBar, error_console, output_console, prefill_bar
 from .common.prompt import PromptOptions, model_option, prompt_argument
-from .generate import prefill_bar
 from .memory import Memories
 
 _view = partial(option, group="Steps and output")

@@ -26,7 +26,7 @@ class Answer(ABC):
     """An answer in the form of an API.
 
     It is fed with events, of any of its choices in any order, and returns the chunks that a
-    streamed answer sends for them. When all choices have ended it can be told as a whole.
+    streamed answer sends for them. When all choices have ended it can be sent as a whole.
 
     Args:
         n_choices: of all prompts together.
@@ -168,7 +168,7 @@ class ChatChoice:
         return said
 
     def counted(self, end: Ended | None) -> Ended | None:
-        """The end, without the tokens that are no part of the answer."""
+        """The end, without the tokens that are not part of the answer."""
         if end is None or not self.parser.finished:
             return end
         # Drafts that were accepted later have not been rejected, either.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
 import mlx.core as mx
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import Gauge
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -45,7 +45,7 @@ def create_app(
         hosts, keys, on_refusal: as for :class:`mlxspec.server.auth.AuthMiddleware`.
         silence: when keep-alives are sent.
     """
-    worker.records.metrics.registry.register(Gauges(worker))
+    _add_gauges(worker)
 
     async def refused(request: Request, error: Exception) -> Response:
         refusal = error if isinstance(error, ApiError) else _wrong_path(request, error)
@@ -181,22 +181,20 @@ def _curve(worker: Worker, name: str) -> list[list[float]] | None:
     return [[rows, curve(rows)] for rows in range(1, _WIDEST + 1)]
 
 
-class Gauges(Collector):
+def _add_gauges(worker: Worker) -> None:
     """What is the case at the moment, for Prometheus."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def gauge(name: str, help: str, *labels: str) -> Gauge:
+        return Gauge(f"mlxspec_{name}", help, labels, registry=worker.records.metrics.registry)
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        states = [request.state for request in self._worker.records.requests.copy()]
-        states = [State.DECODE if state is State.PAUSED else state for state in states]
-        for state in (State.WAITING, State.PREFILL, State.DECODE):
-            count = states.count(state)
-            name = f"mlxspec_{state}_generations"
-            yield GaugeMetricFamily(name, f"Generations now: {state}.", count)
-        kept = GaugeMetricFamily("mlxspec_cache_bytes", "Bytes of kept prefixes.", labels=["model"])
-        for served in self._worker.models.values():
-            kept.add_metric([served.name], served.cache.nbytes)
-        yield kept
-        used = mx.get_active_memory()
-        yield GaugeMetricFamily("mlxspec_memory_bytes", "Memory that MLX uses.", used)
+    def count(*states: State) -> int:
+        return sum(one.state in states for one in worker.records.requests.copy())
+
+    for states in ((State.WAITING,), (State.PREFILL,), (State.DECODE, State.PAUSED)):
+        state = states[0]
+        now = gauge(f"{state}_generations", f"Generations now: {state}.")
+        now.set_function(partial(count, *states))
+    kept = gauge("cache_bytes", "Bytes of kept prefixes.", "model")
+    for served in worker.models.values():
+        kept.labels(served.name).set_function(partial(getattr, served.cache, "nbytes"))
+    gauge("memory_bytes", "Memory that MLX uses.").set_function(mx.get_active_memory)

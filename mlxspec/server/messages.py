@@ -34,6 +34,7 @@ from .requests import (
     ChatRequest,
     ResponseFormat,
     Sampling,
+    as_parts,
     chosen_tool,
     conversation,
     left_out,
@@ -49,10 +50,6 @@ from request to request, and then no prefix would ever be found in the cache."""
 _THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 
 
-def _as_blocks(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
 class _Block(Body):
     """A block of a content, of any type."""
 
@@ -65,7 +62,7 @@ class _Block(Body):
     tool_use_id: Name = "-"
     tool_name: Name = "-"
     is_error: bool = False
-    content: Annotated[Items[_Block], BeforeValidator(_as_blocks)] = []
+    content: Annotated[Items[_Block], BeforeValidator(as_parts)] = []
 
     needed = {
         "text": ("text",),
@@ -92,7 +89,7 @@ class _Block(Body):
         return self.text if self.type == "text" else left_out(self.type)
 
 
-_Blocks = Annotated[Items[_Block], BeforeValidator(_as_blocks)]
+_Blocks = Annotated[Items[_Block], BeforeValidator(as_parts)]
 
 
 class _Turn(Body):
@@ -137,8 +134,8 @@ class _OutputConfig(Body):
     format: ResponseFormat | None = None
 
 
-class _CountBody(Sampling):
-    """A body of ``/v1/messages/count_tokens``."""
+class MessagesBody(Sampling):
+    """A body of ``/v1/messages`` or ``/v1/messages/count_tokens``."""
 
     model: str | None = None
     max_tokens: Annotated[Integer, Field(ge=1)] | None = None
@@ -166,12 +163,6 @@ class _CountBody(Sampling):
     }
 
 
-class _MessagesBody(_CountBody):
-    """A body of ``/v1/messages``."""
-
-    max_tokens: Annotated[Integer, Field(ge=1)]
-
-
 def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
     """Read a body of ``/v1/messages``.
 
@@ -188,7 +179,9 @@ def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
             param="thread",
             code=NO_THREADS,
         )
-    asked = parse(_CountBody if to_count else _MessagesBody, body)
+    asked = parse(MessagesBody, body)
+    if asked.max_tokens is None and not to_count:
+        refuse("max_tokens", None, "choose an integer of 1 or more")
     choice, tools = asked.tool_choice, [tool.for_chat() for tool in asked.tools]
     word = {"any": "required", "tool": "function"}.get(choice.type, choice.type)
     named = choice.name if choice.type == "tool" else None
@@ -217,7 +210,7 @@ def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
     )
 
 
-def _constraint(asked: _CountBody) -> tuple[Constraint | None, str]:
+def _constraint(asked: MessagesBody) -> tuple[Constraint | None, str]:
     """What the answer has to be, and the field that says so."""
     path, format = "output_config.format", asked.output_config.format
     if format is None:
@@ -234,7 +227,7 @@ def _constraint(asked: _CountBody) -> tuple[Constraint | None, str]:
 # --- messages ---
 
 
-def _messages(asked: _CountBody) -> list[dict[str, Any]]:
+def _messages(asked: MessagesBody) -> list[dict[str, Any]]:
     """The messages of a chat; one who speaks on has one message, as in Anthropic's API.
 
     The texts of a message are lists, which are joined in the end: ten thousand may be one.
@@ -356,7 +349,7 @@ _FIELDS = {"text": "text", "reasoning": "thinking", "arguments": "partial_json"}
 
 
 def _read_input(text: str) -> dict[str, Any]:
-    """The arguments of a call; none where they were cut off, or are no object."""
+    """The arguments of a call; none where they were cut off, or are not an object."""
     try:
         arguments = JsonReader(text.encode()).read()
     except (ValueError, ApiError):

@@ -60,11 +60,11 @@ class CallFormat:
 
     Attributes:
         start: the marker before a call.
-        end: the marker after it; empty where a call goes on to the output's end.
+        end: the marker after it; empty where a call extends to the output's end.
         parse: mlx-lm's parser, from the text between the markers and the tools to a call or
             several.
         header: what comes before arguments that stand there as a JSON object, with the
-            function's name as its first group; None for formats whose arguments are no JSON.
+            function's name as its first group; None for formats whose arguments are not JSON.
         tools: as the client sent them.
     """
 
@@ -144,7 +144,7 @@ def output_format(
 
 
 def call_opening(tokenizer: TokenizerWrapper, name: str | None) -> str | None:
-    """How a call begins, after the marker, so that the model has to go on with it.
+    """How a call begins, after the marker, so that the model has to continue it.
 
     Args:
         tokenizer: the model's.
@@ -220,7 +220,7 @@ class OutputParser:
 
         Args:
             cut: it was not the model that ended it. A call that has only begun is dropped then:
-                it is no text, and what the client is told of the end says why it is missing.
+                it is not text, and the client sees from the end why it is missing.
         """
         self._machine_state, held, _ = TextStateMachine.flush(self._machine_state)
         deltas = self._ready + self._add(held)
@@ -287,7 +287,7 @@ class OutputParser:
         return Delta("call", index=self.n_calls - 1, id=call_id, name=name)
 
     def _end_call(self, marker: str, cut: bool = False) -> list[Delta]:
-        """The calls that are not known yet, or as text what is none."""
+        """The calls that are not known yet; what cannot be read as a call is text."""
         call, calls = self._call, self._format.calls
         if self.finished or not calls or call.in_arguments:
             return []
@@ -380,7 +380,7 @@ def _read_call(call: dict[str, Any]) -> tuple[str, str, object]:
     """Name, arguments as JSON, and id of a call that mlx-lm has parsed.
 
     Raises:
-        Exception: of any kind, for what is no call.
+        Exception: of any kind, if it is not a call.
     """
     name, arguments = call["name"], call.get("arguments", {})
     if not isinstance(name, str) or not name:
@@ -424,7 +424,7 @@ def calls_constraint(
         several: whether there may be more than one call.
 
     Returns:
-        None where the arguments of a call are no JSON.
+        None where the arguments of a call are not JSON.
     """
     parser, has_args = parser_name(tokenizer), "[ARGS]" in tokenizer.get_vocab()
     start = _literal(tokenizer, tokenizer.tool_call_start)

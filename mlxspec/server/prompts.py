@@ -91,7 +91,7 @@ def chat_prompt(
     if _is_reasoning(request, tokenizer, text):
         state = "reasoning"
     if request.tool_choice == "auto":
-        # A text that goes on has its spaces from the model.
+        # A text that is continued has its spaces from the model.
         trims = not request.continued and _puts_space_first(tokenizer)
         format = replace(format, initial=state, trims_space=trims)
     else:
@@ -166,7 +166,7 @@ _RESERVED = reserved_arguments()
 
 
 def _is_reasoning(request: ChatRequest, tokenizer: TokenizerWrapper, text: str) -> bool:
-    """Whether the answer begins, or goes on, within reasoning."""
+    """Whether the answer begins, or continues, within reasoning."""
     if not tokenizer.has_thinking:
         return False
     if request.continued:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from .body import ApiError, Body, Integer, Items, Name, TokenId, parse, refuse, shown
+from .body import ApiError, Body, Dictionary, Integer, Items, Name, TokenId, parse, refuse, shown
 from .requests import (
     ChatRequest,
     CommonBody,
@@ -172,7 +172,7 @@ class ResponsesBody(CommonBody):
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] = 0
     max_output_tokens: Annotated[Integer, Field(ge=1, le=2**31 - 1)] | None = None
     max_tool_calls: TokenId | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] = {}  # as at OpenAI
+    metadata: Annotated[Dictionary[str, str], Field(max_length=16)] = {}  # as at OpenAI
     reasoning: _ReasoningBody = _ReasoningBody()
     store: bool = True
     text: _TextBody = _TextBody()
@@ -423,19 +423,13 @@ def _items(
 
 
 def _message(one: _InputItem, path: str) -> dict[str, Any]:
-    return _message_item(one.id, one.role, [part.text for part in one.content], one.phase)
-
-
-def _message_item(
-    item_id: str | None, role: str, texts: Sequence[str], phase: str | None
-) -> dict[str, Any]:
-    item: dict[str, Any] = {"id": item_id or new_id("msg"), "type": "message"}
-    item |= {"role": role, "status": "completed"}
-    if role == "assistant":
-        more: dict[str, Any] = {"annotations": [], "logprobs": []}
-        item["content"] = [{"type": "output_text", "text": text, **more} for text in texts]
-        return item | ({"phase": phase} if phase else {})
-    return item | {"content": [{"type": "input_text", "text": text} for text in texts]}
+    texts = [part.text for part in one.content]
+    item = _item_of(one, "msg", role=one.role)
+    if one.role != "assistant":
+        return item | {"content": [{"type": "input_text", "text": text} for text in texts]}
+    more: dict[str, Any] = {"annotations": [], "logprobs": []}
+    item["content"] = [{"type": "output_text", "text": text, **more} for text in texts]
+    return item | ({"phase": one.phase} if one.phase else {})
 
 
 def _item_of(one: _InputItem, prefix: str, **fields: Any) -> dict[str, Any]:
@@ -577,24 +571,6 @@ class StoredResponse:
         return (*self.given, *self.response["output"])
 
 
-class _StoredJson(NamedTuple):
-    """A response as JSON, a third of the size of the objects that it becomes.
-
-    Attributes:
-        response: the answer.
-        items: ids and JSON of the conversation's items, up to the end of the answer.
-        n_given: how many of the items led to it.
-    """
-
-    response: bytes
-    items: list[tuple[str, bytes]]
-    n_given: int
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.response) + sum(len(text) for _, text in self.items)
-
-
 class ResponseStore:
     """The responses of late; those used last stay.
 
@@ -611,7 +587,8 @@ class ResponseStore:
     def __init__(self, most: int = 1000, most_bytes: int = 64 * 2**20) -> None:
         self._most = most
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[tuple[str, str], _StoredJson] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], tuple[bytes, list[str]]] = OrderedDict()
+        """By partition and id: responses with what led to them, and the ids of their items."""
         self._items: dict[tuple[str, str], tuple[bytes, int]] = {}
         """By partition and id: items, and in how many of its responses each one is."""
         self.nbytes = 0
@@ -622,17 +599,16 @@ class ResponseStore:
 
     def put(self, partition: str, stored: StoredResponse) -> None:
         """Keep a response; it does not stay if it is larger than all may be."""
-        items = []
+        # As JSON, a third of the size of the objects that it becomes.
+        text, items = json.dumps([stored.response, [*stored.given]]).encode(), stored.items
         with self._changing:
-            for item in stored.items:
-                text, place = json.dumps(item).encode(), (partition, item["id"])
-                known, count = self._items.get(place, (text, 0))
-                text = known if known == text else text  # one for all responses of a conversation
-                self._items[place] = text, count + 1
-                items.append((place[1], text))
-            kept = _StoredJson(json.dumps(stored.response).encode(), items, len(stored.given))
-            self._kept[partition, stored.response["id"]] = kept
-            self.nbytes += kept.nbytes
+            for item in items:
+                place = partition, item["id"]
+                _, count = self._items.get(place, (b"", 0))
+                self._items[place] = json.dumps(item).encode(), count + 1
+            ids = [item["id"] for item in items]
+            self._kept[partition, stored.response["id"]] = text, ids
+            self.nbytes += len(text)
             while len(self._kept) > self._most or self.nbytes > self._most_bytes:
                 self._drop(next(iter(self._kept)))
 
@@ -643,9 +619,8 @@ class ResponseStore:
             if key not in self._kept:
                 return None
             self._kept.move_to_end(key)
-            kept = self._kept[key]
-        given = [json.loads(text) for _, text in kept.items[: kept.n_given]]
-        return StoredResponse(json.loads(kept.response), given)
+            text, _ = self._kept[key]
+        return StoredResponse(*json.loads(text))
 
     def item(self, partition: str, item_id: str) -> dict[str, Any] | None:
         """The item of this id in any of the partition's responses."""
@@ -662,9 +637,9 @@ class ResponseStore:
             return True
 
     def _drop(self, key: tuple[str, str]) -> None:
-        dropped = self._kept.pop(key)
-        self.nbytes -= dropped.nbytes
-        for item_id, _ in dropped.items:
+        dropped, ids = self._kept.pop(key)
+        self.nbytes -= len(dropped)
+        for item_id in ids:
             place = key[0], item_id
             text, count = self._items.pop(place)
             if count > 1:

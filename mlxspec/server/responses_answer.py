@@ -14,7 +14,7 @@ from pydantic_core import from_json
 
 from .answer import Answer, ChatChoice
 from .body import ApiError, refuse, without_lone_surrogates
-from .openai_answer import TokenNames
+from .openai import TokenNames
 from .output import Delta, OutputFormat, OutputParser
 from .responses import ResponsesRequest, StoredResponse, Tool, new_id
 from .worker import Ended, Piece
@@ -191,10 +191,10 @@ class ResponsesAnswer(Answer):
         index = len(self._items) - 1
         return self._event(kind, output_index=index, item=self._items[-1].as_json())
 
-    def _events(self, told: Sequence[tuple[str, dict[str, Any]]]) -> list[ResponseEvent]:
+    def _events(self, events: Sequence[tuple[str, dict[str, Any]]]) -> list[ResponseEvent]:
         """Events of the last item."""
         place = {"item_id": self._items[-1].id, "output_index": len(self._items) - 1}
-        return [self._event(f"response.{kind}", **place, **fields) for kind, fields in told]
+        return [self._event(f"response.{kind}", **place, **fields) for kind, fields in events]
 
     def _usage(self) -> dict[str, Any] | None:
         """None until the answer has ended."""

@@ -312,7 +312,7 @@ class EventStream:
             self.close()
 
     def stop(self, finished: Callable[[int], bool]) -> None:
-        """End generations, by the indices of their choices, as if the model had ended them."""
+        """End generations by the indices of their choices, as if the model had ended them."""
         for request in self.requests:
             if request.state in (State.DECODE, State.PAUSED) and finished(request.index):
                 self._worker.end(request)
@@ -455,7 +455,7 @@ class ModelQueue(Engine):
 
 _log = logging.getLogger("mlxspec.server")
 
-_RETRY_AFTER = 5  # seconds, what a client is told that finds the queue full
+_RETRY_AFTER = 5  # seconds, in the answer to a client that finds the queue full
 
 
 class WorkerLimits(NamedTuple):

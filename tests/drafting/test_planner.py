@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from mlxspec.bench.replay import MAX_DEPTH, replay, verify
+from mlxspec.bench.policies import verify
+from mlxspec.bench.replay import MAX_DEPTH, replay
 from mlxspec.corpus import Memory
 from mlxspec.corpus.suffix_index import SEPARATOR, ContextIndex, Excerpts, Occurrence, SuffixIndex
 from mlxspec.drafting.acceptance import AcceptanceModel, Corrections

@@ -28,7 +28,7 @@ from mlxspec.server.answer import KeepAlive
 from mlxspec.server.auth import MOST_BYTES
 from mlxspec.server.body import ApiError
 from mlxspec.server.connections import Bounds
-from mlxspec.server.openai_answer import CompletionAnswer
+from mlxspec.server.openai import CompletionAnswer
 from mlxspec.server.served_model import CacheMemory
 from mlxspec.server.worker import ServedRequest, WorkerLimits
 from tests.support.brake import Brake, braked, until

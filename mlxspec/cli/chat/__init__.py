@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.panel import Panel
 from rich.table import Table
 
 from ...distributed.launch import launched_rank
@@ -19,25 +23,217 @@ from ...engine.params import SamplingParams
 from ...errors import MlxspecError, OptionError, PromptError
 from ...models.model_files import local_path
 from ...terminal import TokenPrinter, one_line, visible
+from ..common.figures import acceptance_row, speedup_rows
 from ..common.generation import Generation
 from ..common.model_choice import model_argument, resolved, tell_of_model
 from ..common.notes import note
 from ..common.options import FILE, color_option, command, option, options_of
-from ..common.output import ProgressBar, counted, error_console, output_console
+from ..common.output import (
+    ProgressBar,
+    counted,
+    error_console,
+    figures_grid,
+    output_console,
+    prefill_bar,
+)
 from ..common.prompt import template_option
-from ..generate import prefill_bar
 from ..memory import Memories
-from .commands import command_in, help_rows, help_text
-from .figures import ChatFigures, answer_line
-from .input import ChatInput, open_input
-from .saved import SavedChat, read_chat
 
 if TYPE_CHECKING:
-    from ...generation.response import GenerationResponse
-    from .conversation import ChatModel, Conversation
+    from ...generation.response import GenerationResponse, SpeculationStats
+    from .conversation import ChatModel, Conversation, SavedChat
     from .markdown import MarkdownPrinter
+    from .terminal import ChatInput
 
     _Answering = Callable[[ProgressBar], Generator[GenerationResponse, None, None]]
+
+QUOTES = '"""'
+"""They begin and end a message of several lines."""
+
+_OR_TEXT = "a space before it makes it a message"
+_COMMAND = re.compile(r"/[A-Za-z][\w-]*")
+
+
+class Argument(Enum):
+    """What a command takes besides its name."""
+
+    NOTHING = auto()
+    FILE = auto()
+    MODEL = auto()
+    TEXT = auto()
+
+
+@dataclass(frozen=True)
+class ChatCommand:
+    """A command of a chat.
+
+    Attributes:
+        spelling: its name and what follows it, as the help shows them.
+        help: what it does.
+        takes: what follows it.
+        aliases: its other names.
+    """
+
+    spelling: str
+    help: str
+    takes: Argument = Argument.NOTHING
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """With the slash."""
+        return self.spelling.split()[0]
+
+    @property
+    def takes_name(self) -> bool:
+        """Whether a file's or model's name follows, which may be in quotes."""
+        return self.takes in (Argument.FILE, Argument.MODEL)
+
+
+COMMANDS = (
+    ChatCommand("/help", "show what can be typed"),
+    ChatCommand("/retry [TEMP]", "answer the last message again", Argument.TEXT),
+    ChatCommand("/undo", "take the last message and its answer back"),
+    ChatCommand("/reset", "begin a new conversation", aliases=("/clear",)),
+    ChatCommand("/system [TEXT]", "show or set the system prompt; - for none", Argument.TEXT),
+    ChatCommand("/model [NAME]", "show the model, or go on with another", Argument.MODEL),
+    ChatCommand("/save FILE", "write the conversation as JSON", Argument.FILE),
+    ChatCommand("/load FILE", "go on with a saved conversation", Argument.FILE),
+    ChatCommand("/markdown", "render answers as Markdown, or no longer"),
+    ChatCommand("/stats", "figures of the conversation"),
+    ChatCommand("/exit", "leave; Ctrl-D does, too", aliases=("/quit", "/bye")),
+)
+
+NAMES = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
+
+KEYS = (
+    ("Enter", "sends the message; pasted lines are one message"),
+    ("Alt-Enter", "a new line; so do Ctrl-J, and \\ at a line's end"),
+    ("Up, Ctrl-R", "earlier messages; Tab completes commands and files"),
+    ("Ctrl-C", "stops an answer; twice at the prompt leaves"),
+)
+
+
+def help_rows() -> list[tuple[str, str]]:
+    """Commands and keys, and what they do."""
+    names = [", ".join([command.spelling, *command.aliases]) for command in COMMANDS]
+    return [*zip(names, (command.help for command in COMMANDS), strict=True), *KEYS]
+
+
+def help_text() -> str:
+    """The same as lines of text."""
+    rows = help_rows()
+    width = max(len(name) for name, _ in rows) + 2
+    return "\n".join(f"{name:{width}}{text}" for name, text in rows)
+
+
+def command_in(message: str) -> tuple[ChatCommand, str] | None:
+    """The command that a message is, and what follows its name; None for text to be answered.
+
+    A command begins with the slash itself. So a space before it makes a message of it, and a
+    path at the beginning (``/etc/hosts``) is text.
+
+    Raises:
+        OptionError: there is no such command, or it takes nothing, or needs something.
+    """
+    word, *rest = message.split(maxsplit=1) if message.startswith("/") else [""]
+    if not _COMMAND.fullmatch(word):
+        return None
+    argument = rest[0].strip() if rest else ""
+    command = NAMES.get(word)
+    if command is None:
+        close = get_close_matches(word, NAMES, 1)
+        guess = f"did you mean {close[0]}?" if close else "/help lists them"
+        raise OptionError(f"there is no command {word} ({guess}); {_OR_TEXT}")
+    if argument and command.takes is Argument.NOTHING:
+        raise OptionError(f"{word} takes nothing after it; {_OR_TEXT}")
+    if not argument and command.takes is Argument.FILE:
+        raise OptionError(f"{word} needs the name of a file: {command.spelling}")
+    return command, argument
+
+
+def is_open(text: str) -> bool:
+    """Whether a message begins with three double quotes and the next three are still to come."""
+    return text.startswith(QUOTES) and text.count(QUOTES) % 2 == 1
+
+
+def without_quotes(text: str) -> str:
+    """A message without the three double quotes around it; as it is where it has others."""
+    within = text.rstrip()
+    if text.count(QUOTES) != 2 or not (text.startswith(QUOTES) and within.endswith(QUOTES)):
+        return text
+    return within.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
+
+
+def answer_line(last: GenerationResponse, predicted_cost: float, ending: str) -> str:
+    """The figures of one answer.
+
+    Args:
+        last: its last response.
+        predicted_cost: as for :func:`.common.figures.speedup_rows`.
+        ending: why it ended, where that is not for the model's own reasons.
+    """
+    figures = [counted(last.generation_tokens, "token"), f"{last.generation_tps:,.1f}/s"]
+    if predicted_cost:
+        figures.append(f"{last.stats.emitted / predicted_cost:.1f}× plain")
+    figures += [
+        f"{last.stats.tokens_per_step:.2f} per step",
+        f"{last.reused_tokens:,} of {last.prompt_tokens:,} prompt tokens reused",
+    ]
+    return " · ".join([*figures, ending] if ending else figures)
+
+
+class ChatFigures:
+    """Adds up what the answers of a conversation took."""
+
+    def __init__(self) -> None:
+        self._answers = self._prompt_tokens = self._reused_tokens = self._context = 0
+        self._stats: SpeculationStats | None = None
+        self._seconds = self._predicted_cost = 0.0
+        self._predicted_tokens = 0
+
+    def add(self, last: GenerationResponse, predicted_cost: float) -> None:
+        """Count an answer.
+
+        Args:
+            last: its last response.
+            predicted_cost: as for :func:`.common.figures.speedup_rows`.
+        """
+        self._answers += 1
+        self._prompt_tokens += last.prompt_tokens
+        self._reused_tokens += last.reused_tokens
+        self._context = last.prompt_tokens + last.generation_tokens
+        self._seconds += last.generation_tokens / last.generation_tps
+        earlier = vars(self._stats) if self._stats else {}
+        sums = {name: value + earlier.get(name, 0) for name, value in vars(last.stats).items()}
+        self._stats = replace(last.stats, **sums)
+        if predicted_cost:
+            self._predicted_cost += predicted_cost
+            self._predicted_tokens += last.stats.emitted
+
+    def panel(self, context_length: int | None) -> Panel:
+        """All figures.
+
+        Args:
+            context_length: the model's, in tokens, where it is known.
+        """
+        rows: list[tuple[str, ...]] = [
+            ("answers", str(self._answers)),
+            ("context", f"{self._context:,}", f"of {context_length:,}" if context_length else ""),
+            ("prompt tokens", f"{self._prompt_tokens:,}"),
+            ("of them reused", f"{self._reused_tokens:,}"),
+        ]
+        if self._stats:
+            rate = f"{self._stats.emitted / self._seconds:,.1f}/s"
+            predicted = replace(self._stats, emitted=self._predicted_tokens)
+            rows += [
+                ("generated tokens", f"{self._stats.emitted:,}", rate),
+                ("tokens per step", f"{self._stats.tokens_per_step:.2f}"),
+                acceptance_row(self._stats),
+                *speedup_rows(predicted, self._predicted_cost),
+            ]
+        return Panel(figures_grid(rows), expand=False, border_style="dim")
+
 
 _SEEDS = 1 << 64
 _GLANCE = 60  # characters
@@ -101,6 +297,9 @@ def chat_command(
     """
     if launched_rank() is not None:
         raise OptionError("chat runs in one process: start it without mlx.launch")
+    from .conversation import read_chat
+    from .terminal import open_input
+
     saved = read_chat(load) if load else None
     console = error_console(color)
     with ExitStack() as talking:
@@ -231,6 +430,8 @@ class _Chat:
             case "/save":
                 self._save(local_path(argument))
             case "/load":
+                from .conversation import read_chat
+
                 self.go_on(read_chat(local_path(argument)))
             case "/markdown":
                 self.markdown = not self.markdown

@@ -19,7 +19,6 @@ from ...engine.params import CacheOptions, SamplingParams
 from ...errors import OptionError, PromptError
 from ...generation.response import GenerationResponse, SpeculationStats
 from ...models.chat_template import Messages
-from ...models.detokenizer import detokenizer_of
 from ...models.model_files import find_directory
 from ..common.api_client import ApiClient
 from ..common.generation import Drafting, Generation
@@ -73,10 +72,6 @@ class LocalModel:
         return context_length(self._decoder().model)
 
     @property
-    def trims_first_space(self) -> bool:
-        return detokenizer_of(self._decoder().tokenizer).prefix_space
-
-    @property
     def predicted_cost(self) -> float:
         return self._decoder().predicted_cost
 
@@ -97,7 +92,10 @@ class LocalModel:
         asked = self._generation
         asked = replace(asked, sampling=replace(asked.sampling, **sampling))
         return asked.stream(
-            self._decoder(), tokens, max_tokens, session=session, on_progress=on_progress
+            *(self._decoder(), tokens, max_tokens),
+            templated=True,
+            session=session,
+            on_progress=on_progress,
         )
 
     def others(self) -> list[str]:
@@ -154,7 +152,6 @@ class RemoteModel:
             only a server can be started with.
     """
 
-    trims_first_space = True
     predicted_cost = 0.0
     """Which a server does not tell."""
 
@@ -256,6 +253,8 @@ class RemoteModel:
                     reason = choice["finish_reason"] or reason
                     for text, accepted in choice.get("mlxspec", {}).get("drafts", ()):
                         count += 1
+                        if count == 1:  # the space that the tokenizer has put there
+                            text = text.removeprefix(" ")
                         speed = count / max(time.perf_counter() - begun, 1e-6)
                         yield _response(text, accepted, count, len(tokens), speed)
                 if usage := chunk.get("usage"):

@@ -7,6 +7,7 @@ far as that goes without a model, loads the model, and generates with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -461,7 +462,9 @@ class Generation:
             more: what :meth:`mlxspec.Decoder.decode` takes besides.
         """
         options = {**self.options(decoder, tokens if templated else None, begun), **more}
-        return decoder.stream(tokens, max_tokens, **options)
+        trimmed = FirstSpace(decoder, templated and begun is None)
+        with closing(decoder.stream(tokens, max_tokens, **options)) as responses:
+            yield from map(trimmed, responses)
 
     def request(
         self,
@@ -482,7 +485,12 @@ class Generation:
             PromptError, OptionError: as :meth:`mlxspec.Decoder.decode`.
         """
         options = self.options(decoder, tokens if templated else None, begun)
-        return decoder.new_request(tokens, max_tokens, options, receive=on_response)
+        trimmed = FirstSpace(decoder, templated and begun is None)
+
+        def receive(response: GenerationResponse) -> None:
+            on_response(trimmed(response))
+
+        return decoder.new_request(tokens, max_tokens, options, receive=receive)
 
     def options(
         self,
@@ -529,6 +537,26 @@ class Generation:
         if finish_reason == "length" and room < self.max_tokens:
             length = context_length(model)
             note(f"the model's context of {length:,} tokens is full: the output ends there")
+
+
+class FirstSpace:
+    """Drops the first space of an answer, if the tokenizer has put it there.
+
+    Args:
+        decoder: generates the answer.
+        applies: the output is a whole answer of a chat; False keeps it as it is.
+    """
+
+    def __init__(self, decoder: Decoder, applies: bool) -> None:
+        from ...models.detokenizer import detokenizer_of
+
+        self._trims = applies and detokenizer_of(decoder.tokenizer).prefix_space
+
+    def __call__(self, response: GenerationResponse) -> GenerationResponse:
+        if self._trims and response.text:
+            self._trims = False
+            return replace(response, text=response.text.removeprefix(" "))
+        return response
 
 
 def room_for(longest: int | None, n_prompt: int, max_tokens: int) -> int:

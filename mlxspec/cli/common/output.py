@@ -16,7 +16,15 @@ from rich.box import SIMPLE
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -141,6 +149,12 @@ class ProgressBar:
         with self._lock:
             self._ended = True
             self._bar.stop()
+
+
+def prefill_bar(console: Console, delay: float = 1.0) -> ProgressBar:
+    """A bar for prefills that take so long, in seconds, that one wonders."""
+    figures = MofNCompleteColumn(), TimeElapsedColumn()
+    return ProgressBar("prefill", *figures, console=console, delay=delay)
 
 
 class FoldingTable:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import mlxspec
-from mlxspec.bench.backends import BACKENDS, PLAIN, MakeBackend, chosen_backends
-from mlxspec.bench.bench import Measurement, run
+from mlxspec.bench.measure import BACKENDS, PLAIN, MakeBackend, Measurement, chosen_backends, run
 from mlxspec.bench.prompts import BenchPrompt, bundled_prompts
 from mlxspec.drafting.costs import KnownTime, LiveCosts
 from mlxspec.engine.sampling import SamplingParams

@@ -1,25 +1,232 @@
-"""The measuring: backends take turns on prompts, in one process on one loaded model."""
+"""Measuring: decoders take turns on prompts, in one process on one loaded model.
+
+Outputs are compared with plain decoding's. A forward over several rows may sum in another order
+than a forward over one, so logits can differ in their last bits. That changes a token only where
+two of them are as good as equal: a near tie. Any other difference is a bug.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
+import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
+from mlx_lm.generate import GenerationResponse
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..drafting.drafter import Drafter, DraftTree, NoDraft
+from ..drafting.sources import PromptLookupDrafter
 from ..engine.model_sizes import context_length
 from ..engine.params import SamplingParams
-from ..errors import PromptError
+from ..engine.sampling import Chooser
+from ..engine.target import Progress
+from ..errors import OptionError, PromptError
+from ..generation.decoder import Decoder
+from ..generation.decoders import AutoDecoder, CombinedDecoder, LookaheadDecoder
 from ..generation.response import SpeculationStats
 from ..models.chat_template import apply_template
 from ..models.model import encode_prompt
-from .backends import PLAIN, Backend, MakeBackend
-from .equality import Difference, first_difference
 from .prompts import BenchPrompt, Messages, message
+
+NEAR_TIE_FLOAT32 = 1e-4
+"""Gap between the two best perturbed logits below which a difference in float32 is rounding."""
+
+NEAR_TIE_SPACINGS = 4
+"""The same gap for half precision, in spacings of the data type at the logits' size.
+
+Rounding every operation to half precision moved the gap of the two best logits by up to 2.5
+(bfloat16) and 3.3 spacings (float16) against the same weights in float32: 800 positions of the
+demo model. Two ways to sum can differ by as much.
+"""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two outputs part.
+
+    Attributes:
+        index: the first token that differs, counted from the output's beginning.
+        margin: how far the worse of the two tokens is below the target's best, in perturbed
+            logits (see :meth:`mlxspec.engine.sampling.Chooser.perturb`). Infinite where one
+            output is a proper prefix of the other: ending early is no rounding.
+        bound: the margin below which rounding can have made the difference.
+    """
+
+    index: int
+    margin: float
+    bound: float = NEAR_TIE_FLOAT32
+
+    @property
+    def near_tie(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.margin < self.bound
+
+
+def first_difference(
+    model: nn.Module,
+    prompt: Sequence[int],
+    expected: Sequence[int],
+    actual: Sequence[int],
+    params: SamplingParams,
+) -> Difference | None:
+    """Compare two outputs of one prompt.
+
+    Args:
+        model: the target, run once over the common part where the outputs differ.
+        prompt: token ids.
+        expected: the output of plain decoding.
+        actual: the output to be checked.
+        params: the sampling of both.
+
+    Returns:
+        None if the outputs are equal.
+    """
+    if list(expected) == list(actual):
+        return None
+    common = min(len(expected), len(actual))
+    index = next((i for i in range(common) if expected[i] != actual[i]), None)
+    if index is None:
+        return Difference(common, math.inf)
+    context = [*prompt, *expected[:index]]
+    logits = model(mx.array(context)[None], cache=make_prompt_cache(model))[0, -1:]
+    chooser = Chooser(params)
+    history = chooser.history(context)
+    contexts = history.contexts(DraftTree.chain(context[-1])) if history else None
+    _, logprobs = chooser.choose(logits, [len(context)], contexts)
+    values = chooser.perturb(logprobs, [len(context)])[0].astype(mx.float32)
+    worse = mx.minimum(values[expected[index]], values[actual[index]])
+    margin = cast(float, (mx.max(values) - worse).item())
+    return Difference(index, margin, near_tie_bound(logits, params))
+
+
+def near_tie_bound(logits: mx.array, params: SamplingParams) -> float:
+    """The margin below which a difference is rounding, for logits of this type and size.
+
+    Args:
+        logits: (..., vocabulary), as the model returned them.
+        params: a temperature divides the logits, and so multiplies their rounding errors; the
+            bound for float32 leaves room for that.
+    """
+    if logits.dtype == mx.float32:
+        return NEAR_TIE_FLOAT32
+    size = cast(float, mx.max(mx.abs(logits)).item())
+    spacing = 2.0 ** math.floor(math.log2(size)) * mx.finfo(logits.dtype).eps if size else 0.0
+    return NEAR_TIE_SPACINGS * spacing / (params.temp or 1.0)
+
+
+PLAIN = "plain"
+"""The backend whose output is the truth."""
+
+MLX_LM = "mlx-lm"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to generate on a loaded model. All give the same output, each in its own time.
+
+    Attributes:
+        stream: called with the prompt's token ids and, by name, ``max_tokens``, ``sampling`` and
+            ``on_progress``; yields a response per token. ``on_progress`` is last called when
+            the first token's forward begins. Nothing is remembered from run to run, else a
+            repeated prompt's answer would be at hand.
+        expected_cost: the time that the planner expected of the last run's steps, in plain
+            steps; 0 where it could only decode plainly, None without a planner.
+        same_samples: whether it also draws plain decoding's tokens above temperature 0.
+    """
+
+    stream: Callable[..., Iterator[GenerationResponse]]
+    expected_cost: Callable[[], float | None] = lambda: None
+    same_samples: bool = True
+
+
+MakeBackend = Callable[[nn.Module, TokenizerWrapper], Backend]
+
+
+def with_drafter(make_drafter: Callable[[], Drafter]) -> MakeBackend:
+    """mlxspec's loop with a new drafter for each run."""
+
+    def make(model: nn.Module, tokenizer: TokenizerWrapper) -> Backend:
+        decoder = Decoder(model, tokenizer)
+        return Backend(lambda prompt, **options: decoder.decode(prompt, make_drafter(), **options))
+
+    return make
+
+
+def _planned(make_decoder: Callable[..., AutoDecoder | LookaheadDecoder]) -> MakeBackend:
+    """A decoder whose drafts follow the measured cost of steps."""
+
+    def make(model: nn.Module, tokenizer: TokenizerWrapper) -> Backend:
+        decoder = make_decoder(model, tokenizer)
+        return Backend(decoder.stream, lambda: decoder.predicted_cost)
+
+    return make
+
+
+def _mlx_lm(model: nn.Module, tokenizer: TokenizerWrapper) -> Backend:
+    """mlx-lm's own generation."""
+
+    def stream(
+        prompt: list[int], *, max_tokens: int, sampling: SamplingParams, on_progress: Progress
+    ) -> Iterator[GenerationResponse]:
+        def before_first_token(done: int, total: int) -> None:
+            if done < total:  # it reports the whole prompt only after the first token
+                on_progress(done, total)
+
+        if sampling.seed is not None:
+            mx.random.seed(sampling.seed)
+        return mlx_lm.stream_generate(
+            model,
+            tokenizer,
+            prompt,
+            max_tokens=max_tokens,
+            sampler=make_sampler(sampling.temp),
+            prompt_progress_callback=before_first_token,
+        )
+
+    return Backend(stream, same_samples=False)
+
+
+BACKENDS: dict[str, MakeBackend] = {
+    PLAIN: with_drafter(NoDraft),
+    MLX_LM: _mlx_lm,
+    "prompt-lookup": with_drafter(PromptLookupDrafter),
+    "auto": _planned(partial(AutoDecoder, memory_tokens=0)),
+    "lookahead": _planned(LookaheadDecoder),
+    "combined": _planned(partial(CombinedDecoder, memory_tokens=0)),
+}
+"""By the names of ``--decoder``; each is made from a loaded model and its tokenizer."""
+
+
+def backends_with(drafter: type[Drafter]) -> dict[str, MakeBackend]:
+    """A drafter class of the user's, alone and beside the default decoder's look-ups."""
+    auto = partial(AutoDecoder, memory_tokens=0, extra_drafter=drafter)
+    name = drafter.__name__
+    return {name: with_drafter(drafter), f"auto+{name}": _planned(auto)}
+
+
+def chosen_backends(names: str | None) -> dict[str, MakeBackend]:
+    """The backends in a comma-separated list, or all without one; plain decoding comes first.
+
+    Raises:
+        OptionError: one of them is unknown.
+    """
+    wanted = list(BACKENDS) if names is None else [name.strip() for name in names.split(",")]
+    try:
+        return {name: BACKENDS[name] for name in [PLAIN, *wanted]}
+    except KeyError as error:
+        raise OptionError(
+            f"no decoder is named {error.args[0]!r}: choose among {', '.join(BACKENDS)}"
+        ) from None
+
 
 Clock = Callable[[], float]
 """Seconds since some moment."""

@@ -8,9 +8,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from mlxspec.bench.bench import MeasuredPrompt, Run
-from mlxspec.bench.bench_report import Report, bench_page, bench_report, verdict, what_differs
-from mlxspec.bench.equality import Difference
+from mlxspec.bench.measure import Difference, MeasuredPrompt, Run
+from mlxspec.bench.report import Report, bench_page, bench_report, verdict, what_differs
 from mlxspec.generation.response import SpeculationStats
 
 FACTS = {

@@ -1,4 +1,4 @@
-"""What ``bench`` found: the figures of each backend, and their report as JSON and as a page."""
+"""A report of ``bench``: the figures of each decoder, as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ import mlxspec
 from ..engine.costs import machine_identity, model_identity
 from ..errors import OptionError
 from ..models.model_files import given_name
-from .backends import MLX_LM, PLAIN
-from .bench import MeasuredPrompt
-from .equality import Difference
+from .measure import MLX_LM, PLAIN, Difference, MeasuredPrompt
 from .page import Bar, BarChart, render
 
 Report = dict[str, Any]
