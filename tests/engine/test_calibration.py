@@ -9,7 +9,7 @@ import pytest
 
 from mlxspec.drafting.measurement import CAREFUL, QUICK
 from mlxspec.engine import calibration
-from mlxspec.engine.calibration import ModelSteps, calibrate
+from mlxspec.engine.costs import ModelSteps, calibrate
 from mlxspec.engine.target import Capability
 from mlxspec.errors import OptionError
 from tests.support.architectures import ARCHITECTURES
