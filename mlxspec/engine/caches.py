@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
@@ -28,25 +28,21 @@ from mlx_lm.models.cache import (
 
 from ..drafting.drafter import DraftTree
 
-_MASK_STEP = 1024  # positions that the kept mask grows by
-
 
 class TreeRows:
     """The rows of a tree step.
 
     Args:
         tree: the tree whose nodes are the rows.
-        open_mask: makes the masks over a whole context; shared by all steps of a generation.
 
     Attributes:
         depths: each row's position after the cache's end, (rows,).
         ancestors: which rows each row attends to, (rows, rows).
     """
 
-    def __init__(self, tree: DraftTree, open_mask: OpenMask | None = None) -> None:
+    def __init__(self, tree: DraftTree) -> None:
         self.depths = mx.array(tree.depths, dtype=mx.int32)
         self.ancestors = mx.array(tree.ancestors())
-        self._open_mask = open_mask or OpenMask()
         self._masks: dict[tuple[int, int | None], mx.array] = {}
 
     def __len__(self) -> int:
@@ -64,48 +60,19 @@ class TreeRows:
         """
         key = (cached, window_size)
         if key not in self._masks:
-            if window_size is None:
-                self._masks[key] = self._open_mask.over(cached, self.ancestors)
-            else:
-                self._masks[key] = self._window_mask(cached, window_size)
+            in_cache = mx.ones((len(self), cached), dtype=mx.bool_)
+            mask = mx.concatenate([in_cache, self.ancestors], axis=1)
+            if window_size is not None:
+                # A window counts positions; siblings share one, so indices would miscount.
+                seen_from = cached + self.depths[:, None] - window_size
+                positions = mx.concatenate([mx.arange(cached), cached + self.depths])
+                mask &= positions[None] > seen_from
+            self._masks[key] = mask
         return self._masks[key]
-
-    def _window_mask(self, cached: int, window_size: int) -> mx.array:
-        in_cache = mx.ones((len(self), cached), dtype=mx.bool_)
-        mask = mx.concatenate([in_cache, self.ancestors], axis=1)
-        # A window counts positions; siblings share one, so indices would miscount.
-        seen_from = cached + self.depths[:, None] - window_size
-        positions = mx.concatenate([mx.arange(cached), cached + self.depths])
-        return mask & (positions[None] > seen_from)
-
-
-class OpenMask:
-    """Masks of the steps after one growing context, kept in one array.
-
-    Between steps all of it is True. So a step's mask only costs writing its own rows' part,
-    however long the context is.
-    """
-
-    def __init__(self) -> None:
-        self._kept = mx.ones((0, 0), dtype=mx.bool_)
-        self._written = slice(0, 0), slice(0, 0)
-
-    def over(self, cached: int, ancestors: mx.array) -> mx.array:
-        """True for what is in the cache, and ``ancestors`` behind it: (rows, cached + rows)."""
-        rows, end = len(ancestors), cached + len(ancestors)
-        height, width = self._kept.shape
-        if rows > height or end > width:
-            shape = max(rows, height), (end // _MASK_STEP + 1) * _MASK_STEP
-            self._kept = mx.ones(shape, dtype=mx.bool_)
-        else:
-            self._kept[self._written] = True
-        self._written = slice(0, rows), slice(cached, end)
-        self._kept[self._written] = ancestors
-        return self._kept[:rows, :end]
 
 
 class TreeSteps:
-    """What a tree step asks of a cache whose entries stand in the order of their positions."""
+    """A cache whose entries are ordered by position, with the mask of a tree step."""
 
     offset: int
     rows: TreeRows | None = None
@@ -304,8 +271,8 @@ class WindowKVCache(TreeSteps):
 class Slots:
     """The keys and values of one layer, (slots, heads, positions, head_dim).
 
-    The slots in use are the first ones. MLX writes into these arrays in place, as long as nobody
-    keeps a reference to a former state.
+    The slots in use are the first ones. MLX writes into these arrays in place as long as
+    no reference to an earlier state is left.
     """
 
     keys: mx.array
@@ -390,7 +357,7 @@ class SlotKVCache(TreeSteps):
         return slice(self.slot, self.slot + 1)
 
     def move(self, slot: int) -> None:
-        """Move to another slot, which nobody uses."""
+        """Move to a free slot."""
         held = slice(self.offset)
         for array in (self.keys, self.values):
             array[slot, :, held] = array[self.slot, :, held]
@@ -466,7 +433,7 @@ def for_steps(cache: Any) -> Any:
 
 
 def compact(caches: Iterable[Any]) -> None:
-    """Let states be arrays of their own: one may be a view of all rows of a prefill."""
+    """Copy states that may be views of all rows of a prefill, so that those are freed."""
     for cache in parts(caches):
         if isinstance(cache, ArraysCache):
             cache.cache = [
@@ -475,7 +442,7 @@ def compact(caches: Iterable[Any]) -> None:
 
 
 def drop_unseen(caches: Iterable[Any]) -> None:
-    """Let windows and chunks drop what the next row does not see."""
+    """Drop from windows and chunks what the next row does not see."""
     for cache in parts(caches):
         if isinstance(cache, WindowKVCache):
             cache.compact()
@@ -552,25 +519,15 @@ def masked_for(rows: TreeRows, caches: Sequence[Any]) -> Iterator[None]:
             cache.rows = None
 
 
-class Kept(NamedTuple):
-    """What a step keeps of one sequence's rows.
-
-    Attributes:
-        caches: of the sequence, all of which can be cut.
-        start: where the rows were written.
-        rows: which of them stay, in order.
-    """
-
-    caches: Sequence[Any]
-    start: int
-    rows: Sequence[int]
-
-
-def move_rows(kept: Iterable[Kept]) -> None:
+def move_rows(kept: Iterable[tuple[Sequence[Any], int, Sequence[int]]]) -> None:
     """Move rows that stay together, to where the first of all rows stands; one wait for all.
 
     Their RoPE positions are right already: a row's position is its depth, and kept rows have
     consecutive depths. What stands behind them is still to be :func:`cut`.
+
+    Args:
+        kept: per sequence its caches, which can all be cut, the position of the first row
+            written, and the indices of the rows that stay, in order.
     """
     moved: list[tuple[mx.array, Any, mx.array]] = []
     changed: list[Any] = []
@@ -655,14 +612,21 @@ def first_positions(cache: Any, length: int, room: int) -> Any:
 
 
 class Snapshot:
-    """What caches that cannot be cut held at one moment; cheap, since arrays are shared.
+    """The content of caches that cannot be cut, at one moment; cheap, since arrays are shared.
 
     Models replace the arrays of an ``ArraysCache`` and never write into them, so references
     are enough. A cache of another kind may write into its arrays: those are copied, which MLX
     does only when one of the two is written to.
+
+    Args:
+        caches: all that is to be restored.
+        length, pending: of the context cache at that moment.
     """
 
-    def __init__(self, caches: Sequence[Any]) -> None:
+    def __init__(
+        self, caches: Sequence[Any], length: int = 0, pending: tuple[int, ...] = ()
+    ) -> None:
+        self.length, self.pending = length, pending
         self._held = [(cache, _copied(cache, vars(cache))) for cache in caches]
 
     def restore(self) -> None:

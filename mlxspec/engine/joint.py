@@ -126,7 +126,7 @@ class Joint:
                 tree = trees[target]
                 positions += [_held(target) + depth for depth in tree.depths]
                 if self.mode is JointMode.BLOCK or not tree.is_chain:
-                    mask = TreeRows(tree, target.mask)
+                    mask = TreeRows(tree)
                     masked.enter_context(masked_for(mask, target.trimmable))
             logits, spans = self.logits(rows, positions, [t.cache for t, *_ in ordered], padded)
         own = {
@@ -162,7 +162,7 @@ class Joint:
         return logits.reshape(len(rows), -1), spans
 
     def join(self, target: Target) -> None:
-        """Let a target's caches stand in slots beside the others', where that saves time.
+        """Move a target's caches into slots beside the others' if that saves time.
 
         It may take part in :meth:`forward` in any case.
         """
@@ -191,7 +191,7 @@ class Joint:
         self._seated.append(target)
 
     def leave(self, target: Target, keep: bool = True) -> None:
-        """Let a target take no more part.
+        """Remove a target.
 
         Args:
             keep: whether it gets caches of its own again; otherwise it cannot be used any more.
@@ -199,7 +199,7 @@ class Joint:
         if target not in self._seated:
             return
         target.use([_unseated(cache) for cache in target.cache] if keep else [])
-        mx.eval(target.arrays)  # before somebody else has its slot
+        mx.eval(target.arrays)  # before the slot is reused
         slot, last = self._seated.index(target), self._seated.pop()
         if last is not target:
             self._seated[slot] = last
@@ -209,7 +209,7 @@ class Joint:
         self._cut_slots()
 
     def _cut_slots(self) -> None:
-        """Give back what those who have left took, where that is much."""
+        """Free the memory of sequences that have left, if it is much."""
         held = [
             cache.offset
             for target in self._seated
@@ -364,7 +364,7 @@ def _block(masks: Sequence[mx.array]) -> mx.array:
 
 
 class StateRead(TypeError):
-    """A block reads the states of several sequences, where it can take those of a batch."""
+    """A block has read the states of several sequences, and has to run on a batch of them."""
 
 
 _readers: set[Callable[..., Any]] = set()
@@ -402,7 +402,7 @@ class JointStates:
         """A batch has no padding to be hidden."""
 
     def __getitem__(self, index: int) -> Any:
-        raise StateRead("the states of several sequences are no arrays")
+        raise StateRead("the states of several sequences must be read one by one")
 
     def run_block(
         self, block: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]
@@ -536,8 +536,8 @@ class PaddedRows:
     def write(self, slots: Slots, keys: mx.array, values: mx.array) -> None:
         """Append rows of all, (1, heads, rows, dim), to what stands in a layer's slots.
 
-        Behind them stands what came of the padding, where nobody looks, and where a sequence that
-        is served by itself writes its own rows.
+        The results of padding rows stand behind them: they are never read, and a sequence served by
+        itself overwrites them.
         """
         slots.write(self._places, self.longest, self.spread(keys), self.spread(values))
 

@@ -297,7 +297,7 @@ def _copied_along(model: nn.Module, path: str) -> nn.Module:
 
 
 def _override(module: nn.Module, instead: Callable[..., Any]) -> None:
-    """Let calls of a module, which is nobody else's, go to a function.
+    """Redirect calls of a module that only this copy of a model has to a function.
 
     Args:
         module: stays an instance of its class.

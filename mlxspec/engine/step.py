@@ -95,7 +95,7 @@ class Sequence:
         self.target = target
         self.drafter = drafter
         self.chooser = chooser
-        self.history = chooser.history(self.prompt)
+        chooser.begin(self.prompt)
         self.length = target.length + len(self.prompt) - n_cached
         self.last = self.prompt[-1]
         self.remaining = max_tokens
@@ -187,6 +187,12 @@ class Sequence:
         self.proposed = len(tree) - 1
         self.tree = DraftTree.chain(self.last) if self.proposed and self.ahead else tree
 
+    def rows(self, ahead: bool) -> JointRows:
+        """The proposed rows, or the row ``ahead``: the one after the plain step's token."""
+        if ahead:
+            return JointRows(self.target, self.forward.choices, _NEXT)
+        return JointRows(self.target, mx.array(self.tree.tokens), self.tree)
+
     @property
     def max_depth(self) -> int:
         """How deep the next draft may be."""
@@ -213,7 +219,7 @@ class Sequence:
             return tree
         # First, since nothing that follows has to know ids that the model lacks.
         tree = tree.pruned(max_depth, self.target.vocab_size)
-        # The rows of lookahead's window are no drafts and need not satisfy the grammar.
+        # The rows of lookahead's window are not drafts and need not satisfy the grammar.
         if self.chooser.grammar and not self.drafter.window_rows():
             tree = self.chooser.grammar.allowed(tree)
         return tree if self.target.capability is Capability.TREE else tree.first_chain()
@@ -246,7 +252,7 @@ class Sequence:
         choices, logprobs = self.chooser.choose(
             forward.logits,
             [following + depth for depth in tree.depths],
-            self.history.contexts(tree, tokens if unknown else None) if self.history else None,
+            self.chooser.contexts(tree, tokens if unknown else None),
             grammar.masks(tree) if grammar else None,
         )
         forward.set_choices(choices, logprobs, self.chooser.greedy)
@@ -276,8 +282,7 @@ class Sequence:
         self.length += len(tokens)
         self.remaining -= len(tokens)
         self.last = tokens[-1]
-        if self.history:
-            self.history.extend(tokens)
+        self.chooser.extend(tokens)
         if self.chooser.grammar and not self.finished:
             self.chooser.grammar.accept(tokens)
         self._steps += 1
@@ -448,10 +453,15 @@ def dispatch(
     """
     if not sequences:
         return ()
-    rows = {sequence: _rows_of(sequence, ahead) for sequence in sequences}
+    rows = {sequence: sequence.rows(ahead) for sequence in sequences}
     n_rows = sum(len(target.pending) + len(tree) for target, _, tree in rows.values())
     with mx.stream(generation_stream):
-        logits, spans = _forward([*rows.values()], joint)
+        spans: abc.Sequence[slice | None] = [None]
+        if joint and len(rows) > 1:
+            logits, spans = joint.forward([*rows.values()])
+        else:
+            ((target, tokens, tree),) = rows.values()
+            logits = target.forward(tokens, tree)
         forwards = {
             sequence: Forward(logits if span is None else logits[span], n_rows, len(rows), ahead)
             for sequence, span in zip(rows, spans, strict=True)
@@ -478,24 +488,6 @@ def dispatch(
         if len(rows[sequence].tree) == 1:
             sequence.target.commit_moved((0,))
     return chosen
-
-
-def _rows_of(sequence: Sequence, ahead: bool) -> JointRows:
-    """The rows that a sequence has proposed, or the one after its plain step."""
-    if ahead:
-        return JointRows(sequence.target, sequence.forward.choices, _NEXT)
-    return JointRows(sequence.target, mx.array(sequence.tree.tokens), sequence.tree)
-
-
-def _forward(
-    rows: abc.Sequence[JointRows], joint: Joint | None
-) -> tuple[mx.array, abc.Sequence[slice | None]]:
-    """Run rows; returns lazy logits, and each sequence's span of them, None for one alone."""
-    if len(rows) > 1:
-        assert joint is not None
-        return joint.forward(rows)
-    ((target, tokens, tree),) = rows
-    return target.forward(tokens, tree), [None]
 
 
 def dispatch_next(sequences: Iterable[Sequence], joint: Joint | None) -> None:
@@ -548,7 +540,7 @@ class Batch:
         self._has_failed = False
 
     def _planned(self, plan: Callable[[], _Result]) -> _Result | None:
-        """What a part of planning makes; None where it fails."""
+        """The result of a part of planning; None if it fails."""
         try:
             return plan()
         except Exception as error:
@@ -577,15 +569,15 @@ class Batch:
         return {own: own.fault for own in sequences if own.fault is not None}
 
     def join(self, sequence: Sequence) -> None:
-        """A sequence that has begun takes part from now on."""
+        """Add a sequence that has begun."""
         if self._joint:
             self._joint.join(sequence.target)
 
     def leave(self, sequence: Sequence, keep: bool = True) -> None:
-        """A sequence takes no more part; it is to be closed after this.
+        """Remove a sequence, which is then to be closed.
 
         Args:
-            keep: whether somebody needs what its target's caches hold.
+            keep: whether the content of its target's caches is still needed.
         """
         if self._joint:
             self._joint.leave(sequence.target, keep)
@@ -595,14 +587,12 @@ class Batch:
     def step(self, sequences: abc.Sequence[Sequence]) -> list[DecodedStep | Exception]:
         """Run one step of each sequence, as :func:`mlxspec.engine.step.joint_step`."""
         together = [s for s in sequences if self._joint and self._joint.takes(s.target)]
-        if len(together) < 2:
-            together = []
-        outcomes = dict(zip(together, self._step_together(together), strict=True))
+        outcomes: dict[Sequence, DecodedStep | Exception] = {}
+        if len(together) > 1:
+            outcomes = dict(zip(together, self._step_together(together), strict=True))
         return [outcomes[s] if s in outcomes else _step_alone(s) for s in sequences]
 
     def _step_together(self, sequences: abc.Sequence[Sequence]) -> list[DecodedStep | Exception]:
-        if not sequences:
-            return []
         started = time.perf_counter()
         costs, plans = None, dict[Sequence, Plan]()
         if self._costs:
@@ -618,13 +608,13 @@ class Batch:
         return outcomes
 
     def cost(self, sequence: Sequence, step: VerifiedStep) -> float | None:
-        """What a step of a sequence takes by the measured costs, in steps without drafts.
+        """The time of a sequence's step by the measured costs, in steps without drafts.
 
         That is 1 for a step without a draft. It is a ratio: other programs, a long context and
         prompts that run in between slow both kinds of step.
 
         Returns:
-            None where steps do not tell what drafts cost, such as those of a draft model.
+            None if the costs of drafts are not measured, such as those of a draft model.
         """
         planner = sequence.drafter
         if not isinstance(planner, Planner) or not isinstance(planner.costs, LiveCosts):
@@ -634,7 +624,7 @@ class Batch:
         return self._planned(lambda: (own if count == 1 else self._costs_for(count)).curve(rows))
 
     def _costs_for(self, count: int) -> LiveCosts:
-        """What joint steps of so many sequences cost."""
+        """The costs of joint steps of ``count`` sequences."""
         assert self._costs
         if count not in self._costs_of:
             self._costs_of[count] = self._costs.for_sequences(count)
@@ -675,5 +665,5 @@ def _step_alone(sequence: Sequence) -> DecodedStep | Exception:
     """A step of one sequence, with a forward of its own."""
     try:
         return step(sequence)
-    except Exception as error:  # of the forward, too: it is nobody else's
+    except Exception as error:  # also of the forward, which is this sequence's alone
         return error
