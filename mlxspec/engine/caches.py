@@ -1,8 +1,10 @@
 """The KV caches of a step: made from mlx-lm's, masked for a tree, cut to what was accepted.
 
-In the order in which a step needs them: :func:`for_steps` makes caches that can be cut back,
-:func:`masked_for` lets them answer with the mask of a draft tree, :func:`move_rows` and :func:`cut`
-commit what was accepted, and a :class:`Snapshot` brings back what cannot be cut.
+First the kinds of caches, each for one layer of one sequence: plain, quantised, of a sliding
+window, in a slot beside other sequences'. Then what a step does with them, in this order:
+:func:`for_steps` makes caches that can be cut back, :func:`masked_for` sets the mask of a draft
+tree, :func:`move_rows` and :func:`cut` commit what was accepted, and a :class:`Snapshot` restores
+what cannot be cut.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class TreeSteps:
     """The rows of the tree step that is being run."""
 
     place = slice(None)
-    """Where along the first axis of the arrays the sequence stands."""
+    """The sequence's part of the arrays' first axis."""
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -89,7 +91,7 @@ class TreeSteps:
         return self.rows.mask(self.offset, window_size)
 
     def index(self, position: int) -> int:
-        """Where in the arrays the entry of a position stands."""
+        """The index of a position's entry in the arrays."""
         return position
 
 
@@ -166,7 +168,7 @@ class WindowKVCache(TreeSteps):
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What the rows of the last step might see."""
+        """The entries that rows of the last step may see."""
         return self.keys[..., self._seen, :], self.values[..., self._seen, :]
 
     def make_mask(
@@ -189,7 +191,7 @@ class WindowKVCache(TreeSteps):
         return create_attention_mask(N, cached, return_array, None)
 
     def _mask_with_gap(self, rows: int, span: int) -> mx.array:
-        """Rows see the first ``keep`` positions and their latest ones, (rows, entries)."""
+        """The mask of the first ``keep`` positions and each row's latest, (rows, entries)."""
         depths = mx.arange(rows) if self.rows is None else self.rows.depths
         related = mx.tri(rows, dtype=mx.bool_) if self.rows is None else self.rows.ancestors
         own = self.offset + depths
@@ -219,13 +221,13 @@ class WindowKVCache(TreeSteps):
         return n
 
     def reaches_back_to(self, length: int) -> bool:
-        """Whether all is still there that a row after the first ``length`` positions sees."""
+        """Whether it still holds all that a row after the first ``length`` positions sees."""
         oldest_seen = length + 1 - (self.max_size - self.keep)
         return self._start <= max(self.keep, oldest_seen)
 
     @property
     def state(self) -> tuple[Any, Any]:
-        """What has to be evaluated."""
+        """The arrays to evaluate."""
         return self.keys, self.values
 
     @property
@@ -233,11 +235,11 @@ class WindowKVCache(TreeSteps):
         return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
 
     def index(self, position: int) -> int:
-        """Where in the buffers the entry of a position stands."""
+        """The index of a position's entry in the buffers."""
         return position if position < self.keep else self.keep + position - self._start
 
     def _cached(self) -> int:
-        """How many entries in front of the next rows they may see."""
+        """The number of entries before the next rows that these may see."""
         entries = self.index(self.offset)
         # Where the first positions are kept the mask hides what lies between.
         return entries if self.keep else min(entries, self.max_size - 1)
@@ -308,7 +310,7 @@ class Slots:
 
     @property
     def capacity(self) -> int:
-        """How many positions there are in all slots."""
+        """The number of positions in all slots."""
         return self._shape[0] * self._shape[1]
 
     def cut(self, slots: int, positions: int) -> None:
@@ -353,7 +355,7 @@ class SlotKVCache(TreeSteps):
 
     @property
     def place(self) -> slice:  # type: ignore[override]
-        """Where along the first axis of the layer's arrays the sequence stands."""
+        """The sequence's part of the first axis of the layer's arrays."""
         return slice(self.slot, self.slot + 1)
 
     def move(self, slot: int) -> None:
@@ -400,7 +402,7 @@ class SlotKVCache(TreeSteps):
 
 
 class TreeKVCache(TreeSteps, KVCache):
-    """mlx-lm's plain cache, which during a tree step answers with the tree's mask."""
+    """mlx-lm's plain cache with the mask of a tree step."""
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> TreeQuantizedKVCache:
         quantized = super().to_quantized(group_size=group_size, bits=bits)
@@ -408,7 +410,7 @@ class TreeKVCache(TreeSteps, KVCache):
 
 
 class TreeQuantizedKVCache(TreeSteps, QuantizedKVCache):
-    """The same for mlx-lm's quantised cache, whose keys and values are three arrays each."""
+    """mlx-lm's quantised cache, whose keys and values are three arrays each, likewise."""
 
 
 TREE_CACHES = (TreeKVCache, TreeQuantizedKVCache, WindowKVCache, SlotKVCache)
@@ -416,7 +418,7 @@ TREE_CACHES = (TreeKVCache, TreeQuantizedKVCache, WindowKVCache, SlotKVCache)
 
 
 def for_steps(cache: Any) -> Any:
-    """A cache with the same content that can be cut back after a step, where there is such a kind.
+    """A cache with the same content that can be cut back after a step, if such a kind exists.
 
     Args:
         cache: one of mlx-lm's, or of a model's own kind. The new cache shares its arrays.
@@ -509,7 +511,7 @@ def is_trimmable_anywhere(cache: Any) -> bool:
 
 @contextmanager
 def masked_for(rows: TreeRows, caches: Sequence[Any]) -> Iterator[None]:
-    """While entered, caches answer with the mask of a tree step's rows."""
+    """A context in which caches make the mask of a tree step's rows."""
     try:
         for cache in caches:
             cache.rows = rows
@@ -630,12 +632,12 @@ class Snapshot:
         self._held = [(cache, _copied(cache, vars(cache))) for cache in caches]
 
     def restore(self) -> None:
-        """Give the caches back what they held; may be called more than once."""
+        """Restore the content of the caches; may be called more than once."""
         for cache, held in self._held:
             vars(cache).update(_copied(cache, held))
 
     def content_of(self, cache: Any) -> Any:
-        """A cache of its own with what one of these caches held."""
+        """A separate cache with the content that one of these caches had."""
         found = copy.copy(cache)
         (held,) = (held for own, held in self._held if own is cache)
         vars(found).update(_copied(cache, held))
@@ -643,7 +645,7 @@ class Snapshot:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All that the caches held."""
+        """All arrays that the caches held."""
         held = tree_flatten([held for _, held in self._held])
         return [value for _, value in held if isinstance(value, mx.array)]
 

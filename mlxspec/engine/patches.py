@@ -1,4 +1,4 @@
-"""The one place where mlx-lm is patched.
+"""The one place where mlx-lm is patched; also hidden states, from patched copies of a model.
 
 mlx-lm's layers take the rows of a forward for consecutive positions of one sequence. The rows of a
 tree are not consecutive, and a joint forward has rows of several sequences. Three kinds of

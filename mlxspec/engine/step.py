@@ -1,4 +1,8 @@
-"""One step of decoding: propose, forward, choose, accept, keep, settle."""
+"""One step of decoding: propose, forward, choose, accept, keep, settle.
+
+:class:`Sequence` is one generation, :func:`joint_step` a step of one or several of them, and
+:class:`Batch` plans the drafts of several together.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ _NEXT = DraftTree.chain(-1)  # the one row after a token that is not known yet
 
 @dataclass(frozen=True)
 class PositionLimits:
-    """What a model does otherwise at some positions; see :mod:`mlxspec.engine.capability`.
+    """Positions at which a model behaves differently; see :mod:`mlxspec.engine.capability`.
 
     Attributes:
         first_crossing: the first position after which it might verify no drafts.
@@ -73,7 +77,7 @@ class Sequence:
         forward: over these rows.
         ahead: the next step's forward, if it was dispatched in the last step.
         proposed: how many draft tokens were proposed last.
-        fault: what its drafter, a processor or the like has raised in a step; it has to be closed.
+        fault: the exception that its drafter, a processor or the like raised; it must be closed.
     """
 
     tree: DraftTree
@@ -380,7 +384,7 @@ class DecodedStep:
 def each(
     phase: Callable[[Sequence], _Result], sequences: Iterable[Sequence]
 ) -> dict[Sequence, _Result]:
-    """Run one phase of several sequences; the others go on without those that have a fault.
+    """Run one phase of each sequence without a fault; an exception becomes its fault.
 
     Returns:
         what the phase has returned for each sequence that goes on.
@@ -502,7 +506,7 @@ def dispatch_next(sequences: Iterable[Sequence], joint: Joint | None) -> None:
 
 
 def keep(sequences: Iterable[Sequence]) -> None:
-    """Move the rows that stay in the caches together."""
+    """Move the rows that stay in the caches, for all sequences at once."""
     moved = [s.target.kept(s.kept_rows) for s in sequences if len(s.tree) > 1]
     if moved:
         with mx.stream(generation_stream):

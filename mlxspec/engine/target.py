@@ -1,4 +1,8 @@
-"""The target: a model's forwards over the rows of a draft, and over the prompt's chunks."""
+"""The target: a model's forwards over a draft's rows and a prompt's chunks, and their caches.
+
+:class:`ContextCache` knows no model: it keeps the caches at exactly the accepted context.
+:class:`Target` runs a model over these caches.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +113,7 @@ class ContextCache:
 
     @property
     def kept_arrays(self) -> list[mx.array]:
-        """All that the caches hold, and that is kept of them to return to."""
+        """The arrays of the caches, and of the states to return to."""
         states = [each.arrays for each in (*self._marks, *self._checkpoints)]
         return [*self.arrays, *(array for arrays in states for array in arrays)]
 
@@ -119,7 +123,7 @@ class ContextCache:
         return self._quantizes_later or are_quantized(self.cache)
 
     def prefilled(self, tokens: int) -> None:
-        """So many prompt tokens were put into the caches by a forward of several sequences."""
+        """Count prompt tokens that a forward of several sequences has put into the caches."""
         self.length += tokens
         self._change_for_steps()
 
@@ -129,7 +133,7 @@ class ContextCache:
         mx.eval(self.arrays)
 
     def _marks_within(self, tokens: int, as_mlx_lm: bool) -> set[int]:
-        """Where a prefill of so many tokens makes marks."""
+        """The places in a prefill of ``tokens`` tokens at which it makes marks."""
         caches = parts(map(for_steps, self.cache))
         if not tokens or not self._marks.maxlen or all(map(is_trimmable_anywhere, caches)):
             return set()
@@ -149,7 +153,7 @@ class ContextCache:
             self._marks.append(Snapshot(untrimmable, self.length))
 
     def begin_forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
-        """Note what a forward will do; returns all its tokens, pending ones first, (rows,).
+        """Begin a forward; returns all its tokens, pending ones first, (rows,).
 
         The arguments are those of :meth:`mlxspec.engine.target.Target.forward`.
         """
@@ -310,7 +314,7 @@ class ContextCache:
             self._quantizes_later = False
 
     def _is_before_quantization(self, length: int) -> bool:
-        """Whether caches that are quantised by now were not at that length."""
+        """Whether the caches have been quantised, but were not yet at that length."""
         quantized = self.options.kv_bits is not None and not self._quantizes_later
         return quantized and length < min(self.options.quantized_kv_start, self.length)
 
@@ -476,7 +480,7 @@ class Target(ContextCache):
         return plain and not self._quantizes_later and self.capability is not Capability.PLAIN
 
     def _prefill_chunk(self, tokens: Sequence[int], ends: bool = True) -> None:
-        """Run tokens of a prompt, whose last ones they are if it ``ends`` with them."""
+        """Run tokens of a prompt; ``ends`` says whether they are its last ones."""
         before, length = Snapshot(self._untrimmable), self.length + len(tokens)
         try:
             self.model(mx.array(list(tokens))[None], cache=self.cache)
