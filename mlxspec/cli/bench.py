@@ -17,8 +17,9 @@ from rich.text import Text
 from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
-from .model_choice import ABOUT, DEFAULT, model_argument, needed_model
-from .options import (
+from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
+from .common.notes import note
+from .common.options import (
     ADAPTERS,
     ADAPTERS_HELP,
     DRAFTER,
@@ -31,8 +32,7 @@ from .options import (
     option_field,
     options_of,
 )
-from .outcome import note
-from .output import (
+from .common.output import (
     FoldingTable,
     ProgressBar,
     ReportOptions,
@@ -43,9 +43,9 @@ from .output import (
 )
 
 if TYPE_CHECKING:
-    from ..bench.bench import MeasuredPrompt, Measurement
-    from ..bench.bench_report import Report
+    from ..bench.measure import MeasuredPrompt, Measurement
     from ..bench.prompts import BenchPrompt
+    from ..bench.report import Report
 
 _DECODERS = ("plain", "mlx-lm", "prompt-lookup", "auto", "lookahead", "combined")
 _prompts = partial(option_field, group="Prompts")
@@ -107,9 +107,8 @@ def bench_command(
     "reference" in each line; any other file is one prompt as it stands. Reports hold no prompts,
     no outputs and no paths unless you ask for them.
     """
-    from ..bench.backends import backends_with, chosen_backends
-    from ..bench.bench import Measurement
-    from ..bench.bench_report import (
+    from ..bench.measure import Measurement, backends_with, chosen_backends
+    from ..bench.report import (
         bench_page,
         bench_report,
         machine_facts,
@@ -176,8 +175,8 @@ def bench_command(
 
 def _questions(asked: BenchOptions) -> list[BenchPrompt]:
     """The prompts to answer."""
-    from ..bench.bench_report import require_rouge
     from ..bench.prompts import bundled_prompts, limited, read_prompts, read_spec_bench
+    from ..bench.report import require_rouge
 
     if asked.prompts and asked.spec_bench:
         raise OptionError("--prompts and --spec-bench are given together: choose one")
@@ -214,8 +213,8 @@ def _measure(
 
 
 def bench_tables(report: Report) -> Iterator[RenderableType]:
-    """The tables of a report made by :func:`mlxspec.bench.bench_report.bench_report`."""
-    from ..bench.bench_report import verdict
+    """The tables of a report made by :func:`mlxspec.bench.report.bench_report`."""
+    from ..bench.report import verdict
 
     model, machine = report["model"], report["machine"]
     yield shown(
@@ -239,7 +238,7 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
 
 def _by_category(report: Report) -> RenderableType:
     """Tokens per second, and against the baseline."""
-    from ..bench.bench_report import ratio_name
+    from ..bench.report import ratio_name
 
     names, which = list(report["decoders"]), ratio_name(report)
     result = FoldingTable(

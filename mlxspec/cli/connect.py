@@ -14,11 +14,11 @@ from rich.text import Text
 from ..errors import OptionError, SettingsError
 from ..terminal import visible
 from .clients import CLIENTS, Server, Setup
-from .generating import API_KEY
-from .model_choice import MODEL
-from .options import argument, check_least, color_option, command, option
-from .outcome import say
-from .output import at_terminal, output_console
+from .common.generation import API_KEY
+from .common.model_choice import MODEL
+from .common.notes import say
+from .common.options import argument, check_least, color_option, command, option
+from .common.output import at_terminal, output_console
 from .settings_file import SettingsFile
 
 _SERVER = "http://127.0.0.1"
@@ -130,7 +130,7 @@ def _ask(address: str, model: str | None, context_length: int | None) -> Server:
         OptionError: it does not answer, or has no such model.
         PromptError: it refuses to.
     """
-    from .api_client import ApiClient
+    from .common.api_client import ApiClient
 
     client = ApiClient(address)
     first, *others = client.models(model)

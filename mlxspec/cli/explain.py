@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from ..errors import OptionError
-from .generate import prefill_bar
-from .generating import Generation
-from .memories import Memories
-from .model_choice import model_or_default, tell_of_model
-from .options import check_least, color_option, command, option, options_of
-from .output import PageOptions, ProgressBar, error_console, output_console
-from .prompts import PromptOptions, model_option, prompt_argument
+from .common.generation import Generation
+from .common.model_choice import model_or_default, tell_of_model
+from .common.options import check_least, color_option, command, option, options_of
+from .common.output import PageOptions, ProgressBar, error_console, output_console, prefill_bar
+from .common.prompt import PromptOptions, model_option, prompt_argument
+from .memory import Memories
 
 _view = partial(option, group="Steps and output")
 
@@ -45,7 +44,7 @@ def explain_command(
     Each step is drawn as its draft tree: what was drafted and where it came from, what the
     model chose, how far the draft was accepted; for lookahead decoding with its window.
 
-    PROMPT is what the model is asked; a text that it is about comes through a pipe or from
+    PROMPT is what the model is asked. Pipe the text that it is about, or name it with
     --prompt-file, as for 'mlxspec generate'.
 
     \b
@@ -54,8 +53,7 @@ def explain_command(
       mlxspec explain "Say this three times: ..." --steps 5 --skip 0
       mlxspec explain --decoder combined --prompt-file ask.txt --html steps.html
 
-    The options are those of 'mlxspec generate', and the output is the same: only what is shown of
-    it differs.
+    The options are those of 'mlxspec generate', and so is the output.
     """
     # All that needs no model is checked before one is loaded, or even downloaded.
     source = prompt.read()
@@ -65,9 +63,7 @@ def explain_command(
 
     from ..drafting.sources import RecordedStep, RecordingDrafter
     from ..models.model_files import given_name
-    from .explain_page import explain_page
-    from .explain_terminal import print_explained
-    from .explained import Explained, Pieces, telling_run
+    from .explained import Explained, Pieces, most_instructive
 
     console = error_console(color)
     with Memories(not generation.drafting.no_memory) as memories:
@@ -77,12 +73,10 @@ def explain_command(
         room = generation.room(decoder.model, len(tokens))
         recorded: list[RecordedStep] = []
         decoder.wrap_drafter = partial(RecordingDrafter, steps=recorded)
-        with prefill_bar(console) as prefilling, ProgressBar("Generating", console=console) as bar:
+        begun = prompt.prefill_response
+        with prefill_bar(console) as on_progress, ProgressBar("Generating", console=console) as bar:
             for last in generation.stream(
-                *(decoder, tokens, room),
-                templated=templated,
-                begun=prompt.prefill_response,
-                on_progress=prefilling,
+                decoder, tokens, room, templated=templated, begun=begun, on_progress=on_progress
             ):
                 bar(last.generation_tokens, room)
         if skip is not None and skip >= len(recorded):
@@ -92,16 +86,13 @@ def explain_command(
             decoder=generation.drafting.kind,
             prompt=tokens,
             steps=recorded,
-            first=telling_run(recorded, steps) if skip is None else skip,
+            first=most_instructive(recorded, steps) if skip is None else skip,
             count=steps,
             stats=last.stats,
             pieces=Pieces(decoder.tokenizer),
             chosen=skip is None,
         )
         tell_of_model(generation.model)
-        shows.show(
-            lambda: print_explained(explained, output_console(color)),
-            lambda: explain_page(explained),
-        )
+        shows.show(lambda: explained.print(output_console(color)), explained.page)
         generation.tell_if_full(decoder.model, room, last.finish_reason)
         memories.tell_once()

@@ -12,10 +12,10 @@ from rich.text import Text
 
 from ..errors import MlxspecError, OptionError
 from ..models.model_files import DEMO, DEMO_DIRECTORY, local_path
-from .model_choice import DIRECTORY, model_or_default
-from .options import command, option
-from .outcome import note
-from .output import FoldingTable, print_tables, shown, size_in_words, write_json
+from .common.model_choice import DIRECTORY, model_or_default
+from .common.notes import note
+from .common.options import command, option
+from .common.output import FoldingTable, print_tables, shown, size_in_words, write_json
 from .user_config import load_config
 
 if TYPE_CHECKING:

@@ -26,10 +26,10 @@ from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError
 from ..files import is_ours_alone
 from ..process import give_back_large_blocks
-from .generating import API_KEY, Drafting, Ends, Generation
-from .memories import Memories
-from .model_choice import model_argument, model_or_default, tell_of_model
-from .options import (
+from .common.generation import API_KEY, Drafting, Ends, Generation
+from .common.model_choice import model_argument, model_or_default, tell_of_model
+from .common.notes import note
+from .common.options import (
     ADAPTERS,
     ADAPTERS_HELP,
     FILE,
@@ -40,9 +40,9 @@ from .options import (
     option,
     options_of,
 )
-from .outcome import note
-from .output import counted, error_console, shown
-from .prompts import template_option
+from .common.output import counted, error_console, shown
+from .common.prompt import template_option
+from .memory import Memories
 from .request_log import RequestLog
 
 if TYPE_CHECKING:

@@ -248,11 +248,7 @@ class AcceptanceModel:
         self._unanimous, self._divided, self._lower_ranked = _weights()
         self.begin()
 
-    def begin(
-        self,
-        corrections: Sequence[Corrections] = (),
-        output_start: int = 0,
-    ) -> None:
+    def begin(self, corrections: Sequence[Corrections] = (), output_start: int = 0) -> None:
         """Start a generation.
 
         Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -149,15 +149,8 @@ class Guide(Protocol):
     def forced(self) -> Sequence[int]:
         """The tokens that come next whatever the model says; empty where it has a choice."""
 
-    def guide(
-        self, tokens: Sequence[int], parents: Sequence[int]
-    ) -> tuple[Sequence[bool], Mapping[int, Sequence[int]]]:
-        """Check a draft; the arguments are as in :class:`DraftTree`.
-
-        Returns:
-            per node whether it is allowed, which implies that its parent is; and the tokens that
-            must follow the root and each node after which the draft has no allowed child.
-        """
+    def allowed(self, tree: DraftTree) -> DraftTree:
+        """The nodes of a draft that the constraint allows."""
 
 
 class ForcedDrafter(Drafter):
@@ -188,34 +181,17 @@ def with_forced(drafter: Drafter, guide: Guide) -> Drafter:
 
 
 def guided(tree: DraftTree, guide: Guide, limits: Limits) -> DraftTree:
-    """The best nodes of a draft that are allowed, and the tokens that must follow them.
+    """The best nodes of a draft that are allowed, and the tokens that are forced.
 
     Args:
         tree: a draft with probabilities and origins.
         guide: of the output.
         limits: of the result.
     """
-    allowed, forced = guide.guide(tree.tokens, tree.parents)
-    found = TreeBuilder(tree.tokens[0])
-    number, depths = {0: 0}, [0]
-    own = (1.0, *tree.p_reached)
-
-    def add(above: int, token: int, p_accept: float, origin: str) -> int:
-        p_above = found.p_reached[above - 1] if above else 1.0
-        node = found.child(above, token, p_above * p_accept, origin)
-        if node == len(depths):
-            depths.append(depths[above] + 1)
-        return node
-
-    for node in range(len(tree)):
-        if node:
-            if not allowed[node]:
-                continue
-            parent = tree.parents[node]
-            p_accept = own[node] / own[parent] if own[parent] else 0.0
-            origin = tree.origins[node - 1]
-            number[node] = add(number[parent], tree.tokens[node], p_accept, origin)
-        above = number[node]  # what is forced comes first, since it is likelier than drafts
-        for token in forced.get(node, ())[: limits.max_depth - depths[above]]:
-            above = add(above, token, _P_ACCEPT, GRAMMAR)
-    return found.tree().best_first(limits.nodes)
+    allowed, forced = guide.allowed(tree), guide.forced()[: limits.max_depth]
+    if not forced:
+        return allowed
+    tokens, parents = (tree.tokens[0], *forced), range(-1, len(forced))
+    p_reached = tuple(_P_ACCEPT**depth for depth in range(1, len(tokens)))
+    chain = DraftTree(tokens, tuple(parents), p_reached, (GRAMMAR,) * len(forced))
+    return united([chain, allowed], limits)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -85,21 +85,11 @@ class DraftTree:
         return cls(tuple(builder.tokens), tuple(builder.parents))  # checks the tokens
 
     @classmethod
-    def _of(
-        cls,
-        tokens: Sequence[int],
-        parents: Sequence[int],
-        p_reached: Sequence[float],
-        origins: Sequence[str],
-    ) -> DraftTree:
+    def _of(cls, *parts: Sequence[Any]) -> DraftTree:
         """A tree of parts that are known to fit: checking them takes longer than choosing them."""
         tree = object.__new__(cls)
-        vars(tree).update(
-            tokens=tuple(tokens),
-            parents=tuple(parents),
-            p_reached=tuple(p_reached),
-            origins=tuple(origins),
-        )
+        names = ("tokens", "parents", "p_reached", "origins")
+        vars(tree).update(zip(names, map(tuple, parts), strict=True))
         return tree
 
     def __len__(self) -> int:
@@ -157,16 +147,14 @@ class DraftTree:
 
         Those are the root's children, the children of the right one, and so on.
         """
-        right: int | None = 0
+        above: int | None = 0
         for token in tokens:
-            above, right = right, None
+            if above is None:
+                return
             for node in range(1, len(self)):
                 if self.parents[node] == above:
                     yield node, self.tokens[node] == token
-                    if right is None and self.tokens[node] == token:
-                        right = node
-            if right is None:
-                return
+            above = self.child(above, token)
 
     def nodes_in(self, other: DraftTree) -> list[int | None]:
         """Per node, that of another tree for the same token on the same path; None if it has none.
@@ -202,26 +190,18 @@ class DraftTree:
 
     def pruned(self, max_depth: int, vocab_size: int) -> DraftTree:
         """Drop nodes deeper than ``max_depth`` or outside the vocabulary, with their subtrees."""
-        if max(self.depths) <= max_depth and all(0 <= t < vocab_size for t in self.tokens):
-            return self
-        return self.kept(
-            [
-                depth <= max_depth and 0 <= token < vocab_size
-                for token, depth in zip(self.tokens, self.depths, strict=True)
-            ]
-        )
+        nodes = zip(self.tokens, self.depths, strict=True)
+        return self.kept([d <= max_depth and 0 <= token < vocab_size for token, d in nodes])
 
     def kept(self, keeps: Sequence[bool]) -> DraftTree:
-        """The nodes that are to be kept, of which the root is one, and whose parents are kept."""
+        """The nodes to keep whose parents are kept; the root must be one of them."""
         if all(keeps):
             return self
-        nodes = [0]
-        kept = {0}
+        nodes = {0: None}  # in order
         for node in range(1, len(self)):
-            if keeps[node] and self.parents[node] in kept:
-                nodes.append(node)
-                kept.add(node)
-        return self._renumbered(nodes)
+            if keeps[node] and self.parents[node] in nodes:
+                nodes[node] = None
+        return self._renumbered([*nodes])
 
     def _renumbered(self, nodes: Sequence[int]) -> DraftTree:
         """These nodes in this order: the root first, and parents before their children."""

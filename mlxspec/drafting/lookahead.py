@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 from ..errors import OptionError
-from .drafter import DraftTree, Limits, Source, TreeBuilder, VerifiedStep
+from .drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
 
 GUESS, WINDOW = "guess", "window"
 """The origins of drafts from the pool and from the window."""
@@ -18,16 +16,9 @@ MOST_GUESSES = 64
 """Guesses kept for one first token where no limit is set. In a text of few symbols a token may
 have thousands; verifying them all would take longer than they could save."""
 
-Guess = tuple[tuple[int, ...], int]
-"""What may follow, and how many of the text's last tokens agree with its n-gram."""
-
 
 class NgramPool:
     """Keeps the n-grams that begin with each token; adding and recalling one take O(1).
-
-    An n-gram that was recalled one token ago and foretold the current token agrees with two
-    tokens of the text, and so on: :meth:`live_guesses` separates likely guesses from mere
-    successors of one token.
 
     Args:
         ngram_size: N, the length of the n-grams that are read from a text.
@@ -41,10 +32,6 @@ class NgramPool:
         # Per first token, the rest of each n-gram. A dictionary keeps the order of insertion, so
         # an n-gram that is entered again is the newest.
         self._tails: dict[int, dict[tuple[int, ...], None]] = {}
-        self._longest = ngram_size - 1
-        self._live: list[Guess] = []  # sorted by agreement, as are those below
-        self._recalled: list[Guess] = []
-        self._streak = 0  # how many tokens in a row a whole n-gram's guess has foretold
 
     def read(self, tokens: Iterable[int]) -> None:
         """Continue the text with these tokens and enter the n-grams that they complete."""
@@ -66,37 +53,6 @@ class NgramPool:
     def guesses(self, first: int) -> list[tuple[int, ...]]:
         """What has followed a token, newest first."""
         return list(reversed(self._tails.get(first, {})))
-
-    def live_guesses(self, current: int) -> list[Guess]:
-        """What may follow the current token, best first.
-
-        These are its own guesses, and those of earlier tokens that were right so far.
-        """
-        self._recalled = [*self._live, *((tail, 1) for tail in self.guesses(current))]
-        return [
-            (tail, agreement + self._streak if agreement == self._longest else agreement)
-            for tail, agreement in self._recalled
-        ]
-
-    def follow(self, tokens: Iterable[int]) -> None:
-        """Keep the guesses that these tokens confirm.
-
-        :meth:`live_guesses` was called for the token before them.
-        """
-        for token in tokens:
-            recalled = self._recalled
-            whole = bool(recalled) and recalled[0][1] == self._longest
-            self._streak = self._streak + 1 if whole and recalled[0][0][0] == token else 0
-            self._live = [
-                (tail[1:], agreement + 1)
-                for tail, agreement in recalled
-                if tail[0] == token and len(tail) > 1
-            ]
-            self.live_guesses(token)
-
-    def forget(self) -> None:
-        """Drop the live guesses: the text continues without :meth:`follow`."""
-        self._live, self._recalled, self._streak = [], [], 0
 
 
 class JacobiWindow:
@@ -203,47 +159,11 @@ def add_window(tree: TreeBuilder, levels: Sequence[Sequence[int]]) -> list[list[
     return rows
 
 
-# Where these come from: notes/planner.md, "Constants".
-_RANKS = 4  # siblings that are considered
-_CLASSES = 8  # of agreement with the text, in tokens
-
-# How often the guess of a rank was right, by its agreement from 1 to 8 tokens, with N = 5 on the
-# Spec-Bench answers of Vicuna-7B; cells with few guesses are smoothed.
-_PRIOR = (
-    (0.27, 0.51, 0.63, 0.66, 0.67, 0.74, 0.81, 0.85),
-    (0.08, 0.13, 0.16, 0.20, 0.20, 0.20, 0.25, 0.30),
-    (0.05, 0.06, 0.06, 0.07, 0.08, 0.10, 0.10, 0.10),
-    (0.03, 0.04, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05),
-)
-_GUESS_RATE = 0.3
-
-
-class LookaheadKnowledge:
-    """How likely guesses are right, by agreement with the text and rank among siblings.
-
-    The logits of that table are learned by stochastic gradient descent from every emitted token.
-    """
-
-    def __init__(self) -> None:
-        self._logits = [[math.log(p / (1 - p)) for p in row] for row in _PRIOR]
-
-    def p_accept(self, agreement: int, rank: int) -> float:
-        """The probability that a guess is accepted if its parent is."""
-        return 1 / (1 + math.exp(-self._logits[rank][min(agreement, _CLASSES) - 1]))
-
-    def learn(self, agreement: int, rank: int, right: bool) -> None:
-        """Learn whether a guess was right, verified or not."""
-        error = right - self.p_accept(agreement, rank)
-        self._logits[rank][min(agreement, _CLASSES) - 1] += _GUESS_RATE * error
-
-
 _LONGEST_NGRAM = 64  # as for prompt lookup
 _LARGEST_WINDOW = 1024  # rows; far more than pay on any machine
-_AUTO_GUESSES = 16  # kept for one first token; how many are verified depends on the costs
-_SUREST = 0.98  # no guess is likelier right; where a row costs more, there is nothing to look up
 
 
-class LookaheadDrafter(Source):
+class LookaheadDrafter(Drafter):
     """Drafts n-grams from a pool, which a window of guesses of the tokens ahead feeds.
 
     Each step verifies one tree: the pool's guesses of what follows the current token, and the
@@ -251,20 +171,18 @@ class LookaheadDrafter(Source):
     Dependency of LLM Inference Using Lookahead Decoding", ICML 2024, arXiv 2402.02057.) The
     walk may accept along the window too. A step has up to ``(N - 1) * (W + G)`` rows.
 
-    A target that verifies chains only gets the newest guess, and no window. A planner gets the
-    likeliest guesses, and no window.
+    A target that verifies chains only gets the newest guess, and no window.
 
     Args:
         window_size: W, the reference's WINDOW_SIZE: columns of the window, which may have
-            1024 rows; 0 or "auto" does without it.
+            1024 rows; 0 does without it.
         ngram_size: N, the reference's LEVEL: length of the n-grams, at most 64; the window has
             N - 1 levels and guesses have N - 1 tokens.
         guess_set_size: G, the reference's GUESS_SET_SIZE: n-grams that are kept, and verified
             in a step, for one first token; -1, the reference's "no limit", for 64, and None for
-            as many as W, or 16 with "auto".
+            as many as W.
         pool_from_prompt: the reference's POOL_FROM_PROMPT: whether the pool starts with the
             prompt's n-grams. Those of the output are always entered.
-        knowledge: what earlier generations of the same target have taught.
 
     Raises:
         OptionError: a size is out of range.
@@ -272,17 +190,13 @@ class LookaheadDrafter(Source):
 
     def __init__(
         self,
-        window_size: int | Literal["auto"] = 15,
+        window_size: int = 15,
         ngram_size: int = 5,
         guess_set_size: int | None = None,
         pool_from_prompt: bool = True,
-        *,
-        knowledge: LookaheadKnowledge | None = None,
     ) -> None:
         if guess_set_size is None:
-            guess_set_size = _AUTO_GUESSES if window_size == "auto" else window_size or 1
-        if window_size == "auto":
-            window_size = 0
+            guess_set_size = window_size or 1
         if not 2 <= ngram_size <= _LONGEST_NGRAM:
             raise OptionError(f"ngram_size is {ngram_size}: choose 2 to {_LONGEST_NGRAM}")
         widest = _LARGEST_WINDOW // (ngram_size - 1)
@@ -297,7 +211,6 @@ class LookaheadDrafter(Source):
         self.ngram_size = ngram_size
         self.guess_set_size = guess_set_size
         self.pool_from_prompt = pool_from_prompt
-        self._knowledge = knowledge or LookaheadKnowledge()
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._text = list(prompt)
@@ -307,7 +220,6 @@ class LookaheadDrafter(Source):
         self._window: JacobiWindow | None = None
         if self.window_size:
             self._window = JacobiWindow(self.window_size, self.ngram_size, self._text)
-        self._cells: list[tuple[int, int]] = []  # as in `_likely`; empty where nothing was found
 
     def propose(self, max_depth: int) -> DraftTree:
         depth = min(max_depth, self.ngram_size - 1)
@@ -318,46 +230,6 @@ class LookaheadDrafter(Source):
             self._window.add_to(tree)
         return tree.tree()
 
-    def search(self, limits: Limits) -> DraftTree:
-        least_p, most = limits.least_p[0], _RANKS if limits.branching else 1
-        if least_p >= _SUREST:
-            return DraftTree.chain(self._text[-1])
-        guesses = self._pool.live_guesses(self._text[-1])
-        return self._likely(guesses, limits.max_depth, least_p, most).best_first(limits.nodes)
-
-    def _likely(
-        self, guesses: Iterable[Guess], max_depth: int, least_p: float, most_children: int
-    ) -> DraftTree:
-        """Merge the likely guesses into a tree with probabilities.
-
-        Args:
-            guesses: best first.
-            max_depth: of the deepest node.
-            least_p: less likely nodes below the first level are left out.
-            most_children: of a node.
-        """
-        tree = TreeBuilder(self._text[-1])
-        self._cells = [(0, 0)]  # per node its agreement and rank
-        n_children = [0]
-        for tail, agreement in guesses:
-            node, p_node = 0, 1.0
-            for at, token in enumerate(tail[:max_depth], agreement):
-                child = tree.find(node, token)
-                if child is None:
-                    rank = n_children[node]
-                    if rank >= most_children:
-                        break
-                    p_reached = p_node * self._knowledge.p_accept(at, rank)
-                    if node and p_reached < least_p:
-                        break
-                    child = tree.child(node, token, p_reached, GUESS)
-                    n_children[node] += 1
-                    n_children.append(0)
-                    self._cells.append((at, rank))
-                node, p_node = child, tree.p_reached[child - 1]
-        self._guesses = tree.tree()
-        return self._guesses
-
     def window_rows(self) -> dict[tuple[int, int], int]:
         return {
             (level, column): node
@@ -366,13 +238,6 @@ class LookaheadDrafter(Source):
         }
 
     def observe(self, step: VerifiedStep) -> None:
-        cells, self._cells = self._cells, []
-        if cells:
-            for node, right in self._guesses.judged(step.tokens):
-                self._knowledge.learn(*cells[node], right)
-            self._pool.follow(step.tokens)
-        else:
-            self._pool.forget()
         for ngram in self._window.observe(step) if self._window else ():
             self._pool.add(ngram)
         self._pool.read(step.tokens)

@@ -86,7 +86,7 @@ CAREFUL = MeasurementPlan(
 )
 
 
-# Where these come from: docs/planner-notes.md, "Constants".
+# Where these come from: notes/planner.md, "Constants".
 _FEW = 3  # steps: what lies between the times of fewer says nothing
 _ERROR_OF_ONE = 0.4  # or more, where plain steps scatter more
 _STEADY = 0.05  # relative standard error of a quartile

@@ -1,7 +1,7 @@
 """When to draft, and how much: the gain of a draft, and what keeps drafts from costing too much.
 
 All times are in plain steps, the time of a pipelined step over one row. Where the constants come
-from: docs/planner-notes.md, "Constants".
+from: notes/planner.md, "Constants".
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ class PredictionDrafter(Drafter):
             self._place = places[after if after < len(places) else 0]
 
 
-# Where these come from: docs/planner-notes.md, "Constants".
+# Where these come from: notes/planner.md, "Constants".
 _RANKS, _DEPTHS = 4, 8  # ranks among siblings, and depths, each with a probability of its own
 _FIRST_P_ACCEPT = 0.5
 _RATE = 0.1

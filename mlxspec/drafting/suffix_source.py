@@ -8,11 +8,11 @@ from heapq import heappop, heappush
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from ..corpus.context_index import ContextIndex
 from ..corpus.suffix_index import (
     EXCERPT_TOKENS,
     MAX_LENGTH,
     SEPARATOR,
+    ContextIndex,
     Continuation,
     EarlierTexts,
     Excerpts,
@@ -30,7 +30,7 @@ CONTEXT = "context"
 OTHERS = "other"
 """Where accepted drafts came from that are not of a :class:`SuffixSource`."""
 
-# Where these come from: docs/planner-notes.md, "Constants".
+# Where these come from: notes/planner.md, "Constants".
 _LESSONS = 8  # tokens of a step that are learned from: further ones of a copy tell the same
 _CHILDREN = 6  # per node of a tree; more are never likely enough
 _EARLIER_OCCURRENCES = 8  # that earlier texts are asked for
@@ -154,7 +154,7 @@ class SuffixSource(Source):
                 earlier, excerpts = self._excerpts[name]
                 if earlier.on_used:
                     tree, node = reached[0]
-                    first = excerpts.occurrences.index(tree.first_occurrence(node))
+                    first = excerpts.occurrences.index(tree.firsts[node - 1])
                     earlier.on_used(excerpts.sources[first])
 
 
@@ -203,13 +203,10 @@ class SuffixTree(TreeBuilder):
         self._most_children = _CHILDREN if limits.branching else 1
         self._expected = self._best_rate = self._price = 1.0
         self._sayings: list[_Saying | None] = []  # per node, what was said of its children
-        self._firsts: list[Occurrence] = []  # per node but the root, the best occurrence
+        self.firsts: list[Occurrence] = []  # per node but the root, the best occurrence
+        self._frontier: list[_Frontier] = []
         self._serial = 0  # decides between equals: the older entry comes first
         self._grow()
-
-    def first_occurrence(self, node: int) -> Occurrence:
-        """The best of the occurrences that a node continues."""
-        return self._firsts[node - 1]
 
     def learn(self, emitted: Sequence[int]) -> None:
         """Learn from the tokens that followed, whether they had been verified as drafts or not."""
@@ -225,14 +222,19 @@ class SuffixTree(TreeBuilder):
 
     def _grow(self) -> None:
         """Best-first search from the root."""
-        frontier: list[_Frontier] = []
-        self._expand(0, 1.0, self.evidence.occurrences, [], frontier)
-        while frontier and self._max_depth > 0:
-            negative_p, _, parent, occurrences, path = heappop(frontier)
+        self._expand(0, 1.0, self.evidence.occurrences, [])
+        while self._frontier and self._max_depth > 0:
+            negative_p, _, parent, occurrences, path = heappop(self._frontier)
             if not self._is_wanted(-negative_p):
                 break
             node = self._append(path[-1], parent, -negative_p, occurrences[0])
-            self._follow(node, -negative_p, occurrences, path, frontier)
+            self._follow(node, -negative_p, occurrences, path)
+
+    def _push(
+        self, p_reached: float, parent: int, occurrences: list[Occurrence], path: list[int]
+    ) -> None:
+        heappush(self._frontier, (-p_reached, self._serial, parent, occurrences, path))
+        self._serial += 1
 
     def _is_wanted(self, p_reached: float) -> bool:
         """Whether to grow a node that is reached with this probability, the best one left."""
@@ -245,7 +247,7 @@ class SuffixTree(TreeBuilder):
     def _append(self, token: int, parent: int, p_reached: float, occurrence: Occurrence) -> int:
         """Add a node that the text proposes."""
         node = self.child(parent, token, p_reached, self.evidence.name)
-        self._firsts.append(occurrence)
+        self.firsts.append(occurrence)
         self._expected += p_reached
         rows = node + 1
         if rows < len(self._costs) and self._expected > self._best_rate * self._costs[rows]:
@@ -254,12 +256,7 @@ class SuffixTree(TreeBuilder):
         return node
 
     def _follow(
-        self,
-        node: int,
-        p_reached: float,
-        occurrences: list[Occurrence],
-        path: list[int],
-        frontier: list[_Frontier],
+        self, node: int, p_reached: float, occurrences: list[Occurrence], path: list[int]
     ) -> None:
         """Grow what follows a node, while that is one token, and the likeliest.
 
@@ -272,14 +269,14 @@ class SuffixTree(TreeBuilder):
         end = len(tokens)
         together = Continuation(path[-1], length, max(map(_POSITION, occurrences)), occurrences)
         estimate = acceptance.along([together], 0, len(occurrences), end)
-        likeliest_other = -frontier[0][0] if frontier else 0.0
+        likeliest_other = -self._frontier[0][0] if self._frontier else 0.0
         while (depth := len(path)) < self._max_depth:
             at = position + depth
             token = tokens[at] if at < end else path[at - end]
             for other in others:
                 at = other + depth
                 if token != (tokens[at] if at < end else path[at - end]):
-                    self._expand(node, p_reached, occurrences, path, frontier)
+                    self._expand(node, p_reached, occurrences, path)
                     return
             if token == SEPARATOR:
                 break
@@ -288,19 +285,13 @@ class SuffixTree(TreeBuilder):
             p_reached *= estimated.p_accept
             path.append(token)
             if p_reached <= likeliest_other or not self._is_wanted(p_reached):
-                heappush(frontier, (-p_reached, self._serial, node, occurrences, path))
-                self._serial += 1
+                self._push(p_reached, node, occurrences, path)
                 return
             node = self._append(token, node, p_reached, occurrences[0])
         self._sayings.append(None)  # nothing follows
 
     def _expand(
-        self,
-        node: int,
-        p_node: float,
-        occurrences: list[Occurrence],
-        path: list[int],
-        frontier: list[_Frontier],
+        self, node: int, p_node: float, occurrences: list[Occurrence], path: list[int]
     ) -> None:
         """Rank a node's continuations and put them on the frontier."""
         _, text, _, acceptance = self.evidence
@@ -316,9 +307,7 @@ class SuffixTree(TreeBuilder):
         self._sayings.append(([one.token for one in found[: len(estimates)]], estimates))
         left = p_node  # the probability that no child so far is right
         for (token, _, _, followed), estimate in zip(found, estimates, strict=False):
-            p_child = left * estimate.p_accept
-            heappush(frontier, (-p_child, self._serial, node, followed, [*path, token]))
-            self._serial += 1
+            self._push(left * estimate.p_accept, node, followed, [*path, token])
             left *= 1 - estimate.p_accept
 
 

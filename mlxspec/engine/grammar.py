@@ -275,26 +275,8 @@ class GrammarState:
             matcher.rollback(taken)
         return (*tokens[:taken], *(self._ends[:1] if complete else ()))
 
-    def guide(
-        self, tokens: Sequence[int], parents: Sequence[int]
-    ) -> tuple[list[bool], dict[int, tuple[int, ...]]]:
-        """Look at a draft; the arguments are as in :class:`DraftTree`.
-
-        Returns:
-            per node whether it may come; and what is forced, where anything is, after the root
-            and after each node that no other of the draft may follow.
-        """
-        allowed = [may_come for _, may_come in self._walk(tokens, parents)]
-        inner = {parents[node] for node, may_come in enumerate(allowed) if node and may_come}
-        inner.discard(0)
-        forced: dict[int, tuple[int, ...]] = {}
-        for node, may_come in self._walk(tokens, parents):
-            if may_come and node not in inner and (follows := self.forced()):
-                forced[node] = follows
-        return allowed, forced
-
     def allowed(self, tree: DraftTree) -> DraftTree:
-        """A draft without what may not come."""
+        """The nodes of a draft that the constraint allows."""
         if len(tree) == 1:
             return tree
         return tree.kept([may_come for _, may_come in self._walk(tree.tokens, tree.parents)])

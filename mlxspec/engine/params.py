@@ -64,7 +64,7 @@ def _is_pure(function: object) -> bool:
 
 
 def _option(default: Any, metavar: str, help: str) -> Any:
-    """A field that is an option of the command line, too; see :mod:`mlxspec.cli.options`."""
+    """A field that is an option of the command line, too; see :mod:`mlxspec.cli.common.options`."""
     return field(default=default, metadata={"metavar": metavar, "help": help})
 
 

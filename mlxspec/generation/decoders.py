@@ -218,8 +218,8 @@ class LookaheadDecoder(Decoder):
     | | POOL_FROM_PROMPT | ``pool_from_prompt``, whether the pool starts with the prompt's n-grams |
 
     A step has up to (N - 1)(W + G) rows, which only pays where rows are cheap. With
-    ``window_size="auto"`` there is no window, and as many guesses are verified as pay by the
-    measured cost of rows, down to plain decoding.
+    ``window_size="auto"`` there is no window: the drafts are look-ups in the context, as many
+    as pay by the measured cost of rows, down to plain decoding.
     """
 
     drafting = Lookahead()

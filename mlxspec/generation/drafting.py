@@ -15,7 +15,7 @@ from ..drafting.acceptance import Experience
 from ..drafting.combined import CombinedDrafter
 from ..drafting.costs import Costs, FixedCosts
 from ..drafting.drafter import Drafter, NoDraft, checked_drafter
-from ..drafting.lookahead import LookaheadDrafter, LookaheadKnowledge
+from ..drafting.lookahead import LookaheadDrafter
 from ..drafting.planner import Planner
 from ..drafting.policy import trees_pay
 from ..drafting.sources import DrafterSource, PredictionDrafter, PromptLookupDrafter
@@ -39,12 +39,10 @@ class Lessons:
 
     Attributes:
         experience: of contexts.
-        lookahead: of guesses and windows.
     """
 
     def __init__(self, experience: Experience | None = None) -> None:
         self.experience = experience or Experience()
-        self.lookahead = LookaheadKnowledge()
         self._earlier: dict[object, Earlier] = {}
 
     def of(self, earlier: Earlier) -> Earlier:
@@ -148,23 +146,29 @@ class Lookahead(Drafting):
     first: Callable[[], Drafter] | None = None
 
     def __post_init__(self) -> None:
-        self.with_knowledge(None)
+        self.new()
 
     @property
     def plans(self) -> bool:  # type: ignore[override]
         return self.window_size == "auto"
 
-    def with_knowledge(self, knowledge: LookaheadKnowledge | None) -> LookaheadDrafter:
-        """A drafter of these sizes that knows what earlier generations have taught."""
-        sizes = self.window_size, self.ngram_size, self.guess_set_size, self.pool_from_prompt
-        return LookaheadDrafter(*sizes, knowledge=knowledge)
+    def new(self) -> LookaheadDrafter:
+        """A drafter of these sizes, without a window where it is "auto"."""
+        columns = 0 if self.window_size == "auto" else self.window_size
+        return LookaheadDrafter(
+            columns, self.ngram_size, self.guess_set_size, self.pool_from_prompt
+        )
 
     def make(self, decoder: Planning, session: Session | None) -> Drafter:
-        own = self.with_knowledge(decoder.lessons.lookahead)
         first = [self.first()] if self.first else []
         if self.plans:
-            return _planned(decoder, [*first, own], decoder.lessons)
-        return CombinedDrafter(first[0], own) if first else own
+            # No window pays on a Mac, and look-ups know better than a pool what is likely.
+            lessons = decoder.lessons if decoder.remembers else Lessons()
+            look_ups = SuffixSource(
+                token_classes=decoder.token_classes, experience=lessons.experience
+            )
+            return _planned(decoder, [*first, look_ups], lessons)
+        return CombinedDrafter(first[0], self.new()) if first else self.new()
 
 
 @dataclass(frozen=True)
@@ -201,9 +205,8 @@ class Auto(Drafting):
             (fallbacks if _runs_model(extra) else sources).append(extra)
         if self.prediction:
             sources.append(DrafterSource(PredictionDrafter(self.prediction), "prediction"))
-        if self.lookahead:
-            ahead = self.lookahead.with_knowledge(decoder.lessons.lookahead)
-            (sources if self.lookahead.plans else fallbacks).append(ahead)
+        if self.lookahead and not self.lookahead.plans:
+            fallbacks.append(self.lookahead.new())
         branching = trees_pay(decoder.costs.curve)
         return _planned(decoder, sources, lessons, fallbacks, branching=branching)
 

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mlxspec.bench.page import (
-    Chip,
-    Line,
-    LineChart,
-    TreeDrawing,
-    TreeNode,
     check_report,
     render,
     write_report,
 )
-from mlxspec.cli.cost_plots import CostPoint, drawn_curve
 from mlxspec.cli.main import main
 from mlxspec.errors import OptionError
 
@@ -32,16 +23,10 @@ def page(name: str) -> str:
     return render("page.html", name=name)
 
 
-def curve(kind: str) -> bytes:
-    pytest.importorskip("matplotlib")
-    return drawn_curve(kind, [CostPoint(1, 1.0, 1.0, 0.1), CostPoint(2, 1.5, 1.5, 0.1)], "a", "b")
-
-
-@pytest.mark.parametrize("kind", ["html", "svg", "png", "nothing yet"])
+@pytest.mark.parametrize("kind", ["html", "nothing yet"])
 def test_a_report_replaces_an_older_one_and_leaves_nothing_else(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "report"
-    older = {"html": page("a").encode(), "nothing yet": b""}
-    path.write_bytes(older[kind] if kind in older else curve(kind))
+    path.write_bytes({"html": page("a").encode(), "nothing yet": b""}[kind])
     check_report(path, "--html", force=False)
     write_report(path, "new ×", "--html", force=False)
     assert path.read_text(encoding="utf-8") == "new ×"
@@ -111,14 +96,11 @@ def test_a_place_that_takes_no_page_is_known_before(tmp_path: Path, name: str, r
         ["bench", "owner/none", "--html"],
         ["replay", "nowhere.jsonl", "--tokenizer", "owner/none", "--html"],
         ["calibrate", "owner/none", "--svg"],
-        ["calibrate", "owner/none", "--png"],
     ],
 )
 def test_every_command_refuses_another_file_before_its_work(
     tmp_path: Path, command: list[str]
 ) -> None:
-    if command[0] == "calibrate":
-        pytest.importorskip("matplotlib")
     notes = tmp_path / "notes"
     notes.write_text("irreplaceable")
     for path, force, refusal in (
@@ -130,94 +112,3 @@ def test_every_command_refuses_another_file_before_its_work(
         assert result.stderr.startswith(refusal)
         assert result.stderr.count("\n") == 1
     assert notes.read_text() == "irreplaceable"
-
-
-SPEEDS = st.lists(st.floats(0.3, 4), min_size=5, max_size=5)
-
-
-@given(st.lists(SPEEDS, min_size=1, max_size=4))
-def test_all_panels_of_lines_have_one_scale(speeds: list[list[float]]) -> None:
-    lines = {str(number): Line(values, 0) for number, values in enumerate(speeds)}
-    chart = LineChart("abcde", lines)
-    per_height = set()
-    for line in lines.values():
-        heights = [chart.upwards(line, value) for value in line.values]
-        assert min(heights) == 0
-        assert max(heights) <= 1
-        for value, height in zip(line.values, heights, strict=True):
-            if height > 1e-3:
-                per_height.add(round((value - min(line.values)) / height, 6))
-    widest = max(max(values) - min(values) for values in speeds)
-    assert per_height <= {round(max(0.1, widest), 6)}
-
-
-@pytest.mark.parametrize("count", [1, 2, 8, 9, 30])
-def test_places_are_evenly_spaced_and_not_too_many_have_labels(count: int) -> None:
-    chart = LineChart(["1k"] * count, {})
-    places = [chart.across(index) for index in range(count)]
-    assert places == pytest.approx([n / (count - 1) for n in range(count)] if count > 1 else [0.5])
-    labelled = [index for index in range(count) if chart.labelled(index)]
-    assert min(count, 4) <= len(labelled) <= 8
-    assert labelled[-1] == count - 1
-    assert len(labelled) == count or count > 8
-
-
-@st.composite
-def drawings(draw: st.DrawFn) -> TreeDrawing:
-    """Random trees in pre-order, with words at some nodes."""
-    parents = [-1]
-    path = [0]
-    for index in range(1, draw(st.integers(1, 30))):
-        del path[draw(st.integers(1, len(path))) :]
-        parents.append(path[-1])
-        path.append(index)
-    letters = st.integers(1, 24)
-    return TreeDrawing(
-        [
-            TreeNode(parent, "x", draw(letters), "accepted", above=draw(st.sampled_from(["", "w"])))
-            for parent in parents
-        ]
-    )
-
-
-def overlap(one: Chip, other: Chip, height: float) -> bool:
-    beside = one.right <= other.x or other.right <= one.x
-    return not beside and abs(one.y - other.y) < height
-
-
-@given(drawings())
-def test_no_chips_overlap_and_all_are_inside(drawing: TreeDrawing) -> None:
-    chips = drawing.chips
-    for index, chip in enumerate(chips):
-        assert 0 <= chip.x < chip.right <= drawing.width
-        half = drawing.chip_height / 2
-        assert half <= chip.y <= drawing.height - half
-        assert not any(overlap(chip, other, drawing.chip_height) for other in chips[:index])
-
-
-@given(drawings())
-def test_nodes_of_one_depth_begin_below_each_other(drawing: TreeDrawing) -> None:
-    depths: list[int] = []
-    for chip in drawing.chips:
-        depths.append(depths[chip.node.parent] + 1 if chip.node.parent >= 0 else 0)
-        assert chip.x == drawing.columns[depths[-1]]
-    assert drawing.columns == sorted(set(drawing.columns))
-
-
-@given(drawings())
-def test_lines_lead_from_parent_to_child_and_do_not_cross(drawing: TreeDrawing) -> None:
-    spans = []
-    for chip, path in drawing.edges:
-        parent = drawing.chips[chip.node.parent]
-        begin_x, begin_y = map(float, re.findall(r"-?[\d.]+", path)[:2])
-        assert abs(begin_x - parent.right) < 0.1
-        assert abs(begin_y - parent.y) < 0.1
-        assert abs(float(path.rpartition("H")[2]) - chip.x) < 0.1
-        spans.append((chip.x, chip.node.parent, parent.y, chip.y))
-    assert len(spans) == len(drawing.chips) - 1
-    for column, parent, top, bottom in spans:
-        # A line goes down in the gap before its column. Another parent's lines in the same gap
-        # must keep out of what lies between.
-        for other_column, other_parent, other_top, other_bottom in spans:
-            if (column, parent) != (other_column, other_parent) and column == other_column:
-                assert other_bottom <= top or other_top >= bottom or bottom == top

@@ -13,11 +13,9 @@ from mlxspec import load
 from mlxspec.cli.explained import (
     Fate,
     Pieces,
+    most_instructive,
     nodes_of,
-    shortened,
-    shortened_from_left,
-    telling_run,
-    window_levels,
+    window_of,
 )
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep
 from mlxspec.drafting.lookahead import LookaheadDrafter
@@ -36,7 +34,7 @@ def test_a_rejected_node_is_one_that_the_target_could_have_chosen_and_did_not() 
     assert {letter for letter in fate if fate[letter] is Fate.UNREACHED} == set("nyozp")
 
 
-def test_the_telling_run_has_walks_that_end_inside_their_drafts() -> None:
+def test_the_most_instructive_has_walks_that_end_inside_their_drafts() -> None:
     def chain(drafted: int, accepted: int) -> RecordedStep:
         tree = DraftTree.chain(0, [1] * drafted)
         walk = tuple(range(1, accepted + 1))
@@ -44,9 +42,9 @@ def test_the_telling_run_has_walks_that_end_inside_their_drafts() -> None:
         return RecordedStep(step, ("",) * len(tree), {})
 
     plain, partly, whole, wrong = chain(0, 0), chain(5, 2), chain(9, 9), chain(5, 0)
-    assert telling_run([plain, whole, whole, partly, partly, wrong], 2) == 3
-    assert telling_run([plain, wrong, whole, plain], 1) == 2  # none is partly accepted
-    assert telling_run([plain, plain], 3) == 0
+    assert most_instructive([plain, whole, whole, partly, partly, wrong], 2) == 3
+    assert most_instructive([plain, wrong, whole, plain], 1) == 2  # none is partly accepted
+    assert most_instructive([plain, plain], 3) == 0
 
 
 PROMPT = "def sub("
@@ -78,10 +76,10 @@ def steps(decoder: Decoder) -> list[tuple[list[int], RecordedStep]]:
 def test_the_level_now_is_what_the_model_says_after_each_column(
     decoder: Decoder, steps: list[tuple[list[int], RecordedStep]]
 ) -> None:
-    full = [(context, step) for context, step in steps if len(window_levels(step)) == LEVELS + 1]
+    full = [(context, step) for context, step in steps if len(window_of(step)) == LEVELS + 1]
     assert len(full) >= 2
     for context, step in full[:2]:
-        *guesses, now = [[cell.token for cell in level.cells] for level in window_levels(step)]
+        *guesses, now = [[cell[0] for cell in level if cell] for level in window_of(step).values()]
         assert guesses[0][0] == context[-1]
         for column in range(COLUMNS):
             # Level 0 up to the column, then the column: section 3 of the paper.
@@ -93,7 +91,7 @@ def test_the_level_now_is_what_the_model_says_after_each_column(
 def test_the_window_grows_by_a_level_a_step_until_it_is_full(
     steps: list[tuple[list[int], RecordedStep]],
 ) -> None:
-    levels = [[level.name for level in window_levels(step)] for _, step in steps[:4]]
+    levels = [[*window_of(step)] for _, step in steps[:4]]
     assert levels == [
         ["t−1", "now"],
         ["t−2", "t−1", "now"],
@@ -102,21 +100,20 @@ def test_the_window_grows_by_a_level_a_step_until_it_is_full(
     ]
 
 
-def test_cells_know_their_place_and_whether_the_walk_came_by() -> None:
-    step = lookahead_step()
-    for height, level in enumerate(window_levels(step)):
-        assert [cell.place for cell in level.cells] == [height, height + 1, height + 2, height + 3]
-    became = [[cell.fate for cell in level.cells] for level in window_levels(step)]
-    assert became[0] == [Fate.ROOT, Fate.REJECTED, Fate.UNREACHED, Fate.UNREACHED]
-    assert became[2] == [None] * 4
+def test_cells_of_the_window_are_the_tokens_of_its_rows_and_the_model_s_choices() -> None:
+    cells = {
+        name: "".join(chr(cell[0]) for cell in level if cell)
+        for name, level in window_of(lookahead_step()).items()
+    }
+    assert cells == {"t−2": "axyz", "t−1": "mnop", "now": "MNOP"}
 
 
 def test_a_row_that_was_not_verified_leaves_its_place_empty() -> None:
     step = lookahead_step()
     window = {place: node for place, node in step.window.items() if place != (1, 2)}
-    _, deepest, now = window_levels(RecordedStep(step.verified, step.origins, window))
-    assert [cell is None for cell in deepest.cells] == [False, False, True, False]
-    assert [cell is None for cell in now.cells] == [False, False, True, False]
+    _, deepest, now = window_of(RecordedStep(step.verified, step.origins, window)).values()
+    assert [cell is None for cell in deepest] == [False, False, True, False]
+    assert [cell is None for cell in now] == [False, False, True, False]
 
 
 @pytest.fixture(scope="module")
@@ -154,19 +151,3 @@ def test_a_text_stays_readable_on_one_line(tokenizer: TokenizerWrapper) -> None:
     text = "say é:\n    a\x1b[2J\u202e"
     tokens = tokenizer.encode(text, add_special_tokens=False)
     assert Pieces(tokenizer).text(tokens).strip() == "say é:↵    a␛[2J�"
-
-
-@pytest.mark.parametrize("text", ["x" * 30, "語" * 15, "a語" * 10])
-@pytest.mark.parametrize("width", [8, 9, 24, 100])
-def test_shortened_texts_fit_and_say_that_something_is_missing(text: str, width: int) -> None:
-    for short, kept in (
-        (shortened(text, width), text.startswith),
-        (shortened_from_left(text, width), text.endswith),
-    ):
-        assert cell_len(short) <= width
-        if cell_len(text) <= width:
-            assert short == text
-        else:
-            assert "…" in short
-            assert kept(short.strip("…"))
-            assert cell_len(short) >= width - 1

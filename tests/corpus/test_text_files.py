@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.corpus.building import Reading, find_files, read_texts
+from mlxspec.corpus.store import Reading, find_files, read_texts
 from mlxspec.errors import StoreError
 
 

@@ -103,9 +103,9 @@ def test_the_nodes_that_are_left_out_are_in_no_best_draft(
 class OneByOne(SuffixTree):
     """The same tree, each node of which comes from the frontier."""
 
-    def _follow(self, node, p_reached, occurrences, path, frontier):
+    def _follow(self, node, p_reached, occurrences, path):
         if len(path) < self._max_depth:
-            self._expand(node, p_reached, occurrences, path, frontier)
+            self._expand(node, p_reached, occurrences, path)
         else:
             self._sayings.append(None)
 
@@ -138,13 +138,14 @@ def test_a_path_that_goes_on_alone_is_grown_as_if_node_by_node(
     texts = [Evidence("context", index.tokens, index.occurrences(), models[0])]
     if earlier:
         other = SuffixIndex(earlier)
-        found = other.occurrences_of(context)
+        found = other.matches(context, 1000)
         texts.append(Evidence("earlier", other.tokens, found, models[1]))
     limits = Limits(max_depth, max_nodes, branching, [least_p] * (max_nodes + 1), costs)
 
     def content(tree: SuffixTree) -> dict[str, object]:
         said = [one and [[*part] for part in one] for one in tree._sayings]
-        return {**vars(tree), "_sayings": said, "_serial": None}  # which tells equals apart
+        # The serial number tells equals apart, also on the frontier.
+        return {**vars(tree), "_sayings": said, "_serial": None, "_frontier": None}
 
     for text in texts:
         SuffixTree(context[-1], text, limits).learn(emitted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -23,16 +23,11 @@ class Spelled:
             found.append(follows[0])
         return found
 
-    def guide(
-        self, tokens: Sequence[int], parents: Sequence[int]
-    ) -> tuple[list[bool], Mapping[int, Sequence[int]]]:
+    def allowed(self, tree: DraftTree) -> DraftTree:
         paths: list[list[int]] = [[]]
-        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
             paths.append([*paths[parent], token])
-        allowed = [any(text[: len(path)] == path for text in self._texts) for path in paths]
-        inner = {parents[node] for node, flag in enumerate(allowed) if node and flag} - {0}
-        leaves = [node for node, flag in enumerate(allowed) if flag and node not in inner]
-        return allowed, {node: found for node in leaves if (found := self.forced(paths[node]))}
+        return tree.kept([any(t[: len(path)] == path for t in self._texts) for path in paths])
 
     def _following(self, path: list[int]) -> list[int]:
         return [t[len(path)] for t in self._texts if t[: len(path)] == path and len(t) > len(path)]
@@ -94,11 +89,10 @@ def test_candidates_that_may_not_come_are_left_out_and_forced_ones_are_put_in() 
     found = guided(candidates, Spelled("abxcd", "abyef"), limits(16, 16))
     texts = [text_of(found, node) for node in range(1, len(found.tokens))]
     reached = dict(zip(texts, found.p_reached, strict=True))
-    assert set(reached) == {"a", "ab", "abx", "abxc", "abxcd"}
+    assert set(reached) == {"a", "ab", "abx"}
     assert reached["a"] == pytest.approx(0.99)
     assert reached["ab"] == pytest.approx(0.99**2)
     assert reached["abx"] == pytest.approx(0.99**2 * 0.5)
-    assert reached["abxcd"] == pytest.approx(0.99**4 * 0.5)
-    assert found.origins == ("grammar", "grammar", "lookup", "grammar", "grammar")
-    assert len(guided(candidates, Spelled("abxcd", "abyef"), limits(3, 16)).tokens) == 4
-    assert max(guided(candidates, Spelled("abxcd", "abyef"), limits(16, 4)).depths) == 4
+    assert found.origins == ("grammar", "grammar", "lookup")
+    assert len(guided(candidates, Spelled("abxcd", "abyef"), limits(2, 16)).tokens) == 3
+    assert guided(DraftTree.chain(0), Spelled("abxcd"), limits(16, 3)) == chain("abx")

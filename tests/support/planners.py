@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from mlxspec.drafting.costs import CostCurve, FixedCosts
-from mlxspec.drafting.lookahead import LookaheadDrafter
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.suffix_source import SuffixSource
 
@@ -16,9 +15,3 @@ def suffix_planner(curve: CostCurve, sync_overhead: float = 0.02, **options: Any
     """A planner of look-ups; its options and those of its source."""
     own = {name: options.pop(name) for name in _PLANNER if name in options}
     return Planner(FixedCosts(curve, sync_overhead), [SuffixSource(**options)], **own)
-
-
-def lookahead_planner(curve: CostCurve, **options: Any) -> Planner:
-    """A planner of lookahead decoding."""
-    own = {name: options.pop(name) for name in _PLANNER if name in options}
-    return Planner(FixedCosts(curve), [LookaheadDrafter("auto", **options)], **own)
