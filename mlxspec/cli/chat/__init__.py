@@ -23,7 +23,7 @@ from ...engine.params import SamplingParams
 from ...errors import MlxspecError, OptionError, PromptError
 from ...models.model_files import local_path
 from ...terminal import TokenPrinter, one_line, visible
-from ..common.figures import acceptance_row, against_plain, rate
+from ..common.figures import acceptance_row, against_plain
 from ..common.generation import Generation
 from ..common.model_choice import model_argument, resolved, tell_of_model
 from ..common.notes import note
