@@ -41,7 +41,7 @@ from ..memory import Memories
 
 if TYPE_CHECKING:
     from ...generation.response import GenerationResponse, SpeculationStats
-    from .conversation import Conversation, SavedChat
+    from .conversation import ChatConversation, SavedChat
     from .markdown import MarkdownPrinter
     from .terminal import LineInput, TerminalInput
 
@@ -283,7 +283,7 @@ def chat_command(
     """
     if launched_rank() is not None:
         raise OptionError("chat runs in one process: start it without mlx.launch")
-    from .conversation import Conversation, read_chat
+    from .conversation import ChatConversation, read_chat
     from .models import LocalModel, RemoteModel
     from .terminal import open_input
 
@@ -299,7 +299,7 @@ def chat_command(
             model = RemoteModel(server, generation, chat_template_config)
         else:
             model = LocalModel(generation, console, memories, chat_template_config)
-        conversation = Conversation(model, generation.max_tokens, system_prompt)
+        conversation = ChatConversation(model, generation.max_tokens, system_prompt)
         talking.callback(lambda: conversation.model.close())
         if server is None:
             tell_of_model(generation.model, turns.interactive)
@@ -326,7 +326,7 @@ class _Chat:
         settled: whether a greedy answer to the last message would be the one that is there.
     """
 
-    conversation: Conversation
+    conversation: ChatConversation
     sampling: SamplingParams
     console: Console
     color: bool | None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _ANSWERS_SHARE = 4  # of the context a quarter is left for an answer, unless it may have less
 
 
-class Conversation:
+class ChatConversation:
     """Keeps the messages within the model's context.
 
     Once they leave no room for an answer, the oldest turns are dropped until half of the context

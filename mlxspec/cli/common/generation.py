@@ -69,7 +69,7 @@ _TAKEN = {
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftingOptions:
     """How to draft, as the user asked for it; None where an option is not given.
 
     Raises:
@@ -333,7 +333,7 @@ class Generation:
 
     model: str | None
     max_tokens: int
-    drafting: Drafting = field(metadata=nested(Drafting, "Drafting"))
+    drafting: DraftingOptions = field(metadata=nested(DraftingOptions, "Drafting"))
     ends: Ends = field(metadata=nested(Ends, "End of the output", stop_tokens=_ids_or_texts))
     sampling: SamplingParams = field(
         metadata=nested(SamplingParams, "Sampling", logit_bias=_biases)
