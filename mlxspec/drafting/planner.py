@@ -360,7 +360,7 @@ class _Step:
             limits = Limits(max_depth, self._max_nodes, planner.branching, least_p, costs)
             try:
                 plans.append(Plan(planner.search(curve, limits)))
-            except Exception as error:  # the others go on
+            except Exception as error:  # the others continue
                 plans.append(Plan(fault=error))
         self._drafting = {
             index: plan.candidates
