@@ -247,7 +247,7 @@ class LiveCurve:
         # Where plain steps scattered so much that T(1) is hardly known, others will scatter, too.
         self._noise = min(max(_FIRST_NOISE, plain.uncertainty**2), _MOST_NOISE)
         self._off = 0  # how many of the latest steps in a row were far off
-        self.sync_overhead = USUAL_SYNC_OVERHEAD
+        self.overhead = FIRST_OVERHEAD
         self._stale = False
         self._rebuild()
 
@@ -439,28 +439,31 @@ def _extended(points: list[tuple[int, float]]) -> CostCurve:
     return CostCurve(points)
 
 
-_OVERHEAD_VARIANCE = 0.056**2  # of the sync overhead, before a run of plain steps
+FIRST_OVERHEAD = USUAL_SYNC_OVERHEAD, 0.1**2
+"""The sync overhead and its variance before anything was learned."""
+_OVERHEAD_CHANGE = 0.005**2  # variance of its change from one run of plain steps to the next
 _STEPS_NOISE = 6  # of a run's surplus: a step of about 2 T(1), a short one, and twice T(1) itself
-_CLIP, _MOST_OVERHEAD = 1.0, 0.5  # standard deviations; share of a plain step
+_CLIP, _MOST_OVERHEAD = 3.0, 0.5  # standard deviations; share of a plain step
 
 
-def next_overhead(now: float, surplus: float, noise: float) -> float:
-    """The sync overhead after a run of plain steps.
+def next_overhead(now: tuple[float, float], surplus: float, noise: float) -> tuple[float, float]:
+    """The sync overhead and its variance after a run of plain steps.
 
     The first step of a run waits for its token and for a part of the second's forward; the last
     one finds its own forward nearly done. What the two take beyond 2 T(1) is a small difference
     of large times, so each run counts as much as its noise allows.
 
     Args:
-        now: the sync overhead before it.
+        now: overhead and variance before it.
         surplus: by how many T(1) its first and last step together took longer than two
             pipelined ones.
         noise: relative standard deviation of a step's time.
     """
-    variance = _OVERHEAD_VARIANCE + _STEPS_NOISE * noise * noise
-    limit = _CLIP * math.sqrt(variance)
-    error = min(max(-limit, surplus - now), limit)
-    return min(max(now + _OVERHEAD_VARIANCE / variance * error, 0.0), _MOST_OVERHEAD)
+    mean, variance = now[0], now[1] + _OVERHEAD_CHANGE
+    of_surplus = variance + _STEPS_NOISE * noise * noise
+    limit = _CLIP * math.sqrt(of_surplus)
+    error, gain = min(max(-limit, surplus - mean), limit), variance / of_surplus
+    return mean + gain * error, variance * (1 - gain)
 
 
 _SHORTEST_RANGE = 1024
@@ -529,7 +532,7 @@ class LiveCosts:
                 }
                 self._joint[count] = self._begun_with(known, count)
                 for curve in self._joint[count]._curves.values():
-                    curve.sync_overhead = self.sync_overhead
+                    curve.overhead = self._live.overhead
             return self._joint[count].for_generation()
 
     def _begun_with(self, known: Mapping[int, list[KnownTime]], count: int) -> LiveCosts:
@@ -583,7 +586,7 @@ class LiveCosts:
     @property
     def sync_overhead(self) -> float:
         """What it costs if a plain step waits for its token, as a share of a pipelined one."""
-        return self._live.sync_overhead
+        return min(max(self._live.overhead[0], 0.0), _MOST_OVERHEAD)
 
     @property
     def wants_plain_steps(self) -> bool:
@@ -619,8 +622,8 @@ class LiveCosts:
                 # A run of plain steps is over: the one that waited, and the last pipelined one.
                 run = self._last_waiting, *([] if before is None else [before])
                 surplus = sum(run) / self.seconds(1) - len(run)
-                overhead = next_overhead(self.sync_overhead, surplus, self._live.noise)
-                self._live.sync_overhead = overhead
+                live = self._live
+                live.overhead = next_overhead(live.overhead, surplus, live.noise)
             self._last_waiting = seconds if rows == 1 else None
         if rows == 1:
             if not pipelined or before is None:
@@ -648,7 +651,7 @@ class LiveCosts:
                 self._curves[end] = LiveCurve(
                     self._curves[nearest].known(stddev=_OTHER_CONTEXT, assumed=False)
                 )
-                self._curves[end].sync_overhead = self._curves[nearest].sync_overhead
+                self._curves[end].overhead = self._curves[nearest].overhead
             self._live = self._curves[end]
             self._live.reopen()
         self._plain_steps = 0

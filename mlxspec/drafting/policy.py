@@ -35,9 +35,7 @@ _STEPS_PER_SEARCH = 4
 
 _MUCH_GAIN = 1.0
 _PROBE_ROUND = 30  # steps
-_PROBE = range(
-    12, 18
-)  # in a row, since the first and the last pipelined step are not representative
+_PROBE = range(12, 18)  # in a row: the first and the last pipelined step are special
 
 _ROWS_OF_A_TREE = 16
 _FLAT = 2.0  # plain steps that so many rows cost

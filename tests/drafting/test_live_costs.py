@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.drafting.costs import (
+    FIRST_OVERHEAD,
     USUAL_SYNC_OVERHEAD,
     KnownTime,
     LiveCosts,
@@ -218,11 +219,11 @@ def test_threads_may_record_and_read_at_once():
 def learned(truth: float, noise: float, runs: int, seed: int = 0) -> list[float]:
     """The cost after each run of plain steps, whose times scatter by ``noise``."""
     generator = random.Random(seed)
-    cost, values = USUAL_SYNC_OVERHEAD, []
+    cost, values = FIRST_OVERHEAD, []
     for _ in range(runs):
         first, last, plain = (generator.lognormvariate(0, noise) for _ in range(3))
         cost = next_overhead(cost, (1.8 + truth) * first + 0.2 * last - 2 * plain, noise)
-        values.append(cost)
+        values.append(cost[0])
     return values
 
 
@@ -244,26 +245,27 @@ def test_on_a_noisy_machine_it_stays_near_the_truth(truth: float) -> None:
 
 def test_a_change_is_followed() -> None:
     generator = random.Random(1)
-    cost = USUAL_SYNC_OVERHEAD
+    cost = FIRST_OVERHEAD
     for truth in (0.05, 0.3):
         for _ in range(60):
             cost = next_overhead(cost, truth + generator.gauss(0, 0.05), 0.02)
-        assert cost == pytest.approx(truth, abs=0.05)
+        assert cost[0] == pytest.approx(truth, abs=0.05)
 
 
 def test_one_step_that_takes_an_age_changes_little() -> None:
-    cost = 0.02
+    cost = FIRST_OVERHEAD
     for _ in range(20):
         cost = next_overhead(cost, 0.1, 0.02)
-    assert next_overhead(cost, 100.0, 0.02) < 0.15
+    assert next_overhead(cost, 100.0, 0.02)[0] < 0.15
 
 
 def test_it_is_neither_negative_nor_above_half_a_step() -> None:
-    for surplus, value in ((-1.0, 0.0), (3.0, 0.5)):
-        cost = USUAL_SYNC_OVERHEAD
+    for waits, value in ((0.001, 0.0), (0.08, 0.5)):
+        costs = LiveCosts({1024: times(2.0)})
         for _ in range(100):
-            cost = next_overhead(cost, surplus, 0.02)
-        assert cost == value
+            costs.record(1, waits, False)
+            costs.record(8, 0.04, False)
+        assert costs.sync_overhead == value
 
 
 FALLING = [KnownTime(1, 0.010, 0.05), KnownTime(8, 0.012, 0.05), KnownTime(16, 0.008, 0.05)]
