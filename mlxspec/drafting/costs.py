@@ -299,10 +299,10 @@ class LiveCurve:
             own = self._rows[rows] = self._unseen(rows)
             own.in_curve = self._log_cost(own)
         if rows == 1:
-            parts, change = _MACHINE, np.diag([_MACHINE_CHANGE, 0.0, 0.0])
+            parts, change = _MACHINE, _PLAIN_STEP_CHANGE
         else:
             parts = np.array([1.0, 1.0, own.power])
-            change = np.diag([_MACHINE_CHANGE, _DRAFTED_CHANGE, 0.0])
+            change = _DRAFTED_STEP_CHANGE
             own.variance += _ROWS_CHANGE
         error = math.log(seconds) - float(parts @ self._shared) - own.value
         covariance = self._covariance + change
@@ -330,7 +330,7 @@ class LiveCurve:
         # The error is spread over all that the step's time is the sum of, the uncertain first.
         gain, shared = error / variance, covariance @ parts
         self._shared = self._shared + gain * shared
-        self._covariance = covariance - np.outer(shared, shared) / variance
+        self._covariance = covariance - shared[:, None] * (shared / variance)
         own.value += own.variance * gain
         own.variance -= own.variance**2 / variance
         own.assumed = False
@@ -339,13 +339,13 @@ class LiveCurve:
                 if other_rows > self._beyond:
                     other.value += doubt * gain
             self._doubt -= doubt**2 / variance
-        change_of_shared = np.abs(self._shared - self._in_curve)
+        _, drafted, exponent = (self._shared - self._in_curve).tolist()
         self._stale = (
             self._stale
             or doubt > 0
             or abs(self._log_cost(own) - own.in_curve) > _NOTICEABLE
-            or bool(change_of_shared[1] > _NOTICEABLE)
-            or bool(change_of_shared[2] * _LOG_WIDEST > _NOTICEABLE)
+            or abs(drafted) > _NOTICEABLE
+            or abs(exponent) * _LOG_WIDEST > _NOTICEABLE
         )
 
     def ran(self, rows: int) -> None:
@@ -427,6 +427,8 @@ class LiveCurve:
 
 # What the logarithm of a plain step's time is made of, and what changes where it changes alone.
 _MACHINE, _PLAIN_ALONE = np.array([1.0, 0.0, 0.0]), np.array([1.0, -1.0, 0.0])
+_PLAIN_STEP_CHANGE = np.diag([_MACHINE_CHANGE, 0.0, 0.0])
+_DRAFTED_STEP_CHANGE = np.diag([_MACHINE_CHANGE, _DRAFTED_CHANGE, 0.0])
 
 
 def _extended(points: list[tuple[int, float]]) -> CostCurve:
