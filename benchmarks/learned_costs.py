@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
 
+from mlxspec.bench.prompts import Completion, load_trace_tokenizer, read_completions
 from mlxspec.bench.replay import replay
-from mlxspec.bench.traces import Completion, load_trace_tokenizer, read_completions
 from mlxspec.drafting.acceptance import Experience
 from mlxspec.drafting.chips import chip_curve
 from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, KnownTime, LiveCosts

@@ -15,9 +15,9 @@ import subprocess
 import sys
 from statistics import geometric_mean
 
-from mlxspec.bench.bench_report import ratio_name
+from mlxspec.bench.report import ratio_name
 from mlxspec.cli.bench import bench_tables
-from mlxspec.cli.output import print_tables
+from mlxspec.cli.common.output import print_tables
 
 COMMAND = [sys.executable, "-c", "from mlxspec.cli.main import main; main()"]
 KINDS = {

@@ -1,4 +1,4 @@
-"""What a store costs: building it, opening it, a look-up, and learning an output.
+"""What a store costs: building it, opening it, a look-up, and adding a text.
 
     python benchmarks/store_cost.py [TOKENS ...]
 
@@ -19,9 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
-from mlxspec.corpus.building import build_store
-from mlxspec.corpus.learner import Learner
-from mlxspec.corpus.store import Store, open_store
+from mlxspec.corpus.store import Store, add_to_store, build_store, open_store
 
 VOCABULARY = 32_000
 LOOKUPS = 5000
@@ -67,26 +65,25 @@ def report(tokens: int, directory: Path) -> None:
     contexts = [other[at - 64 : at] for at in (pick.randrange(64, TEXT) for _ in range(LOOKUPS))]
     path = directory / "store"
     started = time.perf_counter()
-    size = build_store(path, known, Words()).info.nbytes
+    size = build_store(path, known, Words()).nbytes
     built = time.perf_counter()
     store = open_store(path, Words())
     opened = time.perf_counter()
     costs = lookup_costs(store, contexts)
-    learning = time.perf_counter()
-    with Learner(path, Words()) as learner:
-        learner.add(other)
-    learned = time.perf_counter()
+    adding = time.perf_counter()
+    add_to_store(path, [other], Words())
+    added = time.perf_counter()
     path.unlink()
     print(
         f"{tokens:>12,} {built - started:>8.2f} s {size / 1e6:>8.1f} MB"
         f" {(opened - built) * 1e3:>7.0f} ms {median(costs) * 1e6:>8.1f} µs"
-        f" {costs[LOOKUPS * 95 // 100] * 1e6:>8.1f} µs {(learned - learning) * 1e3:>7.0f} ms"
+        f" {costs[LOOKUPS * 95 // 100] * 1e6:>8.1f} µs {(added - adding) * 1e3:>7.0f} ms"
     )
 
 
 def main() -> None:
     print(f"Python {platform.python_version()}, {platform.machine()}, {LOOKUPS} look-ups each")
-    columns = ("tokens", "build", "size", "open", "look-up", "95 %", "learn")
+    columns = ("tokens", "build", "size", "open", "look-up", "95 %", "add")
     print("{:>12} {:>10} {:>11} {:>10} {:>11} {:>11} {:>10}".format(*columns))
     with tempfile.TemporaryDirectory() as directory:
         for tokens in map(int, sys.argv[1:] or ("100000", "1000000", "10000000")):

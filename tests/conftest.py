@@ -85,7 +85,8 @@ def no_note_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def few_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does any need costs that are exact; a first measurement takes two seconds otherwise."""
-    few = replace(mlxspec.engine.costs.QUICK, rows=(2, 4, 8), rounds=2, steady_rounds=2)
+    quick = mlxspec.engine.costs.QUICK
+    few = replace(quick, rows=(2, 4, 8), rounds=2, steady_rounds=2, seconds=60.0)
     monkeypatch.setattr(mlxspec.engine.costs, "QUICK", few)
 
 

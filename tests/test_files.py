@@ -17,9 +17,7 @@ from mlx_lm.models import cache
 import mlxspec
 from mlxspec import files, save_prompt_cache
 from mlxspec.bench.page import write_report
-from mlxspec.corpus.building import add_to_store, build_store
-from mlxspec.corpus.learner import Learner
-from mlxspec.corpus.store import open_store
+from mlxspec.corpus.store import add_to_store, build_store, open_store
 from mlxspec.corpus.suffix_index import SEPARATOR
 from mlxspec.errors import OptionError, PromptCacheError, StoreError
 from mlxspec.files import replaced, sole_writer
@@ -30,9 +28,8 @@ def names(path: Path) -> set[str]:
     return {entry.name for entry in path.iterdir()}
 
 
-def learn(path: Path) -> None:
-    with Learner(path, FIRST) as learner:
-        learner.add([5] * 3000)
+def extend(path: Path) -> None:
+    add_to_store(path, [[5] * 3000], FIRST)
 
 
 def fail_with(error: BaseException):
@@ -62,11 +59,10 @@ def test_whatever_interrupts_a_write_leaves_the_old_store(
     before = path.read_bytes()
     monkeypatch.setattr(files.os, function, fail_with(error))
     for write in (
-        learn,
+        extend,
         lambda path: add_to_store(path, [[4, 4]], FIRST),
         lambda path: build_store(path, [[4, 4]], FIRST, force=True),
         lambda path: build_store(tmp_path / "new", [[4, 4]], FIRST),
-        lambda path: learn(tmp_path / "new"),
     ):
         with pytest.raises(seen):
             write(path)
@@ -82,12 +78,12 @@ def test_a_limit_on_file_size_is_one_line_and_leaves_the_old_store(tmp_path: Pat
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
     try:
         with pytest.raises(StoreError, match=r"s: cannot be written \(File too large\)"):
-            learn(path)
+            extend(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     assert names(tmp_path) == {"s"}
-    assert list(open_store(path, FIRST).tokens) == [1, 2, 3, -1]
+    assert open_store(path, FIRST).index.tokens.tolist() == [1, 2, 3, -1]
 
 
 def test_readers_keep_what_they_opened(tmp_path: Path):
@@ -165,10 +161,10 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path):
     path = tmp_path / "s"
     build_store(path, [[1, 2, 3]], FIRST)
     killing = (
-        "import os, sys; from mlxspec.corpus.learner import Learner\n"
+        "import os, sys; from mlxspec.corpus.store import add_to_store\n"
         "from tests.support.tokenizers import FIRST\n"
         "os.fsync = lambda _: os.kill(os.getpid(), 9)\n"
-        "with Learner(sys.argv[1], FIRST) as learner: learner.add([4, 5])"
+        "add_to_store(sys.argv[1], [[4, 5]], FIRST)"
     )
     root = Path(mlxspec.__file__).parents[1]
     for _ in range(2):
@@ -177,8 +173,8 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path):
     others = {".s.other.0123456789abcdef.partial", ".t.0123456789abcdef.partial"}
     for name in others:
         (tmp_path / name).touch()
-    assert list(open_store(path, FIRST).tokens) == [1, 2, 3, -1]
-    learn(path)
+    assert open_store(path, FIRST).index.tokens.tolist() == [1, 2, 3, -1]
+    extend(path)
     assert names(tmp_path) == {"s"} | others
 
 
@@ -192,8 +188,8 @@ def test_a_writer_that_never_ends_is_not_waited_for_forever(
         sole_writer(path, StoreError, create=False),
         pytest.raises(StoreError, match="another process has been writing it"),
     ):
-        learn(path)
-    learn(path)
+        extend(path)
+    extend(path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -206,8 +202,6 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path):
 def test_a_directory_that_is_not_there_is_one_line(tmp_path: Path):
     with pytest.raises(StoreError, match=r"there is no directory .*nowhere"):
         build_store(tmp_path / "nowhere" / "s", [[1, 2, 3]], FIRST)
-    with pytest.raises(StoreError, match="there is no directory"):
-        Learner(tmp_path / "nowhere" / "s", FIRST)
 
 
 def _socket(path: Path) -> None:
@@ -217,7 +211,6 @@ def _socket(path: Path) -> None:
 
 WRITERS = {
     "store": (lambda path: build_store(path, [[1, 2, 3]], FIRST, force=True), StoreError),
-    "learner": (learn, StoreError),
     "prompt cache": (lambda path: save_prompt_cache(path, [cache.KVCache()]), PromptCacheError),
     "report": (lambda path: write_report(path, "new", "--html", force=True), OptionError),
 }
@@ -263,7 +256,7 @@ def test_what_every_killed_writer_left_goes_with_its_next_write_and_no_other_fil
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     left = names(tmp_path) - {path.name}
     assert len(left) == 1
-    path.unlink(missing_ok=True)  # the empty one that a learner has locked
+    path.unlink(missing_ok=True)  # the empty one that a writer has locked
     with replaced(path, StoreError) as living:
         living.write(b"alive")
         during = names(tmp_path) - left

@@ -96,7 +96,7 @@ def test_a_program_sees_what_it_has_set_up_to_see(set_up: bool) -> None:
 def test_the_commands_show_warnings_as_notes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mlxspec.cli.outcome import reported
+    from mlxspec.cli.common.notes import reported
 
     log = logging.getLogger("mlxspec.anything")
     with reported():

@@ -1,8 +1,7 @@
-"""Pages, and what is drawn in them: bars and lines of speeds."""
+"""Pages of reports: their templates, their bars of speeds, and where they are written."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,6 @@ from ..errors import OptionError
 from ..files import SHARED, check_writable, replaced
 
 _HEADROOM = 1.05
-_LEAST_SPAN = 0.1  # of the speeds of a line chart, so that noise looks like noise
-_MOST_LABELS = 8  # below a line; more would touch each other
 
 
 @dataclass(frozen=True)
@@ -63,55 +60,8 @@ class BarChart:
         return max((bar.value or 0.0 for bar in bars if not bar.unreachable), default=0.0)
 
 
-@dataclass(frozen=True)
-class Line:
-    """Speeds at the places of a chart.
-
-    Attributes:
-        values: the speeds, the first of which the others are compared with.
-        marked: the index of the one that stands out.
-    """
-
-    values: Sequence[float]
-    marked: int
-
-
-@dataclass(frozen=True)
-class LineChart:
-    """Lines over the same places, each in a panel of its own; ``templates/lines.html`` draws it.
-
-    All panels have one scale: equal heights are equal differences. Each begins at its line's
-    lowest value, since a small gain is not seen from 0.
-
-    Attributes:
-        labels: of the places, which are evenly spaced.
-        lines: by title.
-    """
-
-    labels: Sequence[str]
-    lines: Mapping[str, Line]
-
-    def across(self, index: int) -> float:
-        """Where a place is, from 0 on the left to 1 on the right."""
-        return index / (len(self.labels) - 1) if len(self.labels) > 1 else 0.5
-
-    def upwards(self, line: Line, value: float) -> float:
-        """Where a value of a line stands in its panel, from 0 at the bottom to 1 at the top."""
-        spans = (max(each.values) - min(each.values) for each in self.lines.values())
-        return (value - min(line.values)) / max(_LEAST_SPAN, *spans)
-
-    def labelled(self, index: int) -> bool:
-        """Whether a place has its label: all have, unless they are too many; the last has."""
-        last = len(self.labels) - 1
-        return (last - index) % math.ceil(len(self.labels) / _MOST_LABELS) == 0
-
-
-# What the beginning of a report has, and of nothing else: a page, an SVG and a PNG.
-_MARKS = (
-    b'<meta name="generator" content="mlxspec">',
-    b"<dc:title>mlxspec</dc:title>",
-    b"tEXtSoftware\0mlxspec",
-)
+# What a page and an SVG of ours have near the beginning.
+_MARKS = (b'<meta name="generator" content="mlxspec">', b"<!-- mlxspec -->")
 _BEGINNING = 1024  # bytes in which the mark stands
 
 

@@ -11,7 +11,7 @@ from ..corpus.memory import MAX_TOKENS
 from ..corpus.suffix_index import SuffixIndex
 from ..drafting.acceptance import AcceptanceModel, Experience
 from ..drafting.costs import CostCurve, FixedCosts
-from ..drafting.drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep
+from ..drafting.drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep, accept
 from ..drafting.planner import Planner
 from ..drafting.policy import trees_pay
 from ..drafting.sources import NgramIndex, PromptLookupDrafter
@@ -23,7 +23,6 @@ from ..drafting.suffix_source import (
     SuffixSource,
     SuffixTree,
 )
-from .replay import verify
 
 
 class _TextDrafter(Drafter):
@@ -250,6 +249,18 @@ class TensorRTPool(_TextDrafter):
                     self._pool[key] = [draft]
                 elif draft not in drafts:
                     drafts.append(draft)
+
+
+_UNKNOWN = -1  # the choice after a row that was not accepted
+
+
+def verify(tree: DraftTree, following: Sequence[int], ahead: bool = False) -> VerifiedStep:
+    """Verify a tree against the tokens that follow its root; the last one may end the output."""
+    right = [following[d] if d < len(following) else _UNKNOWN for d in tree.depths]
+    accepted, tokens = accept(tree, right)
+    path = {0, *accepted}
+    choices = tuple(token if node in path else _UNKNOWN for node, token in enumerate(right))
+    return VerifiedStep(tree, choices, choices, accepted, tokens[: len(following)], ahead=ahead)
 
 
 @dataclass(eq=False)

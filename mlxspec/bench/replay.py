@@ -1,21 +1,33 @@
 """Replaying recorded outputs: the steps that drafters would have taken, and what they cost.
 
-Outputs run one at a time, or several at once in joint steps; one is the case of one.
+Outputs run one at a time, or several at once in joint steps. Every policy is replayed under every
+chip's cost curve.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from statistics import fmean, geometric_mean
-from typing import cast
+from typing import Any, cast
 
+from ..corpus.memory import Memory
+from ..drafting.acceptance import Experience
+from ..drafting.chips import ESTIMATED, Chip
 from ..drafting.costs import CostCurve, FixedCosts
-from ..drafting.drafter import Drafter, DraftTree, NoDraft, VerifiedStep, accept
+from ..drafting.drafter import Drafter, DraftTree, NoDraft
 from ..drafting.planner import Plan, Planner, plan_drafts
-from .traces import Completion
+from ..drafting.suffix_source import Earlier
+from ..errors import OptionError
+from ..jsonl import load_json
+from .page import Bar, BarChart, render
+from .policies import AUTO, HINDSIGHT, POLICIES, Policy, Task, verify
+from .prompts import Completion
 
 SLOW = 0.98
 """A speed below this counts as slower than plain decoding, but for a few plain steps."""
@@ -24,7 +36,6 @@ _WORTH_IT = 1.02
 """How much faster batching and drafting must be than the better of the two, to add up."""
 
 MAX_DEPTH = 4096  # the drafter does not know where the output ends
-_UNKNOWN = -1  # the choice after a row that was not accepted
 _ANY_CURVE = CostCurve([(1, 1)])  # where nobody plans by it
 
 
@@ -205,15 +216,6 @@ def _step(
     for one, tree in zip(active, trees, strict=True):
         one.take(tree, rows, len(active), ahead)
     return rows, ahead
-
-
-def verify(tree: DraftTree, following: Sequence[int], ahead: bool = False) -> VerifiedStep:
-    """Verify a tree against the tokens that follow its root; the last one may end the output."""
-    right = [following[d] if d < len(following) else _UNKNOWN for d in tree.depths]
-    accepted, tokens = accept(tree, right)
-    path = {0, *accepted}
-    choices = tuple(token if node in path else _UNKNOWN for node, token in enumerate(right))
-    return VerifiedStep(tree, choices, choices, accepted, tokens[: len(following)], ahead=ahead)
 
 
 def extended(curve: CostCurve) -> CostCurve:
@@ -401,3 +403,386 @@ def joint_report(
         rows_per_step=sum(joint.rows) / steps,
         sequences_per_step=sum(joint.sequences) / steps,
     )
+
+
+_WIDEST = 1024  # rows; far more than any draft has
+_UNUSABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
+
+Comparison = Mapping[str, Mapping[str, ReplayReport]]
+"""Reports by chip and policy."""
+
+JointComparison = Mapping[str, Mapping[str, JointReport]]
+"""Reports of several sequences at once by chip and policy."""
+
+
+_GUESSES = (
+    "it drafts from the model's own guesses, and no model runs here; mlxspec bench measures it"
+)
+_NOT_REPLAYED = {
+    "plain": "all speeds are against plain decoding already; leave it out",
+    "lookahead": _GUESSES,
+    "combined": _GUESSES,
+}
+"""Decoders of the other commands, and why none of their figures can be told."""
+
+
+def chosen_policies(names: str) -> dict[str, Policy]:
+    """The policies that a comma-separated list names, in its order; "all" names all.
+
+    Raises:
+        OptionError: one of them is unknown.
+    """
+    wanted = list(POLICIES) if names == "all" else [name.strip() for name in names.split(",")]
+    try:
+        return {name: POLICIES[name] for name in wanted}
+    except KeyError as error:
+        name = error.args[0]
+        reason = _NOT_REPLAYED.get(name) or f"choose among {', '.join(POLICIES)}"
+        raise OptionError(f"no decoder is replayed as {name!r}: {reason}") from None
+
+
+def read_curve(path: Path) -> CostCurve:
+    """Read a curve.
+
+    The file holds the JSON of ``mlxspec calibrate``, or ``{"rows": [1, ...], "cost": [1, ...]}``.
+
+    Raises:
+        OptionError: it cannot be read, or holds no curve or several, or one of too many rows.
+    """
+    try:
+        points = _points(load_json(path.read_text(encoding="utf-8-sig")))
+    except _UNUSABLE as error:
+        raise OptionError(
+            f"{path}: no cost curve; write one with mlxspec calibrate MODEL --json"
+        ) from error
+    widest = max((rows for rows, _ in points), default=0)
+    if widest > _WIDEST:
+        raise OptionError(
+            f"{path}: a cost curve up to {widest} rows; leave out what is beyond {_WIDEST}"
+        )
+    return CostCurve(points)
+
+
+def _points(content: Any) -> list[tuple[int, float]]:
+    if "curves" in content:
+        (content,) = content["curves"]
+    if "times" in content:
+        return [(int(time["rows"]), float(time["cost"])) for time in content["times"]]
+    rows, costs = content["rows"], content["cost"]
+    return [(int(row), float(cost)) for row, cost in zip(rows, costs, strict=True)]
+
+
+def compare(
+    completions: Sequence[Completion],
+    classes: bytes,
+    policies: Mapping[str, Policy],
+    curves: Mapping[str, CostCurve],
+    on_progress: Callable[[float], None] = lambda share: None,
+) -> dict[str, dict[str, ReplayReport]]:
+    """Replay outputs with several policies on several chips.
+
+    Args:
+        completions: the recorded outputs, at least one.
+        classes: of their tokens, see :func:`mlxspec.drafting.acceptance.token_classes`.
+        policies: by name.
+        curves: T(rows)/T(1) by the chip's name.
+        on_progress: called with the share that is done.
+
+    Returns:
+        by chip and policy, in the order given.
+    """
+    replays = sum(len(curves) if policy.follows_costs else 1 for policy in policies.values())
+    done, total = itertools.count(1), replays * len(completions)
+    reports: dict[str, dict[str, ReplayReport]] = {chip: {} for chip in curves}
+    for name, policy in policies.items():
+        replayed: list[tuple[str, Replayed]] = []
+        for chip, curve in curves.items():
+            if policy.follows_costs or not replayed:  # without costs all chips have the same steps
+                replayed, make_drafter = [], _drafters(policy, curve, classes)
+                for one in completions:
+                    outcome = replay(one.prompt, one.output, make_drafter(one))
+                    replayed.append((one.category, outcome))
+                    on_progress(next(done) / total)
+            reports[chip][name] = replay_report(replayed, curve)
+    return reports
+
+
+def _drafters(policy: Policy, curve: CostCurve, classes: bytes) -> Callable[[Completion], Drafter]:
+    """What gives each completion its drafter; all of them share one memory."""
+    most, experience = policy.memory_tokens, Experience()
+    if most == 0:
+        return lambda one: policy.make_drafter(
+            Task(one.output, curve, classes, experience=experience)
+        )
+    memory = Memory(sys.maxsize if most is None else most)
+    earlier = Earlier("memory", memory, memory.used)
+
+    def remember(output: Sequence[int], earned: Mapping[str, int], prompt: Sequence[int]) -> None:
+        memory.add(output, earned, prompt)
+        memory.settle(tidy=True)  # the next completion finds the same, however fast this goes
+
+    return lambda one: policy.make_drafter(
+        Task(one.output, curve, classes, earlier, remember, experience)
+    )
+
+
+def jointly_chosen(names: str, concurrency: int) -> dict[str, Policy]:
+    """As :func:`chosen_policies`, for several sequences at once: "all" leaves out hindsight.
+
+    Raises:
+        OptionError: one of them is unknown, or means nothing there.
+    """
+    if names == "all":
+        return {name: policy for name, policy in POLICIES.items() if name != HINDSIGHT}
+    policies = chosen_policies(names)
+    if HINDSIGHT in policies:
+        raise OptionError(
+            f"--decoder {HINDSIGHT} with --concurrency {concurrency}: it weighs one sequence "
+            "alone; leave one of them out"
+        )
+    return policies
+
+
+def compare_jointly(
+    completions: Sequence[Completion],
+    classes: bytes,
+    policies: Mapping[str, Policy],
+    curves: Mapping[str, CostCurve],
+    concurrency: int,
+    on_progress: Callable[[float], None] = lambda share: None,
+) -> dict[str, dict[str, JointReport]]:
+    """Replay several outputs at once, and set that against batching and drafting alone.
+
+    Args:
+        completions, classes, policies, curves, on_progress: as for :func:`compare`.
+        concurrency: how many outputs run at once, at least 1.
+
+    Returns:
+        by chip and policy, in the order given.
+    """
+    done = itertools.count(1)
+    total = (1 + 2 * len(curves) * len(policies)) * len(completions)
+
+    def count() -> None:
+        on_progress(next(done) / total)
+
+    plain = replay_plain_batch(completions, concurrency, count)
+    reports: dict[str, dict[str, JointReport]] = {}
+    for chip, curve in curves.items():
+        reports[chip] = {}
+        for name, policy in policies.items():
+            alone, joint = (
+                replay_jointly(
+                    completions, _drafters(policy, curve, classes), curve, at_once, count
+                )
+                for at_once in (1, concurrency)
+            )
+            reports[chip][name] = joint_report(joint, plain, alone, curve)
+    return reports
+
+
+def _fastest(reports: Mapping[str, ReplayReport]) -> str | None:
+    """The fastest policy that can be reached; None where there is none."""
+    reachable = [name for name in reports if name != HINDSIGHT]
+    return max(reachable, key=lambda name: reports[name].speedup, default=None)
+
+
+def _speeds(report: ReplayReport) -> str:
+    return f"{report.speedup:.2f}×, worst set {report.worst:.2f}×"
+
+
+def verdict(policies: Mapping[str, Policy], comparison: Comparison) -> list[str]:
+    """Which policy wins where, a line for each winner; plain decoding where nothing gains."""
+    won: dict[str, list[str]] = {}
+    for chip, reports in comparison.items():
+        best = _fastest(reports)
+        if best and reports[best].speedup > 1:
+            where = f"{chip} ({_speeds(reports[best])})"
+            won.setdefault(policies[best].label, []).append(where)
+        elif best:
+            won.setdefault("plain decoding", []).append(chip)
+    return [f"{winner} wins on {', '.join(chips)}." for winner, chips in won.items()]
+
+
+def brief_verdict(
+    policies: Mapping[str, Policy], comparison: Comparison, chips: Mapping[str, Chip]
+) -> list[str]:
+    """What is fastest on each chip, a line for each, below one on what was compared."""
+    sets = next(iter(next(iter(comparison.values())).values())).sets
+    outputs = sum(one.completions for one in sets.values())
+    tokens = sum(one.tokens for one in sets.values())
+    lines = [
+        f"Modelled speed against plain decoding; outputs {outputs:,}, tokens {tokens:,}, sets "
+        f"{len(sets)}, decoders {len(policies)}; {ESTIMATED}: a curve with estimates"
+    ]
+    for chip, reports in comparison.items():
+        best = _fastest(reports)
+        if best and reports[best].speedup > 1:
+            label, speeds = policies[best].label, _speeds(reports[best])
+            lines.append(f"{chips[chip].label}: {label} {speeds}")
+        elif best:
+            lines.append(f"{chips[chip].label}: nothing is faster")
+    return lines
+
+
+def joint_verdict(policies: Mapping[str, Policy], comparison: JointComparison) -> list[str]:
+    """Whether batching and drafting add up, a line for each chip by its fastest decoder."""
+    lines = []
+    for chip, reports in comparison.items():
+        best = max(reports, key=lambda name: reports[name].speedup)
+        report = reports[best]
+        finding = "add up" if report.adds_up else "add less than 2 % to the better of the two"
+        lines.append(
+            f"On {chip} batching and drafting {finding} ({policies[best].label} "
+            f"{report.speedup:.2f}×, batching alone {report.plain_batching:.2f}×, one at a time "
+            f"{report.one_at_a_time:.2f}×)."
+        )
+    return lines
+
+
+def replay_page(
+    comparison: Comparison,
+    policies: Mapping[str, Policy],
+    chips: Mapping[str, Chip],
+    verdict: Sequence[str],
+) -> str:
+    """The HTML page: speeds by policy and chip.
+
+    Args:
+        comparison: from :func:`compare`.
+        policies: what was compared.
+        chips: by name, the chips of the comparison.
+        verdict: the lines at the top.
+    """
+    chart = BarChart(
+        {
+            chips[chip].label: [
+                Bar(policies[name].label, report.speedup, unreachable=name == HINDSIGHT)
+                for name, report in reports.items()
+            ]
+            for chip, reports in comparison.items()
+        },
+        SLOW,
+    )
+    sets = next(iter(next(iter(comparison.values())).values())).sets.values()
+    return render(
+        "replay.html",
+        verdict=verdict,
+        table=comparison,
+        chips={chip: chips[chip] for chip in comparison},
+        estimated=ESTIMATED if any(chips[chip].estimated for chip in comparison) else "",
+        decoders=policies,
+        best={
+            chip: chart.best(bars)
+            for chip, bars in zip(comparison, chart.groups.values(), strict=True)
+        },
+        hindsight=HINDSIGHT,
+        chart=chart,
+        completions=sum(one.completions for one in sets),
+        tokens=sum(one.tokens for one in sets),
+    )
+
+
+_ALL = "all"
+_LETTERS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+_SIZE = re.compile(r"([0-9]{1,15})([km]?)", re.ASCII | re.IGNORECASE)
+
+ENOUGH = 1.01
+"""A memory is large enough if no larger one is faster by more than this."""
+
+
+def memories(sizes: str) -> dict[str, Policy]:
+    """The default decoder with memories of the sizes that a comma-separated list names.
+
+    Args:
+        sizes: numbers of tokens, with k for 1,024 and M for 1,048,576, or "all" for a memory
+            without bound.
+
+    Returns:
+        by name, the smallest memory first. Before them, for comparison, stands the decoder without
+        one, whether 0 is in the list or not.
+
+    Raises:
+        OptionError: a size has another form, or one is named twice.
+    """
+    found: list[int | None] = []
+    for text in sizes.split(","):
+        size = _size(text.strip())
+        if size in found:
+            raise OptionError(f"--memory names {_name(size)} twice: name each size once")
+        found.append(size)
+    bounded = sorted({0, *(size for size in found if size is not None)})
+    unbounded = [None] if None in found else []
+    names = {
+        "no memory" if size == 0 else f"memory {_name(size)}": size
+        for size in [*bounded, *unbounded]
+    }
+    return {
+        name: replace(POLICIES[AUTO], label=name, memory_tokens=size)
+        for name, size in names.items()
+    }
+
+
+def _size(text: str) -> int | None:
+    if text == _ALL:
+        return None
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise OptionError(
+            f"--memory: {text!r} is no size: give tokens as 4096, 16k or 1M, 0 for nothing, or all"
+        )
+    return int(match[1]) * _LETTERS[match[2].lower()]
+
+
+def _name(size: int | None) -> str:
+    """A size in short: "0", "1,000", "16k", "1M", "all"."""
+    if size is None:
+        return _ALL
+    for letter in ("m", "k"):
+        if size and size % _LETTERS[letter] == 0:
+            return f"{size // _LETTERS[letter]:,}{'M' if letter == 'm' else letter}"
+    return f"{size:,}"
+
+
+def _enough(speeds: Sequence[float]) -> int:
+    """The index of the first that no later one exceeds by more than 1 %."""
+    return next(
+        index for index, speed in enumerate(speeds) if max(speeds[index:]) <= ENOUGH * speed
+    )
+
+
+def memory_verdict(
+    policies: Mapping[str, Policy], comparison: Comparison | JointComparison
+) -> list[str]:
+    """What remembering gains: a line for each size that is enough, with the chips where it is.
+
+    Args:
+        policies: from :func:`memories`.
+        comparison: of these, by chip and name.
+    """
+    sizes = [policy.memory_tokens for policy in policies.values()]
+    found: dict[int, list[str]] = {}
+    for chip, reports in comparison.items():
+        speeds = [report.speedup for report in reports.values()]
+        enough = _enough(speeds)
+        without, with_it = speeds[0], speeds[enough or -1]
+        change = f"{chip} ({without:.2f}× to {with_it:.2f}×)"
+        if len(sizes) == 1:
+            change = f"{without:.2f}× on {chip}"
+        elif enough:
+            change = f"{100 * (with_it / without - 1):.1f} % on {change}"
+        found.setdefault(enough, []).append(change)
+    return [_sentence(sizes, enough, ", ".join(found[enough])) for enough in sorted(found)]
+
+
+def _sentence(sizes: Sequence[int | None], enough: int, changes: str) -> str:
+    if len(sizes) == 1:
+        return f"Without a memory the speed is {changes}."
+    if enough == 0:
+        return f"Remembering gains at most 1 % on {changes}."
+    size = sizes[enough]
+    what = "everything" if size is None else f"{_name(size)} tokens"
+    others = "; no larger memory is more than 1 % faster"
+    if enough == len(sizes) - 1:
+        others = "; every smaller memory is more than 1 % slower" if enough > 1 else ""
+    return f"Remembering {what} gains {changes}{others}."

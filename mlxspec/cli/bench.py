@@ -17,8 +17,9 @@ from rich.text import Text
 from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
-from .model_choice import ABOUT, DEFAULT, model_argument, needed_model
-from .options import (
+from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
+from .common.notes import note
+from .common.options import (
     ADAPTERS,
     ADAPTERS_HELP,
     DRAFTER,
@@ -31,8 +32,7 @@ from .options import (
     option_field,
     options_of,
 )
-from .outcome import note
-from .output import (
+from .common.output import (
     FoldingTable,
     ProgressBar,
     ReportOptions,
@@ -43,9 +43,9 @@ from .output import (
 )
 
 if TYPE_CHECKING:
-    from ..bench.bench import MeasuredPrompt, Measurement
-    from ..bench.bench_report import Report
+    from ..bench.measure import MakeBackend, MeasuredPrompt, Measurement
     from ..bench.prompts import BenchPrompt
+    from ..bench.report import Report
 
 _DECODERS = ("plain", "mlx-lm", "prompt-lookup", "auto", "lookahead", "combined")
 _prompts = partial(option_field, group="Prompts")
@@ -107,17 +107,9 @@ def bench_command(
     "reference" in each line; any other file is one prompt as it stands. Reports hold no prompts,
     no outputs and no paths unless you ask for them.
     """
-    from ..bench.backends import backends_with, chosen_backends
-    from ..bench.bench import Measurement
-    from ..bench.bench_report import (
-        bench_page,
-        bench_report,
-        machine_facts,
-        model_facts,
-        what_differs,
-    )
+    from ..bench.measure import backends_with, chosen_backends
+    from ..bench.report import bench_page, what_differs
     from ..drafting.drafter import load_drafter
-    from ..models.model import load
 
     # All that needs no model is checked before one is loaded, or even downloaded.
     model = needed_model(model)
@@ -129,11 +121,40 @@ def bench_command(
     questions = _questions(asked)
     shows.check()
 
+    report = _report(model, asked, backends, sampling, questions, include_text)
+    wrong = list(what_differs(report))
+
+    def show() -> None:
+        if shows.as_json:
+            write_json(report)
+        else:
+            print_tables(bench_tables(report))
+        for line in wrong:
+            click.echo(f"Error: {shown(line)}", err=True)
+
+    shows.show(show, lambda: bench_page(report))
+    if wrong:
+        sys.exit(1)
+    if report["settings"]["interrupted"]:
+        sys.exit(INTERRUPTED)
+
+
+def _report(
+    model: str,
+    asked: BenchOptions,
+    backends: dict[str, MakeBackend],
+    sampling: SamplingParams,
+    questions: list[BenchPrompt],
+    include_text: bool,
+) -> Report:
+    """Load the model, measure, and sum up."""
+    from ..bench.measure import Measurement
+    from ..bench.report import bench_report, machine_facts, model_facts
+    from ..models.model import load
+
     loaded, tokenizer = load(model, adapter_path=asked.adapter_path)
     measurement = Measurement(
-        loaded,
-        tokenizer,
-        backends,
+        *(loaded, tokenizer, backends),
         max_tokens=asked.max_tokens,
         repeats=asked.repeats,
         sampling=sampling,
@@ -148,36 +169,21 @@ def bench_command(
         "seed": asked.seed,
         "interrupted": interrupted,
     }
-    facts = {"model": model_facts(loaded, model), "machine": machine_facts()}
+    about = model_facts(loaded, model)
     if asked.adapter_path is not None:
-        facts["model"]["name"] += f" with adapters {Path(asked.adapter_path).resolve().name}"
-    report = bench_report(
+        about["name"] += f" with adapters {Path(asked.adapter_path).resolve().name}"
+    return bench_report(
         measured,
-        facts={**facts, "settings": settings},
+        facts={"model": about, "machine": machine_facts(), "settings": settings},
         with_references=asked.references,
         include_text=include_text,
     )
-    wrong = list(what_differs(report))
-
-    def show() -> None:
-        if shows.as_json:
-            write_json(report)
-        else:
-            print_tables(bench_tables(report))
-        for line in wrong:
-            click.echo(f"Error: {shown(line)}", err=True)
-
-    shows.show(show, lambda: bench_page(report))
-    if wrong:
-        sys.exit(1)
-    if interrupted:
-        sys.exit(INTERRUPTED)
 
 
 def _questions(asked: BenchOptions) -> list[BenchPrompt]:
     """The prompts to answer."""
-    from ..bench.bench_report import require_rouge
     from ..bench.prompts import bundled_prompts, limited, read_prompts, read_spec_bench
+    from ..bench.report import require_rouge
 
     if asked.prompts and asked.spec_bench:
         raise OptionError("--prompts and --spec-bench are given together: choose one")
@@ -214,8 +220,8 @@ def _measure(
 
 
 def bench_tables(report: Report) -> Iterator[RenderableType]:
-    """The tables of a report made by :func:`mlxspec.bench.bench_report.bench_report`."""
-    from ..bench.bench_report import verdict
+    """The tables of a report made by :func:`mlxspec.bench.report.bench_report`."""
+    from ..bench.report import verdict
 
     model, machine = report["model"], report["machine"]
     yield shown(
@@ -239,7 +245,7 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
 
 def _by_category(report: Report) -> RenderableType:
     """Tokens per second, and against the baseline."""
-    from ..bench.bench_report import ratio_name
+    from ..bench.report import ratio_name
 
     names, which = list(report["decoders"]), ratio_name(report)
     result = FoldingTable(

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
 
 from ..engine.params import CacheOptions
-from ..errors import OptionError
-from .generate import prefill_bar
-from .model_choice import model_or_default, tell_of_model
-from .options import ADAPTERS, ADAPTERS_HELP, NAME, command, option, options_of
-from .outcome import note
-from .output import error_console
-from .prompts import PromptOptions, model_option
+from ..errors import OptionError, PromptCacheError
+from ..models.model_files import DEMO, is_downloaded, is_repository_name
+from ..terminal import visible
+from .common.generation import Generation
+from .common.model_choice import model_or_default, tell_of_model
+from .common.notes import note
+from .common.options import ADAPTERS, ADAPTERS_HELP, NAME, command, option, options_of
+from .common.output import at_terminal, error_console, prefill_bar
+from .common.prompt import PromptOptions, in_template, model_option
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from ..generation.decoder import Decoder
 
 
 @command("cache-prompt")
@@ -63,7 +75,6 @@ def cache_prompt_command(
     from ..generation.options import prompt_ids
     from ..models.model import load
     from ..models.model_files import local_path
-    from .cached_prompt import ADAPTERS_OF_FILE
 
     # All that needs no model is checked before one is loaded, or even downloaded.
     source = prompt.read()
@@ -92,3 +103,170 @@ def cache_prompt_command(
     metadata = {"model": name, "tokenizer_config": "{}", ADAPTERS_OF_FILE: adapters}
     save_prompt_cache(path, cache, metadata, tokens=tokens)
     note(f"{path} holds {len(tokens):,} tokens, {path.stat().st_size / 1e6:,.1f} MB")
+
+
+ADAPTERS_OF_FILE = "adapter_path"
+"""What the metadata of a file calls the adapters of its model; "" for none."""
+_LONGEST_NAME = 200  # characters of a model's name that are shown
+_QUERY = "<query>"  # mlx-lm's word, for which no template has a use
+
+
+class CachedPrompt:
+    """What a prompt cache file holds, for prompts that follow it.
+
+    Args:
+        file: made by ``mlxspec cache-prompt`` or ``mlx_lm.cache_prompt``.
+
+    Raises:
+        PromptCacheError: there is no such file, or it is damaged, empty or of another kind.
+    """
+
+    def __init__(self, file: str) -> None:
+        from ..engine.caches import parts
+        from ..engine.prompt_cache_file import load_prompt_cache, tokens_in
+
+        self.file = file
+        self._cache, self._metadata = load_prompt_cache(file, return_metadata=True)
+        self._tokens = tokens_in(self._cache, self._metadata)
+        if all(part.empty() for part in parts(self._cache)):
+            raise PromptCacheError(f"{file} holds an empty cache: leave out --prompt-cache-file")
+
+    def completed(self, generation: Generation) -> Generation:
+        """The generation with what the file says: its model, adapters and own end tokens.
+
+        Raises:
+            PromptCacheError: another model or another quantisation was asked for, or the model
+                is not on the machine.
+        """
+        self._check_quantization(generation.caches)
+        ends = generation.ends
+        return replace(
+            generation,
+            model=self._model(generation.model),
+            adapter_path=self._adapters(generation.adapter_path),
+            ends=replace(ends, stop_tokens=(*ends.stop_tokens, *self._end_tokens())),
+        )
+
+    def _model(self, asked: str | None) -> str | None:
+        """The model that made the file, which is the one that was asked for, if any was.
+
+        The file may come from anybody: what it names is downloaded only if the user says so.
+        """
+        own = self._metadata.get("model") or None
+        if own is None or asked == own or (asked is not None and _same_directory(asked, own)):
+            return asked
+        shown = visible(" ".join(own[:_LONGEST_NAME].split()))
+        if asked is not None:
+            raise PromptCacheError(
+                f"{self.file} was made by the model {shown}, not {asked}: leave out --model, or "
+                "make the file again"
+            )
+        if own == DEMO or _is_directory(own):
+            return own
+        if is_repository_name(own) and (is_downloaded(own) or _may_download(self.file, shown)):
+            return own
+        raise PromptCacheError(
+            f"{self.file} was made by the model {shown}, which is not on this machine: name the "
+            "model with --model"
+        )
+
+    def _adapters(self, asked: str | None) -> str | None:
+        """The adapters with which the file was made, which are those that were asked for, if any.
+
+        Files of mlx-lm's do not say it.
+        """
+        own = self._metadata.get(ADAPTERS_OF_FILE)
+        if own is None or (asked is not None and _same_directory(asked, own)):
+            return asked
+        shown = visible(" ".join(own[:_LONGEST_NAME].split()))
+        if asked is None and (not own or _is_directory(own)):
+            return own or None
+        raise PromptCacheError(
+            f"{self.file} was made with the adapters {shown}: name them with --adapter-path"
+            if own
+            else f"{self.file} was made without adapters: leave out --adapter-path"
+        )
+
+    def _check_quantization(self, options: CacheOptions) -> None:
+        """Refuse options that would quantise the cache in another way than it is."""
+        from mlx_lm.models.cache import QuantizedKVCache
+
+        from ..engine.caches import parts
+
+        bits, size = options.kv_bits, options.kv_group_size
+        for cache in parts(self._cache):
+            quantized = isinstance(cache, QuantizedKVCache) and bits is not None
+            if quantized and (cache.bits, cache.group_size) != (bits, size):
+                raise PromptCacheError(
+                    f"{self.file} is quantised to {cache.bits} bits in groups of "
+                    f"{cache.group_size}: leave out --kv-bits and --kv-group-size"
+                )
+
+    def _end_tokens(self) -> tuple[str, ...]:
+        """The end token that mlx-lm was told when it made the file, if it was told one."""
+        try:
+            config = json.loads(self._metadata.get("tokenizer_config", "{}"))
+        except (ValueError, RecursionError):
+            return ()
+        told = config.get("eos_token") if isinstance(config, dict) else None
+        return (told,) if isinstance(told, str) and told else ()
+
+    def continued(
+        self, prompt: str | list[int], options: PromptOptions, decoder: Decoder, templated: bool
+    ) -> tuple[list[int], dict[str, Any]]:
+        """The tokens to generate from, and where their cache is.
+
+        Where the file says which tokens it holds, drafts can be taken from these, too.
+
+        Raises:
+            PromptCacheError: the file is another model's.
+            OptionError: the chat template does not apply.
+        """
+        from ..engine.prompt_cache_file import check_fits, check_lengths
+        from ..generation.session import Session
+
+        check_fits(self._cache, decoder.model, self.file)
+        check_lengths(self._cache, self.file)
+        following = _following(prompt, options, decoder.tokenizer, templated)
+        if self._tokens:
+            session = Session(self._cache, self._tokens)
+            return [*self._tokens, *following], {"session": session}
+        return following, {"prompt_cache": self._cache}
+
+
+def _following(
+    prompt: str | list[int], options: PromptOptions, tokenizer: TokenizerWrapper, templated: bool
+) -> list[int]:
+    """The ids of a text that goes on with the user's message in the cache."""
+    if not isinstance(prompt, str):
+        return prompt
+    if templated:
+        texts = []
+        for content in (_QUERY, prompt):
+            messages, how = options.turns([{"role": "user", "content": content}])
+            how["tokenize"] = False
+            texts.append(in_template(messages, tokenizer, options.remedy, **how))
+        opening, prompt = texts
+        prompt = prompt[len(opening.partition(_QUERY)[0]) :]
+    return tokenizer.encode(prompt, add_special_tokens=False)
+
+
+def _same_directory(first: str, second: str) -> bool:
+    if not (_is_directory(first) and _is_directory(second)):
+        return False
+    return Path(first).expanduser().samefile(Path(second).expanduser())
+
+
+def _is_directory(name: str) -> bool:
+    try:
+        return Path(name).expanduser().is_dir()
+    except (OSError, RuntimeError):  # too long a name, or "~" before a user who is not known
+        return False
+
+
+def _may_download(file: str, model: str) -> bool:
+    """Ask at a terminal."""
+    if not at_terminal():
+        return False
+    question = f"{visible(file)} was made by {model}, which is not on this machine. Download it?"
+    return click.confirm(question, err=True)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.bar import Bar
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
 
 from ..errors import MlxspecError, OptionError
 from ..terminal import visible
-from .cost_plots import CostPoint, check_picture, cost_plot, cost_points, cost_table, drawn_curve
-from .model_choice import ABOUT, DEFAULT, model_argument, needed_model
-from .options import ADAPTERS, ADAPTERS_HELP, FILE, NAME, check_least, command, option
-from .outcome import note
-from .output import FORCE_HELP, ProgressBar, at_terminal, output_console, write_json
+from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
+from .common.notes import note
+from .common.options import ADAPTERS, ADAPTERS_HELP, FILE, NAME, check_least, command, option
+from .common.output import FORCE_HELP, ProgressBar, at_terminal, output_console, write_json
 
 if TYPE_CHECKING:
     from ..drafting.kept import CostCache, CostKey, KnownRange
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
 _MOST_SEQUENCES = 64  # whose steps are shown
 _DIGEST = 8  # characters, which tell models of one kind and size apart
 
+_WIDEST_BAR = 60  # columns
 _measurement = partial(option, group="Measurement")
 _output = partial(option, group="Output")
 
@@ -34,8 +41,7 @@ _output = partial(option, group="Output")
 @_measurement("--context N", "Measure behind N tokens of context.  [default: 256]", type=int)
 @_measurement("--sequences N", "Measure steps that N sequences share.", default=1, type=int)
 @_measurement("--show", "Show what is known of MODEL, or else of all, and measure nothing.")
-@_output("--png FILE", "Draw the curve.", type=FILE)
-@_output("--svg FILE", "Draw the curve.", type=FILE)
+@_output("--svg FILE", "Draw the curve as a picture, too.", type=FILE)
 @_output("--force", FORCE_HELP)
 @_output("--json", "Write one JSON object and no table.", "as_json")
 def calibrate_command(
@@ -45,7 +51,6 @@ def calibrate_command(
     context: int | None,
     sequences: int,
     show: bool,
-    png: Path | None,
     svg: Path | None,
     force: bool,
     as_json: bool,
@@ -65,12 +70,11 @@ def calibrate_command(
     much to tell anything, nothing is kept, and the exit status is 1. The times are kept in the
     user's cache directory, or in the one that MLXSPEC_CACHE_DIR names.
     """
-    from ..bench.page import write_report
+    from ..bench.page import check_report, write_report
     from ..drafting.kept import CostCache
 
-    pictures = {kind: path for kind, path in (("png", png), ("svg", svg)) if path}
-    for kind, path in pictures.items():
-        check_picture(f"--{kind}", path, force=force)
+    if svg:
+        check_report(svg, "--svg", force=force)
     check_least(1, context=context, sequences=sequences)
     if adapter_path is not None and model is None:
         raise OptionError("--adapter-path is given without its MODEL: name that, too")
@@ -79,7 +83,7 @@ def calibrate_command(
         curves = _kept(cache, model, adapter_path, context)
     else:
         curves = [_measured(cache, needed_model(model), adapter_path, context, sequences)]
-    if pictures and len(curves) != 1:
+    if svg and len(curves) != 1:
         raise OptionError(
             f"a picture shows one curve, and there are {len(curves)}: name the model, and a "
             "--context where several ranges are known"
@@ -89,9 +93,8 @@ def calibrate_command(
         write_json({"curves": reports} if show else reports[0])
     else:
         _print(curves, model)
-    for kind, path in pictures.items():
-        picture = drawn_curve(kind, curves[0].points, curves[0].title, curves[0].about)
-        write_report(path, picture, f"--{kind}", force=force)
+    if svg:
+        write_report(svg, _picture(curves[0]), "--svg", force=force)
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,21 @@ class _Curve:
     known: KnownRange
     capability: Capability | None
 
-    @property
-    def points(self) -> list[CostPoint]:
-        return cost_points(self.known.times)
+    def points(self) -> list[dict[str, float]]:
+        """T(rows) by rows: seconds, cost T(rows)/T(1), and half of its relative 95 % interval."""
+        from ..drafting.measurement import cost_errors
+
+        times = self.known.times
+        return [
+            {
+                "rows": time.rows,
+                "seconds": time.seconds,
+                "cost": time.seconds / times[0].seconds,
+                "error": error,
+                "seconds_per_row": time.seconds / time.rows,
+            }
+            for time, error in zip(times, cost_errors(times), strict=True)
+        ]
 
     @property
     def title(self) -> str:
@@ -151,9 +166,7 @@ class _Curve:
             "context_below": self.range_end,
             "source": self.known.source,
             "updated": self.known.updated,
-            "times": [
-                {**asdict(point), "seconds_per_row": point.seconds_per_row} for point in self.points
-            ],
+            "times": self.points(),
         }
 
 
@@ -167,9 +180,8 @@ def _measured(
     """
     from ..drafting.costs import context_range
     from ..drafting.measurement import CAREFUL, noise
-    from ..engine.calibration import calibrate
     from ..engine.capability import chain_capability
-    from ..engine.costs import cost_key, known_range
+    from ..engine.costs import calibrate, cost_key, known_range
     from ..models.model import load
     from ..models.model_files import given_name
 
@@ -244,25 +256,62 @@ def _print(curves: list[_Curve], model: str | None) -> None:
             f"No step times{of_what} are known yet: mlxspec calibrate MODEL measures them."
         )
     for curve in curves:
-        console.print(curve.title, style="bold")
-        for line in curve.about:
-            console.print(line)
-        console.print(cost_table(curve.points))
-        if len(curve.points) > 1:
-            console.print(cost_plot(curve.points, console))
-            if curve.sequences > 1:
-                console.print(
-                    f"T(1) is a plain step of all {curve.sequences} sequences; each further row "
-                    "is one of a draft."
-                )
-            else:
-                console.print("A draft pays when its step emits more than T(M)/T(1) tokens.")
-        elif curve.capability and curve.capability.value == "plain":
-            console.print("This model verifies no drafts, so only plain steps were measured.")
-        else:
-            console.print("Only plain steps were measured.")
-        if len(curve.points) > 1:
-            console.print(
-                "± is half the width of a 95 % confidence interval of T(M)/T(1).", style="dim"
-            )
-        console.print()
+        _print_curve(curve, console)
+
+
+def _print_curve(curve: _Curve, console: Console) -> None:
+    console.print(curve.title, style="bold")
+    for line in curve.about:
+        console.print(line)
+    points = curve.points()
+    console.print(_table(points, bars=len(points) > 1 and not console.options.ascii_only))
+    if len(points) == 1:
+        none = curve.capability and curve.capability.value == "plain"
+        reason = "This model verifies no drafts, so only" if none else "Only"
+        console.print(f"{reason} plain steps were measured.")
+    elif curve.sequences > 1:
+        console.print(
+            f"T(1) is a plain step of all {curve.sequences} sequences; each further row is one of "
+            "a draft."
+        )
+    else:
+        console.print("A draft pays when its step emits more than T(M)/T(1) tokens.")
+    if len(points) > 1:
+        console.print(
+            "± is half the width of a 95 % confidence interval of T(M)/T(1).", style="dim"
+        )
+    console.print()
+
+
+def _table(points: Sequence[dict[str, float]], bars: bool) -> Table:
+    """Rows, milliseconds and costs, the costs as bars, too."""
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 0, 0, 1), expand=bars)
+    for heading in ("rows", "ms", "T(M)/T(1)", "ms/row", "±"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    if bars:
+        table.add_column(ratio=1, max_width=_WIDEST_BAR)
+    highest = max(point["cost"] for point in points)
+    for point in points:
+        bar = [Bar(highest, 0, point["cost"], color="blue")] if bars else []
+        table.add_row(
+            str(point["rows"]),
+            _milliseconds(point["seconds"]),
+            f"{point['cost']:.2f}",
+            _milliseconds(point["seconds_per_row"]),
+            f"{point['error']:.0%}" if point["rows"] > 1 else "–",
+            *bar,
+        )
+    return table
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.2f}" if seconds < 1 else f"{1000 * seconds:.0f}"
+
+
+def _picture(curve: _Curve) -> str:
+    """What is printed of a curve, as an SVG that needs no network."""
+    console = Console(file=io.StringIO(), record=True, width=100, force_terminal=True)
+    _print_curve(curve, console)
+    svg = console.export_svg(title="mlxspec calibrate")
+    svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
+    return re.sub(r"<!-- Generated with Rich .*? -->", "<!-- mlxspec -->", svg)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import OptionError
-from .api_client import ModelCard
-from .generating import API_KEY
+from .common.api_client import ModelCard
+from .common.generation import API_KEY
 from .settings_file import Settings, SettingsFile
 
 _US = "mlxspec"  # what clients call us; Zed makes the name of the key's variable, API_KEY, from it

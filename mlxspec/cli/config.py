@@ -11,13 +11,12 @@ from click.shell_completion import CompletionItem
 from rich.table import Table
 
 from ..errors import MlxspecError, OptionError
-from ..models.model_files import DEMO, is_repository_name, local_path
-from ..models.other_models import hub_repository, instead_of
+from ..models.model_files import DEMO, hub_repository, instead_of, is_repository_name, local_path
 from ..terminal import one_line
-from .model_choice import default_model, known_names
-from .options import SETTINGS, Group, argument
-from .outcome import reported, say
-from .output import output_console
+from .common.model_choice import default_model, known_names
+from .common.notes import reported, say
+from .common.options import SETTINGS, Group, argument
+from .common.output import output_console
 from .settings_file import SettingsFile
 from .user_config import (
     ALIAS,

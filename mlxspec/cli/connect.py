@@ -14,11 +14,11 @@ from rich.text import Text
 from ..errors import OptionError, SettingsError
 from ..terminal import visible
 from .clients import CLIENTS, Server, Setup
-from .generating import API_KEY
-from .model_choice import MODEL
-from .options import argument, check_least, color_option, command, option
-from .outcome import say
-from .output import at_terminal, output_console
+from .common.generation import API_KEY
+from .common.model_choice import MODEL
+from .common.notes import say
+from .common.options import argument, check_least, color_option, command, option
+from .common.output import at_terminal, output_console
 from .settings_file import SettingsFile
 
 _SERVER = "http://127.0.0.1"
@@ -96,6 +96,17 @@ def connect_command(
         raise OptionError(
             f"{chosen.title} has no file for it: 'mlxspec connect {client}' says what to fill in"
         )
+    _write(console, setup, chosen.title, yes)
+    _show_start(console, setup)
+
+
+def _write(console: Console, setup: Setup, title: str, yes: bool) -> None:
+    """Show what changes in the client's files, ask, and write them.
+
+    Raises:
+        OptionError: no one can be asked.
+        SettingsError: a file cannot be changed; then what to put there is shown.
+    """
     try:
         texts = [(file, *_texts(file)) for file in setup.files]
     except SettingsError:
@@ -113,8 +124,7 @@ def connect_command(
         file.write(new)
         say(f"Wrote {file.path}.")
     if not changes:
-        say(f"{chosen.title} is set up so already: nothing was written.")
-    _show_start(console, setup)
+        say(f"{title} is set up so already: nothing was written.")
 
 
 def _list(console: Console) -> None:
@@ -130,7 +140,7 @@ def _ask(address: str, model: str | None, context_length: int | None) -> Server:
         OptionError: it does not answer, or has no such model.
         PromptError: it refuses to.
     """
-    from .api_client import ApiClient
+    from .common.api_client import ApiClient
 
     client = ApiClient(address)
     first, *others = client.models(model)

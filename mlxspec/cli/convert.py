@@ -8,10 +8,10 @@ import click
 from rich.progress import DownloadColumn, TimeRemainingColumn
 
 from ..models.model_files import local_path
-from .model_choice import model_argument
-from .options import NAME, command, option
-from .outcome import say
-from .output import ProgressBar
+from .common.model_choice import model_argument
+from .common.notes import say
+from .common.options import NAME, command, option
+from .common.output import ProgressBar
 
 _checkpoint = partial(option, group="Checkpoint")
 _result = partial(option, group="Result")

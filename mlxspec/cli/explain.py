@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from ..errors import OptionError
-from .generate import prefill_bar
-from .generating import Generation
-from .memories import Memories
-from .model_choice import model_or_default, tell_of_model
-from .options import check_least, color_option, command, option, options_of
-from .output import PageOptions, ProgressBar, error_console, output_console
-from .prompts import PromptOptions, model_option, prompt_argument
+from .common.generation import Generation
+from .common.model_choice import model_or_default, tell_of_model
+from .common.options import check_least, color_option, command, option, options_of
+from .common.output import PageOptions, ProgressBar, error_console, output_console, prefill_bar
+from .common.prompt import PromptOptions, model_option, prompt_argument
+from .memory import Memories
 
 _view = partial(option, group="Steps and output")
 

@@ -13,7 +13,6 @@ import click
 from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
-from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -21,14 +20,14 @@ from ..distributed.launch import launched_rank, let_rank_0_speak, supervise
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
-from .figures import acceptance_row, rate, result_report, speedup_rows
-from .generating import Generation
-from .memories import Memories
-from .model_choice import is_beyond_demo, model_or_default, tell_of_model
-from .options import NAME, Command, check_least, color_option, command, option, options_of
-from .outcome import silence_notes
-from .output import ProgressBar, error_console, figures_grid, write_json
-from .prompts import PromptOptions, model_option, prompt_argument
+from .common.figures import acceptance_row, rate, result_report, speedup_rows
+from .common.generation import Generation
+from .common.model_choice import is_beyond_demo, model_or_default, tell_of_model
+from .common.notes import silence_notes
+from .common.options import NAME, Command, check_least, color_option, command, option, options_of
+from .common.output import error_console, figures_grid, prefill_bar, write_json
+from .common.prompt import PromptOptions, model_option, prompt_argument
+from .memory import Memories
 
 if TYPE_CHECKING:
     from ..distributed.leader import Leader
@@ -127,7 +126,7 @@ def generate_command(*, prompts: str | None, concurrency: int | None, **options:
         if options["stats"]:
             raise OptionError("--quiet and --stats are given together: choose one")
     if prompts is not None:
-        from .answers import answer_prompts
+        from .prompt_files import answer_prompts
 
         if launched_rank() is not None:
             raise OptionError("--prompts are answered on one machine: leave out mlx.launch")
@@ -178,7 +177,6 @@ def answer(
     """
     from ..engine.caches import cached_length
     from ..generation.response import Transcript
-    from ..models.detokenizer import detokenizer_of
 
     # All that needs no model is checked before one is loaded, or even downloaded.
     if prompt_cache_file is not None and prompt.system_prompt is not None:
@@ -192,7 +190,7 @@ def answer(
     check_least(0, logprobs=logprobs)
     cached = None
     if prompt_cache_file is not None:
-        from .cached_prompt import CachedPrompt
+        from .cache_prompt import CachedPrompt
 
         cached = CachedPrompt(prompt_cache_file)
         generation = cached.completed(generation)
@@ -212,14 +210,11 @@ def answer(
         begun |= {"templated": templated, "begun": prompt.prefill_response}
         start = partial(generation.stream, decoder, tokens, room, **begun)
         printer = None if as_json else TokenPrinter(color)
-        # In a chat the answer is a text of its own, whose first space the tokenizer has put there.
-        begins = templated and prompt.prefill_response is None
-        trims = begins and detokenizer_of(decoder.tokenizer).prefix_space
         # The form of an output can do what the model cannot.
         asks = source if templated and generation.form.constraint is None else None
         beyond = isinstance(asks, str) and is_beyond_demo(asks)
         tell = partial(tell_of_model, generation.model, beyond)
-        _transcribe(start, transcript, printer, console, trims, tell)
+        _transcribe(start, transcript, printer, console, tell)
         result = transcript.result(decoder.step_times.table())
         result = replace(result, prompt_tokens=len(tokens))
         if printer:
@@ -244,7 +239,6 @@ def _transcribe(
     transcript: Transcript,
     printer: TokenPrinter | None,
     console: Console,
-    trims_first_space: bool,
     on_first: Callable[[], None],
 ) -> None:
     """Run a generation to its end or to Ctrl-C, writing its text as it comes."""
@@ -252,18 +246,9 @@ def _transcribe(
         for response in start(on_progress=progress):
             if response.generation_tokens == 1:
                 on_first()
-            if trims_first_space and response.text:
-                response = replace(response, text=response.text.removeprefix(" "))
-                trims_first_space = False
             transcript.add(response)
             if printer:
                 printer.write(response.text, response.from_draft)
-
-
-def prefill_bar(console: Console, delay: float = 1.0) -> ProgressBar:
-    """A bar for prefills that take so long, in seconds, that one wonders."""
-    figures = MofNCompleteColumn(), TimeElapsedColumn()
-    return ProgressBar("prefill", *figures, console=console, delay=delay)
 
 
 def figures_panel(result: GenerationResult, legend: bool, predicted_cost: float = 0.0) -> Panel:

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..terminal import one_line, visible
-from .model_choice import ABOUT, DEFAULT, model_argument, needed_model
-from .options import ADAPTERS, ADAPTERS_HELP, NAME, command, option
-from .output import output_console, write_json
+from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
+from .common.options import ADAPTERS, ADAPTERS_HELP, NAME, command, option
+from .common.output import output_console, write_json
 
 if TYPE_CHECKING:
     import mlx.nn as nn

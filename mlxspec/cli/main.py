@@ -1,4 +1,4 @@
-"""The ``mlxspec`` command and its subcommands."""
+"""The ``mlxspec`` command, its subcommands, and two of them: ``help`` and ``completion``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,101 @@ import shlex
 from importlib import import_module
 
 import click
+from click.shell_completion import get_completion_class
 
-from .options import SETTINGS, Group
+from .common.options import SETTINGS, Group, argument, command
+
+
+def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    about = ctx.find_root().command
+    for word in ctx.params.get("words") or ():
+        found = about.get_command(ctx, word) if isinstance(about, click.Group) else None
+        if found is None:
+            return []
+        about = found
+    names = about.list_commands(ctx) if isinstance(about, click.Group) else []
+    return [name for name in names if name.startswith(incomplete)]
+
+
+@command("help", short_help="Show the help of a command.")
+@argument(
+    "words",
+    "The command, and one of its own commands.",
+    nargs=-1,
+    metavar="[COMMAND]...",
+    shell_complete=_complete,
+)
+@click.pass_context
+def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
+    """Show the help of a command, as its --help does; without one, that of mlxspec.
+
+    \b
+    Examples:
+      mlxspec help
+      mlxspec help generate
+      mlxspec help memory forget
+    """
+    about = ctx.find_root()
+    for word in words:
+        group = about.command
+        if not isinstance(group, click.Group):
+            raise click.UsageError(f"{about.command_path} has no commands of its own", about)
+        name, found, _ = group.resolve_command(about, [word])
+        if found is None:
+            raise click.UsageError(f"{word} is an option: name a command", ctx)
+        about = found.context_class(found, about, name, **found.context_settings)
+    click.echo(about.get_help())
+
+
+_NAME = "mlxspec"
+_VARIABLE = "_MLXSPEC_COMPLETE"  # by which click knows what the shell asks for
+_INSTALLED = {
+    "bash": """\
+# mlxspec in bash 4.4 or newer (macOS has an older one). For all shells to come:
+#   mkdir -p ~/.local/share/bash-completion/completions
+#   mlxspec completion bash > ~/.local/share/bash-completion/completions/mlxspec
+# or, without the package bash-completion, in ~/.bashrc:  eval "$(mlxspec completion bash)"
+# For this one:  eval "$(mlxspec completion bash)"
+""",
+    "zsh": """\
+# mlxspec in zsh. For all shells to come, in ~/.zshrc, after compinit:
+#   eval "$(mlxspec completion zsh)"
+# or without the time that takes: mlxspec completion zsh > DIRECTORY/_mlxspec, with a DIRECTORY of
+# $fpath, before compinit.
+""",
+    "fish": """\
+# mlxspec in fish. For all shells to come:
+#   mlxspec completion fish > ~/.config/fish/completions/mlxspec.fish
+# For this one:  mlxspec completion fish | source
+""",
+}
+
+
+@command("completion", short_help="Let your shell complete commands and models.")
+@argument("shell", "bash, zsh or fish.", metavar="SHELL", type=click.Choice([*_INSTALLED]))
+def completion_command(shell: str) -> None:
+    """Print a script for SHELL that completes commands, options, their values, and models.
+
+    \b
+    Examples:
+      eval "$(mlxspec completion bash)"
+      eval "$(mlxspec completion zsh)"
+      mlxspec completion fish | source
+
+    How to have it in every shell to come stands at the top of the script. Models are those of the
+    Hugging Face Hub's cache, aliases of 'mlxspec config', and directories.
+    """
+    kind = get_completion_class(shell)
+    assert kind is not None
+    script = kind(click.Group(), {}, _NAME, _VARIABLE)
+    # Not source(): that looks for a bash and complains of its version beside the script.
+    text = script.source_template % script.source_vars()
+    first, _, rest = text.partition("\n")
+    if first.startswith("#compdef"):  # zsh wants it first
+        click.echo(f"{first}\n{_INSTALLED[shell]}{rest}", nl=False)
+    else:
+        click.echo(_INSTALLED[shell] + text, nl=False)
+
 
 _COMMANDS = {
     "Generate": ("generate", "chat", "serve", "run", "cache-prompt"),
@@ -31,6 +124,8 @@ class LazyGroup(Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.list_commands(ctx):
             return None
+        if cmd_name in self.commands:
+            return self.commands[cmd_name]
         name = cmd_name.replace("-", "_")
         return getattr(import_module(f"mlxspec.cli.{name}"), f"{name}_command")
 
@@ -59,3 +154,7 @@ class LazyGroup(Group):
 @click.group(cls=LazyGroup, context_settings=SETTINGS)
 def main() -> None:
     """Lossless speculative decoding for LLMs on Apple MLX, without a second model."""
+
+
+main.add_command(help_command)
+main.add_command(completion_command)

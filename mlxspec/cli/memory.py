@@ -1,4 +1,4 @@
-"""``mlxspec memory``: the answers that are kept over runs to draft from."""
+"""``mlxspec memory``, and the memories that other commands draft from."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
-from datetime import date, datetime, timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from shutil import rmtree
+from threading import Timer
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import LoadError, OptionError, StoreError
 from ..files import check_writable, replaced
 from ..terminal import one_line
-from .memories import absolute
-from .model_choice import MODEL
-from .options import FILE, SETTINGS, Group, option
-from .outcome import note, say
-from .output import (
+from .common.model_choice import MODEL
+from .common.notes import note, say
+from .common.options import FILE, SETTINGS, Group, option
+from .common.output import (
     FoldingTable,
     at_terminal,
     counted,
@@ -32,11 +35,11 @@ from .output import (
 )
 
 if TYPE_CHECKING:
-    from ..corpus import About, Contents, KeptTexts, Settings, Text
+    from ..corpus import Answer, Answers, Memory, Settings, TokenizerIdentity
 
-_Earned = dict[date, dict[str, int]]
 _DAYS = 7  # that are shown one by one
 _ALWAYS = ("context", "memory")  # shown even where no draft came from there
+_QUIETLY = 1.0  # seconds of sorting without a word
 
 EPILOG = """\b
 Examples:
@@ -64,6 +67,114 @@ _model_option = option(
 )
 
 
+class Memories:
+    """One memory for each tokenizer of a command, until the end of the ``with`` block.
+
+    At the end what was remembered is on disk. It is sorted as well, unless an error or Ctrl-C ends
+    the block, or Ctrl-C the sorting: the next run does that then.
+
+    Args:
+        keeps: False does not use what is kept, whatever the user's settings say.
+        shared: whether several models are loaded, which may have one tokenizer.
+
+    Attributes:
+        keeps: as given.
+
+    Raises:
+        OptionError: the variable MLXSPEC_MEMORY has an impossible value.
+    """
+
+    def __init__(self, keeps: bool = True, shared: bool = False) -> None:
+        from ..corpus import SWITCH, Settings, settings_in_force
+
+        self.keeps = keeps
+        self._settings = settings_in_force(note) if keeps else Settings()
+        self._undecided = keeps and not os.environ.get(SWITCH)
+        self._asked = False
+        self._needs_identity = shared or self._settings.keeps_some
+        self._memories: dict[bytes, Memory] = {}
+
+    def of(self, tokenizer: Any, model: str = "") -> Memory | None:
+        """The memory for a tokenizer; None where a decoder's own serves as well.
+
+        Args:
+            tokenizer: a model's.
+            model: what the user calls the model.
+        """
+        from ..corpus import Memory, identify
+
+        self._asked = True
+        if not self._needs_identity:
+            return None
+        identity = identify(tokenizer)
+        if identity.fingerprint not in self._memories:
+            self._memories[identity.fingerprint] = self._kept(identity, model) or Memory()
+        return self._memories[identity.fingerprint]
+
+    def _kept(self, identity: TokenizerIdentity, model: str) -> Memory | None:
+        from ..corpus import Answers, Memory, memory_directory
+
+        if not self._settings.keeps(identity):
+            return None
+        try:
+            most = self._settings.max_tokens
+            kept = Answers(memory_directory(), identity, _absolute(model), most)
+            return Memory(kept=kept, on_trouble=note)
+        except StoreError as error:
+            note(f"{error}; answers are remembered until this command ends")
+            return None
+
+    def tell_once(self) -> None:
+        """Mention at a terminal that answers can be kept, once per user.
+
+        The memory's directory, which is made for that, says that it has been mentioned.
+        """
+        from ..corpus import memory_directory
+
+        if not (self._asked and self._undecided and sys.stderr.isatty()):
+            return
+        with suppress(OSError):
+            memory_directory().mkdir(mode=0o700, parents=True)
+            note(
+                "mlxspec can remember answers over runs and draft from them: mlxspec memory on "
+                "(said once)"
+            )
+
+    def __enter__(self) -> Memories:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None
+    ) -> None:
+        for memory in self._memories.values():
+            if memory.kept and kind is None:
+                _sort(memory)
+            if memory.kept:
+                memory.close(patience=0)
+
+
+def _absolute(model: str) -> str:
+    """A model's name, by which it is found from any directory."""
+    from ..models.model_files import DEMO, local_path
+
+    is_there = model != DEMO and local_path(model).exists()
+    return os.path.abspath(local_path(model)) if is_there else model
+
+
+def _sort(memory: Memory) -> None:
+    """Let a memory sort what was remembered, and say so if that takes long."""
+    line = "sorting what was remembered; Ctrl-C leaves that to the next run"
+    timer = Timer(_QUIETLY, note, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        memory.close()
+    except KeyboardInterrupt:
+        note("what was remembered is kept, and sorted by the next run")
+    finally:
+        timer.cancel()
+
+
 @click.group(
     "memory",
     cls=Group,
@@ -85,61 +196,49 @@ def memory_command() -> None:
 )
 def on_command(model: str | None, max_tokens: int | None) -> None:
     """Keep answers from now on, and draft from them."""
-    from ..corpus import (
-        directory_name,
-        identify,
-        load_settings,
-        memory_directory,
-        open_kept,
-        save_settings,
-    )
+    from ..corpus import memory_directory
 
-    before = load_settings(note)
-    settings = replace(before, max_tokens=max_tokens or before.max_tokens)
-    whose = "every tokenizer"
-    if model is None:
-        settings = replace(settings, everything=True, tokenizers=frozenset())
-    else:
-        identity = identify(_tokenizer_of(model))
-        whose = str(identity)
-        open_kept(identity, absolute(model), settings.max_tokens)
-        if not settings.keeps(identity):
-            names = settings.tokenizers ^ {directory_name(identity)}
-            settings = replace(settings, tokenizers=names)
-    save_settings(settings)
-    most = counted(settings.max_tokens, "token") + (" each" if model is None else "")
-    say(f"Answers are kept from now on, with {whose}, up to {most}.")
+    whose, most = _switch(model, keeps=True, max_tokens=max_tokens)
+    up_to = counted(most, "token") + (" each" if model is None else "")
+    say(f"Answers are kept from now on, with {whose or 'every tokenizer'}, up to {up_to}.")
     say(f"They are in {memory_directory()}, readable for you alone.")
-    _tell_of_switch()
 
 
 @memory_command.command("off", context_settings=SETTINGS)
 @_model_option
 def off_command(model: str | None) -> None:
     """Neither keep answers nor draft from those that are kept."""
-    from ..corpus import (
-        directory_name,
-        identify,
-        load_settings,
-        memory_directory,
-        save_settings,
-    )
+    from ..corpus import memory_directory
 
-    settings, whose = load_settings(note), "any tokenizer"
-    tokenizer = _tokenizer_of(model)
-    if tokenizer is None:
-        settings = replace(settings, everything=False, tokenizers=frozenset())
-    else:
-        identity = identify(tokenizer)
-        whose = str(identity)
-        if settings.keeps(identity):
-            names = settings.tokenizers ^ {directory_name(identity)}
-            settings = replace(settings, tokenizers=names)
-    save_settings(settings)
-    say(f"No answers are kept from now on with {whose}.")
-    if any(one.contents.texts for one in _holdings(tokenizer, note)):
+    whose, _ = _switch(model, keeps=False)
+    say(f"No answers are kept from now on with {whose or 'any tokenizer'}.")
+    if any(one.count()["texts"] for one in _kept(_tokenizer_of(model))):
         say(f"What was kept stays in {memory_directory()}: mlxspec memory forget --all removes it.")
-    _tell_of_switch()
+
+
+def _switch(
+    model: str | None, keeps: bool, max_tokens: int | None = None
+) -> tuple[TokenizerIdentity | None, int]:
+    """Turn the memory on or off, for one tokenizer or all, and note where a variable overrides it.
+
+    Returns:
+        the tokenizer, None for all, and how many tokens are kept per tokenizer.
+    """
+    from ..corpus import SWITCH, Answers, identify, load_settings, memory_directory, save_settings
+
+    settings, identity = load_settings(note), None
+    if model is None:
+        settings = replace(settings, everything=keeps, tokenizers=frozenset())
+    else:
+        identity = identify(_tokenizer_of(model))
+        settings = settings.with_tokenizer(identity, keeps)
+        if keeps:
+            Answers(memory_directory(), identity, _absolute(model)).close()
+    settings = replace(settings, max_tokens=max_tokens or settings.max_tokens)
+    save_settings(settings)
+    if switch := os.environ.get(SWITCH):
+        note(f"{SWITCH} is {switch!r} here and overrides that")
+    return identity, settings.max_tokens
 
 
 @memory_command.command("show", context_settings=SETTINGS)
@@ -148,30 +247,30 @@ def off_command(model: str | None) -> None:
 def show_command(model: str | None, as_json: bool) -> None:
     """Show what is kept, where, and what it earned.
 
-    Of each day the last table says which share of the answers' tokens were accepted drafts, by
-    where they came from: the context, these answers, a store, and so on.
+    For each day the last table shows which share of the answers' tokens were accepted drafts, by
+    source: the context, these answers, a store, and so on.
     """
-    from ..corpus import earned_by_day, memory_directory, settings_in_force
+    from ..corpus import memory_directory, old_directories, settings_in_force
     from ..drafting.kept import experience_directory, kept_experience
 
     taught = len(kept_experience())
     settings = settings_in_force(note)
-    holdings = [*_holdings(_tokenizer_of(model), note)]
-    earned = [earned_by_day(one.kept, _unheard) for one in holdings]
+    kept = _kept(_tokenizer_of(model))
+    for old in old_directories():
+        note(f"{old}: an earlier format, no longer read; mlxspec memory forget --all removes it")
     if as_json:
         report = {
             "on": settings.everything,
             "max_tokens": settings.max_tokens,
             "directory": str(memory_directory()),
             "experience": {"models": taught, "directory": str(experience_directory())},
-            "tokenizers": [_report(*one, settings) for one in zip(holdings, earned, strict=True)],
+            "tokenizers": [_report(one, settings) for one in kept],
         }
         write_json(report, indent=2)
         return
-    if settings.everything:
-        state = "on, but for some tokenizers" if settings.tokenizers else "on"
-    else:
-        state = "on for some tokenizers" if settings.tokenizers else "off"
+    state = "on" if settings.everything else "off"
+    if settings.tokenizers:
+        state = "on, but for some tokenizers" if settings.everything else "on for some tokenizers"
     rows: list[tuple[str, object]] = [
         ("memory", state),
         ("keeps", f"{counted(settings.max_tokens, 'token')} at most"),
@@ -181,9 +280,9 @@ def show_command(model: str | None, as_json: bool) -> None:
         learned = f"which drafts are right for {counted(taught, 'model')}; no text"
         rows += [("learned", learned), ("in", experience_directory())]
     _print_rows(rows)
-    for one, figures in zip(holdings, earned, strict=True):
+    for one in kept:
         click.echo()
-        _show(one, figures, settings)
+        _show(one, settings)
 
 
 @memory_command.command("forget", context_settings=SETTINGS)
@@ -203,45 +302,57 @@ def forget_command(
 ) -> None:
     """Forget answers, wherever they are kept.
 
-    An answer goes if all of --since, --before and --matching that are given say so. What it has
-    earned is forgotten with it. Processes that run forget it, too. Damaged files, in which answers
-    cannot be told from each other, are removed whatever is chosen.
+    An answer is forgotten if all of --since, --before and --matching that are given apply to it,
+    and what it has earned with it. Running processes forget it, too. Damaged files are removed
+    whatever is chosen.
     """
     if matching is not None and not matching.strip():
         raise OptionError("--matching is empty: give a text, or forget --all")
-    folded = matching.casefold() if matching is not None else None
-    chosen = _Chosen(_when("--since", since), _when("--before", before), folded)
-    if everything and chosen != (None, None, None):
+    first, last = _when("--since", since), _when("--before", before)
+    chosen = (first, last, matching) != (None, None, None)
+    if everything and chosen:
         raise OptionError("--all and other choices are given together: leave out --all or these")
-    if not everything and chosen == (None, None, None):
+    if not everything and not chosen:
         raise OptionError("what is to be forgotten? Give --since, --before, --matching or --all")
-    if chosen.since is not None and chosen.before is not None and chosen.since >= chosen.before:
+    if first is not None and last is not None and first >= last:
         raise OptionError(f"--since {since} is not before --before {before}: nothing lies between")
-    from ..corpus import forget
+    from ..corpus import memory_directory, old_directories
     from ..drafting.kept import kept_experience
 
     tokenizer = _tokenizer_of(model)
-    found: list[tuple[KeptTexts, Callable[[Text], bool]]] = []
-    number = 0
-    for one in _holdings(tokenizer, note):
-        goes = chosen.of(one.about, tokenizer)
-        texts = [text for text in one.texts(_unheard) if goes(text)]
-        number += len(texts)
-        if texts:
-            tokens = counted(sum(len(text.tokens) for text in texts), "token")
-            first, last = (_at(of(text.learned for text in texts)) for of in (min, max))
-            ended = first if first == last else f"{first} to {last}"
-            say(f"{one.about.identity}: {counted(len(texts), 'answer')}, {tokens}, {ended}")
-        found.append((one.kept, goes))  # where none goes, too, what is damaged does
-    if number and not (yes or _may_forget()):
+    found: list[tuple[Answers, list[Answer]]] = []
+    for kept in _kept(tokenizer):
+        contains = _matcher(kept, tokenizer, matching)
+        answers = [
+            one
+            for one in kept.read()
+            if (first is None or one.ended >= first)
+            and (last is None or one.ended < last)
+            and contains(one)
+        ]
+        if answers:
+            tokens = counted(sum(len(one.tokens) for one in answers), "token")
+            times = [one.ended for one in answers]
+            ended = " to ".join(dict.fromkeys((_at(min(times)), _at(max(times)))))
+            say(f"{kept.identity}: {counted(len(answers), 'answer')}, {tokens}, {ended}")
+            found.append((kept, answers))
+    if found and not (yes or _may_forget()):
         say("Nothing was forgotten.")
         sys.exit(1)
-    number = sum(forget(kept, goes, note) for kept, goes in found)
+    for kept, answers in found:
+        kept.forget(one.id for one in answers)
+    for damaged in memory_directory().glob("*.damaged*"):
+        damaged.unlink(missing_ok=True)
+        note(f"{damaged}: removed, with all that was in it")
     taught = kept_experience() if everything and model is None else []
     for path in taught:
         path.unlink(missing_ok=True)
+    if everything and model is None:
+        for old in old_directories():
+            rmtree(old)
     if taught:
         say(f"Forgot which drafts were right for {counted(len(taught), 'model')}.")
+    number = sum(len(answers) for _, answers in found)
     if number or not taught:
         say(f"Forgot {counted(number, 'answer')}." if number else "There is nothing to forget.")
 
@@ -260,71 +371,54 @@ def export_command(model: str | None, output: Path | None, force: bool) -> None:
         check_writable(output, OptionError)
         if output.exists() and not force:
             raise OptionError(f"--output {output}: exists; name another file, or add --force")
-    answers = _answers(_tokenizer_of(model))
+    lines = _export(_tokenizer_of(model))
     if output is None:
-        for line in answers:
+        for line in lines:
             click.echo(line)
         return
     number = 0
     with replaced(output, StoreError) as file:
-        for line in answers:
+        for line in lines:
             file.write(line.encode() + b"\n")
             number += 1
     say(f"Wrote {output}: {counted(number, 'answer')}.")
 
 
-class _Holding(NamedTuple):
-    """What is kept with one tokenizer.
-
-    Attributes:
-        about: whose it is, and where.
-        kept: the files.
-        contents: how much.
-    """
-
-    about: About
-    kept: KeptTexts
-    contents: Contents
-
-    def texts(self, tell: Callable[[str], None]) -> Iterator[Text]:
-        """All answers.
-
-        Args:
-            tell: called with a line for each file that is damaged.
-        """
-        from ..corpus import kept_texts
-
-        return kept_texts(self.kept, tell)
-
-
-def _holdings(tokenizer: Any, tell: Callable[[str], None]) -> Iterator[_Holding]:
-    """What is kept with each tokenizer.
-
-    Args:
-        tokenizer: the one alone that counts; None for all.
-        tell: called with a line for each file that cannot be read.
+def _export(tokenizer: Any) -> Iterator[str]:
+    """Lines of JSON, the oldest answer of each tokenizer first.
 
     Raises:
-        StoreError: what is kept cannot be read.
+        OptionError: no answer is kept.
+        LoadError: a tokenizer cannot be loaded.
     """
-    from ..corpus import contents, identify, kept_directories
+    found = [one for one in _kept(tokenizer) if one.count()["texts"]]
+    if not found:
+        raise OptionError("no answer is kept: 'mlxspec memory on' keeps those from then on")
+    decoders = [_decoder(one, tokenizer) for one in found]  # all, before the first line
+    for one, decode in zip(found, decoders, strict=True):
+        for answer in sorted(one.read(), key=lambda answer: answer.ended):
+            messages = [{"role": "assistant", "content": decode(answer)}]
+            yield json_text({"messages": messages, "created": answer.ended})
+
+
+def _kept(tokenizer: Any) -> list[Answers]:
+    """The answers of all tokenizers, or of one.
+
+    Raises:
+        StoreError: the database cannot be read.
+    """
+    from ..corpus import identify, kept_answers, memory_directory
 
     wanted = identify(tokenizer).fingerprint if tokenizer else None
-    for about in kept_directories(tell):
-        if wanted in (None, about.identity.fingerprint):
-            kept = about.open()
-            yield _Holding(about, kept, contents(kept, tell))
-
-
-def _unheard(line: str) -> None:
-    """For what has been told before, or will be."""
+    found = kept_answers(memory_directory())
+    return [one for one in found if wanted in (None, one.identity.fingerprint)]
 
 
 def _tokenizer_of(model: str | None) -> Any:
-    """The tokenizer of --model, where that is given.
+    """The tokenizer of --model, if it is given.
 
     Raises:
-        LoadError: there is none.
+        LoadError: it cannot be loaded.
     """
     if model is None:
         return None
@@ -333,82 +427,41 @@ def _tokenizer_of(model: str | None) -> Any:
     return load_tokenizer_of(model)
 
 
-def _decoder(about: About, tokenizer: Any) -> Callable[[Text], str]:
-    """What makes texts of a directory's answers.
+def _decoder(kept: Answers, tokenizer: Any) -> Callable[[Answer], str]:
+    """A function that turns answers into text.
 
     Args:
-        about: the directory.
-        tokenizer: the one of its answers; None for the one that they were learned with.
+        kept: the answers.
+        tokenizer: theirs; None loads the one that they were generated with.
 
     Raises:
-        LoadError: that is gone.
+        LoadError: it cannot be loaded.
     """
     from ..corpus import identify
 
-    tokenizer = tokenizer or _tokenizer_of(about.model or about.identity.name)
-    if identify(tokenizer).fingerprint != about.identity.fingerprint:
-        raise LoadError(f"{about.model}: has another tokenizer by now")
+    try:
+        tokenizer = tokenizer or _tokenizer_of(kept.model or kept.identity.name)
+        if identify(tokenizer).fingerprint != kept.identity.fingerprint:
+            raise LoadError(f"{kept.model}: has another tokenizer by now")
+    except LoadError as error:
+        raise LoadError(
+            f"{error}; answers of {kept.identity} are read with its tokenizer: name a copy of it "
+            "with --model"
+        ) from error
 
-    def decode(text: Text) -> str:
+    def decode(answer: Answer) -> str:
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        return str(tokenizer.decode(text.tokens.tolist(), **options))
+        return str(tokenizer.decode(answer.tokens.tolist(), **options))
 
     return decode
 
 
-def _readable(about: About, tokenizer: Any) -> Callable[[Text], str]:
-    """As :func:`_decoder`; the error says what helps."""
-    try:
-        return _decoder(about, tokenizer)
-    except LoadError as error:
-        raise LoadError(
-            f"{error}; answers of {about.identity} are read with its tokenizer: name a copy of it "
-            "with --model"
-        ) from error
-
-
-def _answers(tokenizer: Any) -> Iterator[str]:
-    """Lines of JSON, the oldest answer first.
-
-    Raises:
-        OptionError: there is none.
-        LoadError: a tokenizer is gone.
-    """
-    found = [one for one in _holdings(tokenizer, note) if one.contents.texts]
-    if not found:
-        raise OptionError("no answer is kept: 'mlxspec memory on' keeps those from then on")
-    decoders = [_readable(one.about, tokenizer) for one in found]  # all, before the first line
-    for one, decode in zip(found, decoders, strict=True):
-        for text in sorted(one.texts(note), key=lambda text: text.learned):
-            messages = [{"role": "assistant", "content": decode(text)}]
-            yield json_text({"messages": messages, "created": text.learned})
-
-
-class _Chosen(NamedTuple):
-    """Which answers are to be forgotten; None where that does not matter.
-
-    Attributes:
-        since, before: when they ended, in seconds since 1970.
-        matching: what stands in them, without capitals.
-    """
-
-    since: float | None
-    before: float | None
-    matching: str | None
-
-    def of(self, about: About, tokenizer: Any) -> Callable[[Text], bool]:
-        """Says of each answer in a directory whether it is one of them."""
-        since, before, matching = self
-        decode = _readable(about, tokenizer) if matching is not None else None
-
-        def goes(text: Text) -> bool:
-            return (
-                (since is None or text.learned >= since)
-                and (before is None or text.learned < before)
-                and (decode is None or str(matching) in decode(text).casefold())
-            )
-
-        return goes
+def _matcher(kept: Answers, tokenizer: Any, matching: str | None) -> Callable[[Answer], bool]:
+    """A function that says whether an answer contains a text, in capitals or not."""
+    if matching is None:
+        return lambda answer: True
+    decode, folded = _decoder(kept, tokenizer), matching.casefold()
+    return lambda answer: folded in decode(answer).casefold()
 
 
 _AGO = re.compile(r"([0-9]+) ?([mhdw])")
@@ -444,27 +497,19 @@ def _may_forget() -> bool:
     return click.confirm("Forget them?", err=True)
 
 
-def _tell_of_switch() -> None:
-    """Say so where a variable goes before the settings."""
-    from ..corpus import SWITCH
-
-    if switch := os.environ.get(SWITCH):
-        note(f"{SWITCH} is {switch!r} here and goes before that")
-
-
-def _show(one: _Holding, earned: _Earned, settings: Settings) -> None:
+def _show(kept: Answers, settings: Settings) -> None:
     """Show what is kept with one tokenizer."""
-    about, held = one.about, one.contents
-    answers, tokens = counted(held.texts, "answer"), counted(held.tokens, "token")
+    held = kept.count()
+    answers, tokens = counted(held["texts"], "answer"), counted(held["tokens"], "token")
     rows: list[tuple[str, object]] = [
-        ("tokenizer", about.identity),
-        ("memory", "on" if settings.keeps(about.identity) else "off"),
-        ("holds", f"{answers}, {tokens}, {size_in_words(held.nbytes)}"),
+        ("tokenizer", kept.identity),
+        ("memory", "on" if settings.keeps(kept.identity) else "off"),
+        ("holds", f"{answers}, {tokens}, {size_in_words(held['bytes'])}"),
     ]
-    if held.oldest is not None and held.newest is not None:
-        rows += [("oldest", _at(held.oldest)), ("newest", _at(held.newest))]
-    _print_rows([*rows, ("in", about.directory)])
-    if earned:
+    if held["oldest"] is not None and held["newest"] is not None:
+        rows += [("oldest", _at(held["oldest"])), ("newest", _at(held["newest"]))]
+    _print_rows(rows)
+    if earned := kept.earned_by_day():
         print_tables([_table(earned)])
 
 
@@ -477,20 +522,17 @@ def _at(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
 
 
-def _table(earned: _Earned) -> FoldingTable:
+def _table(earned: dict[str, dict[str, int]]) -> FoldingTable:
     """What the answers of the last days earned, and all of them together."""
-    from ..corpus import SOURCES
+    from ..corpus import EARNED, SOURCES
 
-    total = {
-        name: sum(day[name] for day in earned.values()) for name in next(iter(earned.values()))
-    }
+    total = {name: sum(day[name] for day in earned.values()) for name in ("answers", *EARNED)}
     named = [name for name in SOURCES if total[name] or name in _ALWAYS]
     table = FoldingTable(
         *("day", "answers", "tokens", "tokens per step", *named),
-        caption="Shares of the tokens that were accepted drafts, by where these came from.",
+        caption="Shares of the tokens that were accepted drafts, by source.",
     )
-    last = [*earned.items()][-_DAYS:]
-    for day, figures in [*((f"{day}", figures) for day, figures in last), ("all days", total)]:
+    for day, figures in [*[*earned.items()][-_DAYS:], ("all days", total)]:
         steps, tokens = max(1, figures["steps"]), max(1, figures["tokens"])
         table.add_row(
             day,
@@ -502,16 +544,14 @@ def _table(earned: _Earned) -> FoldingTable:
     return table
 
 
-def _report(one: _Holding, earned: _Earned, settings: Settings) -> dict[str, Any]:
-    """What is kept with one tokenizer, for programs."""
-    identity = one.about.identity
+def _report(kept: Answers, settings: Settings) -> dict[str, Any]:
+    """What is kept with one tokenizer, as JSON."""
     return {
-        "tokenizer": identity.name,
-        "vocab_size": identity.vocab_size,
-        "fingerprint": identity.fingerprint.hex(),
-        "model": one.about.model,
-        "on": settings.keeps(identity),
-        "directory": str(one.about.directory),
-        **{"bytes" if name == "nbytes" else name: n for name, n in vars(one.contents).items()},
-        "earned": {day.isoformat(): figures for day, figures in earned.items()},
+        "tokenizer": kept.identity.name,
+        "vocab_size": kept.identity.vocab_size,
+        "fingerprint": kept.identity.fingerprint.hex(),
+        "model": kept.model,
+        "on": settings.keeps(kept.identity),
+        **kept.count(),
+        "earned": kept.earned_by_day(),
     }

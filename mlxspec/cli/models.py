@@ -12,10 +12,10 @@ from rich.text import Text
 
 from ..errors import MlxspecError, OptionError
 from ..models.model_files import DEMO, DEMO_DIRECTORY, local_path
-from .model_choice import DIRECTORY, model_or_default
-from .options import command, option
-from .outcome import note
-from .output import FoldingTable, print_tables, shown, size_in_words, write_json
+from .common.model_choice import DIRECTORY, model_or_default
+from .common.notes import note
+from .common.options import command, option
+from .common.output import FoldingTable, print_tables, shown, size_in_words, write_json
 from .user_config import load_config
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def models_command(as_json: bool) -> None:
     its driver recommends, elsewhere the system's memory. On a CPU half-precision weights take twice
     their size. What steps cost here is measured at first use, and carefully by 'mlxspec calibrate'.
     """
-    from ..engine.device_memory import whole_memory
+    from ..engine.costs import whole_memory
 
     memory, default = whole_memory(), _default()
     models = list(_found(memory, default))

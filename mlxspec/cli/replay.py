@@ -11,9 +11,17 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 
 from ..errors import OptionError
-from .model_choice import MODEL
-from .options import DRAFTER, FILE, argument, command, names_completed, option_field, options_of
-from .output import (
+from .common.model_choice import MODEL
+from .common.options import (
+    DRAFTER,
+    FILE,
+    argument,
+    command,
+    names_completed,
+    option_field,
+    options_of,
+)
+from .common.output import (
     FoldingTable,
     ProgressBar,
     ReportOptions,
@@ -24,9 +32,8 @@ from .output import (
 )
 
 if TYPE_CHECKING:
-    from ..bench.comparison import Comparison, JointComparison
     from ..bench.policies import Policy
-    from ..bench.replay import JointReport, ReplayReport
+    from ..bench.replay import Comparison, JointComparison, JointReport, ReplayReport
     from ..drafting.chips import Chip
 
 _ALL = "all"
@@ -116,8 +123,8 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     A line of TRACES is an object with "messages", as in OpenAI-style chat logs, and optionally
     "category", "model" and "completions", the indices of the messages to replay.
     """
-    from ..bench.comparison import compare, compare_jointly
-    from ..bench.traces import load_trace_tokenizer, read_completions
+    from ..bench.prompts import load_trace_tokenizer, read_completions
+    from ..bench.replay import compare, compare_jointly, replay_page
 
     several = asked.concurrency
     _check_concurrency(several, shows)
@@ -154,7 +161,7 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
 
     shows.show(
         show,
-        lambda: compared.page(comparison, compared.policies, chips),
+        lambda: replay_page(comparison, compared.policies, chips, compared.verdict(comparison)),
         None if shows.as_json else show_briefly,
     )
 
@@ -183,14 +190,12 @@ class _Compared:
         facts: what the JSON says of a policy, by its name.
         verdict: sums a comparison up in lines.
         brief: does so where a page has the tables.
-        page: makes the page.
     """
 
     policies: Mapping[str, Policy]
     facts: Callable[[str], dict[str, Any]]
     verdict: Callable[[Any], list[str]]
     brief: Callable[[Comparison, Mapping[str, Chip]], list[str]]
-    page: Callable[[Comparison, Mapping[str, Policy], Mapping[str, Chip]], str]
 
 
 def _decoders(asked: ReplayOptions, shows: ReportOptions) -> _Compared:
@@ -199,15 +204,14 @@ def _decoders(asked: ReplayOptions, shows: ReportOptions) -> _Compared:
     Raises:
         OptionError: there is no such decoder.
     """
-    from ..bench.comparison import (
+    from ..bench.policies import AUTO, policies_with
+    from ..bench.replay import (
         brief_verdict,
         chosen_policies,
         joint_verdict,
         jointly_chosen,
-        replay_page,
         verdict,
     )
-    from ..bench.policies import AUTO, policies_with
     from ..drafting.drafter import load_drafter
 
     several = asked.concurrency
@@ -220,7 +224,6 @@ def _decoders(asked: ReplayOptions, shows: ReportOptions) -> _Compared:
         lambda name: {"decoder": name, "label": policies[name].label},
         partial(joint_verdict if several > 1 else verdict, policies),
         partial(brief_verdict, policies),
-        replay_page,
     )
 
 
@@ -230,8 +233,8 @@ def _memories(asked: ReplayOptions) -> _Compared:
     Raises:
         OptionError: there is no such size, or another decoder is asked for.
     """
-    from ..bench.memory_sizes import memories, memory_page, memory_verdict
     from ..bench.policies import AUTO
+    from ..bench.replay import memories, memory_verdict
 
     assert asked.memory is not None
     for option, given in (("--decoder", asked.decoders), ("--drafter", asked.drafter)):
@@ -250,7 +253,6 @@ def _memories(asked: ReplayOptions) -> _Compared:
         },
         partial(memory_verdict, policies),
         lambda comparison, chips: memory_verdict(policies, comparison),
-        memory_page,
     )
 
 
@@ -277,7 +279,7 @@ def _report(
 
 def _chips(names: tuple[str, ...], file: Path | None) -> dict[str, Chip]:
     """The chips that are asked for, by name."""
-    from ..bench.comparison import read_curve
+    from ..bench.replay import read_curve
     from ..drafting.chips import Chip, chip_names, known_chip
 
     if file:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import printable
-from .output import shown
+from .common.output import shown
 
 if TYPE_CHECKING:
     from ..server.body import ApiError

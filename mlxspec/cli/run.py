@@ -15,8 +15,8 @@ from types import TracebackType
 import click
 
 from ..process import INTERRUPTED
-from .memories import Memories
-from .options import NO_MEMORY, NO_MEMORY_HELP, SETTINGS, SectionedCommand, argument
+from .common.options import NO_MEMORY, NO_MEMORY_HELP, SETTINGS, SectionedCommand, argument
+from .memory import Memories
 
 EPILOG = """\b
 Examples:

@@ -1,7 +1,7 @@
-"""Settings files of other programs: what is to be in one goes in, and all else stays.
+"""Settings files of other programs: settings are merged in, and all else stays.
 
-JSON, TOML and YAML are told apart by the file's name. Comments stay in TOML and YAML, where
-libraries keep them; JSON with comments is refused, since they would be lost.
+The file's name says whether it is JSON, TOML or YAML. Comments stay in TOML, where tomlkit keeps
+them; JSON and YAML with comments are refused, since the comments would be lost.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import re
 import stat
-from collections.abc import Callable, MutableMapping
-from contextlib import suppress
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,7 @@ class SettingsFile:
 
     def text(self) -> str:
         """A new file with the settings alone."""
-        return _merged_text(self.path, "", self.settings, self.defaults)
+        return self.merged("")
 
     def read(self) -> str | None:
         """What the file holds; None if there is none.
@@ -70,7 +68,29 @@ class SettingsFile:
         Raises:
             SettingsError: something in it would be lost.
         """
-        return _merged_text(self.path, text, self.settings, self.defaults)
+        kind = _KINDS[self.path.suffix]
+        try:
+            document, before = _parse(kind, text), _plain(_parse(kind, text))
+            expected = _plain(document)
+            for merged in (document, expected):
+                _merge(merged, self.defaults, keep=True)
+                _merge(merged, self.settings)
+            if expected == before:
+                return text
+            new = _render(kind, document if kind == "TOML" else expected, text)
+            kept = _plain(_parse(kind, new)) == expected
+        except SettingsError as error:
+            raise SettingsError(f"{self.path}: {error}; change it by hand") from error
+        except (ValueError, RecursionError) as error:
+            reason = " ".join(str(error).split())
+            raise SettingsError(
+                f"{self.path}: is no {kind} ({reason}); change it by hand"
+            ) from error
+        if not kept:
+            raise SettingsError(
+                f"{self.path}: not all in it would stay as it is; change it by hand"
+            )
+        return new
 
     def write(self, text: str) -> None:
         """Replace the file in one step; its directory is made if there is none.
@@ -95,27 +115,6 @@ class SettingsFile:
             return self.path.resolve()
         except (OSError, RuntimeError) as error:
             raise SettingsError(f"{self.path}: the link leads nowhere; correct it") from error
-
-
-def _merged_text(path: Path, text: str, settings: Settings, defaults: Settings) -> str:
-    parse, render = _FORMATS[path.suffix]
-    try:
-        document, before, expected = parse(text), _plain(parse(text)), _plain(parse(text))
-        for merged in (document, expected):
-            _merge(merged, defaults, keep=True)
-            _merge(merged, settings)
-        if expected == before:
-            return text
-        new = render(document, text)
-        kept = _plain(parse(new)) == expected
-    except SettingsError as error:
-        raise SettingsError(f"{path}: {error}; change it by hand") from error
-    except (ValueError, RecursionError) as error:
-        kind = _KINDS[path.suffix]
-        raise SettingsError(f"{path}: is no {kind} ({error}); change it by hand") from error
-    if not kept:
-        raise SettingsError(f"{path}: not all in it would stay as it is; change it by hand")
-    return new
 
 
 def _merge(document: MutableMapping[str, Any], settings: Settings, keep: bool = False) -> None:
@@ -170,18 +169,49 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, list) else value
 
 
-# --- the three ways of writing; what they cannot read is a ValueError ---
+_KINDS = {".json": "JSON without comments", ".toml": "TOML", ".yaml": "YAML", ".yml": "YAML"}
 
 
-def _parse_json(text: str) -> Any:
-    document = json.loads(
-        text if text.strip() else "{}",
-        object_pairs_hook=_without_repetition,
-        parse_constant=_refuse_constant,
-    )
+def _parse(kind: str, text: str) -> Any:
+    """The document in a text, empty for an empty text.
+
+    Raises:
+        ValueError: it is no document of this kind, or its comments would be lost.
+    """
+    if kind == "TOML":
+        import tomlkit
+        from tomlkit.exceptions import TOMLKitError
+
+        try:
+            return tomlkit.parse(text)
+        except TOMLKitError as error:
+            raise ValueError(error) from error
+    document = _parse_yaml(text) if kind == "YAML" else json.loads(text or "{}", **_STRICT)
     if not isinstance(document, dict):
         raise ValueError("no object")
     return document
+
+
+def _parse_yaml(text: str) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            found = super().construct_mapping(node, deep)
+            if len(found) < len(node.value):
+                raise ValueError("a name is there twice, or merged with <<")
+            return found
+
+    try:
+        tokens = yaml.scan(text, Loader)
+        end = 0
+        for token in tokens:  # what is between tokens is white space or a comment
+            if "#" in text[end : token.start_mark.index]:
+                raise ValueError(f"line {token.start_mark.line}: a comment would be lost")
+            end = token.end_mark.index
+        return yaml.load(text, Loader) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(error) from error
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> Settings:
@@ -195,78 +225,23 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _render_json(document: Any, text: str) -> str:
+_STRICT: dict[str, Any] = {
+    "object_pairs_hook": _without_repetition,
+    "parse_constant": _refuse_constant,
+}
+
+
+def _render(kind: str, document: Any, text: str) -> str:
+    """A document as text; JSON with the indentation and the escapes of the earlier ``text``."""
+    if kind == "TOML":
+        import tomlkit
+
+        return tomlkit.dumps(document)
+    if kind == "YAML":
+        import yaml
+
+        return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=1 << 20))
     indent = _INDENT.search(text)
-    # Escaped or not, as it was.
     written = json.dumps(document, indent=indent[1] if indent else 2, ensure_ascii=text.isascii())
     written.encode()  # half of a surrogate pair is none that UTF-8 has
     return written + "\n"
-
-
-def _parse_toml(text: str) -> Any:
-    import tomlkit
-    from tomlkit.exceptions import TOMLKitError
-
-    try:
-        return tomlkit.parse(text)
-    except TOMLKitError as error:
-        raise ValueError(error) from error
-
-
-def _render_toml(document: Any, text: str) -> str:
-    import tomlkit
-
-    return tomlkit.dumps(document)
-
-
-def _yaml(text: str) -> Any:
-    """A parser and writer that keeps comments, quotes and the indentation of a text."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.util import load_yaml_guess_indent
-
-    yaml = YAML(typ="rt")
-    yaml.preserve_quotes = True
-    yaml.width = 1 << 20  # lines stay as long as they are
-    indent = offset = None
-    if text.strip():
-        with suppress(IndexError):  # at an entry of a list that has nothing in it
-            _, indent, offset = load_yaml_guess_indent(text)
-    yaml.indent(mapping=2, sequence=indent or 4, offset=2 if offset is None else offset)
-    return yaml
-
-
-def _parse_yaml(text: str) -> Any:
-    from ruamel.yaml.error import YAMLError
-
-    try:
-        document = _yaml(text).load(text)
-    except YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f"line {mark.line + 1}: " if mark else ""
-        raise ValueError(f"{line}{getattr(error, 'problem', error)}") from error
-    if document is None:
-        return {}
-    if not isinstance(document, MutableMapping):
-        raise ValueError("no mapping")
-    return document
-
-
-def _render_yaml(document: Any, text: str) -> str:
-    stream = StringIO()
-    _yaml(text).dump(document, stream)
-    # A text of comments alone is an empty document, which has no place for them.
-    lead = text if type(document) is dict and text.strip() else ""
-    return lead + stream.getvalue()
-
-
-_KINDS = {
-    ".json": "JSON without comments",
-    **{".toml": "TOML", ".yaml": "YAML", ".yml": "YAML"},
-}
-_Format = tuple[Callable[[str], Any], Callable[[Any, str], str]]
-_FORMATS: dict[str, _Format] = {
-    ".json": (_parse_json, _render_json),
-    ".toml": (_parse_toml, _render_toml),
-    ".yaml": (_parse_yaml, _render_yaml),
-    ".yml": (_parse_yaml, _render_yaml),
-}

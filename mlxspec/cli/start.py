@@ -30,7 +30,7 @@ def run(module: str, command: str, name: str) -> None:
     if usual is signal.default_int_handler:  # and not ignored, as behind nohup
         signal.signal(signal.SIGINT, _quit)
     start = getattr(import_module(module), command)
-    run_command = import_module("mlxspec.cli.outcome").run_command
+    run_command = import_module("mlxspec.cli.common.notes").run_command
     signal.signal(signal.SIGINT, usual)
     run_command(start, name)
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING
 
 import click
-from rich.progress import DownloadColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from ..terminal import one_line
-from .model_choice import MODEL
-from .options import NAME, SETTINGS, Group, argument, option
-from .outcome import note, say
-from .output import ProgressBar, counted, size_in_words
+from .common.model_choice import MODEL
+from .common.notes import note, say
+from .common.options import NAME, SETTINGS, Group, argument, option
+from .common.output import ProgressBar, counted, size_in_words
 
 if TYPE_CHECKING:
-    from ..corpus.store import Store, StoreInfo
+    from ..corpus.store import Store
 
 EPILOG = """\b
 Examples:
@@ -27,7 +29,7 @@ Examples:
   mlxspec store info code.store
 
 A .jsonl file whose lines hold "messages" is a chat log, of which the assistant's messages are
-taken. Other files are taken whole. Passed over are files that are not UTF-8 text and, in
+taken. Other files are taken whole. Skipped are files that are not UTF-8 text and, in
 directories, hidden files, hidden directories and links to directories.
 
 A store holds the texts, and whoever can read the file can read them. It is written readable by
@@ -78,10 +80,11 @@ def build_command(
     paths: tuple[str, ...], model: str, output: str, max_tokens: int | None, force: bool
 ) -> None:
     """Make a store from files and directories: text, code, chat logs."""
-    from ..corpus.building import build_store
+    from ..corpus.store import build_store
 
-    info, source, took = _write(paths, model, max_tokens, partial(build_store, output, force=force))
-    tokens, size = counted(info.built_tokens, "token"), size_in_words(info.nbytes)
+    build = partial(build_store, output, force=force)
+    store, source, took = _write(paths, model, max_tokens, build)
+    tokens, size = counted(store.n_tokens, "token"), size_in_words(store.nbytes)
     say(f"Wrote {output}: {tokens} from {source}, {size}, {took}.")
 
 
@@ -92,14 +95,14 @@ def build_command(
 @_max_tokens_option
 def add_command(file: str, paths: tuple[str, ...], model: str, max_tokens: int | None) -> None:
     """Add files and directories to the store in FILE."""
-    from ..corpus.building import add_to_store
-    from ..corpus.store import open_store
+    from ..corpus.store import add_to_store, open_store
 
-    held = open_store(file).info
-    info, source, took = _write(paths, model, max_tokens, partial(add_to_store, file))
-    new = info.built_tokens - held.built_tokens
+    held = open_store(file).n_tokens
+    store, source, took = _write(paths, model, max_tokens, partial(add_to_store, file))
+    new = store.n_tokens - held
     added = f"Added {counted(new, 'token')} from" if new else "Found nothing new in"
-    say(f"{added} {source}, {took}. {file} holds {_in_texts(info)}, {size_in_words(info.nbytes)}.")
+    size = size_in_words(store.nbytes)
+    say(f"{added} {source}, {took}. {file} holds {_in_texts(store)}, {size}.")
 
 
 @store_command.command("info", context_settings=SETTINGS)
@@ -108,62 +111,52 @@ def info_command(file: str) -> None:
     """Verify the store in FILE and say what it holds."""
     from ..corpus.store import open_store
 
-    info = open_store(file).verify().info
-    learned = counted(info.learned_tokens, "token"), counted(info.learned_sequences, "output")
+    store = open_store(file).verify()
     for name, value in (
-        ("tokenizer", info.identity),
-        ("built", _in_texts(info)),
-        ("learned", " in ".join(learned)),
-        ("size", size_in_words(info.nbytes)),
+        ("tokenizer", store.identity),
+        ("holds", _in_texts(store)),
+        ("size", size_in_words(store.nbytes)),
     ):
         click.echo(f"{name:<10} {one_line(value)}")
 
 
 def _write(
     paths: tuple[str, ...], model: str, max_tokens: int | None, write: Callable[..., Store]
-) -> tuple[StoreInfo, str, str]:
+) -> tuple[Store, str, str]:
     """Read the texts in files and let ``write`` put their tokens into a store.
 
     Returns:
-        what the store holds, and in words, how many files that came from and the time it took.
+        the store, and in words, the number of files and the time it took.
     """
-    from ..corpus.building import MAX_TOKENS, Reading, find_files, read_texts
+    from ..corpus.store import MAX_TOKENS, find_files, read_texts
     from ..models.tokenizer import load_tokenizer_of
 
     started = time.perf_counter()
     limit = max_tokens or MAX_TOKENS
     files = find_files(paths)
     tokenizer = load_tokenizer_of(model)
-    reading = Reading()
-    done, total = 0, sum(file.size for file in files)
-    figures = DownloadColumn(), TimeElapsedColumn()
+    counts = Counter[str]()
+    done = count(1)
+    figures = MofNCompleteColumn(), TimeElapsedColumn()
     try:
         with ProgressBar("Reading", *figures, then="Sorting") as bar:
-
-            def on_bytes(size: int) -> None:
-                nonlocal done
-                done += size
-                bar(done, total)
-
             sequences = (
                 tokenizer.encode(text, add_special_tokens=False)
-                for text in read_texts(files, reading, on_bytes)
+                for text in read_texts(files, counts, lambda _: bar(next(done), len(files)))
             )
-            info = write(sequences=sequences, tokenizer=tokenizer, max_tokens=limit).info
+            store = write(sequences=sequences, tokenizer=tokenizer, max_tokens=limit)
     finally:  # they may be why there is nothing to write
         for number, thing, reason in (
-            (reading.binary, "file", "no UTF-8 text"),
-            (reading.unreadable, "file", "cannot be read"),
-            (reading.bad_lines, "line", "no chat record"),
+            (counts["binary"], "file", "not UTF-8 text"),
+            (counts["unreadable"], "file", "cannot be read"),
+            (counts["bad_lines"], "chat log line", "not a chat record"),
         ):
             if number:
-                of = " of chat logs" if thing == "line" else ""
-                note(f"{counted(number, thing)}{of} passed over: {reason}")
-    if info.built_tokens >= limit - 1:
+                note(f"{counted(number, thing)} skipped: {reason}")
+    if store.n_tokens >= limit - 1:
         note(f"the store is full: --max-tokens {limit} is reached, and the rest is left out")
-    return info, counted(reading.files, "file"), f"in {time.perf_counter() - started:.1f} s"
+    return store, counted(counts["files"], "file"), f"in {time.perf_counter() - started:.1f} s"
 
 
-def _in_texts(info: StoreInfo) -> str:
-    """What was built into a store."""
-    return f"{counted(info.built_tokens, 'token')} in {counted(info.built_sequences, 'text')}"
+def _in_texts(store: Store) -> str:
+    return f"{counted(store.n_tokens, 'token')} in {counted(store.n_texts, 'text')}"

@@ -12,15 +12,12 @@ import mlx.core as mx
 
 from ..errors import ConversionError, OptionError
 from ..files import new_directory, recover_directory
-from ..models.model_files import check_name, check_readable
+from ..models.model_files import check_name, check_readable, one_line
 from .hugging_face import copy_tokenizer, load_hugging_face, open_hugging_face
 from .model_writer import MAX_SHARD_BYTES, Progress, Quantization, prepare, write_weights
 from .original import load_original, write_original_tokenizer
 
 _DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
-# What MLX has, the defaults first. The modes but affine have one format each.
-_GROUP_SIZES = {"affine": (64, 32, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
-_BITS = {"affine": (4, 2, 3, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
 
 
 @dataclass(frozen=True)
@@ -113,21 +110,15 @@ def _quantization(
             if value is not None:
                 raise OptionError(f"{option} {value}: takes effect with -q only; add -q")
         return None
-    mode = mode or "affine"
-    if mode not in _BITS:
-        raise OptionError(f"--q-mode {mode}: unknown; choose from {', '.join(_BITS)}")
-    bits = _BITS[mode][0] if bits is None else bits
-    group_size = _GROUP_SIZES[mode][0] if group_size is None else group_size
-    if bits not in _BITS[mode]:
-        raise OptionError(f"--q-bits {bits}: {mode} has {_choices(_BITS[mode])}")
-    if group_size not in _GROUP_SIZES[mode]:
-        raise OptionError(f"--q-group-size {group_size}: {mode} has {_choices(_GROUP_SIZES[mode])}")
-    return {"group_size": group_size, "bits": bits, "mode": mode}
-
-
-def _choices(numbers: tuple[int, ...]) -> str:
-    *others, last = map(str, sorted(numbers))
-    return f"{', '.join(others)} or {last}" if others else f"only {last}"
+    quantization: Quantization = {"mode": mode or "affine", "bits": bits, "group_size": group_size}
+    try:  # before a download
+        if group_size is not None and group_size < 1:
+            raise ValueError("a group has one weight or more")
+        mx.quantize(mx.zeros((32, 32 * (group_size or 32))), **quantization)
+    except (OverflowError, TypeError, ValueError) as error:
+        asked = f"--q-mode {mode} --q-bits {bits} --q-group-size {group_size}"
+        raise OptionError(f"{asked}: MLX cannot do that ({one_line(error)})") from None
+    return quantization
 
 
 def _check_options(

@@ -1,19 +1,14 @@
-"""Earlier answers, kept to draft from: in a process, or on disk over its runs. No MLX here."""
+"""Texts to draft from: earlier answers, in a process or kept over runs, and stores. No MLX here."""
 
-from .contents import Contents, Text, contents, earned_by_day, forget, kept_texts
-from .kept import KeptTexts
+from .answers import EARNED, SOURCES, Answer, Answers, kept_answers
 from .memory import MAX_TOKENS, Memory
-from .part import EARNED, SOURCES
 from .settings import (
     SWITCH,
-    About,
     Settings,
     data_directory,
-    directory_name,
-    kept_directories,
     load_settings,
     memory_directory,
-    open_kept,
+    old_directories,
     save_settings,
     settings_in_force,
 )
@@ -24,25 +19,18 @@ __all__ = [
     "MAX_TOKENS",
     "SOURCES",
     "SWITCH",
-    "About",
-    "Contents",
-    "KeptTexts",
+    "Answer",
+    "Answers",
     "Memory",
     "Settings",
-    "Text",
     "TokenizerIdentity",
     "Vocabulary",
-    "contents",
     "data_directory",
-    "directory_name",
-    "earned_by_day",
-    "forget",
     "identify",
-    "kept_directories",
-    "kept_texts",
+    "kept_answers",
     "load_settings",
     "memory_directory",
-    "open_kept",
+    "old_directories",
     "save_settings",
     "settings_in_force",
 ]

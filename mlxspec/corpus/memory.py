@@ -1,4 +1,10 @@
-"""The memory of earlier answers, which all generations of a process draft from."""
+"""The memory of earlier answers, which all generations of a process draft from.
+
+The answers are rows of a database (:mod:`answers`). They are searched in indexes derived from it,
+a log-structured merge tree (O'Neil et al., 1996): the newest answers are in a suffix index, the
+others in sorted segments, which are merged so that there are few. Segments of kept answers are
+files beside the database. They may be deleted at any time, and are made again from the rows.
+"""
 
 from __future__ import annotations
 
@@ -6,97 +12,98 @@ import atexit
 import logging
 import os
 import threading
+import time
 import weakref
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import chain
 from operator import index
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, cast
 
 import numpy as np
 
 from ..errors import OptionError, StoreError
-from .excerpts import DamagedTexts, Searched, Source, excerpts
-from .journal import Journal, JournalMovedError
-from .kept import KEPT_TOKENS, KeptTexts, OnTrouble, reason
-from .live import LEADING_TOKENS, Live
-from .part import NOTHING, SUPERSEDED, Learned, Merged, Part, distinct
-from .part_file import FilePart
-from .settings import open_kept
-from .suffix_array import TOKEN_BITS, encode_texts
-from .suffix_index import EXCERPT_TOKENS, Excerpts
-from .tokenizer_identity import Vocabulary, identify
+from ..files import remove_leftovers, replaced
+from .answers import INDEX, INDEX_FORMAT, KEPT_TOKENS, Answers, OnTrouble
+from .suffix_array import (
+    TOKEN_BITS,
+    SuffixArray,
+    encode_texts,
+    is_intact,
+    merged_order,
+    read_arrays,
+    write_arrays,
+)
+from .suffix_index import (
+    EXCERPT_TOKENS,
+    SEPARATOR,
+    DamagedIndexError,
+    Excerpts,
+    SuffixIndex,
+    excerpts,
+)
+from .tokenizer_identity import TokenizerIdentity, Vocabulary, identify
 
 _log = logging.getLogger(__name__)
 
 MAX_TOKENS = 1 << 20
-"""Tokens that a memory holds unless it is told otherwise: 9 MB, and 1 MB of what is newest."""
+"""Tokens that a memory holds by default where nothing is kept: 13 MB."""
 
 LIVE_TOKENS = 16_384
 """Tokens of the newest answers, beyond which they are sorted."""
 
-RATIO = 8
-"""A part is merged into the next older one unless that is this many times as large."""
+LEADING_TOKENS = 8
+"""Of a prompt, by which the opening of its answer is found: notes/planner.md, "Openings"."""
 
-_MANY_PARTS = 8  # beyond which answers wait for merging, too
-_VOCABULARY = (1 << TOKEN_BITS) - 1
+RATIO = 8
+"""A segment is merged into the next larger one unless that is this many times as large."""
+
+_SORTED_TOKENS = 1 << 20  # that are sorted at once where segments are missing; takes 90 bytes each
+_PIECE = 1 << 18  # tokens that are copied at a time
+_INDEXED_TOKENS = 256  # of the newest answer, between which other threads get the interpreter
+_MANY_SEGMENTS = 8  # beyond which answers wait for merging
+_MOST_TOKENS = 2**31 - 1  # of a segment: positions are int32
 _EXIT_SECONDS = 5.0  # to wait at the process's end
 
+_IN_MEMORY = TokenizerIdentity("any", (1 << TOKEN_BITS) - 1, b"")
 
-class _State(NamedTuple):
-    """All that is searched at one time.
-
-    Attributes:
-        live: the newest answers.
-        parts: the others, the newest first.
-        everything: both, to be searched. Nothing in it leads back here, so that the file of a part
-            that is searched no longer leaves the process's memory at once.
-    """
-
-    live: Live
-    parts: tuple[Part, ...]
-    everything: tuple[Searched, ...]
-
-    @classmethod
-    def of(cls, live: Live, parts: Iterable[Part]) -> _State:
-        parts = tuple(parts)
-        return cls(live, parts, (live.searched, *(part.searched for part in parts)))
+Arrays = Mapping[str, tuple[int, Iterable[np.ndarray]]]
+"""The arrays of a segment: by name, the length and the pieces."""
 
 
 class Memory:
     """Earlier answers, in which the end of a context is looked up.
 
-    New answers go to a part that grows, and from there to sorted ones, which are merged so that
-    there are few: a log-structured merge tree (O'Neil et al., 1996) of suffix arrays. A thread of
-    the memory's own does that. Look-ups wait for nothing and may be made in any thread; so may
-    additions, also by a finaliser that interrupts a method of the memory.
+    A thread of its own adds, sorts and merges. Look-ups wait for nothing and may be made in any
+    thread; so may additions, also by a finaliser that interrupts a method of the memory.
 
-    It can only change how fast outputs come, and never what they are. Several decoders of one
-    tokenizer may share it.
-
-    Of equal answers one is kept, as the newest. When the memory is full, the answers go that were
-    neither learned nor drafted from with success for the longest time, by days.
+    A memory can only change how fast outputs come, never what they are. Several decoders of one
+    tokenizer may share it. Equal answers are remembered once. When the memory is full, those go
+    that were neither given nor drafted from with success for the longest time, by days.
 
     Args:
-        max_tokens: how much is remembered; 0 remembers nothing. None takes what ``kept`` says, or
+        max_tokens: how much is remembered; 0 remembers nothing. By default what ``kept`` says, or
             MAX_TOKENS.
-        kept: where answers are kept over runs. Without it they end with the process.
-        on_trouble: called with one line about what could not be done, by the memory's thread or
-            by one that looks up. The memory goes on without it.
+        kept: where answers are kept over runs. Without it they end with the process. The memory
+            closes it.
+        on_trouble: called with one line about what could not be done, in the memory's thread. The
+            memory goes on without it.
 
     Attributes:
-        kept: as given. The memory alone may use it, but for what it says of itself.
+        kept: as given; only its attributes may be used.
 
     Raises:
-        OptionError: ``max_tokens`` is no whole number from 0 on.
+        OptionError: ``max_tokens`` is not a whole number from 0 on.
+        StoreError: what is kept cannot be read.
     """
 
     def __init__(
         self,
         max_tokens: int | None = None,
         *,
-        kept: KeptTexts | None = None,
+        kept: Answers | None = None,
         on_trouble: OnTrouble = lambda line: None,
     ) -> None:
         if max_tokens is None:
@@ -104,11 +111,12 @@ class Memory:
         if type(max_tokens) is not int or max_tokens < 0:
             raise OptionError(f"a memory of {max_tokens!r} tokens: give a whole number from 0 on")
         self.kept = kept
-        self._shelf = _Shelf(max_tokens, kept, on_trouble)
-        self._thread = threading.Thread(target=self._shelf.run, name="mlxspec memory", daemon=True)
+        answers = kept or Answers(None, _IN_MEMORY)
+        self._worker = _MemoryWorker(answers, max_tokens, on_trouble)
+        self._thread = threading.Thread(target=self._worker.run, name="mlxspec memory", daemon=True)
         self._thread.start()
         _open.add(self)
-        weakref.finalize(self, self._shelf.requests.put, _STOP).atexit = False
+        weakref.finalize(self, self._worker.requests.put, None).atexit = False
 
     @classmethod
     def kept_in(
@@ -122,9 +130,9 @@ class Memory:
         """A memory that is kept over runs, and shared with other processes that open it.
 
         Args:
-            directory: where; each tokenizer has its own directory in it. The commands use it, too,
+            directory: where; answers of several tokenizers may be kept in it. The commands use it
                 where the variable MLXSPEC_MEMORY names it.
-            tokenizer: of which the tokens are.
+            tokenizer: the tokenizer of the answers.
             max_tokens: how much is kept.
             on_trouble: as for the class; by default the line is logged as a warning.
 
@@ -133,7 +141,7 @@ class Memory:
             StoreError: the directory cannot be made or written.
         """
         model = str(getattr(tokenizer, "name_or_path", ""))
-        kept = open_kept(identify(tokenizer), model, max_tokens, Path(directory))
+        kept = Answers(Path(directory), identify(tokenizer), model, max_tokens)
         return cls(kept=kept, on_trouble=on_trouble)
 
     def look_up(self, tail: Sequence[int], limit: int = 8, depth: int = EXCERPT_TOKENS) -> Excerpts:
@@ -144,12 +152,13 @@ class Memory:
             limit: how many excerpts to return at most.
             depth: how many tokens an excerpt has at most.
         """
-        shelf = self._shelf
+        searched, vocab_size = self._worker.searched, self._worker.vocab_size
         while True:
             try:
-                return excerpts(shelf.searched.everything, tail, limit, depth, shelf.vocab_size)
-            except DamagedTexts as damaged:
-                shelf.drop(damaged.texts)
+                return excerpts(searched, tail, limit, depth, vocab_size)
+            except DamagedIndexError as damaged:
+                self._worker.requests.put(partial(self._worker.drop_segment, damaged.index))
+                searched = tuple(one for one in searched if one is not damaged.index)
 
     def add(
         self,
@@ -160,37 +169,38 @@ class Memory:
         """Remember an answer, soon. This waits for nothing, wherever it is called.
 
         Args:
-            output: its tokens. Of one that is too long the end is remembered.
-            earned: what its generation earned, by the names of :data:`EARNED`.
+            output: its tokens. If it is too long, its end is remembered.
+            earned: the figures of its generation, by the names of :data:`EARNED`.
             prompt: the tokens that it answers, of which the last eight count. While the answer is
-                among the newest, its opening is found where a prompt ends alike. They end with
-                the process, or when the answer is sorted. Of equal answers, the first one's count.
+                among the newest, its opening is found where a prompt ends alike. They are not
+                kept.
 
         Raises:
-            OptionError: they are no token ids.
+            OptionError: these are not token ids.
         """
         try:
             tokens = [index(token) for token in output]
             leading = [index(token) for token in prompt[-LEADING_TOKENS:]]
         except TypeError as error:
-            raise OptionError(f"an answer is token ids, and this is none: {error}") from error
+            raise OptionError(f"an answer must be token ids: {error}") from error
         if self._thread.is_alive():  # nobody would take it otherwise
-            self._shelf.requests.put((tokens, dict(earned or {}), leading))
+            take = partial(self._worker.take, tokens, dict(earned or {}), leading)
+            self._worker.requests.put(take)
 
-    def used(self, source: Source) -> None:
-        """Take note that a drafted token of an excerpt was accepted.
+    def used(self, source: tuple[object, int]) -> None:
+        """Note that a drafted token of an excerpt was accepted.
 
         Args:
-            source: the excerpt's. If its text has moved since it was looked up, nothing happens.
+            source: the excerpt's.
         """
-        texts, position = source
-        if isinstance(texts, Part):
-            texts.use(position)
+        segment, position = source
+        if isinstance(segment, Segment):
+            self._worker.used.add(segment.row_at(position))
 
     def refresh(self) -> None:
-        """See, soon, what other processes have kept or forgotten. Cheap where that is nothing."""
-        if self._shelf.is_outdated():
-            self._shelf.requests.put(_REFRESH)
+        """See, soon, what other processes have kept or forgotten."""
+        if self.kept:
+            self._worker.requests.put(self._worker.refresh)
 
     def settle(self, *, tidy: bool = False) -> None:
         """Wait until all that was added can be looked up.
@@ -202,8 +212,8 @@ class Memory:
         """
         done = threading.Event()
         if tidy:
-            self._shelf.requests.put(_TIDY)
-        self._shelf.requests.put(done)
+            self._worker.requests.put(self._worker.tidy)
+        self._worker.requests.put(done.set)
         while not done.wait(0.1) and self._thread.is_alive():
             pass
 
@@ -216,373 +226,440 @@ class Memory:
             patience: for how many seconds to merge; None merges to the end. What is left is for
                 whoever opens the same directory next.
         """
-        self._shelf.requests.put(_FINISH)
+        self._worker.requests.put(self._worker.tidy)
+        self._worker.requests.put(None)
         self._thread.join(patience)
         if self._thread.is_alive():
-            self._shelf.requests.put(_STOP)
+            self._worker.hurries = True
             self._thread.join(_EXIT_SECONDS)
 
-
-_STOP, _FINISH, _REFRESH, _TIDY, _MERGED = (object() for _ in range(5))
 
 _open: weakref.WeakSet[Memory] = weakref.WeakSet()
 
 
 @atexit.register
 def _stop_all() -> None:
-    """Let what was added last be handed over before the process ends."""
+    """Let what was added last be kept before the process ends."""
     for memory in [*_open]:
-        memory._shelf.requests.put(_STOP)
+        memory._worker.hurries = True
+        memory._worker.requests.put(None)
         memory._thread.join(_EXIT_SECONDS)
 
 
-class _Shelf:
-    """What a memory holds, and the work of its thread."""
+class _MemoryWorker:
+    """The work of a memory's thread, and what it has made ready to be searched.
 
-    def __init__(self, max_tokens: int, kept: KeptTexts | None, on_trouble: OnTrouble) -> None:
-        self.vocab_size = kept.identity.vocab_size if kept else _VOCABULARY
+    Attributes:
+        searched: the indexes to be searched, the newest first.
+        used: rows from which drafts were accepted; any thread adds to it.
+        requests: functions to be called by the thread; None ends it.
+        hurries: whether not to merge any more.
+    """
+
+    def __init__(self, answers: Answers, max_tokens: int, on_trouble: OnTrouble) -> None:
+        self.vocab_size = answers.identity.vocab_size
+        self.used: set[int] = set()
+        self.requests: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self.hurries = False
+        self._answers = answers
         self._max_tokens = max_tokens
-        self._kept = kept
-        self._on_trouble = on_trouble
-        self._told: set[str] = set()
         self._live_tokens = max(1, min(LIVE_TOKENS, max_tokens // 8))
-        self._changing = threading.Lock()
-        """Held for a moment while :attr:`searched` is replaced."""
-        self._untidy = False
-        """Whether there may be something to merge."""
+        self._on_trouble = on_trouble
+        self._lines: set[str] = set()
+        self._unkept = 0  # answers that could not be kept have rows below 0
+        self._changes = -1
         self._merging: Generator[None, None, None] | None = None
-        self._journals: dict[Part, list[Journal]] = {}
-        """Of sorted parts that are not in a file yet, where their answers are kept."""
-        self.searched = _State.of(Live(), self._files())
-        self.requests: SimpleQueue[object] = SimpleQueue()
+        self._untidy = False  # whether there may be something to merge
+        self._live, self._live_texts = SuffixIndex(), dict[int, tuple[bytes, list[int]]]()
+        self._segments = self._files()
+        self._publish()
 
     def run(self) -> None:
-        """Do what is asked for until the end, and whenever nothing is, merge parts step by step."""
+        """Do what is asked for until the end, and whenever nothing is, merge step by step."""
         try:
-            self._adopt()
-            self._serve()
+            self._try(self.refresh)
+            while True:
+                while len(self._segments) > _MANY_SEGMENTS and not self.hurries:
+                    if not self._merge_on():
+                        break
+                try:
+                    request = self.requests.get(block=not self._has_to_merge())
+                except Empty:
+                    self._merge_on()
+                    continue
+                if request is None:
+                    return
+                self._try(request)
         finally:
             self._merging = None
-            for journals in self._journals.values():
-                for journal in journals:
-                    journal.close()
-            if self._kept:
-                self._kept.close()
+            self._try(self._save_used)
+            self._answers.close()
 
-    def drop(self, texts: object) -> None:
-        """Search some texts no longer, since they prove to be damaged."""
-        if self._kept and isinstance(texts, FilePart):
-            self._tell(f"{texts.path}: is damaged; what it holds is not drafted from")
-            self._kept.refuse(texts)
-        self._leave_out(texts)
+    def tidy(self) -> None:
+        """Merge until there is nothing to merge, or the process ends."""
+        while not self.hurries and self._merge_on():
+            pass
 
-    def _leave_out(self, texts: object) -> None:
-        with self._changing:
-            live, parts, _ = self.searched
-            remaining = tuple(part for part in parts if part is not texts)
-            self.searched = _State.of(Live() if live is texts else live, remaining)
+    def _try(self, action: Callable[[], object]) -> None:
+        """Do something; report once if it fails."""
+        try:
+            action()
+        except (OSError, StoreError) as error:
+            self._report(f"{error}; answers are remembered until this process ends")
 
-    def is_outdated(self) -> bool:
-        """Whether other processes have changed what is kept."""
-        return self._kept is not None and self._kept.changed()
-
-    def _tell(self, line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
+    def _report(self, line: str) -> None:
+        if line not in self._lines:
+            self._lines.add(line)
             self._on_trouble(line)
 
-    def _trouble(self, error: Exception) -> None:
-        assert self._kept
-        self._tell(
-            f"{self._kept.directory}: {reason(error)}; answers are remembered until this process "
-            "ends, and kept where that is possible"
-        )
-
-    def _serve(self) -> None:
-        finishing = False
-        while True:
-            while self._has_to_merge() and len(self.searched.parts) > _MANY_PARTS:
-                self._go_on()
-            busy = bool(self._merging) or self._untidy
-            try:
-                request = self.requests.get(block=not (busy or finishing))
-            except Empty:
-                if self._merging:
-                    self._go_on()
-                elif not busy:
-                    return
-                continue
-            if request is _STOP:
-                return
-            if request is _FINISH:
-                finishing = True
-            elif request is _REFRESH:
-                self._refresh()
-            elif request is _TIDY:
-                while self._has_to_merge():
-                    self._go_on()
-            elif isinstance(request, threading.Event):
-                request.set()
-            else:
-                self._take(*cast(tuple[list[int], dict[str, int], list[int]], request))
-
-    def _has_to_merge(self) -> bool:
-        """Whether parts are being merged, which begins here if there is something to merge."""
-        if self._merging is None and self._untidy:
-            self._untidy = False
-            self._merging = self._merge()
-        return self._merging is not None
-
-    def _go_on(self) -> None:
-        """Go on with merging by one step."""
-        assert self._merging is not None
-        try:
-            if next(self._merging, _MERGED) is not _MERGED:
-                return
-        except (OSError, StoreError) as error:
-            self._trouble(error)
-        self._merging = None
+    def _publish(self) -> None:
+        """Let others search what there is now."""
+        # New lists: a segment's file must leave the process's memory with the segment.
+        self.searched: tuple[SuffixIndex | SuffixArray, ...] = (self._live, *self._segments)
 
     # Answers, until they are sorted.
 
-    def _take(self, output: list[int], earned: dict[str, int], leading: list[int]) -> None:
+    def take(self, output: list[int], earned: dict[str, int], leading: list[int]) -> None:
+        """Keep an answer, and let it be found."""
         most = self._max_tokens * 3 // 4  # what is left when the memory has become too full
         # What is left out would let another text begin behind the prompt.
         first = (*leading, *output[:2])
         if len(output) > most or not all(0 <= token < self.vocab_size for token in first):
             leading = []
+        self._try(self.refresh)
+        self._try(self._save_used)
         for text in encode_texts(output[max(0, len(output) - most) :], self.vocab_size):
-            answer = Learned.now(text, earned)
-            self._write_down(answer)
-            self.searched.live.add(answer, leading)
+            self._index(self._keep(text, earned), text, leading)
             earned, leading = {}, []
-        if len(self.searched.live) >= self._live_tokens:
+        if len(self._live) >= self._live_tokens:
             self._sort()
 
-    def _write_down(self, answer: Learned) -> None:
-        if not self._kept:
-            return
-        try:
-            try:
-                self._kept.append(answer)
-            except JournalMovedError:
-                self._forget_lost_journals()
-                self._kept.append(answer)
-        except (OSError, JournalMovedError) as error:
-            self._trouble(error)
+    def _keep(self, text: bytes, earned: dict[str, int]) -> int:
+        """Write an answer to the database; its row, below 0 if that is not possible."""
+        for _ in range(2):  # a damaged database has been replaced by the second time
+            with suppress(StoreError):
+                return self._answers.add(text, earned)
+        self._try(lambda: self._answers.add(text, earned))
+        self._unkept -= 1
+        return self._unkept
 
-    def _adopt(self) -> None:
-        """Take over the answers of processes that are gone."""
-        if not self._kept:
+    def _index(self, row: int, text: bytes, leading: Sequence[int] = ()) -> None:
+        """Add an answer to the newest ones, unless it is there."""
+        if row in self._live_texts or row in self._sorted_rows:
             return
-        try:
-            for answers in self._kept.adopt(self._tell):
-                for answer in answers:
-                    self.searched.live.add(answer)
-                if len(self.searched.live) >= self._live_tokens:
-                    self._sort()
-        except OSError as error:
-            self._trouble(error)
+        tokens = [*leading, *np.frombuffer(text, np.int32).tolist()]
+        for start in range(0, len(tokens), _INDEXED_TOKENS):
+            self._live.extend(tokens[start : start + _INDEXED_TOKENS])
+            time.sleep(0)  # lets threads that draft have the interpreter
+        self._live.extend([SEPARATOR])
+        self._live_texts[row] = text, [*leading]
 
     def _sort(self) -> None:
-        """Make a sorted part of the newest answers."""
-        part = Part.of(self.searched.live.answers)
-        if self._kept:
-            self._journals[part], self._kept.journals = self._kept.journals, []
-        with self._changing:
-            older = self.searched.parts
-            self.searched = _State.of(Live(), (part, *older))
-        hashes = np.sort(part.records["hash"])
-        for other in older:
-            other.supersede(hashes)
+        """Make a segment of the newest answers, and evict old ones where there are too many."""
+        if self._live_texts:
+            self._add_segment((row, text) for row, (text, _) in self._live_texts.items())
+        self._live, self._live_texts = SuffixIndex(), {}
+        if sum(map(len, self._segments)) > self._max_tokens - self._live_tokens:
+            self._try(lambda: self._answers.evict(self._max_tokens * 3 // 4))
+            self._try(lambda: self._synchronize(drop_unkept=True))
+        self._publish()
+
+    def _add_segment(self, texts: Iterable[tuple[int, bytes]]) -> None:
+        self._segments = [Segment.of([*texts]), *self._segments]
+        self._sorted_rows |= {*self._segments[0].rows.tolist()}
         self._untidy = True
 
-    def _forget_lost_journals(self) -> None:
-        """Take anew, from what is still there, what was in a journal that another process moved.
+    def _save_used(self) -> None:
+        if self.used:
+            rows, self.used = self.used, set()
+            self._answers.use(rows)
 
-        It has moved it to forget some of its answers, and has written the others to a part.
-        """
-        assert self._kept
-        if remaining := _if_some_are_lost(self._kept.journals):
-            self._kept.journals = remaining.journals
-            with self._changing:
-                self.searched = _State.of(Live(remaining.answers), self.searched.parts)
-        for part, journals in [*self._journals.items()]:
-            if remaining := _if_some_are_lost(journals):
-                del self._journals[part]
-                new = Part.of(distinct(remaining.answers))
-                self._journals[new] = remaining.journals
-                with self._changing:
-                    live, parts, _ = self.searched
-                    parts = tuple(new if old is part else old for old in parts)
-                    self.searched = _State.of(live, parts)
+    # What other processes do, and what is on disk.
 
-    # Parts.
+    def _files(self) -> list[Segment]:
+        """The segments in files, the newest first. Files that are of no use are removed."""
+        found = []
+        for path in self._answers.index_files():
+            with suppress(OSError, ValueError):
+                found.append(Segment.open(path, self._answers.database))
+        there = self._answers.rows() if self._answers.directory else set()
+        self._sorted_rows: set[int] = set()
+        segments: list[Segment] = []
+        for segment in sorted(found, key=len, reverse=True):
+            rows = {*segment.rows.tolist()}
+            if rows <= there and rows.isdisjoint(self._sorted_rows):
+                self._sorted_rows |= rows
+                segments.append(segment)
+        used = {segment.path for segment in segments}
+        for path in self._answers.index_files():
+            if path not in used:
+                path.unlink(missing_ok=True)
+        if directory := self._answers.directory:
+            for leftover in directory.glob(f".*{INDEX}.*"):
+                remove_leftovers(
+                    directory / leftover.name[1 : leftover.name.index(INDEX) + len(INDEX)]
+                )
+        return sorted(segments, key=lambda segment: int(segment.rows[-1]), reverse=True)
 
-    def _files(self) -> tuple[Part, ...]:
-        """The parts that are in files."""
-        try:
-            return tuple(self._kept.parts(self._tell)) if self._kept else ()
-        except OSError as error:
-            self._trouble(error)
-            return ()
+    def refresh(self) -> None:
+        """Index what other processes have kept, and drop what they have deleted."""
+        changes = self._answers.changes()
+        if changes != self._changes:
+            self._changes = changes
+            self._synchronize()
 
-    def _refresh(self) -> None:
-        """See what other processes have done, unless this one keeps them from doing anything."""
-        if self.is_outdated() and self._merging is None:
-            self._read_directory()
-            self._untidy = self._untidy or bool(self._journals)
-
-    def _read_directory(self) -> None:
-        """Search what is in the directory now."""
-        self._forget_lost_journals()
-        files = self._files()
-        with self._changing:
-            live, parts, _ = self.searched
-            own = tuple(part for part in parts if not isinstance(part, FilePart))
-            self.searched = _State.of(live, own + files)
-
-    def _merge(self) -> Generator[None, None, None]:
-        """Merge the smallest parts as far as need be; all of them where some texts must go."""
-        if self._kept:
-            with self._kept.merging() as alone:
-                if alone:  # otherwise another process does
-                    yield from self._merge_files(self._kept)
-        else:
-            chosen, left_out = self._choice(())
-            if chosen:
-                merged = yield from _merged(chosen, left_out)
-                self._replace(chosen, (yield from merged.in_memory()))
-
-    def _merge_files(self, kept: KeptTexts) -> Generator[None, None, None]:
-        """Merge parts in files, and those that are not in a file yet into one."""
-        self._read_directory()
-        kept.tidy_up()
-        yield from kept.set_aside_damaged(self._tell)
-        verified: set[Part] = set()
-        while True:
-            chosen, left_out = self._choice(self._journals)
-            files = [part for part in chosen if isinstance(part, FilePart)]
-            for part in files:
-                if part not in verified:
-                    verified.add(part)
-                    if not (yield from kept.verify(part, self._tell)):
-                        self._leave_out(part)
-                        break
+    def _synchronize(self, *, drop_unkept: bool = False) -> None:
+        """Index the rows that are missing, and drop those that are gone."""
+        there = self._answers.rows()
+        indexed = self._live_texts.keys() | self._sorted_rows
+        gone = {row for row in indexed - there if row > 0 or drop_unkept}
+        if gone:
+            self._drop_rows(gone)
+        if missing := there - indexed:
+            texts, size = list[tuple[int, bytes]](), 0
+            for row, tokens, _ in self._answers.read(after=min(missing) - 1):
+                if row in missing:
+                    texts.append((row, tokens.tobytes()))
+                    size += len(tokens)
+                if size > _SORTED_TOKENS:
+                    self._add_segment(texts)
+                    texts, size = [], 0
+            if size >= self._live_tokens:
+                self._add_segment(texts)
             else:
-                break
+                for row, text in texts:
+                    self._index(row, text)
+            self._sorted_rows |= missing - self._live_texts.keys()  # unreadable rows, too
+        self._publish()
+
+    def _drop_rows(self, gone: set[int]) -> None:
+        """Search some answers no longer, and leave nothing of them in files."""
+        self._merging, self._untidy = None, True
+        self._sorted_rows -= gone
+        if not gone.isdisjoint(self._live_texts):
+            texts, self._live, self._live_texts = self._live_texts, SuffixIndex(), {}
+            for row, (text, leading) in texts.items():
+                if row not in gone:
+                    self._index(row, text, leading)
+        segments, self._segments = self._segments, []
+        for segment in segments:
+            if gone.isdisjoint(segment.rows.tolist()):
+                self._segments.append(segment)
+                continue
+            if segment.path:
+                segment.path.unlink(missing_ok=True)
+            if not gone.issuperset(segment.rows.tolist()):
+                self._segments.append(segment.without(gone))
+
+    def drop_segment(self, index: object) -> None:
+        """Make a damaged segment again from its rows."""
+        dropped = [segment for segment in self._segments if segment is index]
+        for segment in dropped:
+            self._report(f"{segment.path}: is damaged; it is made again")
+            if segment.path:
+                segment.path.unlink(missing_ok=True)
+        if dropped:
+            self._merging = None
+            self._segments = [segment for segment in self._segments if segment is not index]
+            self._sorted_rows = {row for one in self._segments for row in one.rows.tolist()}
+            self._synchronize()
+
+    # Merging.
+
+    def _has_to_merge(self) -> bool:
+        """Whether segments are being merged, which begins here if there is something to merge."""
+        if self._merging is None and self._untidy:
+            self._untidy = False
+            self._merging = self._merge(self._choice())
+        return self._merging is not None
+
+    def _merge_on(self) -> bool:
+        """Merge by one step; whether there was something to merge."""
+        if not self._has_to_merge():
+            return False
+        merging = self._merging
+        assert merging is not None
+        try:
+            next(merging)
+            return True
+        except StopIteration:
+            pass
+        except _RowsDeletedError:
+            self._try(self._synchronize)
+        except (IndexError, ValueError):  # files with right checksums and impossible numbers
+            for segment in [one for one in self._segments if one.path]:
+                self._try(partial(self.drop_segment, segment))
+        except (OSError, StoreError) as error:
+            if isinstance(error.__cause__ or error, FileNotFoundError):
+                self._untidy = True  # another process has removed the new file
+            else:
+                self._report(f"{error}; answers are remembered until this process ends")
+        if self._merging is merging:
+            self._merging = None
+        return True
+
+    def _choice(self) -> list[Segment]:
+        """The two segments that become one, or the one that is to be written to a file."""
+        for segment in self._segments:
+            if self._goes_to_file(segment) and segment.path is None:
+                return [segment]
+        total = 0  # tokens of newer segments
+        for segment in self._segments:
+            if len(segment) < RATIO * total and total + len(segment) <= _MOST_TOKENS:
+                return self._segments[:2]
+            total += len(segment)
+        return []
+
+    def _goes_to_file(self, segment: Segment) -> bool:
+        return self._answers.directory is not None and int(segment.rows.min()) > 0
+
+    def _merge(self, chosen: list[Segment]) -> Generator[None, None, None]:
+        """Put one segment in the place of some."""
+        for segment in chosen:
+            if not segment.is_intact():
+                self.drop_segment(segment)
+                return
         if not chosen:
             return
-        merged = yield from _merged(chosen, left_out)
-        journals = [journal for part in chosen for journal in self._journals.get(part, ())]
-        written = yield from kept.write(merged, files, [journal.name for journal in journals])
-        self._replace(chosen, written)
-        for journal in journals:
-            journal.close()
-        for old in chosen:
-            self._journals.pop(old, None)
-
-    def _choice(self, wanted: Iterable[Part]) -> tuple[list[Part], list[np.ndarray]]:
-        """Which parts become one, the smallest first, and which of their texts are left out.
-
-        Parts of this process alone stay in the order of their age, in which those that were merged
-        before grow. So they tell of texts of one second, too, which of them is older.
-
-        Args:
-            wanted: parts that must be among them.
-        """
-        parts = [*self.searched.parts]
-        if self._kept:
-            parts.sort(key=len)
-        if sum(map(len, parts)) > self._max_tokens - self._live_tokens:
-            return parts, surplus(parts, self._max_tokens * 3 // 4)
-        first = [part for part in parts if part in wanted]
-        chosen = first + [part for part in parts if part not in wanted]
-        chosen = chosen[: too_many([*map(len, chosen)], len(first))]
-        return chosen, [np.zeros(len(part.records), bool) for part in chosen]
-
-    def _replace(self, old: list[Part], new: Part) -> None:
-        """Search one part instead of some others."""
-        with self._changing:
-            live, parts, _ = self.searched
-            remaining = [part for part in parts if part not in old]
-            # It stands where the newest of them was; those before it were made meanwhile.
-            place = min((parts.index(part) for part in old if part in parts), default=0)
-            self.searched = _State.of(live, (*remaining[:place], new, *remaining[place:]))
-        for part in remaining[:place]:
-            new.supersede(np.sort(part.records["hash"]))
-
-
-class _Remaining(NamedTuple):
-    """Journals that are still at their place, and the answers in them."""
-
-    journals: list[Journal]
-    answers: list[Learned]
-
-
-def _if_some_are_lost(journals: list[Journal]) -> _Remaining | None:
-    """What remains of journals of which some were moved; None if all are at their place."""
-    if all(journal.is_at_its_place() for journal in journals):
-        return None
-    remaining = _Remaining([], [])
-    for journal in journals:
-        if journal.is_at_its_place():
-            with suppress(OSError, ValueError):
-                remaining.answers.extend(journal.adopt())
-                remaining.journals.append(journal)
-                continue
-        journal.close()
-    return remaining
-
-
-def _merged(parts: list[Part], left_out: list[np.ndarray]) -> Generator[None, None, Merged]:
-    """All of some parts, the smallest first, of which the last is merged when it is written."""
-    if len(parts) == 1:
-        return Merged(parts[0], NOTHING, (left_out[0], np.zeros(0, bool)))
-    result, result_out = parts[0], left_out[0]
-    for number, (part, out) in enumerate(zip(parts[1:], left_out[1:], strict=True), 2):
-        if part.newest > result.newest:
-            merged = Merged(result, part, (result_out, out))
+        arrays = _joined(*chosen) if len(chosen) > 1 else chosen[0].arrays()
+        if all(map(self._goes_to_file, chosen)):
+            merged = yield from self._written(arrays, {r for s in chosen for r in s.rows.tolist()})
         else:
-            merged = Merged(part, result, (out, result_out))
-        if number < len(parts):
-            result = yield from merged.in_memory()
-            result_out = np.zeros(len(result.records), bool)
-    return merged
+            merged = yield from _collected(arrays)
+        remaining = [one for one in self._segments if one not in chosen]
+        self._segments = sorted([*remaining, merged], key=lambda one: -int(one.rows[-1]))
+        self._publish()
+        self._untidy = True
+        for segment in chosen:
+            if segment.path:
+                segment.path.unlink(missing_ok=True)
+
+    def _written(self, arrays: Arrays, rows: set[int]) -> Generator[None, None, Segment]:
+        """Write a segment's file.
+
+        Raises:
+            _RowsDeletedError: other processes have deleted some of its rows.
+            StoreError: it cannot be written.
+        """
+        path, database = self._answers.new_index_file(), self._answers.database
+        header = {"format": INDEX_FORMAT[0], "database": database}
+        with ExitStack() as locked, replaced(path, StoreError) as file:
+            yield from write_arrays(file, header, arrays)
+            if not locked.enter_context(self._answers.locked(rows)):
+                raise _RowsDeletedError
+        return Segment.open(path, database)
 
 
-def too_many(sizes: Sequence[int], wanted: int) -> int:
-    """How many of some parts become one; 0 where all are as they should be.
+class _RowsDeletedError(Exception):
+    """Rows of a segment have been deleted while it was written."""
+
+
+class Segment(SuffixArray):
+    """Sorted answers.
 
     Args:
-        sizes: the parts'.
-        wanted: how many of the first must be among them.
+        rows: (texts,) of int32, the rows of the answers.
+        ends: (texts,) of int32, where each text's SEPARATOR ends.
+        tokens, order: as for the base class.
+        path: the file; None if there is none.
+        whole: all of the file.
     """
-    number, total = 0, 0
-    for size in sizes:
-        if number >= max(1, wanted) and size >= RATIO * total:
-            break
-        number, total = number + 1, total + size
-    return number if number > 1 else wanted
+
+    def __init__(
+        self,
+        rows: np.ndarray,
+        ends: np.ndarray,
+        tokens: np.ndarray,
+        order: np.ndarray,
+        path: Path | None = None,
+        whole: np.ndarray | None = None,
+    ) -> None:
+        super().__init__(tokens, order)
+        self.rows, self.ends, self.path, self._whole = rows, ends, path, whole
+
+    @classmethod
+    def of(cls, texts: Sequence[tuple[int, bytes]]) -> Segment:  # type: ignore[override]
+        """Sort answers, given by their rows and the bytes of their tokens."""
+        array = SuffixArray.of(text for _, text in texts)
+        rows = np.array([row for row, _ in texts], np.int32)
+        ends = np.flatnonzero(array.tokens == SEPARATOR).astype(np.int32) + 1
+        return cls(rows, ends, array.tokens, array.order)
+
+    @classmethod
+    def open(cls, path: Path, database: int) -> Segment:
+        """Map a file.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is damaged, or belongs to another database.
+        """
+        header, whole, arrays = read_arrays(path, *INDEX_FORMAT)
+        if header.get("database") != database or not len(arrays[0]) == len(arrays[1]) > 0:
+            raise ValueError("belongs to another database")
+        rows, ends, tokens, order = arrays
+        return cls(rows, ends, tokens, order, path, whole)
+
+    def __len__(self) -> int:
+        """How many tokens there are, with a SEPARATOR for each text."""
+        return len(self.tokens)
+
+    def is_intact(self) -> bool:
+        """Whether the file is as it was written."""
+        return self._whole is None or is_intact(self._whole)
+
+    def row_at(self, position: int) -> int:
+        """The row of the answer at a position."""
+        text = int(np.searchsorted(self.ends, position, side="right"))
+        return int(self.rows[min(text, len(self.rows) - 1)])
+
+    def without(self, rows: set[int]) -> Segment:
+        """The same answers without some of them, in memory."""
+        stays = ~np.isin(self.rows, [*rows])
+        lengths = np.diff(self.ends, prepend=0)
+        gone = np.repeat(~stays, lengths)
+        order = self.order[~gone[self.order]]
+        order -= np.cumsum(gone, dtype=np.int32)[order]
+        ends = np.cumsum(lengths[stays], dtype=np.int32)
+        return Segment(self.rows[stays], ends, self.tokens[~gone], order)
+
+    def arrays(self) -> Arrays:
+        """What a file of it holds."""
+        arrays = zip(INDEX_FORMAT[1], (self.rows, self.ends, self.tokens, self.order), strict=True)
+        return {name: (len(array), [array]) for name, array in arrays}
 
 
-def surplus(parts: Sequence[Part], most: int) -> list[np.ndarray]:
-    """Which texts are left out so that no more than ``most`` tokens remain.
+def _joined(first: Segment, second: Segment) -> Arrays:
+    """What a segment of two segments' answers holds."""
+    older, newer = sorted((first, second), key=lambda one: int(one.rows[-1]))
+    start = len(older.tokens)
+    if len(older.order) < len(newer.order):
+        order = merged_order(newer, older, start, 0)
+    else:
+        order = merged_order(older, newer, 0, start)
+    n_texts = len(older.rows) + len(newer.rows)
+    pieces: dict[str, Iterator[np.ndarray]] = {
+        "rows": iter([older.rows, newer.rows]),
+        "ends": iter([older.ends, newer.ends + np.int32(start)]),
+        "tokens": chain(_pieces(older.tokens), _pieces(newer.tokens)),
+        "order": order,
+    }
+    lengths = n_texts, n_texts, start + len(newer.tokens), len(older.order) + len(newer.order)
+    return {name: (n, pieces[name]) for name, n in zip(INDEX_FORMAT[1], lengths, strict=True)}
 
-    Those go that were used on the longest past day; of one day those learned first, of one second
-    those of the last part.
 
-    Returns:
-        for each part (texts,) of bool.
-    """
-    # Behind each other from the oldest to the newest, as the texts of a part are.
-    ordered = parts[::-1]
-    used = np.concatenate([part.used for part in ordered])
-    learned = np.concatenate([part.records["learned"] for part in ordered])
-    lengths = np.concatenate([part.lengths for part in ordered])
-    newest_first = np.lexsort((learned, used))[::-1]
-    lengths[used == SUPERSEDED] = 0
-    out = np.empty(len(used), bool)
-    out[newest_first] = np.cumsum(lengths[newest_first]) > most
-    borders = np.cumsum([len(part.records) for part in ordered])[:-1]
-    return np.split(out, borders)[::-1]
+def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
+    return (array[start : start + _PIECE] for start in range(0, len(array), _PIECE))
+
+
+def _collected(arrays: Arrays) -> Generator[None, None, Segment]:
+    """Make a segment in memory, piece by piece."""
+    collected = []
+    for length, pieces in arrays.values():
+        whole, done = np.empty(length, np.int32), 0
+        for piece in pieces:
+            whole[done : done + len(piece)] = piece
+            done += len(piece)
+            yield
+        collected.append(whole)
+    rows, ends, tokens, order = collected
+    return Segment(rows, ends, tokens, order)

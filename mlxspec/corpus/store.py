@@ -1,48 +1,152 @@
-"""A store: texts in a file, and the tokenizer whose tokens they are."""
+"""Stores: files of texts to draft from, which the user names."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
-import struct
-import sys
-import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..errors import OptionError, StoreError
-from ..files import replaced
-from .excerpts import DamagedTexts, Searched, excerpts
-from .suffix_array import TOKEN_BITS, SuffixArray
-from .suffix_index import EXCERPT_TOKENS, SEPARATOR, Excerpts
+from ..files import check_writable, replaced, sole_writer
+from ..jsonl import conversation_of, json_lines
+from .suffix_array import (
+    TOKEN_BITS,
+    TOKEN_BYTES,
+    SuffixArray,
+    encode_texts,
+    is_intact,
+    read_arrays,
+    split_texts,
+    write_arrays,
+)
+from .suffix_index import EXCERPT_TOKENS, SEPARATOR, DamagedIndexError, Excerpts, excerpts
 from .tokenizer_identity import TokenizerIdentity, Vocabulary, identify
 
+MAX_TOKENS = 50_000_000
+"""Tokens of a store unless it is told otherwise. Building it takes about 90 bytes a token."""
 
-@dataclass(frozen=True)
-class StoreInfo:
-    """What a store holds.
+_TEXT_CHARACTERS = 32_768  # read of a file at a time, and then up to the end of the line
+_MAX_LINE = 1 << 24  # bytes of a chat log, which has one record a line
+_PROBED_BYTES = 8192
 
-    Attributes:
-        identity: whose tokens.
-        built_tokens, built_sequences: from ``mlxspec store build`` and ``add``.
-        learned_tokens, learned_sequences: from outputs.
-        nbytes: size of the file.
+
+def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """Find the files that are named, and those in directories that are named.
+
+    In directories, hidden files and directories (whose name begins with a dot) are left out, and
+    so is everything but regular files. Links to directories are not followed, so there are no
+    loops. A file that is reached twice is taken once.
+
+    Raises:
+        StoreError: a named path is not there, or neither a file nor a directory.
     """
+    found: dict[tuple[int, int], Path] = {}
+    for name in paths:
+        path = Path(name)
+        try:
+            mode = path.stat().st_mode
+            if stat.S_ISREG(mode):
+                path.open("rb").close()
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be read ({error.strerror})") from error
+        if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+            raise StoreError(f"{path}: is neither a file nor a directory; name one of them")
+        for file in _files_below(path) if stat.S_ISDIR(mode) else [path]:
+            try:
+                status = file.stat()
+            except OSError:  # a link to nowhere, or removed meanwhile
+                continue
+            if stat.S_ISREG(status.st_mode):
+                found.setdefault((status.st_dev, status.st_ino), file)
+    return list(found.values())
 
-    identity: TokenizerIdentity
-    built_tokens: int
-    built_sequences: int
-    learned_tokens: int
-    learned_sequences: int
-    nbytes: int
+
+def read_texts(
+    files: Iterable[Path],
+    counts: Counter[str],
+    on_file: Callable[[Path], object] = lambda file: None,
+) -> Iterator[str]:
+    """Read the texts in files: of chat logs (``.jsonl``) what models wrote, of others everything.
+
+    Long files come in pieces of several lines.
+
+    Args:
+        files: the files.
+        counts: counts the "files" that gave text; the skipped ones, which are "binary" or
+            "unreadable"; and "bad_lines" of chat logs.
+        on_file: called after each file.
+    """
+    for file in files:
+        try:
+            texts = False
+            for text in _texts_in(file, counts):
+                texts = True
+                yield text
+            counts["files"] += texts
+        except UnicodeDecodeError:
+            counts["binary"] += 1
+        except OSError:
+            counts["unreadable"] += 1
+        on_file(file)
 
 
-@dataclass(frozen=True, eq=False)
+def _files_below(directory: Path) -> Iterator[Path]:
+    for root, directories, names in os.walk(directory):
+        directories[:] = sorted(name for name in directories if not name.startswith("."))
+        for name in sorted(names):
+            if not name.startswith("."):
+                yield Path(root, name)
+
+
+def _texts_in(path: Path, counts: Counter[str]) -> Iterator[str]:
+    with path.open("rb") as file:
+        if b"\0" in file.read(_PROBED_BYTES):
+            counts["binary"] += 1
+            return
+    outputs = _outputs(path) if path.suffix.lower() == ".jsonl" else iter(())
+    first = next(outputs, None)
+    if first is None:  # the file is no chat log
+        yield from _pieces(path)
+        return
+    yield from first
+    for texts in outputs:
+        if texts is None:
+            counts["bad_lines"] += 1
+        else:
+            yield from texts
+
+
+def _outputs(path: Path) -> Iterator[list[str] | None]:
+    """What a model wrote, per record of a chat log; None for a line that is no record."""
+    with path.open("rb") as file:
+        for _, record in json_lines(iter(partial(file.readline, _MAX_LINE), b"")):
+            try:
+                yield [output for output in conversation_of(record).outputs if output]
+            except (ValueError, RecursionError):
+                yield None
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    """The file's text; a long one is cut at the ends of lines."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        while text := file.read(_TEXT_CHARACTERS):
+            yield text + file.readline(_TEXT_CHARACTERS)
+
+
+_FORMAT = "mlxspec store"
+_ARRAYS = "tokens", "order"
+_VERSION = 1
+_MAX_WORDS = 2**31 - 1  # positions are int32
+_LONGEST_NAME = 96
+_REMEDY = "build it again with `mlxspec store build`"
+
+
 class Store:
     """Texts on disk in which a context's last tokens are looked up; see :func:`open_store`.
 
@@ -51,22 +155,54 @@ class Store:
     file meanwhile. (mlxspec never changes a file in place. A program that cuts one short in place
     ends the processes that read it, as with every mapped file.)
 
+    Args:
+        path: the file.
+        identity: the tokenizer whose tokens it must hold; None for any.
+
     Attributes:
         identity: the tokenizer.
-        built: what ``mlxspec store build`` and ``add`` put in.
-        learned: outputs.
-        tokens: the ids of all texts, a SEPARATOR behind each.
+        index: the texts.
+        n_tokens, n_texts: how many tokens and texts there are.
         nbytes: size of the file.
-        path, checksums: of the file and its four sections, to verify it.
+
+    Raises:
+        StoreError: as :func:`open_store`.
     """
 
-    identity: TokenizerIdentity
-    built: SuffixArray
-    learned: SuffixArray
-    tokens: memoryview
-    nbytes: int
-    path: Path
-    checksums: tuple[int, ...]
+    def __init__(self, path: Path, identity: TokenizerIdentity | None = None) -> None:
+        try:
+            header, self._whole, arrays = read_arrays(path, _FORMAT, _ARRAYS)
+            if header.get("version") != _VERSION:
+                raise ValueError(f"has version {header.get('version')!r} of the format")
+            self.identity = _identity(header)
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"{path}: no such file; make a store with `mlxspec store build`"
+            ) from error
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be read ({error.strerror})") from error
+        except ValueError as error:
+            raise StoreError(f"{path}: {error}; {_REMEDY}") from error
+        held = self.identity
+        if identity and (identity.fingerprint, identity.vocab_size) != (
+            held.fingerprint,
+            held.vocab_size,
+        ):
+            raise StoreError(
+                f"{path}: holds tokens of {held}, the model's tokenizer is {identity}; "
+                "build a store for it with `mlxspec store build`"
+            )
+        self.path = path
+        self.index = SuffixArray(*arrays)
+        self.nbytes = self._whole.nbytes
+
+    @property
+    def n_texts(self) -> int:
+        return int(np.count_nonzero(self.index.tokens == SEPARATOR))
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.index.tokens) - self.n_texts
 
     def verify(self) -> Store:
         """Verify all of the file (0.1 s for ten million tokens).
@@ -77,21 +213,20 @@ class Store:
         Raises:
             StoreError: it is damaged.
         """
-        parts = self.built, self.learned
-        sections = (*(part.tokens for part in parts), *(part.order for part in parts))
-        for section, checksum in zip(sections, self.checksums, strict=True):
-            if zlib.crc32(section.data) != checksum:
-                raise StoreError(f"{self.path}: is damaged (a checksum is wrong); {_REMEDY}")
-        if not all(_is_valid(part, self.identity.vocab_size) for part in parts):
+        if not is_intact(self._whole):
+            raise StoreError(f"{self.path}: is damaged (its checksum is wrong); {_REMEDY}")
+        tokens, order = self.index.tokens, self.index.order
+        # Every id must be the tokenizer's, and every place have a token before and after it.
+        if not (
+            (len(tokens) > len(order) if len(tokens) else not len(order))
+            and (tokens[-1:] == SEPARATOR).all()
+            and tokens.min(initial=0) >= SEPARATOR
+            and tokens.max(initial=0) < self.identity.vocab_size
+            and order.min(initial=1) > 0
+            and order.max(initial=0) < max(1, len(tokens))
+        ):
             raise StoreError(f"{self.path}: holds tokens or places out of bounds; {_REMEDY}")
         return self
-
-    @cached_property
-    def _searched(self) -> list[Searched]:
-        """Both parts as a look-up takes them, the newer one first."""
-        return [
-            Searched(part.matches, part.tokens.data, part) for part in (self.learned, self.built)
-        ]
 
     def look_up(self, tail: Sequence[int], limit: int = 8, depth: int = EXCERPT_TOKENS) -> Excerpts:
         """Find what followed where the context's last tokens stand.
@@ -102,184 +237,164 @@ class Store:
             depth: how many tokens an excerpt has at most.
 
         Returns:
-            the excerpts; none from a part of the file that proves to be damaged.
+            the excerpts; none if the file proves to be damaged.
         """
-        parts = self._searched
-        while True:
-            try:
-                return excerpts(parts, tail, limit, depth, self.identity.vocab_size)
-            except DamagedTexts as damaged:
-                parts = [part for part in parts if part.texts is not damaged.texts]
-
-    @property
-    def info(self) -> StoreInfo:
-        """What the store holds, counted."""
-        return StoreInfo(
-            self.identity,
-            self.built.n_tokens,
-            self.built.n_texts,
-            self.learned.n_tokens,
-            self.learned.n_texts,
-            self.nbytes,
-        )
+        try:
+            return excerpts([self.index], tail, limit, depth, self.identity.vocab_size)
+        except DamagedIndexError:
+            return Excerpts([], [], [])
 
 
 def open_store(path: str | os.PathLike[str], tokenizer: Vocabulary | None = None) -> Store:
     """Open a store. Its header and its length are verified, so that this takes a millisecond.
 
-    :meth:`Store.look_up` bears whatever the rest holds; :meth:`Store.verify` verifies it.
+    :meth:`Store.look_up` is safe whatever the rest holds; :meth:`Store.verify` verifies it.
 
     Args:
         path: the file.
         tokenizer: the model's; None opens a store of any tokenizer.
 
     Raises:
-        StoreError: it is no store, cut short, of a later version, or another tokenizer's, or its
-            header is damaged.
+        StoreError: it is not a store, cut short, of another version, or another tokenizer's.
     """
-    return read_store(Path(path), None if tokenizer is None else identify(tokenizer))
+    return Store(Path(path), None if tokenizer is None else identify(tokenizer))
 
 
-# The file: a header, then the tokens of what was built, the tokens of what was learned, and the
-# order of either, all as little-endian int32. The header has the magic bytes, the version, the
-# vocabulary's size, the four sections' lengths and checksums, the tokenizer's fingerprint and
-# name, and at its end a checksum of its own.
-VERSION = 1
-_MAGIC = b"mlxstore"
-_HEADER = struct.Struct("<8sII4I4I32s96s76xI")
-_NAME_BYTES = 96
-_CRC_BYTES = 4
-_MAX_WORDS = 2**31 - 1  # positions are int32
-_REMEDY = "build it again with `mlxspec store build`"
-
-
-def read_store(path: Path, identity: TokenizerIdentity | None = None) -> Store:
-    """Map a store's file and verify its header and its length.
+def build_store(
+    path: str | os.PathLike[str],
+    sequences: Iterable[Sequence[int]],
+    tokenizer: Vocabulary,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    force: bool = False,
+) -> Store:
+    """Write a store of texts, each of which is kept once; it appears whole or not at all.
 
     Args:
-        path: the file.
-        identity: the tokenizer whose tokens it must hold; None for any.
+        path: the file to write.
+        sequences: the token ids of each text. Later ones count as newer.
+        tokenizer: whose ids they are.
+        max_tokens: how many to take; what comes after them is not read.
+        force: replace a store that is at ``path``.
 
     Raises:
-        StoreError: as :func:`open_store`.
+        OptionError: ``max_tokens`` is below 2.
+        StoreError: ``path`` is in use or cannot be written, or there are no tokens.
     """
-    words = _map(path)
-    header = words[: _HEADER.size // 4].tobytes()
-    magic, version, vocab_size, *rest, name, header_crc = _HEADER.unpack(header)
-    if magic != _MAGIC:
-        raise StoreError(f"{path}: is no store; {_REMEDY}")
-    if version != VERSION:
-        raise StoreError(f"{path}: has version {version} of the format, not {VERSION}; {_REMEDY}")
-    if header_crc != zlib.crc32(header[:-_CRC_BYTES]):
-        raise StoreError(f"{path}: its header is damaged; {_REMEDY}")
-    lengths, checksums, fingerprint = rest[:4], rest[4:8], rest[8]
-    missing = _HEADER.size + 4 * sum(lengths) - 4 * len(words)
-    if missing:
-        wrong = f"{missing:,} bytes too short" if missing > 0 else f"{-missing:,} bytes too long"
-        raise StoreError(f"{path}: is {wrong}; {_REMEDY}")
-    if not 0 < vocab_size < 1 << TOKEN_BITS:
-        raise StoreError(f"{path}: has a vocabulary of {vocab_size:,} tokens; {_REMEDY}")
-    body = words[_HEADER.size // 4 :]
-    sections = np.split(body, np.cumsum(lengths)[:3])
-    built, learned = (SuffixArray(sections[part], sections[part + 2]) for part in (0, 1))
-    held = TokenizerIdentity(_printable(name), vocab_size, fingerprint)
-    if identity and (identity.fingerprint, identity.vocab_size) != (fingerprint, vocab_size):
-        raise StoreError(
-            f"{path}: holds tokens of {held}, the model's tokenizer is {identity}; "
-            "build a store for it with `mlxspec store build`"
-        )
-    tokens = body[: lengths[0] + lengths[1]]
-    return Store(held, built, learned, tokens.data, words.nbytes, path, tuple(checksums))
+    target = Path(path)
+    _check_target(target, force)
+    identity = identify(tokenizer)
+    built = SuffixArray.of(_first(sequences, identity, max_tokens, []))
+    if not len(built.tokens):
+        raise StoreError(f"{target}: nothing to write, there is no text of two tokens or more")
+    with sole_writer(target, StoreError, create=True):
+        _check_target(target, force)
+        write_store(target, identity, built)
+    return Store(target)
 
 
-def write_store(
-    path: Path, identity: TokenizerIdentity, built: SuffixArray, learned: SuffixArray
-) -> None:
+def add_to_store(
+    path: str | os.PathLike[str],
+    sequences: Iterable[Sequence[int]],
+    tokenizer: Vocabulary,
+    *,
+    max_tokens: int = MAX_TOKENS,
+) -> Store:
+    """Add texts that a store does not hold yet.
+
+    Args:
+        path: the store.
+        sequences: the token ids of each text.
+        tokenizer: whose ids they are.
+        max_tokens: how many tokens the store may have then.
+
+    Raises:
+        OptionError: ``max_tokens`` is below 2.
+        StoreError: ``path`` is not a store, is another tokenizer's, or cannot be written.
+    """
+    target = Path(path)
+    identity = identify(tokenizer)
+    Store(target, identity).verify()
+    sequences = [*sequences]  # tokenizing takes long, so it comes before the lock is taken
+    with sole_writer(target, StoreError, create=False):
+        store = Store(target, identity).verify()
+        held = split_texts(store.index.tokens)
+        new = [*_first(sequences, identity, max_tokens, held)]
+        write_store(target, store.identity, SuffixArray.of([*held, *new]))
+    return Store(target)
+
+
+def write_store(path: Path, identity: TokenizerIdentity, index: SuffixArray) -> None:
     """Put a store in the place of whatever is at ``path``, whole or not at all.
 
     Raises:
         StoreError: it cannot be written, or is too large.
     """
-    sections = (built.tokens, learned.tokens, built.order, learned.order)
-    if len(built.tokens) + len(learned.tokens) > _MAX_WORDS:
+    if len(index.tokens) > _MAX_WORDS:
         raise StoreError(f"{path}: more than {_MAX_WORDS:,} tokens; build several stores")
-    # Cut to whole characters.
-    name = identity.name.encode()[:_NAME_BYTES].decode(errors="ignore").encode()
-    header = _HEADER.pack(
-        _MAGIC,
-        VERSION,
-        identity.vocab_size,
-        *map(len, sections),
-        *(zlib.crc32(section.data) for section in sections),
-        identity.fingerprint,
-        name,
-        0,
-    )[:-_CRC_BYTES]
+    header = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "tokenizer": identity.name[:_LONGEST_NAME],
+        "vocab_size": identity.vocab_size,
+        "fingerprint": identity.fingerprint.hex(),
+    }
+    arrays = zip(_ARRAYS, (index.tokens, index.order), strict=True)
     with replaced(path, StoreError) as file:
-        file.write(header + struct.pack("<I", zlib.crc32(header)))
-        for section in sections:
-            file.write(section.data)
+        for _ in write_arrays(file, header, {name: (len(one), [one]) for name, one in arrays}):
+            pass
 
 
-def begins_as_store(path: Path) -> bool:
-    """Whether a file is a store, damaged perhaps."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
-    except OSError:
-        return False
-
-
-def check_max_tokens(max_tokens: int) -> None:
-    """Refuse a limit below the two tokens that a look-up needs.
+def _identity(header: dict[str, Any]) -> TokenizerIdentity:
+    """The tokenizer in a store's header.
 
     Raises:
-        OptionError: it is below 2.
+        ValueError: it makes no sense.
+    """
+    name, vocab_size, digits = (header.get(k) for k in ("tokenizer", "vocab_size", "fingerprint"))
+    if not isinstance(name, str) or not isinstance(digits, str) or type(vocab_size) is not int:
+        raise ValueError("has a damaged header")
+    if not 0 < vocab_size < 1 << TOKEN_BITS:
+        raise ValueError(f"has a vocabulary of {vocab_size:,} tokens")
+    # The name may go to a terminal, on one line.
+    printable = "".join(one if one.isprintable() else "?" for one in name[:_LONGEST_NAME])
+    return TokenizerIdentity(printable, vocab_size, bytes.fromhex(digits))
+
+
+def _first(
+    sequences: Iterable[Sequence[int]],
+    identity: TokenizerIdentity,
+    max_tokens: int,
+    held: list[bytes],
+) -> Iterator[bytes]:
+    """The first texts that are not held, each once, up to ``max_tokens``; the last may be cut.
+
+    Raises:
+        OptionError: ``max_tokens`` is below the two tokens that a look-up needs.
     """
     if max_tokens < 2:
         raise OptionError(f"max_tokens is {max_tokens}: take at least 2")
+    seen = set(held)
+    room = max_tokens * TOKEN_BYTES - sum(map(len, held))
+    for ids in sequences:
+        for text in encode_texts(ids, identity.vocab_size):
+            if room <= TOKEN_BYTES:
+                return
+            if text not in seen:
+                seen.add(text)
+                yield text[:room]
+                room -= len(text)
 
 
-def _map(path: Path) -> np.ndarray:
-    """The file as int32 words, read from the disk when they are looked at."""
-    try:
-        # A blocking open would wait for the other end of a named pipe.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise StoreError(f"{path}: is not a regular file; name a store")
-            if status.st_size < _HEADER.size or status.st_size % 4:
-                raise StoreError(f"{path}: is no store, or cut short; {_REMEDY}")
-            mapped = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ)
-        finally:
-            os.close(descriptor)
-    except FileNotFoundError as error:
+def _check_target(target: Path, force: bool) -> None:
+    check_writable(target, StoreError)
+    if not target.exists() or target.stat().st_size == 0:
+        return
+    if not force:
         raise StoreError(
-            f"{path}: no such file; make a store with `mlxspec store build`, or by learning"
-        ) from error
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read ({error.strerror})") from error
-    if sys.byteorder != "little":
-        raise StoreError(f"{path}: stores can be read on little-endian machines only")
-    return np.frombuffer(mapped, dtype=np.int32)
-
-
-def _printable(name: bytes) -> str:
-    """The tokenizer's name as it may go to a terminal, on one line."""
-    text = name.rstrip(b"\0").decode(errors="replace")
-    return "".join(character if character.isprintable() else "?" for character in text)
-
-
-def _is_valid(part: SuffixArray, vocab_size: int) -> bool:
-    """Whether every id is the tokenizer's and every place has a token before and after it."""
-    tokens, order = part.tokens, part.order
-    if len(tokens) == 0:
-        return len(order) == 0
-    return (
-        len(order) < len(tokens)
-        and tokens[-1] == SEPARATOR
-        and tokens.min() >= SEPARATOR
-        and tokens.max() < vocab_size
-        and (len(order) == 0 or (order.min() > 0 and order.max() < len(tokens)))
-    )
+            f"{target}: exists; name another file, extend it with `mlxspec store add`, or "
+            "replace it with --force"
+        )
+    with target.open("rb") as file:
+        if not file.read(_PROBED_BYTES).startswith(f'{{"format": "{_FORMAT}"'.encode()):
+            raise StoreError(f"{target}: is not a store, and --force replaces nothing else")

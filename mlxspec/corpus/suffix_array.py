@@ -1,13 +1,22 @@
-"""Texts and their suffix array: where a context has stood in them, found by binary search."""
+"""Texts and their suffix array, searched by binary search, and the file that holds both."""
 
 from __future__ import annotations
 
+import json
+import mmap
+import os
+import stat
+import zlib
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from ..jsonl import load_json
 from .suffix_index import MAX_LENGTH, SEPARATOR
 
 TOKEN_BITS = 21
@@ -17,7 +26,6 @@ TOKEN_BYTES = 4
 _MOST_KNOWN = 1 << 13  # tokens whose slots are kept, 1 MB
 
 _CHUNK = 1 << 16  # places that are merged at a time
-
 _SEPARATOR_BYTES = np.int32(SEPARATOR).tobytes()
 
 
@@ -49,21 +57,6 @@ class SuffixArray:
         data = b"".join(text + _SEPARATOR_BYTES for text in texts)
         tokens = np.ndarray(len(data) // TOKEN_BYTES, np.int32, data)
         return cls(tokens, sorted_places(tokens))
-
-    @property
-    def texts(self) -> list[bytes]:
-        """Each text as the bytes of its tokens."""
-        return split_texts(self.tokens)
-
-    @property
-    def n_texts(self) -> int:
-        """How many texts there are."""
-        return int(np.count_nonzero(self.tokens == SEPARATOR))
-
-    @property
-    def n_tokens(self) -> int:
-        """How many tokens they have together."""
-        return len(self.tokens) - self.n_texts
 
     def matches(self, tail: Sequence[int], limit: int) -> list[tuple[int, int]]:
         """Find up to ``limit`` places, the longest matches first, then the newest.
@@ -171,23 +164,19 @@ class SuffixArray:
         ]
 
 
-Moves = Callable[[np.ndarray], np.ndarray]
-"""Says where some places, (n,) of int32, are after a merge; 0 for those that are left out."""
-
-
 def merged_order(
-    first: SuffixArray, second: SuffixArray, move_first: Moves, move_second: Moves
+    first: SuffixArray, second: SuffixArray, first_start: int, second_start: int
 ) -> Iterator[np.ndarray]:
     """The order of the places of two arrays together, without sorting them again.
 
-    The places of the second are placed in the order of the first by binary search, many at a
+    The places of the second are located in the order of the first by binary search, many at a
     time. So this takes time in proportion to the second's length times the logarithm of the
-    first's, and to read the first once, and no memory to speak of.
+    first's, and to read the first once, and little memory.
 
     Args:
         first: the larger one.
         second: the smaller one. Of equal places its own come last.
-        move_first, move_second: where their places will be.
+        first_start, second_start: where their tokens begin in the merged text.
 
     Yields:
         the next places of the order, (n,) of int32.
@@ -200,16 +189,14 @@ def merged_order(
         while taken < len(slots):
             stop = min(done + _CHUNK, last)
             next_taken = int(np.searchsorted(slots, stop, side="right"))
-            inserted = np.insert(
-                move_first(first.order[done:stop]),
+            yield np.insert(
+                first.order[done:stop] + np.int32(first_start),
                 slots[taken:next_taken] - done,
-                move_second(places[taken:next_taken]),
+                places[taken:next_taken] + np.int32(second_start),
             )
-            yield inserted[inserted > 0]
             done, taken = stop, next_taken
     for start in range(done, len(first.order), _CHUNK):
-        moved = move_first(first.order[start : start + _CHUNK])
-        yield moved[moved > 0]
+        yield first.order[start : start + _CHUNK] + np.int32(first_start)
 
 
 def _slots_among(
@@ -324,3 +311,94 @@ def _starts(keys: np.ndarray) -> np.ndarray:
     starts = np.ones(len(keys), bool)
     starts[1:] = keys[1:] != keys[:-1]
     return starts
+
+
+# A file: a line of JSON, padded with spaces to whole words, the arrays one after the other as
+# little-endian int32, and the CRC-32 of all that. The JSON has the arrays' names and lengths.
+_WORD = 4
+_MOST_HEADER = 1 << 14
+
+
+def write_arrays(
+    file: BinaryIO,
+    header: Mapping[str, Any],
+    arrays: Mapping[str, tuple[int, Iterable[np.ndarray]]],
+) -> Iterator[None]:
+    """Write a file, piece by piece.
+
+    Args:
+        file: where to write.
+        header: what the JSON says besides, with a "format".
+        arrays: by name, the length and the pieces of each array.
+
+    Raises:
+        ValueError: an array does not have its length.
+    """
+    lengths = {name: length for name, (length, _) in arrays.items()}
+    line = json.dumps({**header, "arrays": lengths}).encode()
+    data: bytes | memoryview = line.ljust(-(-(len(line) + 1) // _WORD) * _WORD - 1) + b"\n"
+    file.write(data)
+    checksum = zlib.crc32(data)
+    for length, pieces in arrays.values():
+        for piece in pieces:
+            data = np.ascontiguousarray(piece, np.int32).data
+            file.write(data)
+            checksum, length = zlib.crc32(data, checksum), length - len(piece)
+            yield
+        if length:
+            raise ValueError("an index has changed while it was written")
+    file.write(checksum.to_bytes(_WORD, "little"))
+
+
+def read_arrays(
+    path: Path, expected: str, names: Sequence[str]
+) -> tuple[dict[str, Any], np.ndarray, list[np.ndarray]]:
+    """Map a file; the header and the length are checked, the rest is not read.
+
+    Args:
+        path: the file.
+        expected: its format.
+        names: the arrays that it must have, in their order.
+
+    Returns:
+        the header, all of the file as int32, and the arrays.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no such file; the message says why.
+    """
+    # A blocking open would wait for the other end of a named pipe.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("is not a regular file")
+        if status.st_size < 2 * _WORD:
+            raise ValueError(f"is not an {expected}")
+        mapped = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ)
+    finally:
+        os.close(descriptor)
+    line = mapped[: mapped.find(b"\n", 0, _MOST_HEADER) + 1]
+    try:
+        header = load_json(line)
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict) or header.get("format") != expected:
+        raise ValueError(f"is not an {expected}")
+    lengths = header.get("arrays")
+    if (
+        not isinstance(lengths, dict)
+        or [*lengths] != [*names]
+        or not all(type(length) is int and length >= 0 for length in lengths.values())
+    ):
+        raise ValueError("has a damaged header")
+    if len(line) % _WORD or len(line) + _WORD * (sum(lengths.values()) + 1) != len(mapped):
+        raise ValueError("is cut short, or too long")
+    whole = np.frombuffer(mapped, np.dtype("<i4"))
+    ends = np.cumsum([len(line) // _WORD, *lengths.values()]).tolist()
+    return header, whole, [whole[a:b] for a, b in pairwise(ends)]
+
+
+def is_intact(whole: np.ndarray) -> bool:
+    """Whether the checksum at a file's end is right."""
+    return zlib.crc32(whole[:-1].data) == int(whole[-1:].view(np.uint32)[0])

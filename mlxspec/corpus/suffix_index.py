@@ -1,9 +1,10 @@
-"""The suffix index: where the end of a growing text occurred before, and what followed."""
+"""The suffix index of a growing text: where its end occurred before, and what followed."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -106,14 +107,15 @@ class SuffixIndex:
         occurrences.sort(reverse=True)
         return occurrences
 
-    def occurrences_of(self, tail: Sequence[int]) -> list[Occurrence]:
+    def matches(self, tail: Sequence[int], limit: int) -> list[Occurrence]:
         """Where the last tokens of another text occur, as :meth:`occurrences` does for this one's.
 
         Another thread may extend the index meanwhile: what it adds is found or not yet.
 
         Args:
-            tail: the other text's last tokens, of which MAX_LENGTH count, and only those behind a
+            tail: the other text's last tokens. At most MAX_LENGTH count, and only those after a
                 SEPARATOR.
+            limit: how many to return at most.
 
         Returns:
             those that a token follows, the longest matches first, then the newest.
@@ -143,7 +145,7 @@ class SuffixIndex:
                     found += 1
                 position = links[position]
         followed = (p for p in lengths if p < len(text) and text[p] != SEPARATOR)
-        return sorted((Occurrence(lengths[p], p) for p in followed), reverse=True)
+        return sorted((Occurrence(lengths[p], p) for p in followed), reverse=True)[:limit]
 
     def _file_all(self) -> None:
         """File the whole text at once, in tables with room for twice as much."""
@@ -214,12 +216,61 @@ class Excerpts(NamedTuple):
         tokens: the excerpts, a SEPARATOR behind each.
         occurrences: the longest match first; ``position`` is where its excerpt begins in
             ``tokens``.
-        sources: per occurrence, whatever tells the texts which of them it is from.
+        sources: per occurrence, the index it is from, and its position there.
     """
 
     tokens: list[int]
     occurrences: list[Occurrence]
     sources: Sequence[Any]
+
+
+class DamagedIndexError(Exception):
+    """An index holds positions or tokens that are out of range."""
+
+    def __init__(self, index: object) -> None:
+        super().__init__("an index is damaged")
+        self.index = index
+
+
+def excerpts(
+    indexes: Iterable[Any], tail: Sequence[int], limit: int, depth: int, vocab_size: int
+) -> Excerpts:
+    """Look a context up in several indexes.
+
+    Args:
+        indexes: suffix indexes and suffix arrays, the newest first.
+        tail: the context's last tokens.
+        limit: how many excerpts to return at most.
+        depth: how many tokens an excerpt has at most.
+        vocab_size: all ids must be below it.
+
+    Raises:
+        DamagedIndexError: an index is damaged.
+    """
+    tail = tail[-MAX_LENGTH:]
+    found: list[tuple[int, int, Any]] = []
+    for one in indexes:
+        try:
+            found += [(length, position, one) for length, position in one.matches(tail, limit)]
+        except IndexError as error:
+            raise DamagedIndexError(one) from error
+    found.sort(key=_LENGTH, reverse=True)  # stable: of equal ones the newer come first
+    tokens: list[int] = []
+    occurrences, sources = [], []
+    for length, position, one in found[:limit]:
+        piece = one.tokens[position : position + depth].tolist()
+        if SEPARATOR in piece:
+            del piece[piece.index(SEPARATOR) :]
+        if piece and not 0 <= min(piece) <= max(piece) < vocab_size:
+            raise DamagedIndexError(one)
+        occurrences.append(Occurrence(length, len(tokens)))
+        sources.append((one, position))
+        tokens += piece
+        tokens.append(SEPARATOR)
+    return Excerpts(tokens, occurrences, sources)
+
+
+_LENGTH = itemgetter(0)
 
 
 class EarlierTexts(Protocol):
@@ -297,3 +348,85 @@ _POSITION = itemgetter(1)
 
 def _rank(continuation: Continuation) -> tuple[int, int, int]:
     return continuation.length, len(continuation.occurrences), continuation.newest
+
+
+# Times the text of an index built anew; what is more comes from abandoned turns.
+_MOST_TEXT = 4
+
+
+class ContextIndex:
+    """The index of a context; a thread builds it during the prefill.
+
+    The next prompt of a conversation begins with most of the last context; then only the rest is
+    added. Where the two differ, the abandoned turn stays in the index as one more text to draft
+    from. The new one comes after a separator, with enough of what precedes it for matches of any
+    length.
+    """
+
+    def __init__(self) -> None:
+        self._building: Future[SuffixIndex] | None = None
+        self.prompt: array[int] = array("i")
+        """The tokens that the context began with."""
+        self.output_start = 0
+        """Where in the index's text the prompt ends and the output begins."""
+
+    @property
+    def index(self) -> SuffixIndex:
+        """The index of the context; waits until it is built."""
+        assert self._building is not None
+        return self._building.result()
+
+    @property
+    def output(self) -> Sequence[int]:
+        """What was added since the prompt."""
+        return self.index.tokens[self.output_start :]
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start the index of a context that begins with ``prompt``."""
+        tokens = array("i", prompt)
+        kept = self._continued(tokens) if self._building else None
+        self.prompt = tokens
+        if kept is not None:
+            index, added = kept
+            self.output_start = len(index) + len(added)
+            self._run(lambda: _extended(index, added))
+        else:
+            self.output_start = len(tokens)
+            self._run(lambda: SuffixIndex(tokens))
+
+    def _continued(self, prompt: array[int]) -> tuple[SuffixIndex, array[int]] | None:
+        """The index so far and what to add to it; None where building a new one is better.
+
+        That is where most of the prompt is new, or where too much text has been abandoned.
+        """
+        context = self.prompt + array("i", self.output)
+        common = common_length(context, prompt)
+        added = prompt[common:]
+        if common < len(context):
+            added = array("i", [SEPARATOR]) + prompt[max(0, common - MAX_LENGTH) :]
+        needed = max(len(context), len(prompt))
+        if len(added) >= common or len(self.index) + len(added) > _MOST_TEXT * needed:
+            return None
+        return self.index, added
+
+    def _run(self, build: Callable[[], SuffixIndex]) -> None:
+        executor = ThreadPoolExecutor(max_workers=1)
+        self._building = executor.submit(build)
+        executor.shutdown(wait=False)
+
+
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences of one type begin with in common."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:  # halving the slices, which compare fast, instead of token by token
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _extended(index: SuffixIndex, tokens: Sequence[int]) -> SuffixIndex:
+    index.extend(tokens)
+    return index

@@ -38,6 +38,11 @@ class TokenizerIdentity:
     vocab_size: int
     fingerprint: bytes
 
+    @property
+    def key(self) -> str:
+        """16 hexadecimal digits that stand for it in names of files and in settings."""
+        return self.fingerprint.hex()[:16]
+
     def __str__(self) -> str:
         return f"{self.name} ({self.vocab_size:,} tokens, {self.fingerprint.hex()[:8]})"
 

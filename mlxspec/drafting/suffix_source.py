@@ -8,11 +8,11 @@ from heapq import heappop, heappush
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from ..corpus.context_index import ContextIndex
 from ..corpus.suffix_index import (
     EXCERPT_TOKENS,
     MAX_LENGTH,
     SEPARATOR,
+    ContextIndex,
     Continuation,
     EarlierTexts,
     Excerpts,

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..corpus.context_index import ContextIndex, common_length
+from ..corpus.suffix_index import ContextIndex, common_length
 from ..engine.caches import (
     are_quantized,
     can_be_cut,

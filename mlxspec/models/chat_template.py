@@ -144,19 +144,18 @@ def conversation_ids(
 
 
 def _check_message(number: int, message: object) -> None:
-    """Raise PromptError for what is no message."""
-    form = 'write {"role": "user", "content": "..."}'
+    """Raise PromptError for what is not a message."""
+    problem = ""
     if not isinstance(message, Mapping):
-        raise PromptError(f"message {number} is of the type {type(message).__name__}: {form}")
-    if not isinstance(message.get("role"), str):
-        raise PromptError(f"message {number} has no role: {form}")
-    content = message.get("content")
-    if content is None and not message.get("tool_calls"):
-        raise PromptError(f"message {number} has no content: {form}")
-    if not isinstance(content, str | list | tuple | None):
-        raise PromptError(
-            f"message {number} has a content of the type {type(content).__name__}: {form}"
-        )
+        problem = f"is of the type {type(message).__name__}"
+    elif not isinstance(message.get("role"), str):
+        problem = "has no role"
+    elif message.get("content") is None and not message.get("tool_calls"):
+        problem = "has no content"
+    elif not isinstance(message.get("content"), str | list | tuple | None):
+        problem = f"has a content of the type {type(message['content']).__name__}"
+    if problem:
+        raise PromptError(f'message {number} {problem}: write {{"role": "user", "content": "..."}}')
 
 
 def _check(template: object) -> None:

@@ -18,7 +18,6 @@ import codecs
 import copy
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -35,19 +34,29 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 _REPLACEMENT = "\ufffd"
 
 
-class StreamingDetokenizer(ABC):
-    """Collects the text of the tokens added since the last ``reset``."""
+class ByteDetokenizer:
+    """Collects the text of tokens that each stand for the same bytes wherever they are.
 
-    tokens: list[int]
-    prefix_space = False
-    """Whether the tokenizer puts a space before every text: then an output that is a text of its
-    own, such as an answer in a chat, starts with a space that nobody wrote."""
+    A token takes O(1). Bytes that are not UTF-8 become U+FFFD as in ``bytes.decode("utf-8",
+    "replace")``.
+
+    Args:
+        bytes_of: what a token stands for, alone; nothing for an id beyond the vocabulary.
+        prefix_space: whether the tokenizer puts a space before every text: then an output that is a
+            text of its own, such as an answer in a chat, starts with a space that nobody wrote.
+    """
+
+    def __init__(self, bytes_of: Callable[[int], bytes], prefix_space: bool = False) -> None:
+        self.token_bytes = bytes_of
+        self.prefix_space = prefix_space
+        self.reset()
 
     def reset(self) -> None:
         """Forget all tokens and their text."""
-        self.tokens = []
+        self.tokens: list[int] = []
         self._segments: list[str] = []
         self._read = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add_token(self, token: int) -> None:
         """Take the next token; its text may wait for the tokens after it."""
@@ -70,43 +79,14 @@ class StreamingDetokenizer(ABC):
         self._read = len(self._segments)
         return segment
 
-    @abstractmethod
-    def token_bytes(self, token: int) -> bytes:
-        """What a token stands for, alone; nothing for an id beyond the vocabulary."""
-
-    @abstractmethod
-    def _next_text(self, token: int) -> str: ...
-
-    @abstractmethod
-    def _remaining_text(self) -> str: ...
-
-
-class ByteDetokenizer(StreamingDetokenizer):
-    """For tokens that each stand for the same bytes wherever they are; O(1) a token.
-
-    Bytes that are no UTF-8 become U+FFFD as in ``bytes.decode("utf-8", "replace")``.
-    """
-
-    def __init__(self, bytes_of: Callable[[int], bytes], prefix_space: bool = False) -> None:
-        self.prefix_space = prefix_space
-        self._bytes_of = bytes_of
-        self.reset()
-
-    def reset(self) -> None:
-        super().reset()
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def token_bytes(self, token: int) -> bytes:
-        return self._bytes_of(token)
-
     def _next_text(self, token: int) -> str:
-        return self._decoder.decode(self._bytes_of(token))
+        return self._decoder.decode(self.token_bytes(token))
 
     def _remaining_text(self) -> str:
         return self._decoder.decode(b"", final=True)
 
 
-class WindowDetokenizer(StreamingDetokenizer):
+class WindowDetokenizer(ByteDetokenizer):
     """For any other tokenizer: the difference between two decodings of the last few tokens."""
 
     def __init__(self, decode: Callable[[list[int]], str], vocabulary_size: int, first: int):
@@ -114,14 +94,14 @@ class WindowDetokenizer(StreamingDetokenizer):
         self._decode = decode
         self._vocabulary_size = vocabulary_size
         self._first = first
-        self.reset()
+        super().__init__(self._bytes_alone)
 
     def reset(self) -> None:
         super().reset()
         self._before = [self._first]
         self._waiting: list[int] = []
 
-    def token_bytes(self, token: int) -> bytes:
+    def _bytes_alone(self, token: int) -> bytes:
         if token >= self._vocabulary_size:
             return b""
         return self._decode([self._first, token])[len(self._decode([self._first])) :].encode()
@@ -203,7 +183,7 @@ def token_bytes(wrapper: TokenizerWrapper, token: int) -> bytes:
     return bytes(own.token_bytes(token))
 
 
-def streaming_detokenizer(tokenizer: PreTrainedTokenizerBase) -> StreamingDetokenizer:
+def streaming_detokenizer(tokenizer: PreTrainedTokenizerBase) -> ByteDetokenizer:
     """The detokenizer for a tokenizer of transformers, by the kind of its decoder."""
     steps = _decoder_steps(tokenizer)
     byte_level = _is_byte_level(steps)
@@ -250,14 +230,13 @@ def _sentencepiece_bytes(name: str) -> bytes:
 def _byte_level_reader() -> Callable[[str], bytes]:
     """GPT-2's alphabet: printable Latin-1 is itself, the other bytes follow from U+0100 on."""
     alphabet = set(ByteLevel.alphabet())
-    byte_of = {c: ord(c) for c in alphabet if ord(c) < 256}
-    others = (byte for byte in range(256) if chr(byte) not in alphabet)
-    byte_of |= {chr(256 + index): byte for index, byte in enumerate(others)}
+    others = [byte for byte in range(256) if chr(byte) not in alphabet]
+    table = str.maketrans({chr(256 + index): chr(byte) for index, byte in enumerate(others)})
 
     def to_bytes(name: str) -> bytes:
         # A name with a sign from outside the alphabet is that of an added token: plain text.
-        if all(c in byte_of for c in name):
-            return bytes(byte_of[c] for c in name)
-        return name.encode()
+        return (
+            name.translate(table).encode("latin-1") if alphabet.issuperset(name) else name.encode()
+        )
 
     return to_bytes

@@ -22,12 +22,12 @@ from .model_files import (
     check_readable,
     check_safetensors,
     find_directory,
+    instead_of_files,
     load_mlx_lm_model,
     local_path,
     one_line,
     read_json_object,
 )
-from .other_models import instead_of_files
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -224,19 +224,19 @@ def _reason(error: Exception) -> str:
     if missing := re.search(r"missing \d+ required positional arguments?: (.*)", text):
         return f"config.json lacks {missing[1]}"
     if isinstance(error, KeyError):
-        place = "the weights lack" if "." in text else "config.json lacks"
-        return f"{place} {text}"
+        return f"{'the weights lack' if '.' in text else 'config.json lacks'} {text}"
     if re.search(r"[Mm]odel type .* not supported", text):
         return f"{text.rstrip('.')} by this version of mlx-lm; update it"
-    if re.match(r"Missing|Received|Expected shape", text):
-        return f"the weights do not fit config.json: {text}"
     if isinstance(error, TypeError):
         return "config.json has a value of a wrong type for this kind of model"
-    return f"config.json and weights do not make a model: {text or type(error).__name__}"
+    return f"the weights do not fit config.json: {text or type(error).__name__}"
+
+
+_ADAPTERS = "name a directory that mlx_lm.lora has written for this model"
 
 
 def _find_adapters(path: str | Path) -> Path:
-    """The directory of adapters, looked over so far as that goes without a model.
+    """The directory of adapters, checked as far as is possible without a model.
 
     Raises:
         LoadError: there is none, or it lacks a file, or one of them is damaged.
@@ -245,18 +245,12 @@ def _find_adapters(path: str | Path) -> Path:
     if not directory.is_dir():
         raise LoadError(f"{path}: no directory of adapters; {_ADAPTERS}")
     check_readable(directory)
-    read_json_object(_file_of_adapters(directory, "adapter_config.json"))
-    _check_weights(_file_of_adapters(directory, "adapters.safetensors"))
+    for name in ("adapter_config.json", "adapters.safetensors"):
+        if not (directory / name).is_file():
+            raise LoadError(f"{directory}: no {name}; {_ADAPTERS}")
+    read_json_object(directory / "adapter_config.json")
+    _check_weights(directory / "adapters.safetensors")
     return directory
-
-
-_ADAPTERS = "name a directory that mlx_lm.lora has written for this model"
-
-
-def _file_of_adapters(directory: Path, name: str) -> Path:
-    if not (directory / name).is_file():
-        raise LoadError(f"{directory}: no {name}; {_ADAPTERS}")
-    return directory / name
 
 
 def _with_adapters(model: nn.Module, directory: Path) -> nn.Module:

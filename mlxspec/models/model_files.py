@@ -8,21 +8,14 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from ..errors import LoadError, printable
-from .other_models import (
-    hub_repository,
-    instead_of,
-    instead_of_files,
-    instead_of_gguf,
-    is_gguf,
-    names_gguf,
-)
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -60,7 +53,7 @@ def find_directory(path_or_repo: str | Path, revision: str | None, *, weights: b
         return path
     if path.exists():
         if is_gguf(path):
-            raise LoadError(f"{name}: a model {instead_of_gguf(name)}")
+            raise LoadError(f"{name}: {_instead_of_gguf(name)}")
         raise LoadError(f"{name}: a file; name the directory with the model's config.json")
     repository, its_revision = hub_repository(name)
     if not is_repository_name(repository) or repository.lower().endswith(".gguf"):
@@ -114,55 +107,100 @@ def download(repository: str, revision: str | None = None, *, weights: bool = Tr
         LoadError: there is no such repository or revision, it has no weights for MLX, it asks for
             a licence or a login, or the network or the disk does not allow the download.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import list_repo_files, snapshot_download
 
     patterns = _TOKENIZER_AND_SETTINGS + (_WEIGHTS if weights else [])
     try:
         found = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the HTTP library differs between versions of huggingface-hub
         problem = _download_problem(error, revision)
-        if names_gguf(repository):
-            problem += f"; by its name a model {instead_of_gguf(repository)}"
+        if "gguf" in repository.lower():
+            problem += f"; by its name {_instead_of_gguf(repository)}"
         raise LoadError(f"{repository}: {problem}") from error
     if weights and not any(any(found.glob(pattern)) for pattern in _WEIGHTS):
-        raise LoadError(f"{repository}: {_without_weights(repository, revision)}")
+        try:
+            files = list_repo_files(repository, revision=revision)
+            problem = instead_of_files(files, repository) or "no weights; name another repository"
+        except Exception:  # as above
+            problem = "its weights are not on this machine, and the Hub cannot be reached"
+        raise LoadError(f"{repository}: {problem}")
     return found
-
-
-def _without_weights(repository: str, revision: str | None) -> str:
-    """Why a download has no weights, and what to do about it."""
-    from huggingface_hub import list_repo_files
-
-    try:
-        files = list_repo_files(repository, revision=revision)
-    except Exception:  # as above
-        return "its weights are not on this machine, and the Hub cannot be reached; try again"
-    problem = instead_of_files(files, repository)
-    return problem or "the repository has no weights; name one that has"
 
 
 def _download_problem(error: Exception, revision: str | None) -> str:
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
-        return (
-            "the repository is gated; accept its terms at huggingface.co and log in with "
-            "`hf auth login`"
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            "neither a local directory nor a repository on the Hub that can be read (a private "
-            "one needs `hf auth login`)"
-        )
+        return "the repository is gated; accept its terms there and log in with `hf auth login`"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"the repository has no revision {revision!r}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "no such directory or public repository (a private one needs `hf auth login`)"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        return (
-            "neither a local directory nor downloaded before, and the Hub cannot be reached; "
-            "check the name and the network"
-        )
+        return "not downloaded before, and the Hub cannot be reached; check name and network"
     reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
     return f"the download failed ({reason}); what has arrived is kept, try again"
+
+
+# --- names and files of other programs ---
+
+_LISTED = "https://huggingface.co/mlx-community/models"
+# What follows a model's name in names of GGUF files and repositories: "-GGUF", ".Q4_K_M.gguf".
+_KIND = re.compile(r"[-_. ](gguf|i?q[1-8]([-_.]|$)|b?f(16|32)([-_.]|$)).*", re.IGNORECASE)
+_HUB_URL = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
+    r"(?!datasets/|spaces/|collections/|docs/|blog/|papers/)"
+    r"(?P<repository>[\w.-]+/[\w.-]+)"
+    r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?#]+)(?:/[^?#]*)?)?/?(?:[?#].*)?"
+)
+
+
+def hub_repository(name: str) -> tuple[str, str | None]:
+    """A repository's name and revision, where ``name`` is its page on the Hub; or else ``name``."""
+    url = _HUB_URL.fullmatch(name)
+    return (url["repository"], url["revision"]) if url else (name, None)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file is one of llama.cpp's, whatever its name is."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
+
+
+def instead_of(name: str, kind: str) -> str:
+    """What to do about a name that is neither a path nor a repository, but should be a ``kind``."""
+    if name.startswith(("http://", "https://")):
+        return "not a model on huggingface.co; name a repository there as owner/name"
+    if "gguf" in name.lower():
+        return f"no such {kind}, and {_instead_of_gguf(name)}"
+    missing = f"no such {kind}, and no name of a Hub repository (owner/name)"
+    return missing if "/" in name else f"{missing}; {_use_mlx(name)}"
+
+
+def instead_of_files(files: Collection[str], name: str) -> str | None:
+    """What to use in place of a repository or directory with these files; None if unknown."""
+    if any(file.startswith("consolidated") for file in files):
+        return "an original checkpoint; convert it with `mlxspec convert --torch-path DIRECTORY`"
+    if any(file.lower().endswith(".gguf") for file in files):
+        return _instead_of_gguf(name)
+    if any(file.endswith((".bin", ".pth", ".pt")) for file in files):
+        return "it has PyTorch's weights; use a version of the model with safetensors"
+    return None
+
+
+def _instead_of_gguf(name: str) -> str:
+    return f"a model in GGUF format, which is llama.cpp's and Ollama's; {_use_mlx(name)}"
+
+
+def _use_mlx(name: str) -> str:
+    plain = Path(name).name.partition(":")[0].removesuffix(".gguf")
+    return (
+        f"use one for MLX, as {_LISTED}?search={quote(_KIND.sub('', plain))} lists them, or "
+        "convert the original: mlxspec convert --hf-path OWNER/NAME -q"
+    )
 
 
 # --- what they must be ---

@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from ..errors import LoadError
-from .model_files import check_safetensors, read_json_object
+from .model_files import check_safetensors, instead_of_files, read_json_object
 
 _HALF = ("F16", "BF16")
 _TYPES = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
@@ -105,15 +105,11 @@ def _other_kind(directory: Path, names: set[str]) -> str:
     """What a directory without weights of MLX's is, and what helps."""
     if any(name.endswith(".gguf") for name in names):
         return "GGUF, for llama.cpp; convert the model that it was made of: mlxspec convert MODEL"
-    if any(name.startswith("consolidated") for name in names):
-        return f"an original checkpoint; mlxspec convert {directory}"
-    if any(name.endswith((".bin", ".pth", ".pt")) for name in names):
-        return "PyTorch's weights; take a version with safetensors, or mlxspec convert one"
-    if "config.json" not in names and any(name.endswith(".safetensors") for name in names):
-        return "no language model: it has no config.json"
+    if problem := instead_of_files(names, directory.name):
+        return problem
     if "config.json" in names or any(name.startswith("tokenizer") for name in names):
         return f"its weights are not here; {_REST}"
-    return "no language model: it has neither config.json nor weights"
+    return "not a language model: no config.json and no weights"
 
 
 def _missing_part(directory: Path, names: set[str]) -> str:
@@ -132,7 +128,7 @@ def _unsupported(config: dict[str, Any], architecture: str) -> str:
     if config.get("model_file") is not None:
         return "it needs Python code from its repository, which is never run here"
     if not architecture:
-        return "no language model: its config.json names no model_type"
+        return "not a language model: its config.json names no model_type"
     if not _is_known(architecture):
         return f"mlx-lm has no architecture {json.dumps(architecture)}"
     return ""

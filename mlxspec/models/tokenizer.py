@@ -18,11 +18,11 @@ from .model_files import (
     check_name,
     check_readable,
     find_directory,
+    is_gguf,
     local_path,
     one_line,
     read_json_object,
 )
-from .other_models import is_gguf
 from .sentencepiece_tokenizer import build_tokenizer, tokenizer_config
 
 # Besides SentencePiece's model, what transformers builds a tokenizer from without further code.

@@ -18,15 +18,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from .body import ApiError
-from .output import Delta, OutputParser, Reasoning, Text, ToolCallBegun
+from .output import Delta, OutputParser
 from .worker import Begun, Ended, Event, EventStream, Piece
 
 
-class Answer(ABC):
+class ApiAnswer(ABC):
     """An answer in the form of an API.
 
     It is fed with events, of any of its choices in any order, and returns the chunks that a
-    streamed answer sends for them. When all choices have ended it can be told as a whole.
+    streamed answer sends for them. When all choices have ended it can be sent as a whole.
 
     Args:
         n_choices: of all prompts together.
@@ -103,7 +103,7 @@ class Answer(ABC):
         """A chunk as a server-sent event."""
         return f"data: {json.dumps(chunk)}\n\n"
 
-    def life_sign(self) -> str:
+    def keep_alive(self) -> str:
         """What a stream sends while nothing happens: a comment, which clients pass over."""
         return ": still working\n\n"
 
@@ -141,11 +141,11 @@ class ChatChoice:
 
     def add(self, delta: Delta) -> None:
         """Take a part of the answer."""
-        if isinstance(delta, Text):
+        if delta.kind == "text":
             self.content.append(delta.text)
-        elif isinstance(delta, Reasoning):
+        elif delta.kind == "reasoning":
             self.reasoning.append(delta.text)
-        elif isinstance(delta, ToolCallBegun):
+        elif delta.kind == "call":
             function = {"name": delta.name, "arguments": ""}
             self.calls.append({"id": delta.id, "type": "function", "function": function})
         else:
@@ -168,7 +168,7 @@ class ChatChoice:
         return said
 
     def counted(self, end: Ended | None) -> Ended | None:
-        """The end, without the tokens that are no part of the answer."""
+        """The end, without the tokens that are not part of the answer."""
         if end is None or not self.parser.finished:
             return end
         # Drafts that were accepted later have not been rejected, either.
@@ -201,7 +201,7 @@ class KeepAlive(NamedTuple):
 
 
 async def answered(
-    request: Request, stream: EventStream, answer: Answer, streamed: bool, silence: KeepAlive
+    request: Request, stream: EventStream, answer: ApiAnswer, streamed: bool, silence: KeepAlive
 ) -> Response:
     """The response to a request.
 
@@ -241,7 +241,7 @@ async def answered(
         making.cancel()
         return Response(status_code=499)
     return _Streamed(
-        _with_life_signs(making, answer, silence.sign),
+        _with_keep_alives(making, answer, silence.sign),
         on_end=making.cancel,
         media_type="application/json",
         headers=answer.headers,
@@ -275,9 +275,9 @@ class _Streamed(StreamingResponse):
             self._on_end()
 
 
-async def _whole(stream: EventStream, answer: Answer, life_sign: float) -> dict[str, Any]:
+async def _whole(stream: EventStream, answer: ApiAnswer, keep_alive: float) -> dict[str, Any]:
     """The answer in one piece."""
-    async with aclosing(stream.events(life_sign)) as happening:
+    async with aclosing(stream.events(keep_alive)) as happening:
         async for events in happening:
             answer.feed(events)
             stream.stop(answer.finished)
@@ -285,37 +285,37 @@ async def _whole(stream: EventStream, answer: Answer, life_sign: float) -> dict[
 
 
 async def _server_sent_events(
-    stream: EventStream, answer: Answer, life_sign: float
+    stream: EventStream, answer: ApiAnswer, keep_alive: float
 ) -> AsyncIterator[str]:
     """The chunks of an answer as they come; an error takes the place of what is left."""
     try:
-        async with aclosing(stream.events(life_sign)) as happening:
+        async with aclosing(stream.events(keep_alive)) as happening:
             async for events in happening:
                 if not events:
-                    yield answer.life_sign()
+                    yield answer.keep_alive()
                     continue
                 if text := "".join(map(answer.framed, answer.feed(events))):
                     yield text
                 stream.stop(answer.finished)
     except Exception as error:
-        yield answer.framed(answer.failed(_told(error)))
+        yield answer.framed(answer.failed(_as_api_error(error)))
     yield answer.end
 
 
-async def _with_life_signs(
-    making: asyncio.Task[dict[str, Any]], answer: Answer, life_sign: float
+async def _with_keep_alives(
+    making: asyncio.Task[dict[str, Any]], answer: ApiAnswer, keep_alive: float
 ) -> AsyncIterator[str]:
     """JSON that takes long: spaces before it, which parsers skip, keep the connection alive."""
     while not making.done():
         yield " "
-        await asyncio.wait({making}, timeout=life_sign)
+        await asyncio.wait({making}, timeout=keep_alive)
     try:
         yield json.dumps(making.result())
     except Exception as error:
-        yield json.dumps(answer.failed(_told(error)))
+        yield json.dumps(answer.failed(_as_api_error(error)))
 
 
-def _told(error: Exception) -> ApiError:
+def _as_api_error(error: Exception) -> ApiError:
     """The error that a client gets for an exception."""
     if isinstance(error, ApiError):
         return error

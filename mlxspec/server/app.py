@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
 import mlx.core as mx
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import Gauge
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -45,7 +45,7 @@ def create_app(
         hosts, keys, on_refusal: as for :class:`mlxspec.server.auth.AuthMiddleware`.
         silence: when keep-alives are sent.
     """
-    worker.records.metrics.registry.register(Gauges(worker))
+    _add_gauges(worker)
 
     async def refused(request: Request, error: Exception) -> Response:
         refusal = error if isinstance(error, ApiError) else _wrong_path(request, error)
@@ -53,7 +53,7 @@ def create_app(
             on_refusal(request.url.path, refusal)
         return error_response(refusal, request.url.path)
 
-    routes = [*Endpoints(worker, max_tokens, silence).routes, *_StatusRoutes(worker).routes]
+    routes = [*Endpoints(worker, max_tokens, silence).routes, *_status_routes(worker)]
     return Starlette(
         routes=routes,
         middleware=[Middleware(AuthMiddleware, hosts=hosts, keys=keys, on_refusal=on_refusal)],
@@ -68,39 +68,9 @@ def create_app(
 def _wrong_path(request: Request, error: Exception) -> ApiError:
     assert isinstance(error, HTTPException)
     path, status = printable(request.url.path), error.status_code
-    what = {404: "there is no such path", 405: f"{request.method} is not for this path"}
-    message, headers = f"{path}: {what.get(status, error.detail)}", dict(error.headers or {})
-    for start, purpose in _NOT_OURS.items():
-        if path == start or path.startswith(f"{start}/"):
-            message = (
-                f"{path}: this server writes texts with a language model, and has no {purpose}: "
-                "ask another server for them"
-            )
-            status, headers = 404, {}  # no other method helps
-    return ApiError(message, status=status, headers=headers)
-
-
-_NOT_OURS = {
-    "/v1/assistants": "assistants",
-    "/v1/audio": "speech or transcriptions",
-    "/v1/batches": "batches",
-    "/v1/containers": "containers",
-    "/v1/conversations": "conversations",
-    "/v1/embeddings": "embeddings",
-    "/v1/evals": "evals",
-    "/v1/files": "files",
-    "/v1/fine_tuning": "fine-tuning",
-    "/v1/images": "images",
-    "/v1/moderations": "moderations",
-    "/v1/realtime": "realtime sessions",
-    "/v1/rerank": "reranking",
-    "/v1/responses/compact": "compacted responses",
-    "/v1/threads": "threads",
-    "/v1/uploads": "uploads",
-    "/v1/vector_stores": "vector stores",
-    "/v1/videos": "videos",
-}
-"""Path prefixes of OpenAI's and other APIs that clients try, and what this server lacks there."""
+    what = {404: "this server has no such path", 405: f"{request.method} is not for this path"}
+    headers = dict(error.headers or {})
+    return ApiError(f"{path}: {what.get(status, error.detail)}", status=status, headers=headers)
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
@@ -109,38 +79,31 @@ async def _server_error(request: Request, error: Exception) -> Response:
     return error_response(failed, request.url.path)
 
 
-class _StatusRoutes:
+def _status_routes(worker: Worker) -> list[Route]:
     """The endpoints of health, metrics and status."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self.routes = [
-            Route("/health", self.health),
-            Route("/ready", self.ready),
-            Route("/metrics", self.metrics),
-            Route("/status", self.status),
-            Route("/", self.page),
-        ]
+    async def health(request: Request) -> Response:
+        return _state(worker.alive, "ok", "the worker has failed")
 
-    async def health(self, request: Request) -> Response:
-        """``/health``: whether the worker lives."""
-        return _state(self._worker.alive, "ok", "the worker has failed")
+    async def ready(request: Request) -> Response:
+        return _state(worker.ready.is_set(), "ready", "not ready")
 
-    async def ready(self, request: Request) -> Response:
-        """``/ready``: whether requests are answered."""
-        return _state(self._worker.ready.is_set(), "ready", "not ready")
+    async def metrics(request: Request) -> Response:
+        return Response(worker.records.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    async def metrics(self, request: Request) -> Response:
-        """``/metrics``, for Prometheus"""
-        return Response(self._worker.records.metrics.text(), media_type="text/plain; version=0.0.4")
+    async def status(request: Request) -> Response:
+        return JSONResponse(status_of(worker))
 
-    async def status(self, request: Request) -> Response:
-        """``/status``: the figures of the page"""
-        return JSONResponse(status_of(self._worker))
-
-    async def page(self, request: Request) -> Response:
-        """``/``: the status page"""
+    async def page(request: Request) -> Response:
         return HTMLResponse(_PAGE, headers=_PAGE_HEADERS)
+
+    return [
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/metrics", metrics),
+        Route("/status", status),
+        Route("/", page),
+    ]
 
 
 _PAGE = (files("mlxspec.server") / "page.html").read_text(encoding="utf-8")
@@ -218,22 +181,20 @@ def _curve(worker: Worker, name: str) -> list[list[float]] | None:
     return [[rows, curve(rows)] for rows in range(1, _WIDEST + 1)]
 
 
-class Gauges(Collector):
+def _add_gauges(worker: Worker) -> None:
     """What is the case at the moment, for Prometheus."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def gauge(name: str, help: str, *labels: str) -> Gauge:
+        return Gauge(f"mlxspec_{name}", help, labels, registry=worker.records.metrics.registry)
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        states = [request.state for request in self._worker.records.requests.copy()]
-        states = [State.DECODE if state is State.PAUSED else state for state in states]
-        for state in (State.WAITING, State.PREFILL, State.DECODE):
-            count = states.count(state)
-            name = f"mlxspec_{state}_generations"
-            yield GaugeMetricFamily(name, f"Generations now: {state}.", count)
-        kept = GaugeMetricFamily("mlxspec_cache_bytes", "Bytes of kept prefixes.", labels=["model"])
-        for served in self._worker.models.values():
-            kept.add_metric([served.name], served.cache.nbytes)
-        yield kept
-        used = mx.get_active_memory()
-        yield GaugeMetricFamily("mlxspec_memory_bytes", "Memory that MLX uses.", used)
+    def count(*states: State) -> int:
+        return sum(one.state in states for one in worker.records.requests.copy())
+
+    for states in ((State.WAITING,), (State.PREFILL,), (State.DECODE, State.PAUSED)):
+        state = states[0]
+        now = gauge(f"{state}_generations", f"Generations now: {state}.")
+        now.set_function(partial(count, *states))
+    kept = gauge("cache_bytes", "Bytes of kept prefixes.", "model")
+    for served in worker.models.values():
+        kept.labels(served.name).set_function(partial(getattr, served.cache, "nbytes"))
+    gauge("memory_bytes", "Memory that MLX uses.").set_function(mx.get_active_memory)

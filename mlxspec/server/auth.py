@@ -51,7 +51,7 @@ class AuthMiddleware:
     Args:
         app: gets the others.
         hosts: names by which this server may be called, without port; None for any.
-        keys: one of which a request must have; without keys everybody may ask.
+        keys: one of which a request must have; without keys anyone may send requests.
         on_refusal: called with the path and the error of each request that is refused.
     """
 
@@ -105,13 +105,13 @@ class AuthMiddleware:
             )
         length = headers.get("content-length", "0")
         if not length.isascii() or not length.isdecimal() or len(length) > 20:
-            raise ApiError("the header Content-Length is no number")
+            raise ApiError("the header Content-Length must be a number")
         if int(length) > MOST_BYTES:
             raise too_long()
         if not self._keys or scope["path"] in _OPEN:
             return ""
         given = _key_of(headers)
-        # All are compared, each in constant time: how long it takes tells nothing of them.
+        # All are compared, each in constant time: the time does not depend on them.
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         if not any(matches):
             raise ApiError(

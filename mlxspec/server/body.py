@@ -73,10 +73,10 @@ class ApiError(MlxspecError):
     def messages_body(self, request_id: str) -> dict[str, Any]:
         """The answer's JSON, in Anthropic's form."""
         kind = _MESSAGES_TYPES.get(self.status, "api_error" if self.status >= 500 else _INVALID)
-        told: dict[str, Any] = {"type": kind, "message": self.message}
+        details: dict[str, Any] = {"type": kind, "message": self.message}
         if self.code == NO_THREADS:  # at which clients send the whole conversation
-            told["details"] = {"error_code": self.code, "unsupported": []}
-        return {"type": "error", "error": told, "request_id": request_id}
+            details["details"] = {"error_code": self.code, "unsupported": []}
+        return {"type": "error", "error": details, "request_id": request_id}
 
 
 def error_response(error: ApiError, path: str) -> JSONResponse:
@@ -132,7 +132,7 @@ def read_body(data: bytes) -> Any:
     """The JSON value of a body.
 
     Raises:
-        ApiError: it is no JSON in UTF-8, has too many values, or is nested too deeply.
+        ApiError: it is not JSON in UTF-8, has too many values, or is nested too deeply.
     """
     try:
         return JsonReader(data).read()
@@ -150,7 +150,7 @@ class JsonReader:
         most: how many values it may have.
 
     Attributes:
-        left: how many more it might have had, after :meth:`read`.
+        left: how many more it could have had, after :meth:`read`.
     """
 
     def __init__(self, data: bytes, most: int = MOST_VALUES) -> None:
@@ -163,7 +163,7 @@ class JsonReader:
 
         Raises:
             ApiError: it has too many values, or is nested too deeply.
-            ValueError: it is no JSON, or has a number that is too large.
+            ValueError: it is not JSON, or has a number that is too large.
         """
         value = self._value(0)
         if self._next():
@@ -248,7 +248,7 @@ class JsonReader:
         return value if found[1] or found[2] else int(found[0])
 
     def _next(self) -> bytes:
-        """The next byte that is no blank, which is still to be read; nothing at the end."""
+        """The next byte that is not white space, without reading it; nothing at the end."""
         mark = self._data[self._at : self._at + 1]
         while mark.isspace() and (blanks := _BLANKS.match(self._data, self._at)):
             self._at = blanks.end()
@@ -274,6 +274,15 @@ def as_integer(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def without_nulls(value: object) -> object:
+    """An object without the fields that are null; other values as they are."""
+    if not isinstance(value, dict):
+        return value
+    return {name: one for name, one in value.items() if one is not None}
+
+
+_Key = TypeVar("_Key", bound=str)
+Dictionary = Annotated[dict[_Key, _T], BeforeValidator(without_nulls)]
 Integer = Annotated[int, BeforeValidator(as_integer)]
 TokenId = Annotated[Integer, Field(ge=0, le=2**31 - 1)]
 Name = Annotated[str, Field(min_length=1)]
@@ -293,9 +302,9 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        given = {name: one for name, one in value.items() if one is not None}
+        given = without_nulls(value)
+        if not isinstance(given, dict):
+            return given
         kind = given.get("type", given.get("role"))
         # null in place of a needed field is refused under that field's name.
         return dict.fromkeys(cls.needed.get(kind, ()) if isinstance(kind, str) else ()) | given
@@ -336,7 +345,8 @@ def _refuse_first(error: ValidationError, body: Any) -> NoReturn:
     if wrong["type"] == "missing":
         raise ApiError(f"{path} is missing: send it.", param=path)
     remedy = re.sub(r"^(Input|String|List|Dictionary) should", "it should", wrong["msg"])
-    refuse(path, wrong["input"], remedy.removesuffix(" after validation"))
+    remedy = "leave it out" if wrong["type"] == "extra_forbidden" else remedy
+    refuse(path, wrong["input"], remedy.replace(" after validation", ""))
 
 
 def _path(location: Sequence[int | str], body: Any) -> str:

@@ -84,7 +84,7 @@ class HttpServer(uvicorn.Server):
             log.addFilter(_seldom)
 
     async def startup(self, sockets: Any = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(_tell)
+        asyncio.get_running_loop().set_exception_handler(_report)
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -130,7 +130,7 @@ class Connection(H11Protocol):
         self._since = self._taken = 0.0
         """When the client began to owe what it owes now, and when it last took something."""
         self._owed = self._unsent = 0
-        """Bytes that it had not taken then, and at the last look."""
+        """Bytes that it had not read then, and at the last look."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -211,7 +211,7 @@ def _most_of(bounds: Bounds) -> int:
     return min(bounds.most, max(_FEWEST, files - BACKLOG - _OTHER_FILES))
 
 
-def _tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Report a fault in the event loop; one line is enough for a connection that has no room."""
     error = context.get("exception")
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
@@ -222,24 +222,19 @@ def _tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         loop.default_exception_handler(context)
 
 
-class _Seldom(logging.Filter):
-    """Lets a message through once a minute, and tracebacks of all faults.
+_next_time: dict[str, float] = {}
+"""When each message may be logged again."""
 
-    A request that is cancelled at the end of the server is no fault.
+
+def _seldom(record: logging.LogRecord) -> bool:
+    """A filter that lets a message through once a minute, and tracebacks of all faults.
+
+    A request that is cancelled when the server ends is not a fault.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._next: dict[str, float] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.exc_info:
-            return not isinstance(record.exc_info[1], asyncio.CancelledError)
-        now, message = time.monotonic(), str(record.msg)
-        if now < self._next.get(message, 0.0):
-            return False
-        self._next[message] = now + _QUIET
-        return True
-
-
-_seldom = _Seldom()
+    if record.exc_info:
+        return not isinstance(record.exc_info[1], asyncio.CancelledError)
+    now, message = time.monotonic(), str(record.msg)
+    if now < _next_time.get(message, 0.0):
+        return False
+    _next_time[message] = now + _QUIET
+    return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -14,15 +14,21 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..engine.grammar import Grammar, Vocabulary
-from ..engine.params import SamplingParams
-from ..errors import MlxspecError, OptionError
-from ..generation.options import GenerationOptions, prompt_ids
-from .answer import Answer, KeepAlive, answered
+from ..errors import OptionError
+from ..generation.options import GenerationOptions
+from .answer import ApiAnswer, KeepAlive, answered
 from .auth import body_of
 from .body import ApiError, new_request_id, parse, read_body, shown
 from .messages import MessagesAnswer, messages_headers, parse_messages
-from .openai import DetokenizeBody, parse_chat, parse_completion, parse_tokenize
-from .openai_answer import ChatAnswer, CompletionAnswer, detokenized
+from .openai import (
+    ChatAnswer,
+    CompletionAnswer,
+    DetokenizeBody,
+    detokenized,
+    parse_chat,
+    parse_completion,
+    parse_tokenize,
+)
 from .prompts import (
     ChatPrompt,
     Prompt,
@@ -32,11 +38,11 @@ from .prompts import (
     completion_prompts,
     is_constrained,
 )
-from .requests import ApiRequest, ChatRequest, CompletionRequest, check_ids
+from .requests import ApiRequest, ChatRequest, check_ids
 from .responses import ResponsesRequest, ResponseStore, StoredResponse, parse_responses
 from .responses_answer import ResponsesAnswer, input_items_answer
 from .served_model import ServedModel
-from .worker import EventStream, ServedRequest, Worker
+from .worker import ServedRequest, Worker
 
 _COMPILING = 4  # requests whose constraints are compiled at a time
 _LARGE = 1 << 20  # bytes of a body that others wait for
@@ -60,7 +66,7 @@ class Endpoints:
     def __init__(self, worker: Worker, max_tokens: int, silence: KeepAlive) -> None:
         self._worker = worker
         self._max_tokens = max_tokens
-        self._silence = silence
+        self._keep_alive = silence
         self.models = worker.models
         # Large bodies are read one at a time: each may take a second and some 100 MB.
         self._reading = asyncio.Lock()
@@ -92,7 +98,7 @@ class Endpoints:
         """The model of this name, or the default for None.
 
         Raises:
-            ApiError: 404, there is none.
+            ApiError: 404, it does not exist.
         """
         if name is None:
             return self._default
@@ -157,28 +163,13 @@ class Endpoints:
         )
         return prompt
 
-    async def completion_prompts(
-        self, served: ServedModel, body: CompletionRequest
-    ) -> list[Prompt]:
-        """The prompts of a request for completions.
-
-        Raises:
-            ApiError: as :func:`mlxspec.server.prompts.completion_prompts`, or one is too long.
-        """
-        decoder = served.decoder
-        prompts: list[Prompt] = await self.tokenized(
-            *(served, completion_prompts, body, decoder.tokenizer, decoder.vocab_size),
-            served.context_length,
-        )
-        return prompts
-
     async def respond(
         self,
         request: Request,
         served: ServedModel,
         body: ApiRequest,
         prompts: Sequence[Prompt],
-        answer: Answer,
+        answer: ApiAnswer,
     ) -> Response:
         """Queue ``n`` generations of each prompt, and answer with what comes of them.
 
@@ -193,13 +184,6 @@ class Endpoints:
             ApiError: an option is out of range, a prompt is too long, the queue is full, or a
                 generation has failed before anything was sent.
         """
-        stream = await self._submitted(served, body, prompts, request.state.partition)
-        return await answered(request, stream, answer, body.stream, self._silence)
-
-    async def _submitted(
-        self, served: ServedModel, body: ApiRequest, prompts: Sequence[Prompt], partition: str
-    ) -> EventStream:
-        """Queue ``n`` generations of each prompt, with the prefixes and answers of a partition."""
         prediction: tuple[int, ...] = ()
         if body.prediction:
             if not served.predicts:
@@ -210,25 +194,17 @@ class Endpoints:
                 )
             expected = await self.ids(served, body.prediction, "prediction")
             prediction = tuple(expected[: served.context_length])  # no output is longer
-        samplings = await run_in_threadpool(_samplings, served, body)
         requests: list[ServedRequest] = []
-        shared = {"prediction": prediction, "top_logprobs": body.logprobs, "partition": partition}
         for prompt in prompts:
-            max_tokens = self._max_tokens_of(served, len(prompt.tokens), body)
-            served.check_fits(len(prompt.tokens), max_tokens, body.param)
+            max_tokens = served.max_tokens_for(len(prompt.tokens), body, self._max_tokens)
             grammar = await self._grammar(served, body, prompt)
-            options: list[GenerationOptions] = [
-                {
-                    "sampling": sampling,
-                    "constraint": grammar,
-                    "stop": (*body.stop, *prompt.stop),
-                    "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
-                }
-                for sampling in samplings
-            ]
-            args = served, prompt.tokens, max_tokens, options, len(requests), shared
-            requests += await run_in_threadpool(_choices, *args)
-        return self._worker.submit(served, requests)
+            make = partial(
+                _choices, served, body, prompt, grammar, partition=request.state.partition
+            )
+            shared = {"max_tokens": max_tokens, "first": len(requests), "prediction": prediction}
+            requests += await run_in_threadpool(make, **shared)
+        stream = self._worker.submit(served, requests)
+        return await answered(request, stream, answer, body.stream, self._keep_alive)
 
     async def _grammar(
         self, served: ServedModel, body: ApiRequest, prompt: Prompt
@@ -247,27 +223,6 @@ class Endpoints:
         async with self._compiling:
             return await run_in_threadpool(compiled_constraint, body, prompt, tokenizer, vocabulary)
 
-    def _max_tokens_of(self, served: ServedModel, n_prompt: int, body: ApiRequest) -> int:
-        """How many tokens an output may have: what the request asks for, or as many as fit."""
-        longest, memory = served.context_length, served.memory
-        if longest is not None and n_prompt >= longest:
-            raise ApiError(
-                # Claude Code reads both numbers out of it, and shortens the conversation.
-                f"the prompt is too long: {n_prompt} tokens > {longest}, which is the model's "
-                "context: shorten it",
-                param=body.param,
-                code="context_length_exceeded",
-            )
-        cuts = isinstance(body, ChatRequest) and body.cuts_max_tokens
-        if body.max_tokens is not None and not cuts:
-            return body.max_tokens
-        room = self._max_tokens if body.max_tokens is None else body.max_tokens
-        if longest is not None:
-            room = min(room, longest - n_prompt)
-        while room > 1 and memory.bytes_for(n_prompt + room) > memory.limit:
-            room //= 2
-        return room
-
     # --- OpenAI's API ---
 
     async def chat(self, request: Request) -> Response:
@@ -282,9 +237,12 @@ class Endpoints:
         """``/v1/completions``"""
         body = await self.read(request, parse_completion)
         served = self.served(body.model)
-        prompts = await self.completion_prompts(served, body)
+        decoder, longest = served.decoder, served.context_length
+        prompts: list[Prompt] = await self.tokenized(
+            *(served, completion_prompts, body, decoder.tokenizer, decoder.vocab_size, longest)
+        )
         answer = await self.tokenized(  # which may echo token ids as a text
-            served, CompletionAnswer, body, served.name, served.decoder.tokenizer
+            *(served, CompletionAnswer, body, served.name, decoder.tokenizer)
         )
         return await self.respond(request, served, body, prompts, answer)
 
@@ -370,7 +328,7 @@ class Endpoints:
         """The response of the path.
 
         Raises:
-            ApiError: 404, there is none.
+            ApiError: 404, it does not exist.
         """
         response_id = request.path_params["id"]
         found = self._responses.response(request.state.partition, response_id)
@@ -408,34 +366,47 @@ class Endpoints:
         return self.served(name)
 
 
-def _samplings(served: ServedModel, body: ApiRequest) -> list[SamplingParams]:
-    """The sampling parameters of each of a prompt's choices."""
-    vocab_size, special = served.decoder.vocab_size, served.special_tokens
-    return [body.sampling.params(vocab_size, choice, special) for choice in range(body.n)]
-
-
 def _choices(
     served: ServedModel,
-    prompt: Sequence[int],
+    body: ApiRequest,
+    prompt: Prompt,
+    grammar: Grammar | None,
+    *,
     max_tokens: int,
-    options: Sequence[GenerationOptions],
     first: int,
-    shared: Mapping[str, Any],
+    prediction: Sequence[int],
+    partition: str,
 ) -> list[ServedRequest]:
-    """The requests for a prompt's choices, of which the first has the index ``first``.
+    """The requests for a prompt's choices; the first one has the index ``first``.
 
     Raises:
         ApiError: a token or an option is out of range.
     """
-    decoder, longest = served.decoder, served.context_length
+    vocab_size, tokens = served.decoder.vocab_size, tuple(prompt.tokens)
+    check_ids(tokens, vocab_size, body.param)
+    if not tokens:
+        raise ApiError(f"{body.param} gives no token: send a text.", param=body.param)
+    options: GenerationOptions = {
+        "constraint": grammar,
+        "stop": (*body.stop, *prompt.stop),
+        "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
+    }
+    samplings = [
+        body.sampling.params(vocab_size, choice, served.special_tokens) for choice in range(body.n)
+    ]
     try:
-        # One tuple for all of them, by which the log knows that they share it.
-        tokens = tuple(prompt_ids(prompt, decoder.tokenizer, decoder.vocab_size, longest))
         return [
-            ServedRequest(served, tokens, max_tokens, one, index=index, **shared)
-            for index, one in enumerate(options, start=first)
+            ServedRequest(
+                *(served, tokens, max_tokens),
+                {**options, "sampling": sampling},
+                index=index,
+                prediction=prediction,
+                top_logprobs=body.logprobs,
+                partition=partition,
+            )
+            for index, sampling in enumerate(samplings, start=first)
         ]
-    except MlxspecError as error:
+    except OptionError as error:
         raise ApiError(str(error)) from error
 
 

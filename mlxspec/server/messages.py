@@ -16,7 +16,7 @@ from urllib.parse import quote
 from pydantic import BeforeValidator, Field
 
 from ..engine.constraint import Constraint
-from .answer import Answer, ChatChoice
+from .answer import ApiAnswer, ChatChoice
 from .body import (
     NO_THREADS,
     ApiError,
@@ -29,11 +29,12 @@ from .body import (
     parse,
     refuse,
 )
-from .output import Delta, OutputFormat, OutputParser, Reasoning, Text, ToolCallBegun
+from .output import Delta, OutputFormat, OutputParser
 from .requests import (
     ChatRequest,
     ResponseFormat,
     Sampling,
+    as_parts,
     chosen_tool,
     conversation,
     left_out,
@@ -49,10 +50,6 @@ from request to request, and then no prefix would ever be found in the cache."""
 _THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 
 
-def _as_blocks(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
 class _Block(Body):
     """A block of a content, of any type."""
 
@@ -65,7 +62,7 @@ class _Block(Body):
     tool_use_id: Name = "-"
     tool_name: Name = "-"
     is_error: bool = False
-    content: Annotated[Items[_Block], BeforeValidator(_as_blocks)] = []
+    content: Annotated[Items[_Block], BeforeValidator(as_parts)] = []
 
     needed = {
         "text": ("text",),
@@ -92,7 +89,7 @@ class _Block(Body):
         return self.text if self.type == "text" else left_out(self.type)
 
 
-_Blocks = Annotated[Items[_Block], BeforeValidator(_as_blocks)]
+_Blocks = Annotated[Items[_Block], BeforeValidator(as_parts)]
 
 
 class _Turn(Body):
@@ -102,7 +99,7 @@ class _Turn(Body):
     needed = {"user": ("content",), "assistant": ("content",)}
 
 
-class _Tool(Body):
+class _MessagesTool(Body):
     """A tool. One to be loaded later (``defer_loading``) is there at once, for the cache's sake."""
 
     type: Literal["custom"] = "custom"
@@ -119,7 +116,7 @@ class _Tool(Body):
         return {"type": "function", "function": given}
 
 
-class _ToolChoice(Body):
+class _MessagesToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: Name = "-"
     disable_parallel_tool_use: bool = False
@@ -137,15 +134,15 @@ class _OutputConfig(Body):
     format: ResponseFormat | None = None
 
 
-class _CountBody(Sampling):
-    """A body of ``/v1/messages/count_tokens``."""
+class MessagesBody(Sampling):
+    """A body of ``/v1/messages`` or ``/v1/messages/count_tokens``."""
 
     model: str | None = None
     max_tokens: Annotated[Integer, Field(ge=1)] | None = None
     system: _Blocks = []
     messages: Annotated[Items[_Turn], Field(min_length=1)]
-    tools: Items[_Tool] = []
-    tool_choice: _ToolChoice = _ToolChoice(type="auto")
+    tools: Items[_MessagesTool] = []
+    tool_choice: _MessagesToolChoice = _MessagesToolChoice(type="auto")
     thinking: _Thinking | None = None
     output_config: _OutputConfig = _OutputConfig()
     output_format: ResponseFormat | None = None
@@ -166,12 +163,6 @@ class _CountBody(Sampling):
     }
 
 
-class _MessagesBody(_CountBody):
-    """A body of ``/v1/messages``."""
-
-    max_tokens: Annotated[Integer, Field(ge=1)]
-
-
 def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
     """Read a body of ``/v1/messages``.
 
@@ -188,7 +179,9 @@ def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
             param="thread",
             code=NO_THREADS,
         )
-    asked = parse(_CountBody if to_count else _MessagesBody, body)
+    asked = parse(MessagesBody, body)
+    if asked.max_tokens is None and not to_count:
+        refuse("max_tokens", None, "choose an integer of 1 or more")
     choice, tools = asked.tool_choice, [tool.for_chat() for tool in asked.tools]
     word = {"any": "required", "tool": "function"}.get(choice.type, choice.type)
     named = choice.name if choice.type == "tool" else None
@@ -217,7 +210,7 @@ def parse_messages(body: object, *, to_count: bool = False) -> ChatRequest:
     )
 
 
-def _constraint(asked: _CountBody) -> tuple[Constraint | None, str]:
+def _constraint(asked: MessagesBody) -> tuple[Constraint | None, str]:
     """What the answer has to be, and the field that says so."""
     path, format = "output_config.format", asked.output_config.format
     if format is None:
@@ -234,7 +227,7 @@ def _constraint(asked: _CountBody) -> tuple[Constraint | None, str]:
 # --- messages ---
 
 
-def _messages(asked: _CountBody) -> list[dict[str, Any]]:
+def _messages(asked: MessagesBody) -> list[dict[str, Any]]:
     """The messages of a chat; one who speaks on has one message, as in Anthropic's API.
 
     The texts of a message are lists, which are joined in the end: ten thousand may be one.
@@ -318,51 +311,45 @@ _SIGNATURE = "mlxspec"
 
 @dataclass
 class _AnswerBlock:
-    """A block of the content.
+    """A block of the answer's content.
 
     Attributes:
         start: the block as it begins.
-        kind: of its deltas.
-        name: of the field that has the text of a delta.
+        delta: the kind of its deltas.
+        name: of a delta's field with its text.
         texts: what it has so far.
     """
 
     start: dict[str, Any]
-    kind: str
+    delta: str
     name: str
     texts: list[str] = field(default_factory=list)
-
-    def takes(self, delta: Delta) -> bool:
-        """Whether a delta goes on with it."""
-        if isinstance(delta, ToolCallBegun):
-            return False
-        kinds = {Text: "text_delta", Reasoning: "thinking_delta"}
-        return kinds.get(type(delta), "input_json_delta") == self.kind
 
     def whole(self) -> dict[str, Any]:
         """The block in one piece."""
         text = "".join(self.texts)
-        if self.kind == "input_json_delta":
+        if self.name == "partial_json":
             return self.start | {"input": _read_input(text)}
-        signed = {"signature": _SIGNATURE} if self.kind == "thinking_delta" else {}
+        signed = {"signature": _SIGNATURE} if self.name == "thinking" else {}
         return self.start | {self.name: text} | signed
 
 
 def _new_block(delta: Delta) -> _AnswerBlock:
-    start: dict[str, Any]
-    if isinstance(delta, Text):
+    if delta.kind == "text":
         return _AnswerBlock({"type": "text", "text": ""}, "text_delta", "text")
-    if isinstance(delta, Reasoning):
+    if delta.kind == "reasoning":
         start = {"type": "thinking", "thinking": "", "signature": ""}
         return _AnswerBlock(start, "thinking_delta", "thinking")
-    assert isinstance(delta, ToolCallBegun)
     # The id stays the one that chat templates take when it comes back.
-    start = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
-    return _AnswerBlock(start, "input_json_delta", "partial_json")
+    call = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
+    return _AnswerBlock(call, "input_json_delta", "partial_json")
+
+
+_FIELDS = {"text": "text", "reasoning": "thinking", "arguments": "partial_json"}
 
 
 def _read_input(text: str) -> dict[str, Any]:
-    """The arguments of a call; none where they were cut off, or are no object."""
+    """The arguments of a call; none where they were cut off, or are not an object."""
     try:
         arguments = JsonReader(text.encode()).read()
     except (ValueError, ApiError):
@@ -370,7 +357,7 @@ def _read_input(text: str) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {}
 
 
-class MessagesAnswer(Answer):
+class MessagesAnswer(ApiAnswer):
     """The answer of ``/v1/messages``.
 
     A stream begins with the first token, when it is known how much of the prompt was cached;
@@ -410,15 +397,15 @@ class MessagesAnswer(Answer):
     ) -> list[dict[str, Any]]:
         chunks: list[dict[str, Any]] = []
         for delta, _ in self._choice.read(pieces, end):
-            if not self._blocks or not self._blocks[-1].takes(delta):
+            if not self._blocks or self._blocks[-1].name != _FIELDS.get(delta.kind):
                 chunks += self._stop_block()
                 block = _new_block(delta)
                 self._blocks.append(block)
                 chunks.append(self._of_block("content_block_start", content_block=block.start))
-            if not isinstance(delta, ToolCallBegun):
+            if delta.kind != "call":
                 block = self._blocks[-1]
                 block.texts.append(delta.text)
-                chunks.append(self._delta({"type": block.kind, block.name: delta.text}))
+                chunks.append(self._delta({"type": block.delta, block.name: delta.text}))
         if end := self._choice.counted(end):
             self.ends[index] = end
             chunks += self._stop_block()
@@ -436,7 +423,7 @@ class MessagesAnswer(Answer):
     def framed(self, chunk: dict[str, Any]) -> str:
         return f"event: {chunk['type']}\n{super().framed(chunk)}"
 
-    def life_sign(self) -> str:
+    def keep_alive(self) -> str:
         return self.framed({"type": "ping"})
 
     def failed(self, error: ApiError) -> dict[str, Any]:
@@ -457,7 +444,7 @@ class MessagesAnswer(Answer):
         if not self._blocks:
             return []
         chunks = [self._of_block("content_block_stop")]
-        if self._blocks[-1].kind == "thinking_delta":
+        if self._blocks[-1].name == "thinking":
             chunks.insert(0, self._delta({"type": "signature_delta", "signature": _SIGNATURE}))
         return chunks
 

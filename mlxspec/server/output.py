@@ -23,59 +23,34 @@ from ..engine.grammar import token_of
 
 
 @dataclass(frozen=True)
-class Text:
-    """More of the answer's text."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Reasoning:
-    """More of the reasoning before an answer."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class ToolCallBegun:
-    """A tool is called; its arguments follow.
+class Delta:
+    """A further part of an answer.
 
     Attributes:
+        kind: "text", "reasoning", "call" for the begin of a tool call, or "arguments" for more
+            of its arguments, a JSON text.
+        text: of the part.
         index: of the call among those of the answer.
-        id: by which the client returns the result.
+        id: by which the client returns a call's result.
         name: the function's.
     """
 
-    index: int
-    id: str
-    name: str
-
-
-@dataclass(frozen=True)
-class ToolCallArguments:
-    """More of the arguments of a call, a JSON text."""
-
-    index: int
-    text: str
-
-
-Delta = Text | Reasoning | ToolCallBegun | ToolCallArguments
+    kind: str
+    text: str = ""
+    index: int = 0
+    id: str = ""
+    name: str = ""
 
 
 def joined(deltas: Iterable[Delta]) -> list[Delta]:
     """The deltas, with neighbours of one kind made one."""
     result: list[Delta] = []
     for delta in deltas:
-        last = result[-1] if result else None
-        if isinstance(delta, ToolCallBegun) or type(last) is not type(delta):
-            result.append(delta)
-        elif isinstance(last, ToolCallArguments) and isinstance(delta, ToolCallArguments):
-            if last.index == delta.index:
-                result[-1] = replace(last, text=last.text + delta.text)
-            else:
-                result.append(delta)
-        elif isinstance(last, (Text, Reasoning)) and isinstance(delta, (Text, Reasoning)):
+        last = result[-1] if result else Delta("")
+        if delta.kind != "call" and (last.kind, last.index) == (delta.kind, delta.index):
             result[-1] = replace(last, text=last.text + delta.text)
+        else:
+            result.append(delta)
     return result
 
 
@@ -85,11 +60,11 @@ class CallFormat:
 
     Attributes:
         start: the marker before a call.
-        end: the marker after it; empty where a call goes on to the output's end.
+        end: the marker after it; empty where a call extends to the output's end.
         parse: mlx-lm's parser, from the text between the markers and the tools to a call or
             several.
         header: what comes before arguments that stand there as a JSON object, with the
-            function's name as its first group; None for formats whose arguments are no JSON.
+            function's name as its first group; None for formats whose arguments are not JSON.
         tools: as the client sent them.
     """
 
@@ -169,7 +144,7 @@ def output_format(
 
 
 def call_opening(tokenizer: TokenizerWrapper, name: str | None) -> str | None:
-    """How a call begins, after the marker, so that the model has to go on with it.
+    """How a call begins, after the marker, so that the model has to continue it.
 
     Args:
         tokenizer: the model's.
@@ -245,7 +220,7 @@ class OutputParser:
 
         Args:
             cut: it was not the model that ended it. A call that has only begun is dropped then:
-                it is no text, and what the client is told of the end says why it is missing.
+                it is not text, and the client sees from the end why it is missing.
         """
         self._machine_state, held, _ = TextStateMachine.flush(self._machine_state)
         deltas = self._ready + self._add(held)
@@ -283,7 +258,7 @@ class OutputParser:
         return [self._said(solid)]
 
     def _said(self, text: str) -> Delta:
-        return Reasoning(text) if self.reasoning else Text(text)
+        return Delta("reasoning" if self.reasoning else "text", text)
 
     # --- calls ---
 
@@ -300,20 +275,19 @@ class OutputParser:
                 deltas.append(self._begin(header[1]))
                 call.begin_arguments(header.end())
             if arguments := call.take_arguments():
-                deltas.append(ToolCallArguments(self.n_calls - 1, arguments))
+                deltas.append(Delta("arguments", arguments, self.n_calls - 1))
             if call.in_arguments:
                 break
             self.finished = not self._format.several_calls
         return deltas
 
-    def _begin(self, name: str, call_id: object = None) -> ToolCallBegun:
+    def _begin(self, name: str, call_id: object = None) -> Delta:
         self.n_calls += 1
-        return ToolCallBegun(
-            self.n_calls - 1, call_id if isinstance(call_id, str) else new_call_id(), name
-        )
+        call_id = call_id if isinstance(call_id, str) else new_call_id()
+        return Delta("call", index=self.n_calls - 1, id=call_id, name=name)
 
     def _end_call(self, marker: str, cut: bool = False) -> list[Delta]:
-        """The calls that are not known yet, or as text what is none."""
+        """The calls that are not known yet; what cannot be read as a call is text."""
         call, calls = self._call, self._format.calls
         if self.finished or not calls or call.in_arguments:
             return []
@@ -327,7 +301,7 @@ class OutputParser:
         for name, arguments, call_id in parsed:
             if self.finished:
                 break
-            deltas += [self._begin(name, call_id), ToolCallArguments(self.n_calls - 1, arguments)]
+            deltas += [self._begin(name, call_id), Delta("arguments", arguments, self.n_calls - 1)]
             self.finished = not self._format.several_calls
         return deltas
 
@@ -335,9 +309,9 @@ class OutputParser:
         """What follows the last call that could be read; all of it, markers too, if none could."""
         call = self._call
         if not call.taken:
-            return [Text(call.start + call.text[call.begun :] + marker)]
+            return [Delta("text", call.start + call.text[call.begun :] + marker)]
         rest = call.text[call.taken :]
-        return [Text(rest)] if rest.strip(_CLOSING) else []
+        return [Delta("text", rest)] if rest.strip(_CLOSING) else []
 
 
 _CLOSING = "}] \t\r\n"  # what may follow the arguments of a call
@@ -406,7 +380,7 @@ def _read_call(call: dict[str, Any]) -> tuple[str, str, object]:
     """Name, arguments as JSON, and id of a call that mlx-lm has parsed.
 
     Raises:
-        Exception: of any kind, for what is no call.
+        Exception: of any kind, if it is not a call.
     """
     name, arguments = call["name"], call.get("arguments", {})
     if not isinstance(name, str) or not name:
@@ -450,7 +424,7 @@ def calls_constraint(
         several: whether there may be more than one call.
 
     Returns:
-        None where the arguments of a call are no JSON.
+        None where the arguments of a call are not JSON.
     """
     parser, has_args = parser_name(tokenizer), "[ARGS]" in tokenizer.get_vocab()
     start = _literal(tokenizer, tokenizer.tool_call_start)

@@ -28,7 +28,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..corpus.context_index import common_length
+from ..corpus.suffix_index import common_length
 from ..engine.caches import for_steps, is_trimmable_anywhere, parts
 from ..engine.costs import model_identity
 from ..engine.params import CacheOptions
@@ -241,7 +241,7 @@ class PrefixCache:
         """Drop idle entries, those that were used longest ago first.
 
         Returns:
-            how many bytes that has freed; fewer than asked for where there are no more.
+            how many bytes that has freed; fewer than asked for if there are no more.
         """
         freed = self._evict(nbytes)
         if freed:
@@ -465,8 +465,8 @@ class PrefixCache:
         """Tells models and cache options apart, fine-tuned models too."""
         options = asdict(self._options)  # the step size, too: it says what was quantised where
         versions = [version("mlx"), version("mlx-lm")]
-        told = json.dumps([_FORMAT, model_identity(self._model)["digest"], options, versions])
-        digest = hashlib.sha256(told.encode())
+        described = json.dumps([_FORMAT, model_identity(self._model)["digest"], options, versions])
+        digest = hashlib.sha256(described.encode())
         samples = []
         for _, weight in sorted(tree_flatten(self._model.parameters())):
             spread = weight.reshape(-1)[:: max(1, weight.size // _SAMPLES)]
@@ -478,7 +478,7 @@ class PrefixCache:
 
 
 def _digest(partition: str) -> str:
-    """What partitions are told apart by; it reveals no key."""
+    """An identifier of a partition that does not reveal the key."""
     return hashlib.sha256(partition.encode()).hexdigest()
 
 

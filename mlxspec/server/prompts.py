@@ -45,11 +45,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ChatPrompt(Prompt):
-    """A conversation as a model is given it, and how to read what the model answers.
-
-    Attributes:
-        format: of the answer.
-    """
+    """A conversation as a model is given it, and the format of the answer."""
 
     format: OutputFormat = field(kw_only=True)
 
@@ -95,7 +91,7 @@ def chat_prompt(
     if _is_reasoning(request, tokenizer, text):
         state = "reasoning"
     if request.tool_choice == "auto":
-        # A text that goes on has its spaces from the model.
+        # A text that is continued has its spaces from the model.
         trims = not request.continued and _puts_space_first(tokenizer)
         format = replace(format, initial=state, trims_space=trims)
     else:
@@ -170,7 +166,7 @@ _RESERVED = reserved_arguments()
 
 
 def _is_reasoning(request: ChatRequest, tokenizer: TokenizerWrapper, text: str) -> bool:
-    """Whether the answer begins, or goes on, within reasoning."""
+    """Whether the answer begins, or continues, within reasoning."""
     if not tokenizer.has_thinking:
         return False
     if request.continued:
@@ -353,23 +349,7 @@ def completion_prompts(
     return prompts
 
 
-@dataclass(frozen=True)
-class _FillInTokens:
-    """The tokens by which a model is asked to fill in the middle of a text.
-
-    Attributes:
-        prefix: before the text in front of the output.
-        suffix: before the text behind it.
-        middle: after both. None for a format in which the suffix comes first, and the output
-            goes on with the prefix.
-    """
-
-    prefix: int
-    suffix: int
-    middle: int | None
-
-
-_FILL_IN = (
+_FILL_IN: tuple[tuple[str, ...], ...] = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
@@ -377,9 +357,10 @@ _FILL_IN = (
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),
     ("<PRE>", "<SUF>", "<MID>"),
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
-    ("[PREFIX]", "[SUFFIX]", None),
+    ("[PREFIX]", "[SUFFIX]"),
 )
-"""Names of these tokens, as families of models have them."""
+"""Names of the tokens before the text in front of the output, before the text behind it, and after
+both. Without the last one the suffix comes first, and the output continues the prefix."""
 
 _FILL_IN_ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "<|fim_pad|>", "<|file_sep|>", "<|file_separator|>"),
@@ -388,13 +369,12 @@ _FILL_IN_ENDS = (
 """Tokens that end what was filled in, and are not always among a model's end tokens."""
 
 
-def _fill_in_tokens(tokenizer: TokenizerWrapper) -> _FillInTokens:
-    vocabulary = tokenizer.get_vocab()
-    for prefix, suffix, middle in _FILL_IN:
-        if prefix in vocabulary and suffix in vocabulary and (not middle or middle in vocabulary):
-            return _FillInTokens(
-                vocabulary[prefix], vocabulary[suffix], vocabulary[middle] if middle else None
-            )
+def _fill_in_tokens(tokenizer: TokenizerWrapper) -> list[int]:
+    """The ids of the tokens by which the model is asked to fill in the middle of a text."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    for names in _FILL_IN:
+        if all(name in vocabulary for name in names):
+            return [vocabulary[name] for name in names]
     raise ApiError(
         "suffix: this model has no tokens for filling in the middle of a text; leave it out.",
         param="suffix",
@@ -402,16 +382,15 @@ def _fill_in_tokens(tokenizer: TokenizerWrapper) -> _FillInTokens:
 
 
 def _fill_in(
-    prompt: str | Sequence[int], suffix: str, middle: _FillInTokens, tokenizer: TokenizerWrapper
+    prompt: str | Sequence[int], suffix: str, markers: list[int], tokenizer: TokenizerWrapper
 ) -> Prompt:
-    before = [middle.prefix, *(_ids(prompt, tokenizer) if isinstance(prompt, str) else prompt)]
-    after = [middle.suffix, *_continuing_ids(suffix, tokenizer)]
+    before = [markers[0], *(_ids(prompt, tokenizer) if isinstance(prompt, str) else prompt)]
+    after = [markers[1], *_continuing_ids(suffix, tokenizer)]
     tokens = encode_prompt(tokenizer, "")  # BOS, where there is one
-    tokens += [*after, *before] if middle.middle is None else [*before, *after, middle.middle]
-    vocabulary: dict[str, Any] = tokenizer.get_vocab()
+    tokens += [*before, *after, markers[2]] if len(markers) == 3 else [*after, *before]
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
     ends = [vocabulary[name] for name in _FILL_IN_ENDS if name in vocabulary]
-    own = [middle.prefix, middle.suffix, *([] if middle.middle is None else [middle.middle])]
-    return Prompt(tokens, stop_tokens=(*own, *ends))
+    return Prompt(tokens, stop_tokens=(*markers, *ends))
 
 
 def _ids(text: str, tokenizer: TokenizerWrapper) -> list[int]:

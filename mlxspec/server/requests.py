@@ -23,6 +23,7 @@ from .body import (
     MOST_VALUES,
     ApiError,
     Body,
+    Dictionary,
     Integer,
     Items,
     JsonReader,
@@ -55,7 +56,7 @@ def _temperature(value: float) -> float:
 
 
 def _repetition_penalty(value: float) -> float:
-    """0 is none. Logits are divided by it, so that a tiny one would make infinities of them."""
+    """0 means none. Logits are divided by it, and a tiny one would make them infinite."""
     if 0 < value < 1 / _STRONGEST:
         raise PydanticCustomError("penalty", f"choose 0, or {1 / _STRONGEST:g} to {_STRONGEST:g}")
     return value
@@ -70,7 +71,7 @@ def _token_keys(biases: dict[str, float]) -> dict[str, float]:
 _Fraction = Annotated[float, Field(ge=0, le=1)]
 _Penalty = Annotated[float, Field(ge=-_STRONGEST, le=_STRONGEST)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
-_Biases = Annotated[dict[str, _Bias], Field(max_length=10_000), AfterValidator(_token_keys)]
+_Biases = Annotated[Dictionary[str, _Bias], Field(max_length=10_000), AfterValidator(_token_keys)]
 MaxTokens = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_or_none)]
 
 
@@ -117,23 +118,24 @@ class Sampling(Body):
         bias = {int(token): value for token, value in self.logit_bias.items()}
         check_ids(bias, vocab_size, "logit_bias")
         top_k = self.top_k or 0
+        same: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
+        same |= {name: getattr(self, name) or None for name in _PENALTIES}
         return SamplingParams(
             temp=self.temperature,
-            top_p=self.top_p,
             top_k=top_k if top_k < vocab_size else 0,
-            min_p=self.min_p,
             seed=None if self.seed is None else (self.seed + choice) % 2**64,
             logit_bias=bias or None,
-            repetition_penalty=self.repetition_penalty or None,
-            repetition_context_size=self.repetition_context_size,
-            presence_penalty=self.presence_penalty or None,
-            presence_context_size=self.presence_context_size,
-            frequency_penalty=self.frequency_penalty or None,
-            frequency_context_size=self.frequency_context_size,
-            xtc_probability=self.xtc_probability,
-            xtc_threshold=self.xtc_threshold,
             xtc_special_tokens=tuple(xtc_special_tokens),
+            **same,
         )
+
+
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_SAME = (
+    *("top_p", "min_p", "xtc_probability", "xtc_threshold"),
+    *("repetition_context_size", "presence_context_size", "frequency_context_size"),
+)
+"""Fields of :class:`SamplingParams` under the same names."""
 
 
 def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
@@ -161,6 +163,7 @@ class ApiRequest:
         model: as the client calls it; None for the default.
         sampling: how to pick tokens.
         max_tokens: per choice; None for as many as the context has room for.
+        cuts_max_tokens: where ``max_tokens`` do not fit, the answer may have fewer.
         n: choices per prompt.
         stop: texts that end an output.
         stop_token_ids: tokens that end it, besides the model's own.
@@ -179,6 +182,7 @@ class ApiRequest:
     model: str | None = None
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int | None = None
+    cuts_max_tokens: bool = False
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -205,7 +209,6 @@ class ChatRequest(ApiRequest):
         forced_tool: the name of the function that must be called.
         parallel_tool_calls: an answer may have several tool calls.
         template_kwargs: arguments of the chat template besides messages and tools.
-        cuts_max_tokens: where ``max_tokens`` do not fit, the answer may have fewer.
     """
 
     param: ClassVar[str] = "messages"
@@ -218,7 +221,6 @@ class ChatRequest(ApiRequest):
     forced_tool: str | None = None
     parallel_tool_calls: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    cuts_max_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -296,14 +298,25 @@ def chosen_tool(
 # --- fields that several APIs have ---
 
 
-def _as_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+def as_parts(value: object) -> list[Any]:
+    """A content as a list of parts, one for a string."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "send a string, or a list of parts")
+    return value
 
 
-class Part(Body):
-    """A part of a message's content. The model reads text alone."""
+def _text_type(kind: str) -> str:
+    if kind not in ("text", "input_text", "output_text", "summary_text", "reasoning_text"):
+        raise PydanticCustomError("part", "send text, since the model reads nothing else")
+    return kind
 
-    type: Literal["text", "input_text", "output_text", "summary_text", "reasoning_text"]
+
+class TextPart(Body):
+    """A part of a message's content."""
+
+    type: Annotated[str, AfterValidator(_text_type)]
     text: str
 
     @model_validator(mode="before")
@@ -314,11 +327,11 @@ class Part(Body):
         return value
 
 
-Texts = Annotated[Items[Part], BeforeValidator(_as_parts)]
+Texts = Annotated[Items[TextPart], BeforeValidator(as_parts)]
 """A string, or a list of parts with text."""
 
 
-def joined(parts: Iterable[Part] | None) -> str:
+def joined(parts: Iterable[TextPart] | None) -> str:
     """The text of a content."""
     return "".join(part.text for part in parts or ())
 
@@ -404,9 +417,9 @@ class CommonBody(Sampling):
     stop: _Stops = []
     stop_token_ids: Annotated[Items[TokenId], Field(max_length=1024)] = []
     stream: bool = False
-    stream_options: dict[str, bool] = {}
+    stream_options: Dictionary[str, bool] = {}
     prediction: _Prediction | None = None
-    mlxspec: dict[Literal["drafts"], bool] = {}
+    mlxspec: Dictionary[Literal["drafts"], bool] = {}
     chat_template_kwargs: dict[str, Any] = {}
     enable_thinking: bool | None = None
     reasoning_effort: _Effort | None = None

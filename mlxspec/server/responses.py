@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from .body import ApiError, Body, Integer, Items, Name, TokenId, parse, refuse, shown
+from .body import ApiError, Body, Dictionary, Integer, Items, Name, TokenId, parse, refuse, shown
 from .requests import (
     ChatRequest,
     CommonBody,
@@ -99,7 +99,7 @@ class _ToolBody(Body):
         return self.type.startswith(_HOSTED)
 
 
-class _Item(Body):
+class _InputItem(Body):
     """An item of the input, of any type."""
 
     type: Literal[
@@ -163,7 +163,7 @@ def _as_items(value: Any) -> Any:
 class ResponsesBody(CommonBody):
     """A body of ``/v1/responses``."""
 
-    input: Annotated[Items[_Item], BeforeValidator(_as_items)] = []
+    input: Annotated[Items[_InputItem], BeforeValidator(_as_items)] = []
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Items[_ToolBody] = []
@@ -172,7 +172,7 @@ class ResponsesBody(CommonBody):
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] = 0
     max_output_tokens: Annotated[Integer, Field(ge=1, le=2**31 - 1)] | None = None
     max_tool_calls: TokenId | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] = {}  # as at OpenAI
+    metadata: Annotated[Dictionary[str, str], Field(max_length=16)] = {}  # as at OpenAI
     reasoning: _ReasoningBody = _ReasoningBody()
     store: bool = True
     text: _TextBody = _TextBody()
@@ -422,28 +422,22 @@ def _items(
             yield _MAKE_ITEM[one.type](one, f"input[{index}]")
 
 
-def _message(one: _Item, path: str) -> dict[str, Any]:
-    return _message_item(one.id, one.role, [part.text for part in one.content], one.phase)
+def _message(one: _InputItem, path: str) -> dict[str, Any]:
+    texts = [part.text for part in one.content]
+    item = _item_of(one, "msg", role=one.role)
+    if one.role != "assistant":
+        return item | {"content": [{"type": "input_text", "text": text} for text in texts]}
+    more: dict[str, Any] = {"annotations": [], "logprobs": []}
+    item["content"] = [{"type": "output_text", "text": text, **more} for text in texts]
+    return item | ({"phase": one.phase} if one.phase else {})
 
 
-def _message_item(
-    item_id: str | None, role: str, texts: Sequence[str], phase: str | None
-) -> dict[str, Any]:
-    item: dict[str, Any] = {"id": item_id or new_id("msg"), "type": "message"}
-    item |= {"role": role, "status": "completed"}
-    if role == "assistant":
-        more: dict[str, Any] = {"annotations": [], "logprobs": []}
-        item["content"] = [{"type": "output_text", "text": text, **more} for text in texts]
-        return item | ({"phase": phase} if phase else {})
-    return item | {"content": [{"type": "input_text", "text": text} for text in texts]}
-
-
-def _item_of(one: _Item, prefix: str, **fields: Any) -> dict[str, Any]:
+def _item_of(one: _InputItem, prefix: str, **fields: Any) -> dict[str, Any]:
     status = {"type": one.type, "status": "completed"}
     return {"id": one.id or new_id(prefix), **status, **fields}
 
 
-def _call(one: _Item, path: str) -> dict[str, Any]:
+def _call(one: _InputItem, path: str) -> dict[str, Any]:
     custom = one.type == "custom_tool_call"
     item = _item_of(one, "ctc" if custom else "fc", call_id=one.call_id, name=one.name)
     if one.namespace is not None:
@@ -454,7 +448,7 @@ def _call(one: _Item, path: str) -> dict[str, Any]:
     return item | {"arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
 
 
-def _call_output(one: _Item, path: str) -> dict[str, Any]:
+def _call_output(one: _InputItem, path: str) -> dict[str, Any]:
     output: Any = one.output
     if not isinstance(one.output, str):
         output = []
@@ -471,7 +465,7 @@ def _call_output(one: _Item, path: str) -> dict[str, Any]:
     return _item_of(one, prefix, call_id=one.call_id, output=output)
 
 
-def _reasoning(one: _Item, path: str) -> dict[str, Any]:
+def _reasoning(one: _InputItem, path: str) -> dict[str, Any]:
     """Reasoning: of this server with its text, of others perhaps with a summary alone."""
     return _item_of(
         one,
@@ -482,13 +476,13 @@ def _reasoning(one: _Item, path: str) -> dict[str, Any]:
     )
 
 
-def _additional_tools(one: _Item, path: str) -> dict[str, Any]:
+def _additional_tools(one: _InputItem, path: str) -> dict[str, Any]:
     """Tools within a conversation, as newer agents send them."""
     item = {"id": one.id or new_id("at"), "type": "additional_tools", "role": "developer"}
     return item | {"tools": [tool.model_dump(exclude_unset=True) for tool in one.tools]}
 
 
-_MAKE_ITEM: dict[str, Callable[[_Item, str], dict[str, Any]]] = {
+_MAKE_ITEM: dict[str, Callable[[_InputItem, str], dict[str, Any]]] = {
     "message": _message,
     **dict.fromkeys(_CALLS, _call),
     **dict.fromkeys(_OUTPUTS, _call_output),
@@ -577,24 +571,6 @@ class StoredResponse:
         return (*self.given, *self.response["output"])
 
 
-class _Kept(NamedTuple):
-    """A response as JSON, a third of the size of the objects that it becomes.
-
-    Attributes:
-        response: the answer.
-        items: ids and JSON of the conversation's items, up to the end of the answer.
-        n_given: how many of the items led to it.
-    """
-
-    response: bytes
-    items: list[tuple[str, bytes]]
-    n_given: int
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.response) + sum(len(text) for _, text in self.items)
-
-
 class ResponseStore:
     """The responses of late; those used last stay.
 
@@ -611,7 +587,8 @@ class ResponseStore:
     def __init__(self, most: int = 1000, most_bytes: int = 64 * 2**20) -> None:
         self._most = most
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], tuple[bytes, list[str]]] = OrderedDict()
+        """By partition and id: responses with what led to them, and the ids of their items."""
         self._items: dict[tuple[str, str], tuple[bytes, int]] = {}
         """By partition and id: items, and in how many of its responses each one is."""
         self.nbytes = 0
@@ -622,17 +599,16 @@ class ResponseStore:
 
     def put(self, partition: str, stored: StoredResponse) -> None:
         """Keep a response; it does not stay if it is larger than all may be."""
-        items = []
+        # As JSON, a third of the size of the objects that it becomes.
+        text, items = json.dumps([stored.response, [*stored.given]]).encode(), stored.items
         with self._changing:
-            for item in stored.items:
-                text, place = json.dumps(item).encode(), (partition, item["id"])
-                known, count = self._items.get(place, (text, 0))
-                text = known if known == text else text  # one for all responses of a conversation
-                self._items[place] = text, count + 1
-                items.append((place[1], text))
-            kept = _Kept(json.dumps(stored.response).encode(), items, len(stored.given))
-            self._kept[partition, stored.response["id"]] = kept
-            self.nbytes += kept.nbytes
+            for item in items:
+                place = partition, item["id"]
+                _, count = self._items.get(place, (b"", 0))
+                self._items[place] = json.dumps(item).encode(), count + 1
+            ids = [item["id"] for item in items]
+            self._kept[partition, stored.response["id"]] = text, ids
+            self.nbytes += len(text)
             while len(self._kept) > self._most or self.nbytes > self._most_bytes:
                 self._drop(next(iter(self._kept)))
 
@@ -643,9 +619,8 @@ class ResponseStore:
             if key not in self._kept:
                 return None
             self._kept.move_to_end(key)
-            kept = self._kept[key]
-        given = [json.loads(text) for _, text in kept.items[: kept.n_given]]
-        return StoredResponse(json.loads(kept.response), given)
+            text, _ = self._kept[key]
+        return StoredResponse(*json.loads(text))
 
     def item(self, partition: str, item_id: str) -> dict[str, Any] | None:
         """The item of this id in any of the partition's responses."""
@@ -662,9 +637,9 @@ class ResponseStore:
             return True
 
     def _drop(self, key: tuple[str, str]) -> None:
-        dropped = self._kept.pop(key)
-        self.nbytes -= dropped.nbytes
-        for item_id, _ in dropped.items:
+        dropped, ids = self._kept.pop(key)
+        self.nbytes -= len(dropped)
+        for item_id in ids:
             place = key[0], item_id
             text, count = self._items.pop(place)
             if count > 1:

@@ -12,17 +12,17 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from pydantic_core import from_json
 
-from .answer import Answer, ChatChoice
+from .answer import ApiAnswer, ChatChoice
 from .body import ApiError, refuse, without_lone_surrogates
-from .openai_answer import TokenNames
-from .output import Delta, OutputFormat, OutputParser, Text, ToolCallArguments, ToolCallBegun
+from .openai import TokenNames
+from .output import Delta, OutputFormat, OutputParser
 from .responses import ResponsesRequest, StoredResponse, Tool, new_id
 from .worker import Ended, Piece
 
 ResponseEvent = dict[str, Any]
 
 
-class ResponsesAnswer(Answer):
+class ResponsesAnswer(ApiAnswer):
     """The answer of ``/v1/responses``.
 
     Events are numbered by ``sequence_number``. The keep-alive is an event too,
@@ -76,16 +76,17 @@ class ResponsesAnswer(Answer):
     ) -> list[ResponseEvent]:
         events: list[ResponseEvent] = []
         said = self._read(pieces, end)
-        for kind, group in groupby(said, key=lambda one: type(one[0])):
-            if kind is ToolCallBegun:
+        for kind, group in groupby(said, key=lambda one: one[0].kind):
+            if kind == "call":
                 for delta, _ in group:
                     events += self._begin_call(delta)
                 continue
-            told = [(delta.text, logprobs) for delta, logprobs in group]  # type: ignore[union-attr]
-            text = "".join(text for text, _ in told)
-            if kind is not ToolCallArguments:
-                events += self._ensure("message" if kind is Text else "reasoning")
-            events += self._events(self._items[-1].add(text, [p for _, some in told for p in some]))
+            parts = list(group)
+            if kind != "arguments":
+                events += self._ensure("message" if kind == "text" else "reasoning")
+            text = "".join(delta.text for delta, _ in parts)
+            logprobs = [one for _, some in parts for one in some]
+            events += self._events(self._items[-1].add(text, logprobs))
         if end := self._choice.counted(end):
             self.ends[index] = end
             events += self._finish(self._choice.finish_reason(end) == "length")
@@ -120,7 +121,7 @@ class ResponsesAnswer(Answer):
     def framed(self, chunk: ResponseEvent) -> str:
         return f"event: {chunk['type']}\n{super().framed(chunk)}"
 
-    def life_sign(self) -> str:
+    def keep_alive(self) -> str:
         events = self.begin() or [self._lifecycle("response.in_progress")]
         return "".join(map(self.framed, events))
 
@@ -143,12 +144,11 @@ class ResponsesAnswer(Answer):
                 self._pending += self._names.of_chat(some)
             for delta, _ in self._choice.read(some, None if some else end):
                 self._choice.add(delta)
-                said.append((delta, self._pending if isinstance(delta, Text) else []))
+                said.append((delta, self._pending if delta.kind == "text" else []))
                 self._pending = []
         return said
 
     def _begin_call(self, delta: Delta) -> list[ResponseEvent]:
-        assert isinstance(delta, ToolCallBegun)
         tool = self._request.known_tools.get(delta.name, Tool(delta.name))
         call = _Item("custom_tool_call" if tool.custom else "function_call", delta.id, tool)
         return [*self._end_item("completed"), *self._begin_item(call)]
@@ -191,10 +191,10 @@ class ResponsesAnswer(Answer):
         index = len(self._items) - 1
         return self._event(kind, output_index=index, item=self._items[-1].as_json())
 
-    def _events(self, told: Sequence[tuple[str, dict[str, Any]]]) -> list[ResponseEvent]:
+    def _events(self, events: Sequence[tuple[str, dict[str, Any]]]) -> list[ResponseEvent]:
         """Events of the last item."""
         place = {"item_id": self._items[-1].id, "output_index": len(self._items) - 1}
-        return [self._event(f"response.{kind}", **place, **fields) for kind, fields in told]
+        return [self._event(f"response.{kind}", **place, **fields) for kind, fields in events]
 
     def _usage(self) -> dict[str, Any] | None:
         """None until the answer has ended."""

@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 from ..engine import step as steps
 from ..errors import MlxspecError
@@ -25,7 +25,6 @@ from ..generation.engine import Engine
 from ..generation.options import GenerationOptions
 from ..generation.request import Request, State
 from ..generation.response import GenerationResponse
-from ..generation.session import Session
 from .body import ApiError
 from .metrics import Metrics
 from .served_model import ServedModel
@@ -163,23 +162,13 @@ class ServedRequest(Request):
         self.outcome: str | None = None
 
     @property
-    def session(self) -> Session | None:
-        """Lent by the prefix cache while it runs."""
-        return self.options.session
-
-    @property
     def cached_tokens(self) -> int | None:
         """How many of the prompt's tokens were cached, once the first token has come."""
         return None if self.first_token is None else self.n_cached
 
-    @property
-    def gain(self) -> float | None:
-        """How many times as fast its steps were as plain ones; None where that is unknown."""
-        known = self.plain_seconds and self.decode_seconds
-        return self.plain_seconds / self.decode_seconds if known else None
-
     def figures(self) -> dict[str, Any]:
         """Its state and figures, as JSON."""
+        plain, seconds = self.plain_seconds, self.decode_seconds
         return {
             "number": self.number,
             "model": self.served.name,
@@ -190,7 +179,8 @@ class ServedRequest(Request):
             "tokens": self.generated,
             "max_tokens": self.max_tokens,
             "tokens_per_step": self.stats.tokens_per_step or None,
-            "gain": self.gain,
+            # How many times as fast its steps were as plain ones.
+            "gain": plain / seconds if plain and seconds else None,
             "seconds": time.perf_counter() - self.asked,
         }
 
@@ -212,7 +202,7 @@ class ServedRequest(Request):
             self.first_token = time.perf_counter()
             n_prompt = len(self.prompt)
             records.metrics.add_first_token(self.first_token - self.asked, n_prompt, self.n_cached)
-            records.tell(self, Begun(self.index, n_prompt, self.n_cached))
+            records.queue(self, Begun(self.index, n_prompt, self.n_cached))
         wanted = self.top_logprobs
         logprobs = None if wanted is None else response.token_logprobs(wanted)
         piece = Piece(
@@ -220,7 +210,7 @@ class ServedRequest(Request):
             logprobs.logprob if logprobs else None,
             tuple(logprobs.top) if logprobs else (),
         )
-        records.tell(self, piece)
+        records.queue(self, piece)
 
     def on_end(self) -> None:
         """Send the last event, and give the caches back to the prefix cache."""
@@ -228,8 +218,8 @@ class ServedRequest(Request):
         ended = _failure(self.error) if self.error and failed else self._end()
         self.stream.records.end(self, ended)
         try:
-            if self.session:
-                self.served.cache.give_back(self.session)
+            if session := self.options.session:
+                self.served.cache.give_back(session)
         except Exception:
             _log.exception("a prompt could not be kept")
         # The stream leads here: the caches would wait for the garbage collector.
@@ -258,34 +248,20 @@ Batch = tuple[ServedRequest, list[Event | ApiError]]
 """A request and its events of one turn, in order; never empty."""
 
 
-class Commands(Protocol):
-    """What clients ask of the worker for their requests; called in any thread."""
-
-    def end(self, request: ServedRequest, error: ApiError | None = None) -> None:
-        """End a request before its next step: with an error, or as if the model had."""
-
-    def has_read(self, request: ServedRequest, count: int) -> None:
-        """The client has read so many tokens; a paused request may resume."""
-
-
 class EventStream:
     """The events of one client's requests, for the event loop that made it.
 
     Args:
-        commands: to the worker.
-        records: of the worker.
+        worker: that runs them.
         requests: one for each choice.
     """
 
-    def __init__(
-        self, commands: Commands, records: Records, requests: Sequence[ServedRequest]
-    ) -> None:
+    def __init__(self, worker: Worker, requests: Sequence[ServedRequest]) -> None:
         self.requests = requests
-        self.records = records
-        self._commands = commands
+        self.records = worker.records
+        self._worker = worker
         self._loop = asyncio.get_running_loop()
-        self._batches: deque[Batch] = deque()
-        self._waiting: asyncio.Future[None] | None = None
+        self._batches: asyncio.Queue[Batch] = asyncio.Queue()
         for request in requests:
             request.stream = self
 
@@ -305,30 +281,15 @@ class EventStream:
     @staticmethod
     def _take(batches: Sequence[Batch]) -> None:
         for request, batch in batches:
-            request.stream._batches.append((request, batch))
-            request.stream._wake()
+            request.stream._batches.put_nowait((request, batch))
 
-    def _wake(self) -> None:
-        if self._waiting and not self._waiting.done():
-            self._waiting.set_result(None)
-
-    async def _something(self, timeout: float) -> None:
-        """Return once there is a batch, or after so many seconds."""
-        self._waiting = self._loop.create_future()
-        timer = self._loop.call_later(timeout, self._wake)
-        try:
-            await self._waiting
-        finally:
-            timer.cancel()
-            self._waiting = None
-
-    async def events(self, life_sign: float) -> AsyncGenerator[list[Event], None]:
+    async def events(self, keep_alive: float) -> AsyncGenerator[list[Event], None]:
         """The events, in batches, until all generations have ended.
 
         Leaving the loop early ends the generations.
 
         Args:
-            life_sign: an empty list comes whenever nothing has happened for so many seconds.
+            keep_alive: an empty list comes whenever nothing has happened for so many seconds.
 
         Raises:
             ApiError: a generation has failed; the others are ended.
@@ -336,31 +297,31 @@ class EventStream:
         left = len(self.requests)
         try:
             while left:
-                if not self._batches:
-                    await self._something(life_sign)
-                if not self._batches:
+                try:
+                    async with asyncio.timeout(keep_alive):
+                        request, batch = await self._batches.get()
+                except TimeoutError:
                     yield []
                     continue
-                request, batch = self._batches.popleft()
                 yield [event for event in batch if not isinstance(event, ApiError)]
                 if isinstance(batch[-1], ApiError):
                     raise batch[-1]
                 left -= isinstance(batch[-1], Ended)
-                self._commands.has_read(request, sum(isinstance(one, Piece) for one in batch))
+                self._worker.has_read(request, sum(isinstance(one, Piece) for one in batch))
         finally:
             self.close()
 
     def stop(self, finished: Callable[[int], bool]) -> None:
-        """End generations, by the indices of their choices, as if the model had ended them."""
+        """End generations by the indices of their choices, as if the model had ended them."""
         for request in self.requests:
             if request.state in (State.DECODE, State.PAUSED) and finished(request.index):
-                self._commands.end(request)
+                self._worker.end(request)
 
     def close(self) -> None:
         """Cancel all generations that have not ended."""
         for request in self.requests:
             if not request.done:
-                self._commands.end(request, ApiError("cancelled", status=499))
+                self._worker.end(request, ApiError("cancelled", status=499))
 
 
 _OUTCOMES = {499: "cancelled", 429: "refused", 503: "ending"}
@@ -391,7 +352,7 @@ class Records:
         self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self._outbox: dict[ServedRequest, list[Event | ApiError]] = {}
 
-    def tell(self, request: ServedRequest, event: Event | ApiError) -> None:
+    def queue(self, request: ServedRequest, event: Event | ApiError) -> None:
         """Queue an event for its client, until the end of the turn."""
         self._outbox.setdefault(request, []).append(event)
 
@@ -400,7 +361,7 @@ class Records:
         now = time.perf_counter()
         request.outcome = _outcome(ended)
         request.failure = ended if isinstance(ended, ApiError) else None
-        self.tell(request, ended)
+        self.queue(request, ended)
         self.recent.append(request.figures() | {"ended": now})
         self.requests.remove(request)
         self.metrics.add_end(request.outcome, now - request.asked)
@@ -494,7 +455,7 @@ class ModelQueue(Engine):
 
 _log = logging.getLogger("mlxspec.server")
 
-_RETRY_AFTER = 5  # seconds, what a client is told that finds the queue full
+_RETRY_AFTER = 5  # seconds, in the answer to a client that finds the queue full
 
 
 class WorkerLimits(NamedTuple):
@@ -597,7 +558,7 @@ class Worker:
             )
             self.records.metrics.add_end("refused")
             raise full
-        stream = EventStream(self, self.records, requests)
+        stream = EventStream(self, requests)
         with self._taking:
             if self._stopping:
                 raise self._stopping

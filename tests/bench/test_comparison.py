@@ -2,8 +2,8 @@
 
 import pytest
 
-from mlxspec.bench.comparison import chosen_policies, compare
-from mlxspec.bench.traces import Completion
+from mlxspec.bench.prompts import Completion
+from mlxspec.bench.replay import chosen_policies, compare
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.errors import OptionError
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 import mlxspec
-from mlxspec.bench.equality import NEAR_TIE_FLOAT32, first_difference, near_tie_bound
+from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference, near_tie_bound
 from mlxspec.engine.sampling import SamplingParams
 
 GREEDY = SamplingParams()

@@ -9,8 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.bench.prompts import read_prompts
-from mlxspec.bench.traces import TraceTokenizer, load_trace_tokenizer, read_completions
+from mlxspec.bench.prompts import (
+    TraceTokenizer,
+    load_trace_tokenizer,
+    read_completions,
+    read_prompts,
+)
 from mlxspec.errors import MlxspecError
 from mlxspec.models.model_files import DEMO_DIRECTORY
 from tests.support.examples import examples

@@ -9,11 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.bench.comparison import chosen_policies, compare
-from mlxspec.bench.memory_sizes import memories, memory_page, memory_verdict
-from mlxspec.bench.replay import ReplayReport
-from mlxspec.bench.traces import Completion
-from mlxspec.drafting.chips import Chip, chip_curve
+from mlxspec.bench.prompts import Completion
+from mlxspec.bench.replay import (
+    ReplayReport,
+    chosen_policies,
+    compare,
+    memories,
+    memory_verdict,
+)
+from mlxspec.drafting.chips import chip_curve
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.errors import OptionError
 
@@ -178,10 +182,3 @@ def test_nothing_alone_is_compared_with_nothing() -> None:
     assert told("0", M3=[1.5], M4=[1.6]) == [
         "Without a memory the speed is 1.50× on M3, 1.60× on M4."
     ]
-    reports = compare([Completion("a", [1], 1, ANSWER)], b"", memories("0"), FLAT)
-    assert (
-        memory_page(reports, memories("0"), {"flat": Chip("flat", FLAT["flat"], "made up")}).count(
-            "<circle"
-        )
-        == 1
-    )

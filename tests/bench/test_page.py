@@ -8,17 +8,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mlxspec.bench.page import (
-    Line,
-    LineChart,
     check_report,
     render,
     write_report,
 )
-from mlxspec.cli.cost_plots import CostPoint, drawn_curve
 from mlxspec.cli.main import main
 from mlxspec.errors import OptionError
 
@@ -28,16 +23,10 @@ def page(name: str) -> str:
     return render("page.html", name=name)
 
 
-def curve(kind: str) -> bytes:
-    pytest.importorskip("matplotlib")
-    return drawn_curve(kind, [CostPoint(1, 1.0, 1.0, 0.1), CostPoint(2, 1.5, 1.5, 0.1)], "a", "b")
-
-
-@pytest.mark.parametrize("kind", ["html", "svg", "png", "nothing yet"])
+@pytest.mark.parametrize("kind", ["html", "nothing yet"])
 def test_a_report_replaces_an_older_one_and_leaves_nothing_else(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "report"
-    older = {"html": page("a").encode(), "nothing yet": b""}
-    path.write_bytes(older[kind] if kind in older else curve(kind))
+    path.write_bytes({"html": page("a").encode(), "nothing yet": b""}[kind])
     check_report(path, "--html", force=False)
     write_report(path, "new ×", "--html", force=False)
     assert path.read_text(encoding="utf-8") == "new ×"
@@ -107,14 +96,11 @@ def test_a_place_that_takes_no_page_is_known_before(tmp_path: Path, name: str, r
         ["bench", "owner/none", "--html"],
         ["replay", "nowhere.jsonl", "--tokenizer", "owner/none", "--html"],
         ["calibrate", "owner/none", "--svg"],
-        ["calibrate", "owner/none", "--png"],
     ],
 )
 def test_every_command_refuses_another_file_before_its_work(
     tmp_path: Path, command: list[str]
 ) -> None:
-    if command[0] == "calibrate":
-        pytest.importorskip("matplotlib")
     notes = tmp_path / "notes"
     notes.write_text("irreplaceable")
     for path, force, refusal in (
@@ -126,33 +112,3 @@ def test_every_command_refuses_another_file_before_its_work(
         assert result.stderr.startswith(refusal)
         assert result.stderr.count("\n") == 1
     assert notes.read_text() == "irreplaceable"
-
-
-SPEEDS = st.lists(st.floats(0.3, 4), min_size=5, max_size=5)
-
-
-@given(st.lists(SPEEDS, min_size=1, max_size=4))
-def test_all_panels_of_lines_have_one_scale(speeds: list[list[float]]) -> None:
-    lines = {str(number): Line(values, 0) for number, values in enumerate(speeds)}
-    chart = LineChart("abcde", lines)
-    per_height = set()
-    for line in lines.values():
-        heights = [chart.upwards(line, value) for value in line.values]
-        assert min(heights) == 0
-        assert max(heights) <= 1
-        for value, height in zip(line.values, heights, strict=True):
-            if height > 1e-3:
-                per_height.add(round((value - min(line.values)) / height, 6))
-    widest = max(max(values) - min(values) for values in speeds)
-    assert per_height <= {round(max(0.1, widest), 6)}
-
-
-@pytest.mark.parametrize("count", [1, 2, 8, 9, 30])
-def test_places_are_evenly_spaced_and_not_too_many_have_labels(count: int) -> None:
-    chart = LineChart(["1k"] * count, {})
-    places = [chart.across(index) for index in range(count)]
-    assert places == pytest.approx([n / (count - 1) for n in range(count)] if count > 1 else [0.5])
-    labelled = [index for index in range(count) if chart.labelled(index)]
-    assert min(count, 4) <= len(labelled) <= 8
-    assert labelled[-1] == count - 1
-    assert len(labelled) == count or count > 8

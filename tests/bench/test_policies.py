@@ -197,7 +197,7 @@ def test_emits_no_less_per_time_than_the_planner_in_any_step() -> None:
 
 def test_prompt_lookup_drafts_what_generate_s_does():
     """Its options' defaults make the same drafter."""
-    from mlxspec.cli.generating import Drafting
+    from mlxspec.cli.common.generation import Drafting
 
     output = [2, 3, 4, 5, 9, 1, 2, 3, 7, 1, 2, 3, 4]
     ours = Drafting(decoder="prompt-lookup").lookup.new()

@@ -6,8 +6,8 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 
 from mlxspec.bench.policies import FullDraftLookup
+from mlxspec.bench.prompts import Completion, read_traces, render
 from mlxspec.bench.replay import replay, replay_report
-from mlxspec.bench.traces import Completion, read_traces, render
 from mlxspec.drafting.acceptance import token_classes
 from mlxspec.drafting.chips import chip_curve
 from tests.support.examples import LONG

@@ -6,23 +6,21 @@ from collections.abc import Callable
 
 import pytest
 
-from mlxspec.bench.comparison import (
-    chosen_policies,
-    compare_jointly,
-    joint_verdict,
-    jointly_chosen,
-)
 from mlxspec.bench.policies import AUTO, HINDSIGHT, POLICIES
+from mlxspec.bench.prompts import Completion
 from mlxspec.bench.replay import (
     Replayed,
+    chosen_policies,
+    compare_jointly,
     extended,
     joint_curve,
     joint_report,
+    joint_verdict,
+    jointly_chosen,
     replay,
     replay_jointly,
     replay_plain_batch,
 )
-from mlxspec.bench.traces import Completion
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft
 from mlxspec.errors import OptionError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxspec.bench.traces import TraceTokenizer, read_completions, read_traces, render
+from mlxspec.bench.prompts import TraceTokenizer, read_completions, read_traces, render
 from mlxspec.errors import OptionError, PromptError
 
 

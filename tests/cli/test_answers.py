@@ -13,8 +13,8 @@ import pytest
 from click.testing import Result
 from rich.console import Console
 
-from mlxspec.cli import answers
-from mlxspec.cli.answers import Totals, totals_panel
+from mlxspec.cli import prompt_files
+from mlxspec.cli.prompt_files import Totals, totals_panel
 from mlxspec.engine.step import Batch
 from mlxspec.generation.response import GenerationResponse, SpeculationStats, Transcript
 from tests.cli.test_generate import LINE, assert_one_line_error, generate, report
@@ -188,7 +188,7 @@ def test_standard_input_is_a_file_too(endless: Path) -> None:
 def test_results_that_wait_are_bounded(
     endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers, "_MOST_HELD", 3)
+    monkeypatch.setattr(prompt_files, "_MOST_HELD", 3)
     lines = [{"prompt": [3], "max_tokens": n} for n in (40, 1, 2, 1, 2, 1, 3)]
     result = generate(*("--model", endless, "--prompts", write(prompts, lines), "--concurrency", 2))
     assert [one["generation_tokens"] for one in results(result)] == [40, 1, 2, 1, 2, 1, 3]
@@ -323,7 +323,9 @@ def test_the_time_without_drafts_follows_from_each_step_s_time_and_cost(
 ) -> None:
     monkeypatch.setattr(Batch, "cost", lambda self, sequence, step: 2 * len(step.tokens))
     written: list[Totals] = []
-    monkeypatch.setattr(answers, "totals_panel", lambda totals, _: written.append(totals) or "")
+    monkeypatch.setattr(
+        prompt_files, "totals_panel", lambda totals, _: written.append(totals) or ""
+    )
     options = ("--model", endless, "--max-tokens", 12, "--decoder", "prompt-lookup")
     for concurrency in (1, 4):
         write(prompts, IDS[:4])

@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 
 import mlxspec
 from mlxspec.bench import page
+from mlxspec.cli.common.notes import run_command
 from mlxspec.cli.main import main
-from mlxspec.cli.outcome import run_command
 
 pytestmark = pytest.mark.slow
 

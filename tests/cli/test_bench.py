@@ -12,7 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from mlxspec.bench.backends import BACKENDS, PLAIN, Backend
+from mlxspec.bench.measure import BACKENDS, PLAIN, Backend
 from mlxspec.cli.bench import bench_command
 
 QUICK = ("--max-tokens", "8", "--repeats", "1")

@@ -16,7 +16,7 @@ from mlx_lm.generate import main as mlx_lm_generate
 from mlx_lm.models.cache import KVCache
 
 from mlxspec import save_prompt_cache
-from mlxspec.cli import cached_prompt
+from mlxspec.cli import cache_prompt as cached_prompt
 from mlxspec.cli.cache_prompt import cache_prompt_command
 from mlxspec.cli.generate import generate_command
 from mlxspec.errors import LoadError

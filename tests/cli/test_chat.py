@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 from prompt_toolkit.history import FileHistory
 
 from mlxspec.cli.chat import chat_command
-from mlxspec.cli.chat_input import LineInput
+from mlxspec.cli.chat.terminal import LineInput
 from tests.cli.test_process import ROOT, Window
 from tests.support.scripted_model import write_scripted_model
 

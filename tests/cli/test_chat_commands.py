@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxspec.cli.chat_commands import COMMANDS, command_in, help_text
+from mlxspec.cli.chat import COMMANDS, command_in, help_text
 from mlxspec.errors import OptionError
 
 

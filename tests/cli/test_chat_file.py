@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.cli.chat_file import SavedChat, read_chat
+from mlxspec.cli.chat.conversation import SavedChat, read_chat
 from mlxspec.errors import ChatFileError
 
 TURNS = [

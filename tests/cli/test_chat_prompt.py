@@ -12,8 +12,8 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory
 
-from mlxspec.cli import chat_prompt
-from mlxspec.cli.chat_prompt import ChatCompleter, ChatHistory
+from mlxspec.cli.chat import terminal as chat_prompt
+from mlxspec.cli.chat.terminal import ChatCompleter, ChatHistory
 from mlxspec.errors import OptionError
 
 
@@ -156,7 +156,7 @@ def test_a_server_that_has_gone_has_no_models() -> None:
 
 
 def test_the_history_is_beside_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlxspec.cli.chat_input import history_file
+    from mlxspec.cli.chat.terminal import history_file
 
     monkeypatch.setenv("MLXSPEC_DATA_DIR", os.sep + "elsewhere")
     assert history_file() == Path("/elsewhere/chat_history")

@@ -10,7 +10,7 @@ import pytest
 from click.shell_completion import BashComplete
 from click.testing import CliRunner
 
-from mlxspec.bench.backends import BACKENDS
+from mlxspec.bench.measure import BACKENDS
 from mlxspec.cli.main import main
 
 

@@ -14,12 +14,11 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from mlxspec import PromptLookupDecoder
-from mlxspec.cli.chat_file import SavedChat, read_chat
-from mlxspec.cli.conversation import Conversation
-from mlxspec.cli.prompts import in_template
+from mlxspec.cli.chat.conversation import Conversation, SavedChat, read_chat
+from mlxspec.cli.common.generation import FirstSpace
+from mlxspec.cli.common.prompt import in_template
 from mlxspec.engine.params import SamplingParams
 from mlxspec.errors import OptionError, PromptError
-from mlxspec.models.detokenizer import detokenizer_of
 from tests.support.architectures import ARCHITECTURES, KINDS_OF_CACHES
 from tests.support.demo import demo
 
@@ -41,7 +40,6 @@ class Model:
     def __init__(self, decoder: PromptLookupDecoder, context_length: int | None = 1024) -> None:
         self.decoder = decoder
         self.context_length = context_length
-        self.trims_first_space = detokenizer_of(decoder.tokenizer).prefix_space
 
     def tokenize(self, messages: list[dict[str, Any]]) -> list[int]:
         return in_template(messages, self.decoder.tokenizer)
@@ -50,7 +48,10 @@ class Model:
         self, tokens: Sequence[int], max_tokens: int, **more: Any
     ) -> Generator[Any, None, None]:
         sampling = SamplingParams(**{k: more.pop(k) for k in ("temp", "seed") if k in more})
-        return self.decoder.stream(tokens, max_tokens, sampling=sampling, **more)
+        with closing(
+            self.decoder.stream(tokens, max_tokens, sampling=sampling, **more)
+        ) as responses:
+            yield from map(FirstSpace(self.decoder, True), responses)
 
     def others(self) -> list[str]:
         return []
@@ -303,7 +304,6 @@ class Letters(Model):
 def test_caches_of_every_kind_return_to_where_the_conversation_did(kind: str) -> None:
     model = ARCHITECTURES[KINDS_OF_CACHES[kind]].model()
     letters = Letters(PromptLookupDecoder(model, demo().tokenizer), 1024)
-    letters.trims_first_space = False
     conversation = Conversation(letters, 12)
 
     def fresh() -> str:

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 from mlxspec import PromptLookupDecoder, load
 from mlxspec.cli.chat import chat_command
+from mlxspec.cli.common.generation import Ends, Generation
+from mlxspec.cli.common.options import options_of
 from mlxspec.cli.explain import explain_command
-from mlxspec.cli.generating import Ends, Generation
-from mlxspec.cli.options import options_of
 from mlxspec.engine.params import CacheOptions, SamplingParams
 from mlxspec.generation.drafting import Auto
 from tests.cli.test_generate import assert_one_line_error, generate, report
@@ -84,10 +84,8 @@ def test_stop_tokens_are_ids_or_texts_under_either_name() -> None:
 
 def test_xtc_spares_line_breaks_and_end_tokens(endless: Path) -> None:
     decoder = PromptLookupDecoder(endless)
-    told: list[SamplingParams] = []
-    decoder.stream = lambda *_, sampling, **__: told.append(sampling)  # type: ignore[method-assign]
-    taken("--xtc-probability", 0.5, "--decoder", "plain").stream(decoder, [1], 9)
-    assert {EOS, *decoder.tokenizer.encode("\n")} == set(told[0].xtc_special_tokens)
+    options = taken("--xtc-probability", 0.5, "--decoder", "plain").options(decoder)
+    assert {EOS, *decoder.tokenizer.encode("\n")} == set(options["sampling"].xtc_special_tokens)
 
 
 @pytest.mark.parametrize("token", ["two", "id"])

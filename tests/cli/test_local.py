@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.cli.conversation import Conversation
-from mlxspec.cli.generating import Drafting, Ends, Generation
-from mlxspec.cli.local import LocalModel
-from mlxspec.cli.memories import Memories
-from mlxspec.cli.output import error_console
+from mlxspec.cli.chat.conversation import Conversation
+from mlxspec.cli.chat.models import LocalModel
+from mlxspec.cli.common.generation import Drafting, Ends, Generation
+from mlxspec.cli.common.output import error_console
+from mlxspec.cli.memory import Memories
 from mlxspec.engine.params import CacheOptions, SamplingParams
 from mlxspec.errors import MlxspecError
 from tests.support.scripted_model import write_scripted_model

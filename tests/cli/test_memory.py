@@ -14,18 +14,18 @@ from click.testing import CliRunner, Result
 
 import mlxspec
 from mlxspec.cli.main import main
-from mlxspec.cli.memories import Memories
+from mlxspec.cli.memory import Memories
 from mlxspec.corpus import (
-    KeptTexts,
+    Answers,
     Memory,
     Settings,
-    earned_by_day,
     identify,
-    kept_directories,
-    kept_texts,
-    open_kept,
-    part,
+    kept_answers,
+    memory_directory,
     save_settings,
+)
+from mlxspec.corpus import (
+    answers as answers_module,
 )
 from mlxspec.corpus.store import open_store
 from mlxspec.corpus.suffix_index import SEPARATOR
@@ -33,7 +33,6 @@ from mlxspec.errors import OptionError, StoreError
 from mlxspec.models.tokenizer import load_tokenizer_of
 from mlxspec.terminal import TokenPrinter
 from tests.cli.test_serve import serving
-from tests.corpus.test_memory import make_small
 from tests.support.at_terminal import at_terminal
 from tests.support.demo import FLAT, demo, given_costs, stand_in_decoder
 from tests.support.tokenizers import FIRST
@@ -77,18 +76,13 @@ def fail(line: str) -> None:
     raise AssertionError(line)
 
 
-def kept() -> list[KeptTexts]:
-    """What is on disk, opened without the command."""
-    # A directory that another process is making does not say yet whose it is.
-    return [about.open() for about in kept_directories(lambda line: None)]
-
-
 def answers() -> list[list[int]]:
-    return [text.tokens.tolist() for one in kept() for text in kept_texts(one, fail)]
+    return [one.tokens.tolist() for kept in kept_answers(memory_directory()) for one in kept.read()]
 
 
 def earned(name: str) -> int:
-    return sum(day[name] for one in kept() for day in earned_by_day(one, fail).values())
+    kept = kept_answers(memory_directory())
+    return sum(day[name] for one in kept for day in one.earned_by_day().values())
 
 
 def learn(texts: list[str], ages: list[timedelta] | None = None) -> list[list[int]]:
@@ -96,10 +90,11 @@ def learn(texts: list[str], ages: list[timedelta] | None = None) -> list[list[in
     tokenizer, now = demo().tokenizer, time.time()
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     with pytest.MonkeyPatch.context() as patched:
-        held = Memory(kept=open_kept(identify(tokenizer), "demo"), on_trouble=fail)
+        kept = Answers(memory_directory(), identify(tokenizer), "demo")
+        held = Memory(kept=kept, on_trouble=fail)
         for tokens, age in zip(ids, ages or [timedelta()] * len(ids), strict=True):
             learned = int(now - age.total_seconds())
-            patched.setattr(part, "time", _Clock(learned))
+            patched.setattr(answers_module, "time", _Clock(learned))
             held.add(tokens, {"steps": 2, "tokens": len(tokens), "context": 1})
             held.settle()
         held.close()
@@ -218,13 +213,13 @@ def test_programs_that_mlxspec_runs_keep_their_answers(finite: Path, tmp_path: P
 
 def test_where_nothing_can_be_kept_the_answer_comes_all_the_same(finite: Path, home: Path):
     memory("on")
-    directory = home / identify(load_tokenizer_of(finite)).fingerprint.hex()[:16]
-    directory.touch()
+    database = home / "answers.sqlite"
+    database.mkdir()
     result = run("generate", "--model", finite, "--prompt", "a")
     assert result.exit_code == 0
     assert result.stdout == "one two three four\n"
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("Note: ")]
-    assert line.startswith(f"Note: {directory}: cannot be made")
+    assert line.startswith(f"Note: {database}: cannot be opened")
     assert line.endswith("; answers are remembered until this command ends")
 
 
@@ -247,11 +242,11 @@ def test_the_variable_goes_before_the_settings(
     monkeypatch.setenv("MLXSPEC_MEMORY", str(elsewhere))
     generate(*options)
     assert earned("tokens") == 6
-    assert [about.directory.parent for about in kept_directories(fail)] == [elsewhere]
+    assert (elsewhere / "answers.sqlite").exists()
     monkeypatch.setenv("MLXSPEC_MEMORY", "")
     generate(*options)
     assert earned("tokens") == 12
-    assert [about.directory.parent for about in kept_directories(fail)] == [home]
+    assert (home / "answers.sqlite").exists()
 
 
 @pytest.mark.parametrize("value", ["yes", "1", "Off", "memory"])
@@ -272,9 +267,7 @@ def test_another_value_of_the_variable_is_one_line(
 def test_on_and_off_say_that_the_variable_goes_before_them(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MLXSPEC_MEMORY", "off")
     for command in ("on", "off"):
-        assert memory(command).stderr == (
-            "Note: MLXSPEC_MEMORY is 'off' here and goes before that\n"
-        )
+        assert memory(command).stderr == ("Note: MLXSPEC_MEMORY is 'off' here and overrides that\n")
 
 
 # The first run.
@@ -283,7 +276,7 @@ def test_on_and_off_say_that_the_variable_goes_before_them(monkeypatch: pytest.M
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = SimpleNamespace(stderr=SimpleNamespace(isatty=lambda: True))
-    monkeypatch.setattr("mlxspec.cli.memories.sys", streams)
+    monkeypatch.setattr("mlxspec.cli.memory.sys", streams)
 
 
 @pytest.mark.usefixtures("terminal")
@@ -350,7 +343,7 @@ def test_broken_settings_are_told_of_and_replaced(home: Path):
     result = memory("on")
     assert result.exit_code == 0
     (line,) = result.stderr.splitlines()
-    assert line.startswith(f"Note: {home / 'settings.json'}: is no JSON")
+    assert line.startswith(f"Note: {home / 'settings.json'}: is damaged")
     assert memory("show").stderr == ""
 
 
@@ -380,13 +373,14 @@ def test_show_says_what_is_kept_and_what_it_earned(home: Path):
         f"in         {home}",
     ]
     first, second = learn(["The quick brown fox.", "A lazy dog"], [timedelta(days=3), timedelta()])
-    (about,) = kept_directories(fail)
+    (kept,) = kept_answers(home)
     report = json.loads(said("show", "--json"))
     held = report["tokenizers"][0]
     days = [datetime.now().date() - timedelta(days=3), datetime.now().date()]
     assert report["on"] is False
     assert (held["texts"], held["tokens"]) == (2, len(first) + len(second))
-    assert held["bytes"] == sum(file.stat().st_size for file in about.directory.iterdir())
+    indexed = sum(file.stat().st_size for file in home.glob("*.index"))
+    assert held["bytes"] == 4 * held["tokens"] + indexed
     assert held["newest"] - held["oldest"] == 3 * 24 * 60 * 60
     assert list(held["earned"]) == [day.isoformat() for day in days]
     assert held["earned"][days[0].isoformat()] == {
@@ -394,7 +388,7 @@ def test_show_says_what_is_kept_and_what_it_earned(home: Path):
         **{"prediction": 0, "lookahead": 0, "other": 0},
     }
     lines = said("show", "--model", "demo").splitlines()
-    assert f"tokenizer  {about.identity}" in lines
+    assert f"tokenizer  {kept.identity}" in lines
     assert f"oldest     {datetime.fromtimestamp(held['oldest']):%Y-%m-%d %H:%M}" in lines
     rows = [line.split() for line in lines]
     share = f"{1 / len(first):.0%}"
@@ -521,7 +515,7 @@ def test_what_is_exported_builds_a_store_and_is_replayed(tmp_path: Path):
     assert [records[2]["created"] - record["created"] for record in records] == [14400, 7200, 0]
     assert said("export").splitlines() == file.read_text().splitlines()
     assert run("store", "build", file, "--model", "demo", "-o", store).exit_code == 0
-    assert list(open_store(store).tokens) == [
+    assert open_store(store).index.tokens.tolist() == [
         token for tokens in ids for token in (*tokens, SEPARATOR)
     ]
     replayed = run("replay", file, "--tokenizer", "demo", "--json")
@@ -570,14 +564,14 @@ def test_models_of_one_tokenizer_share_a_memory():
         one = memories.of(tokenizer, "demo")
         assert one is not None
         assert one.kept is not None
-        assert one.kept.directory.name == identify(tokenizer).fingerprint.hex()[:16]
+        assert one.kept.directory == memory_directory()
 
 
 def test_a_long_sort_is_told_of_and_ctrl_c_leaves_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     save_settings(Settings(True))
-    monkeypatch.setattr("mlxspec.cli.memories._QUIETLY", 0.0)
+    monkeypatch.setattr("mlxspec.cli.memory._QUIETLY", 0.0)
     close, patiences = Memory.close, []
 
     def slow(self: Memory, patience: float | None = None) -> None:
@@ -730,26 +724,29 @@ def _wait_until(done: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_damaged_answers_are_noted_and_neither_exported_nor_left_by_forget(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    make_small(monkeypatch)
-    learn([f"number {number} of the answers that are sorted" for number in range(40)])
-    (one,) = kept_directories(fail)
-    parts = [*one.directory.glob("*.part")]
-    assert parts
-    for path in parts:
-        data = bytearray(path.read_bytes())
-        data[len(data) // 4 : -len(data) // 4] = b"\xfe" * (len(data) - 2 * (len(data) // 4))
-        path.write_bytes(data)
+def test_damaged_answers_are_noted_and_not_left_by_forget(home: Path):
+    learn([f"number {number} of the answers that are kept" for number in range(400)])
+    database = home / "answers.sqlite"
+    data = bytearray(database.read_bytes())
+    data[4096:] = b"\xfe" * (len(data) - 4096)
+    database.write_bytes(data)
     exported = memory("export")
-    assert exported.exit_code == 0, exported.stderr
-    assert "is damaged (a checksum is wrong); the answers in it are left out" in exported.stderr
-    assert len(exported.stdout.splitlines()) < 40
+    assert exported.exit_code == 1
+    assert exported.stderr.count("\n") == 1
+    assert "is damaged; it is set aside as answers.sqlite.damaged" in exported.stderr
     forgotten = memory("forget", "--matching", "nothing like that", "--yes")
     assert forgotten.stdout == "There is nothing to forget.\n"
-    assert forgotten.stderr.count("is removed, with all that was in it") == len(parts)
-    assert not [*one.directory.glob("*.part*")]
+    assert "answers.sqlite.damaged: removed, with all that was in it" in forgotten.stderr
+    assert not [*home.glob("*.damaged*")]
+
+
+def test_answers_of_an_earlier_format_are_named_and_removed_with_all(home: Path):
+    (home / ("0123456789abcdef")).mkdir(parents=True)
+    (home / "0123456789abcdef" / "x.part").touch()
+    assert "an earlier format, no longer read; mlxspec memory forget --all" in memory("show").stderr
+    said("forget", "--all", "--yes")
+    assert not (home / "0123456789abcdef").exists()
+    assert memory("show").stderr == ""
 
 
 def test_what_drafts_taught_is_shown_and_forgotten(

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from mlxspec.cli.chat_input import LineInput
+from mlxspec.cli.chat.terminal import LineInput
+from mlxspec.cli.common.model_choice import DEMO_CAN, is_beyond_demo, model_or_default
 from mlxspec.cli.main import main
-from mlxspec.cli.model_choice import DEMO_CAN, is_beyond_demo, model_or_default
 from tests.support.command_line import run
 
 
@@ -194,6 +194,6 @@ def test_who_talks_with_the_demo_model_is_told_what_it_can_do(monkeypatch: pytes
     options = ("chat", "-m", "demo", "--max-tokens", "1", "--no-history")
     piped = CliRunner().invoke(main, options, input="Hello.\n")
     assert piped.stderr == ""
-    monkeypatch.setattr("mlxspec.cli.chat.open_input", lambda *_: InputOfUser())
+    monkeypatch.setattr("mlxspec.cli.chat.terminal.open_input", lambda *_: InputOfUser())
     typed = CliRunner().invoke(main, options, input="/exit\n")
     assert "the demo model answers: a toy" in typed.stderr

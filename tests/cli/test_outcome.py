@@ -8,8 +8,8 @@ import warnings
 
 import pytest
 
+from mlxspec.cli.common.notes import in_option_names, reported, write_plainly
 from mlxspec.cli.generate import generate_command
-from mlxspec.cli.outcome import in_option_names, reported, write_plainly
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
 
-from mlxspec.cli.output import (
+from mlxspec.cli.common.output import (
     FoldingTable,
     ProgressBar,
     counted,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.cli import prompts
-from mlxspec.cli.prompts import PromptOptions
+from mlxspec.cli.common import prompt as prompts
+from mlxspec.cli.common.prompt import PromptOptions
 from mlxspec.errors import PromptError
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mlxspec.cli import prompts_file
-from mlxspec.cli.prompts_file import Asked, id_of, open_prompts, read_line
+from mlxspec.cli import prompt_files
+from mlxspec.cli.prompt_files import Asked, id_of, open_prompts, read_line
 from mlxspec.errors import PromptError
 from mlxspec.jsonl import load_json
 
@@ -95,15 +95,15 @@ def test_an_id_can_be_written_or_is_refused(depth: int) -> None:
 def test_lines_have_numbers_and_blank_ones_do_not_count(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n\n \r\nno\n"\xe2\x80\xa8"')
-    with open_prompts(str(path)) as lines:
-        assert lines.count == 3
-        assert [*lines.values] == [(1, {"prompt": "a"}), (4, None), (5, "\u2028")]
+    with open_prompts(str(path)) as (values, count):
+        assert count == 3
+        assert [*values] == [(1, {"prompt": "a"}), (4, None), (5, "\u2028")]
 
 
 def test_a_line_that_is_too_long_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts_file, "_LONGEST_LINE", 8)
+    monkeypatch.setattr(prompt_files, "_LONGEST_LINE", 8)
     lines = io.BytesIO(b'"a"\n"' + b"b" * 30 + b'"\n"c"')
-    assert [*prompts_file._lines(lines)] == [b'"a"\n', b'"', b'"c"']
+    assert [*prompt_files._lines(lines)] == [b'"a"\n', b'"', b'"c"']
 
 
 @pytest.mark.parametrize("content", [None, b"", b" \n\n"])

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from mlxspec.cli.chat import chat_command
-from mlxspec.cli.chat_figures import ChatFigures, answer_line
-from mlxspec.cli.remote import _response
+from mlxspec.cli.chat import ChatFigures, answer_line, chat_command
+from mlxspec.cli.chat.models import _response
 from tests.cli.test_serve import PLAIN, serving
 from tests.support.scripted_model import write_scripted_model
 

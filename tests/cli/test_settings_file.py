@@ -63,12 +63,11 @@ def test_merging_toml_keeps_all_else(document: dict[str, Any]) -> None:
 
 
 CONTINUE = """\
-# how I like it
 name: Mine
 models:
-  - name: llama  # the small one
-    provider: 'ollama'
-  - uses: owner/block
+- name: llama
+  provider: ollama
+- uses: owner/block
 rules: []
 """
 CODEX = """\
@@ -107,11 +106,8 @@ def test_a_list_is_merged_by_names() -> None:
 
 
 def test_an_entry_of_a_list_may_have_nothing_in_it() -> None:
-    """Whose indentation ruamel.yaml's guess does not survive."""
-    text = "# Mine.\nothers:\n  -\n"
-    new = merged("x.yaml", text, model="a")
+    new = merged("x.yaml", "others:\n  -\n", model="a")
     assert yaml.safe_load(new) == {"others": [None], "model": "a"}
-    assert new.startswith("# Mine.\n")
 
 
 def test_none_takes_a_setting_away_and_defaults_give_way() -> None:
@@ -136,8 +132,16 @@ def test_a_file_that_has_it_all_is_not_touched(name: str) -> None:
         assert file.merged(odd) == odd
 
 
-def test_comments_of_an_otherwise_empty_file_stay() -> None:
-    assert merged("x.yaml", "# mine\n").startswith("# mine\nservers:\n")
+def test_a_setting_that_yaml_shares_is_changed_in_one_place() -> None:
+    new = yaml.safe_load(merged("x.yaml", "a: &x {b: 1}\nservers: *x\n"))
+    assert new == {"a": {"b": 1}, "servers": {"b": 1, **OURS["servers"]}}
+
+
+def test_a_sign_in_a_text_is_no_comment() -> None:
+    assert yaml.safe_load(merged("x.yaml", "a: 'x # y'\nb: c#d\n"))["a"] == "x # y"
+
+
+def test_comments_of_toml_stay() -> None:
     assert merged("x.toml", "# mine\n").startswith("# mine\n")
 
 
@@ -155,12 +159,14 @@ def test_comments_of_an_otherwise_empty_file_stay() -> None:
         ("x.json", '{"servers": "x"}', "servers is no object there"),
         ("x.toml", "a = ", "no TOML"),
         ("x.toml", "a = 1\na = 2", "no TOML"),
-        ("x.yaml", "a: [", "no YAML (line 1"),
-        ("x.yaml", "a: 1\na: 2", "duplicate key"),
-        ("x.yaml", "- a", "no mapping"),
+        ("x.yaml", "a: [", "no YAML"),
+        ("x.yaml", "# mine\n", "a comment would be lost"),
+        ("x.yaml", "# mine\na: 1", "a comment would be lost"),
+        ("x.yaml", "a: 1  # mine\nb: '#'", "a comment would be lost"),
+        ("x.yaml", "a: 1\na: 2", "a name is there twice"),
+        ("x.yaml", "- a", "no object"),
         ("x.yaml", "--- {a: 1}\n---\n{b: 2}", "no YAML"),
-        ("x.yaml", "a: !mine 1", "not all in it would stay"),
-        ("x.yaml", "a: &x {b: 1}\nservers: *x\n", "not all in it would stay"),
+        ("x.yaml", "a: !mine 1", "no YAML"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_its_name(name: str, text: str, told: str) -> None:

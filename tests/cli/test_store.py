@@ -43,13 +43,13 @@ def test_a_store_is_built_of_a_directory(tmp_path: Path, texts: Path):
         tokenizer.encode(text, add_special_tokens=False)
         for text in ("hello there", "The quick brown fox jumps over the lazy dog.")
     ]
-    assert list(store.tokens) == [*expected[0], -1, *expected[1], -1]
+    assert store.index.tokens.tolist() == [*expected[0], -1, *expected[1], -1]
     assert result.stdout.startswith(
         f"Wrote {output}: {sum(map(len, expected))} tokens from 2 files, "
     )
     assert result.stderr.splitlines() == [
-        "Note: 1 file passed over: no UTF-8 text",
-        "Note: 1 line of chat logs passed over: no chat record",
+        "Note: 1 file skipped: not UTF-8 text",
+        "Note: 1 chat log line skipped: not a chat record",
     ]
 
 
@@ -65,23 +65,22 @@ def test_replacing_a_store_says_nothing_but_what_was_written(tmp_path: Path, tex
 def test_a_store_is_added_to_and_described(tmp_path: Path, texts: Path):
     output = tmp_path / "out.store"
     run("build", texts / "one.txt", "--model", "demo", "-o", output)
-    before = open_store(output).info
+    before = open_store(output)
     (tmp_path / "two.txt").write_text("Another text with other words.")
     added = run("add", output, tmp_path / "two.txt", "--model", "demo")
     assert added.exit_code == 0
     result = run("info", output)
-    after = open_store(output).info
-    assert after.built_tokens > before.built_tokens
+    after = open_store(output)
+    assert after.n_tokens > before.n_tokens
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
         f"tokenizer  {after.identity}",
-        f"built      {after.built_tokens} tokens in 2 texts",
-        "learned    0 tokens in 0 outputs",
+        f"holds      {after.n_tokens} tokens in 2 texts",
         f"size       {output.stat().st_size} bytes",
     ]
-    new = after.built_tokens - before.built_tokens
+    new = after.n_tokens - before.n_tokens
     assert added.stdout.startswith(f"Added {new} tokens from 1 file, ")
-    assert f" {output} holds {after.built_tokens} tokens in 2 texts, " in added.stdout
+    assert f" {output} holds {after.n_tokens} tokens in 2 texts, " in added.stdout
 
 
 def test_adding_what_a_store_holds_is_nothing_new(tmp_path: Path, texts: Path):
@@ -100,7 +99,7 @@ def test_a_full_store_says_so(tmp_path: Path, texts: Path):
     result = run("build", texts, "--model", "demo", "-o", output, "--max-tokens", 5)
     assert result.exit_code == 0
     assert "Note: the store is full: --max-tokens 5 is reached" in result.stderr
-    assert open_store(output).info.built_tokens == 5
+    assert open_store(output).n_tokens == 5
 
 
 @pytest.mark.parametrize(
@@ -110,7 +109,7 @@ def test_a_full_store_says_so(tmp_path: Path, texts: Path):
         (("build", "texts/picture", "--model", "demo", "-o", "out"), "there is no text"),
         (("build", "texts", "--model", "no/such/model", "-o", "out"), "no such file or directory"),
         (("build", "texts", "--model", "demo", "-o", "texts/one.txt"), "texts/one.txt: exists"),
-        (("info", "texts/one.txt"), "is no store"),
+        (("info", "texts/one.txt"), "is not an mlxspec store"),
         (("add", "nowhere", "texts", "--model", "demo"), "nowhere: no such file"),
     ],
 )
@@ -174,6 +173,6 @@ def test_why_there_is_nothing_to_write_is_told(tmp_path: Path) -> None:
     result = run("build", tmp_path / "image", "--model", "demo", "-o", tmp_path / "out.store")
     assert result.exit_code == 1
     note, error = result.stderr.splitlines()
-    assert note == "Note: 1 file passed over: no UTF-8 text"
+    assert note == "Note: 1 file skipped: not UTF-8 text"
     assert error.startswith("Error: ")
     assert "nothing to write" in error

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from mlxspec.corpus import context_index
-from mlxspec.corpus.context_index import ContextIndex, common_length
-from mlxspec.corpus.suffix_index import SuffixIndex
+from mlxspec.corpus import suffix_index
+from mlxspec.corpus.suffix_index import ContextIndex, SuffixIndex, common_length
 
 
 def longest_match(texts: Sequence[Sequence[int]], context: Sequence[int]) -> int:
@@ -55,7 +54,7 @@ def test_a_next_turn_is_added_and_not_indexed_anew(monkeypatch: pytest.MonkeyPat
             super().__init__(tokens)
             built.append(len(self))
 
-    monkeypatch.setattr(context_index, "SuffixIndex", Counted)
+    monkeypatch.setattr(suffix_index, "SuffixIndex", Counted)
     kept = ContextIndex()
     prompt = list(range(100))
     kept.begin(prompt)

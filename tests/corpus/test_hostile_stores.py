@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.corpus.building import build_store
-from mlxspec.corpus.store import open_store, write_store
+from mlxspec.corpus.store import build_store, open_store, write_store
 from mlxspec.corpus.suffix_array import SuffixArray
 from mlxspec.corpus.tokenizer_identity import identify
 from mlxspec.errors import StoreError
@@ -61,9 +60,9 @@ parts = st.builds(SuffixArray, sections, sections)
 
 
 @settings(max_examples=examples(150))
-@given(built=parts, learned=parts)
+@given(index=parts)
 def test_what_has_the_right_checksums_and_makes_no_sense_is_harmless(
-    path: Path, built: SuffixArray, learned: SuffixArray
+    path: Path, index: SuffixArray
 ) -> None:
-    write_store(path, IDENTITY, built, learned)
+    write_store(path, IDENTITY, index)
     drafts_tokens_or_is_refused(path)

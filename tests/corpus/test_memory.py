@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.corpus import EARNED, Memory, memory, part
-from mlxspec.corpus.part import Learned, Merged, Part
+from mlxspec.corpus import Memory, memory
+from mlxspec.corpus.memory import Segment
 from mlxspec.errors import OptionError
 from tests.corpus.test_suffix_array import scan
 from tests.support.threads import at_once
@@ -23,13 +23,12 @@ TAIL = st.lists(st.integers(0, 3), max_size=12)
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tokens make a part, and few parts are sorted anew."""
+    """Few tokens make a segment."""
     make_small(monkeypatch)
 
 
 def make_small(patch: pytest.MonkeyPatch, live: int = 40) -> None:
     patch.setattr(memory, "LIVE_TOKENS", live)
-    patch.setattr(part, "_SORTED_ANEW", 2 * live)
 
 
 def holding(answers: list[list[int]], max_tokens: int = 1 << 20) -> Memory:
@@ -42,14 +41,12 @@ def holding(answers: list[list[int]], max_tokens: int = 1 << 20) -> Memory:
 
 def texts_of(held: Memory) -> list[list[int]]:
     """All texts, the oldest first."""
-    live, parts, _ = held._shelf.searched
-    found = []
-    for one in reversed(parts):
-        ends = one.records["end"].tolist()
-        for start, end, used in zip([0, *ends], ends, one.used, strict=False):
-            if used:
-                found.append(one.array.tokens[start : end - 1].tolist())
-    return found + [np.frombuffer(answer.text, np.int32).tolist() for answer in live.answers]
+    worker, found = held._worker, []
+    for one in reversed(worker._segments):
+        found += [text[:-1].tolist() for text in np.split(one.tokens, one.ends)[:-1]]
+    return found + [
+        np.frombuffer(text, np.int32).tolist() for text, _ in worker._live_texts.values()
+    ]
 
 
 def followed(answers: list[list[int]], tail: list[int]) -> list[tuple[int, list[int]]]:
@@ -133,9 +130,9 @@ def test_sorted_answers_have_lost_their_prompts():
     for first in range(0, 300, 10):
         held.add([*range(first, first + 10)], prompt=[1000, 1001, 1002])
     held.settle(tidy=True)
-    assert held._shelf.searched.parts
+    assert held._worker._segments
     assert texts_of(held) == [[*range(first, first + 10)] for first in range(0, 300, 10)]
-    sorted_tokens = [part.array.tokens for part in held._shelf.searched.parts]
+    sorted_tokens = [segment.tokens for segment in held._worker._segments]
     assert not np.isin([1000, 1001, 1002], np.concatenate(sorted_tokens)).any()
     assert held.look_up([7, 100, 101], limit=1).tokens[:2] == [102, 103]
 
@@ -153,44 +150,19 @@ def test_a_prompt_is_left_out_where_a_token_is_unknown():
 
 
 @pytest.mark.usefixtures("small")
-def test_equal_answers_are_kept_once_as_the_newest_with_what_all_of_them_earned():
+def test_equal_answers_are_kept_once_with_what_all_of_them_earned():
     held = Memory()
     pick = random.Random(0)
     answers = [[pick.randrange(50) for _ in range(20)] for _ in range(30)]
     given = [pick.choice(answers) for _ in range(300)]
     for answer in given:
         held.add(answer, {"steps": 2, "tokens": 20, "memory": 18})
-    held.close()
-    newest = list(dict.fromkeys(map(tuple, reversed(given))))[::-1]
-    live, parts, _ = held._shelf.searched
-    # What is in the live part may be in a sorted one until it is sorted itself.
-    texts = list(map(tuple, texts_of(held)))
-    assert set(texts) == set(newest)
-    assert len(texts) <= len(newest) + len(live.answers)
-    assert texts[-1] == newest[-1]
-    earned = np.zeros(len(EARNED), int)
-    for one in parts:
-        for record in one.records[one.used > 0]:
-            earned += [int(record[name]) for name in EARNED]
-    for answer in live.answers:
-        earned += answer.earned
-    figures = dict(zip(EARNED, earned.tolist(), strict=True))
-    # Answers that are still found twice have earned apart.
-    assert figures["memory"] == 9 * figures["steps"] <= 18 * 300
-    assert figures["steps"] >= 2 * len(newest)
-
-
-def test_merging_adds_up_what_equal_answers_earned_as_far_as_it_fits():
-    def one(learned: int, steps: int) -> Part:
-        figures = (steps, *range(1, len(EARNED)))
-        return Part.of([Learned(np.array([1, 2], np.int32).tobytes(), learned, figures)])
-
-    for steps, expected in ((5, 12), (0xFFFF, 7)):
-        merged = Merged(one(90000, steps), one(180000, 7))
-        assert (merged.n_tokens, merged.n_places, len(merged.records)) == (3, 1, 1)
-        assert merged.records["learned"] == 180000
-        assert merged.records["steps"] == expected
-        assert merged.records["tokens"] == (2 if expected == 12 else 1)
+    held.settle(tidy=True)
+    texts = [tuple(text) for text in texts_of(held)]
+    assert texts == list(dict.fromkeys(map(tuple, given)))
+    (figures,) = held._worker._answers.earned_by_day().values()
+    assert figures["answers"] == len(texts)
+    assert [figures[name] for name in ("steps", "tokens", "memory")] == [600, 6000, 5400]
 
 
 @given(ANSWERS, st.integers(5, 200), st.integers(20, 400))
@@ -203,9 +175,8 @@ def test_a_tidy_memory_holds_no_more_than_it_may_in_few_parts(
         for answer in answers:
             held.add(answer)
             held.settle(tidy=True)
-            newest, parts, *_ = held._shelf.searched
-            sizes = [len(one) for one in parts]
-            assert len(newest) + sum(sizes) <= max_tokens
+            sizes = [len(one) for one in held._worker._segments]
+            assert len(held._worker._live) + sum(sizes) <= max_tokens
             for number in range(1, len(sizes)):
                 assert sizes[number] >= memory.RATIO * sum(sizes[:number])
         held.close()
@@ -237,8 +208,7 @@ def test_a_full_memory_forgets_what_was_not_used_for_the_longest_time():
         held.settle(tidy=True)
         assert sum(map(len, texts_of(held))) <= 1000
         if number >= 10:
-            for one in held._shelf.searched.parts:
-                one.used[:] = 1  # long ago
+            held._worker._answers._run("UPDATE answers SET used = 1")  # long ago
             held.used(held.look_up(answers[0][:3]).sources[0])
     held.close()
     remaining = texts_of(held)
@@ -340,21 +310,22 @@ def test_what_is_added_to_a_closed_memory_goes():
     memory.add([1, 2, 3])
     memory.close()
     memory.add([4, 5, 6])
-    assert memory._shelf.requests.empty()
+    assert memory._worker.requests.empty()
     assert looked_up(memory, [1, 2]) == [(2, [3])]
 
 
 def test_a_look_up_does_not_wait_for_sorting(monkeypatch: pytest.MonkeyPatch):
     begun, going_on, gone_on = threading.Event(), threading.Event(), threading.Event()
 
-    def slow(answers: list[Learned]) -> Part:
+    def slow(texts: list[tuple[int, bytes]]) -> Segment:
         begun.set()
         going_on.wait(60)
         gone_on.set()
-        return Part.of(answers)
+        return segment_of(texts)
 
     make_small(monkeypatch)
-    monkeypatch.setattr(memory.Part, "of", slow)
+    segment_of = Segment.of
+    monkeypatch.setattr(Segment, "of", slow)
     held = Memory()
     held.add([1, 2, 3, *[4] * 100])
     assert begun.wait(20)

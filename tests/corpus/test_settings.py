@@ -10,21 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.corpus import (
+    Answers,
     Memory,
     Settings,
-    contents,
-    directory_name,
     identify,
-    kept_directories,
-    kept_texts,
+    kept_answers,
     load_settings,
     memory_directory,
-    open_kept,
     save_settings,
     settings_in_force,
 )
 from mlxspec.corpus import memory as memory_module
-from mlxspec.corpus.memory import _Shelf
+from mlxspec.corpus.memory import _MemoryWorker
 from mlxspec.errors import OptionError, StoreError
 from tests.support.hostile import json_values, mutated
 from tests.support.tokenizers import FIRST, SECOND
@@ -48,7 +45,7 @@ def test_nothing_is_kept_unless_it_is_said(home: Path):
 
 
 def test_settings_are_read_as_they_were_written(home: Path):
-    some = Settings(False, frozenset({directory_name(identify(FIRST))}), 1000)
+    some = Settings(False, frozenset({identify(FIRST).key}), 1000)
     others = Settings(True, some.tokenizers, 1000)
     for settings in (Settings(True), some, others, Settings()):
         save_settings(settings)
@@ -95,7 +92,7 @@ def test_damaged_settings_are_off_or_right(data: bytes):
 def test_the_variable_goes_before_the_settings(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    some = Settings(False, frozenset({directory_name(identify(FIRST))}), 1000)
+    some = Settings(False, frozenset({identify(FIRST).key}), 1000)
     save_settings(some)
     for value, expected in (
         ("", some),
@@ -115,15 +112,15 @@ def test_the_variable_goes_before_the_settings(
 
 
 def test_a_memory_is_closed_before_its_merging_ends(monkeypatch: pytest.MonkeyPatch):
-    go_on = _Shelf._go_on
+    merge_on = _MemoryWorker._merge_on
 
-    def slow(shelf: _Shelf) -> None:
+    def slow(worker: _MemoryWorker) -> None:
         time.sleep(0.05)
-        go_on(shelf)
+        merge_on(worker)
 
     monkeypatch.setattr(memory_module, "LIVE_TOKENS", 8)
-    monkeypatch.setattr(_Shelf, "_merge", lambda shelf: iter([None] * 10_000))
-    monkeypatch.setattr(_Shelf, "_go_on", slow)
+    monkeypatch.setattr(_MemoryWorker, "_merge", lambda *_: iter([None] * 10_000))
+    monkeypatch.setattr(_MemoryWorker, "_merge_on", slow)
     memory = Memory.kept_in(memory_directory(), FIRST, on_trouble=fail)
     texts = [[number, *range(12)] for number in range(3)]
     for text in texts:
@@ -132,64 +129,50 @@ def test_a_memory_is_closed_before_its_merging_ends(monkeypatch: pytest.MonkeyPa
     assert not memory._thread.is_alive()
     monkeypatch.undo()
     assert memory.kept
-    root = memory.kept.directory.parent
-    again = Memory.kept_in(root, FIRST, on_trouble=fail)
+    assert memory.kept.directory
+    again = Memory.kept_in(memory.kept.directory, FIRST, on_trouble=fail)
     again.settle()
     for text in texts:
         assert text[3:] in [again.look_up(text[:3]).tokens[:10]]
     again.close()
-    assert sorted(
-        text.tokens.tolist() for text in kept_texts(open_kept(identify(FIRST), root=root), fail)
-    ) == sorted(texts)
+    (kept,) = kept_answers(memory.kept.directory)
+    assert [answer.tokens.tolist() for answer in kept.read()] == texts
 
 
-def test_directories_say_of_which_tokenizer_they_are(home: Path):
-    first = open_kept(identify(FIRST), "owner/first")
-    open_kept(identify(SECOND), "owner/second")
-    memory = Memory(kept=first)
+def test_the_database_says_of_which_tokenizers_it_has_answers(home: Path):
+    assert kept_answers(home) == []
+    Answers(home, identify(SECOND), "owner/second")
+    memory = Memory(kept=Answers(home, identify(FIRST), "owner/first"))
     memory.add([1, 2, 3])
     memory.close()
-    one, other = kept_directories(fail)
+    one, other = kept_answers(home)
     assert (one.identity, one.model) == (identify(FIRST), "owner/first")
     assert (other.identity, other.model) == (identify(SECOND), "owner/second")
-    assert one.directory == home / identify(FIRST).fingerprint.hex()[:16]
-    assert contents(one.open(), fail).texts == 1
-    assert contents(other.open(), fail).texts == 0
-    assert contents(other.open(), fail).newest is None
-    open_kept(identify(FIRST))  # by somebody who does not know the model
-    assert kept_directories(fail)[0].model == "owner/first"
-    open_kept(identify(FIRST), "elsewhere/first")
-    assert kept_directories(fail)[0].model == "elsewhere/first"
+    assert one.count()["texts"] == 1
+    assert other.count()["texts"] == 0
+    assert other.count()["newest"] is None
+    Answers(home, identify(FIRST))  # by somebody who does not know the model
+    assert kept_answers(home)[0].model == "owner/first"
+    Answers(home, identify(FIRST), "elsewhere/first")
+    assert kept_answers(home)[0].model == "elsewhere/first"
 
 
 def test_a_directory_that_is_made_for_answers_is_its_owners_alone(tmp_path: Path):
     umask = os.umask(0o022)
     try:
-        kept = open_kept(identify(FIRST), root=tmp_path / "made" / "here")
+        kept = Answers(tmp_path / "made" / "here", identify(FIRST))
     finally:
         os.umask(umask)
-    for directory in (kept.directory, kept.directory.parent):
-        assert directory.stat().st_mode & 0o777 == 0o700
-
-
-def test_a_directory_without_a_word_of_its_tokenizer_is_told_of_and_mended(home: Path):
-    for content in ("", "[]", "{}", '{"version": 1}'):
-        open_kept(identify(FIRST), "m")
-        path = home / directory_name(identify(FIRST)) / "about.json"
-        path.write_text(content)
-        lines: list[str] = []
-        assert kept_directories(lines.append) == []
-        assert len(lines) == 1
-        assert str(path) in lines[0]
-        open_kept(identify(FIRST), "m")
-        assert kept_directories(fail)[0].model == "m"
+    assert kept.directory
+    assert kept.directory.stat().st_mode & 0o777 == 0o700
+    assert {one.stat().st_mode & 0o777 for one in kept.directory.iterdir()} == {0o600}
 
 
 def test_where_nothing_can_be_made_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("MLXSPEC_DATA_DIR", str(tmp_path / "file"))
-    with pytest.raises(StoreError, match="cannot be made"):
-        open_kept(identify(FIRST))
+    with pytest.raises(StoreError, match="cannot be opened"):
+        Answers(memory_directory(), identify(FIRST))
     with pytest.raises(StoreError, match="cannot be made"):
         save_settings(Settings(True))
     lines: list[str] = []

@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlxspec
-from mlxspec.corpus.building import add_to_store, build_store
-from mlxspec.corpus.learner import Learner
-from mlxspec.corpus.store import Store, open_store
+from mlxspec.corpus.store import Store, add_to_store, build_store, open_store
 from mlxspec.errors import OptionError, StoreError
 from tests.corpus.test_suffix_array import scan
 from tests.support.tokenizers import FIRST, SECOND, FakeTokenizer
@@ -24,7 +22,7 @@ TEXTS = [[1, 2, 3, 4, 5], [7, 2, 3, 9], [1, 2, 3, 4, 6]]
 def texts_in(store: Store) -> list[list[int]]:
     """The texts of a store, read between its separators."""
     texts: list[list[int]] = [[]]
-    for token in store.tokens:
+    for token in store.index.tokens.tolist():
         if token < 0:
             texts.append([])
         else:
@@ -35,10 +33,9 @@ def texts_in(store: Store) -> list[list[int]]:
 def places(store: Store, tail: list[int], limit: int) -> list[tuple[int, int]]:
     """The matches that a store finds: their lengths, and where in its tokens they end."""
     found = store.look_up(tail, limit)
-    starts = {id(store.built): 0, id(store.learned): len(store.built.tokens)}
     return [
-        (length, starts[id(part)] + position)
-        for (length, _), (part, position) in zip(found.occurrences, found.sources, strict=True)
+        (length, position)
+        for (length, _), (_, position) in zip(found.occurrences, found.sources, strict=True)
     ]
 
 
@@ -48,7 +45,7 @@ def test_a_store_gives_back_its_texts_and_what_followed(tmp_path: Path):
         assert texts_in(store) == TEXTS
         found = places(store, [0, 1, 2, 3], limit=8)
         assert [length for length, _ in found] == [3, 3, 2]
-        assert [store.tokens[position] for _, position in found] == [4, 4, 9]
+        assert [store.index.tokens[position] for _, position in found] == [4, 4, 9]
         assert found[0][1] > found[1][1]  # the newer one first
 
 
@@ -61,22 +58,20 @@ def test_no_match_leads_from_one_text_into_the_next(tmp_path: Path):
 @settings(max_examples=40)
 @given(
     built=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=20), min_size=1, max_size=5),
-    learned=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=20), max_size=3),
+    added=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=20), max_size=3),
     tail=st.lists(st.integers(0, 3), min_size=1, max_size=8),
 )
-def test_built_and_learned_texts_are_searched_as_one(
+def test_built_and_added_texts_are_searched_as_one(
     tmp_path_factory: pytest.TempPathFactory,
     built: list[list[int]],
-    learned: list[list[int]],
+    added: list[list[int]],
     tail: list[int],
 ):
     path = tmp_path_factory.mktemp("store") / "s"
     build_store(path, built, FIRST)
-    with Learner(path, FIRST) as learner:
-        for output in learned:
-            learner.add(output)
+    add_to_store(path, added, FIRST)
     store = open_store(path, FIRST)
-    tokens = list(store.tokens)
+    tokens = store.index.tokens.tolist()
     everything = scan(tokens, tail)
     assert places(store, tail, 1000) == everything
     assert [length for length, _ in places(store, tail, 3)] == [
@@ -87,7 +82,7 @@ def test_built_and_learned_texts_are_searched_as_one(
 def test_repeated_and_tiny_texts_are_left_out(tmp_path: Path):
     store = build_store(tmp_path / "s", [[1, 2], [], [3], [1, 2], [2, 1]], FIRST)
     assert texts_in(store) == [[1, 2], [2, 1]]
-    assert (store.info.built_tokens, store.info.built_sequences) == (4, 2)
+    assert (store.n_tokens, store.n_texts) == (4, 2)
 
 
 def test_ids_that_the_tokenizer_does_not_have_divide_a_text(tmp_path: Path):
@@ -109,13 +104,10 @@ def test_no_more_tokens_are_taken_than_allowed(tmp_path: Path):
 
 def test_adding_keeps_what_is_there_and_takes_what_is_new(tmp_path: Path):
     build_store(tmp_path / "s", TEXTS, FIRST)
-    with Learner(tmp_path / "s", FIRST) as learner:
-        learner.add([8, 8, 8])
     store = add_to_store(tmp_path / "s", [TEXTS[0], [4, 4, 4]], FIRST)
-    assert texts_in(store) == [*TEXTS, [4, 4, 4], [8, 8, 8]]
-    assert store.info.learned_sequences == 1
+    assert texts_in(store) == [*TEXTS, [4, 4, 4]]
     full = add_to_store(tmp_path / "s", [[5, 5, 5, 5], [6, 6]], FIRST, max_tokens=20)
-    assert texts_in(full) == [*TEXTS, [4, 4, 4], [5, 5, 5], [8, 8, 8]]
+    assert texts_in(full) == [*TEXTS, [4, 4, 4], [5, 5, 5]]
     unchanged = add_to_store(tmp_path / "s", [[6, 6]], FIRST, max_tokens=10)
     assert texts_in(unchanged) == texts_in(full)
 
@@ -127,8 +119,7 @@ def test_a_store_is_readable_by_its_owner_alone(tmp_path: Path):
         build_store(path, TEXTS, FIRST)
         assert path.stat().st_mode & 0o777 == 0o600
         path.chmod(0o644)
-        with Learner(path, FIRST) as learner:
-            learner.add([8, 8, 8])
+        add_to_store(path, [[8, 8, 8]], FIRST)
         assert path.stat().st_mode & 0o777 == 0o600
     finally:
         os.umask(umask)
@@ -142,13 +133,12 @@ def test_another_tokenizer_is_refused_by_name(tmp_path: Path):
     for refused in (
         lambda: open_store(path, SECOND),
         lambda: add_to_store(path, TEXTS, SECOND),
-        lambda: Learner(path, SECOND),
     ):
         with pytest.raises(StoreError, match=both) as caught:
             refused()
         assert "\n" not in str(caught.value)
     assert path.read_bytes() == before
-    assert open_store(path, FakeTokenizer("renamed")).info.identity.name == "first"
+    assert open_store(path, FakeTokenizer("renamed")).identity.name == "first"
 
 
 def test_a_store_that_is_there_is_replaced_only_with_force(tmp_path: Path):
@@ -167,7 +157,7 @@ def test_force_replaces_only_a_store(tmp_path: Path):
     (tmp_path / "letter").write_text("irreplaceable")
     (tmp_path / "directory").mkdir()
     told = {
-        "letter": "is no store, and --force replaces nothing else",
+        "letter": "is not a store, and --force replaces nothing else",
         "directory": "is a directory, a link or a device; name a regular file",
     }
     for name, message in told.items():
@@ -183,7 +173,6 @@ def test_a_link_to_a_store_is_read_and_not_written(tmp_path: Path):
     for write in (
         lambda path: add_to_store(path, [[4, 4]], FIRST),
         lambda path: build_store(path, [[4, 4]], FIRST, force=True),
-        lambda path: Learner(path, FIRST),
     ):
         with pytest.raises(StoreError, match="link: is a directory, a link or a device"):
             write(tmp_path / "link")
@@ -217,7 +206,7 @@ def test_a_large_text_is_searched_right(tmp_path: Path):
 
 def test_nothing_of_mlx_is_needed():
     code = (
-        "import sys, mlxspec.corpus, mlxspec.corpus.building\n"
+        "import sys, mlxspec.corpus, mlxspec.corpus.store\n"
         "sys.exit(bool({'mlx.core', 'mlx_lm', 'transformers'} & set(sys.modules)))"
     )
     root = Path(mlxspec.__file__).parents[1]

@@ -1,5 +1,6 @@
 """Files that are no store, or no longer one: a line, or right results, and nothing else."""
 
+import json
 import os
 import random
 import struct
@@ -9,31 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.corpus.building import add_to_store, build_store
-from mlxspec.corpus.learner import Learner
-from mlxspec.corpus.store import Store, open_store
+from mlxspec.corpus.store import Store, add_to_store, build_store, open_store
+from mlxspec.corpus.tokenizer_identity import identify
 from mlxspec.errors import StoreError
 from tests.corpus.test_store import places
 from tests.support.tokenizers import FIRST, FakeTokenizer
 
-HEADER = 256
-LENGTHS, CHECKSUMS, HEADER_CHECKSUM = 16, 32, 252
-
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A store with both parts."""
     pick = random.Random(0)
-    texts = [[pick.randrange(4) for _ in range(30)] for _ in range(4)]
+    texts = [[pick.randrange(4) for _ in range(30)] for _ in range(5)]
     build_store(tmp_path / "s", texts, FIRST)
-    with Learner(tmp_path / "s", FIRST) as learner:
-        learner.add([pick.randrange(4) for _ in range(30)])
     return tmp_path / "s"
 
 
-def learn(path: Path) -> None:
-    with Learner(path, FIRST) as learner:
-        learner.add([1, 2, 3])
+def body(data: bytes) -> int:
+    """Where the arrays begin, behind the line of JSON."""
+    return data.index(b"\n") + 1
 
 
 def refused(path: Path, data: bytes) -> str:
@@ -48,20 +42,20 @@ def refused(path: Path, data: bytes) -> str:
 
 
 def resealed(data: bytes) -> bytes:
-    """The same content with right checksums, as somebody who means harm would write it."""
-    lengths = struct.unpack_from("<4I", data, LENGTHS)
-    checksums, at = [], HEADER
-    for length in lengths:
-        checksums.append(zlib.crc32(data[at : at + 4 * length]))
-        at += 4 * length
-    header = data[:CHECKSUMS] + struct.pack("<4I", *checksums) + data[CHECKSUMS + 16 : HEADER]
-    header = header[:HEADER_CHECKSUM]
-    return header + struct.pack("<I", zlib.crc32(header)) + data[HEADER:]
+    """The same content with a right checksum, as somebody who means harm would write it."""
+    return data[:-4] + struct.pack("<I", zlib.crc32(data[:-4]))
+
+
+def with_header(data: bytes, **values: object) -> bytes:
+    """The same arrays behind another header, with a right checksum."""
+    header = json.loads(data[: body(data)]) | values
+    line = json.dumps(header).encode()
+    return resealed(line + b" " * (-(len(line) + 1) % 4) + b"\n" + data[body(data) :])
 
 
 def assert_all_right(store: Store) -> None:
     """Whatever the store holds, look-ups stay within it and their matches are matches."""
-    tokens = list(store.tokens)
+    tokens = store.index.tokens.tolist()
     for tail in ([0, 1, 2], [3], [1] * 70, [2, 2, 0, 1]):
         for length, position in places(store, tail, 20):
             assert position - length >= 0
@@ -70,15 +64,16 @@ def assert_all_right(store: Store) -> None:
     assert all(-1 <= token < 100 for token in tokens)
 
 
-def test_the_file_is_as_its_page_says(path: Path):
+def test_the_file_is_a_line_of_json_and_two_arrays(path: Path):
     data = path.read_bytes()
-    magic, version, vocabulary = struct.unpack_from("<8sII", data)
-    lengths = struct.unpack_from("<4I", data, LENGTHS)
-    assert (magic, version, vocabulary) == (b"mlxstore", 1, 100)
-    assert lengths == (4 * 31, 31, 4 * 29, 29)
-    assert data[80:176] == b"first".ljust(96, b"\0")
-    assert len(data) == HEADER + 4 * sum(lengths)
-    assert resealed(data) == data
+    header = json.loads(data[: body(data)])
+    assert header == {
+        **{"format": "mlxspec store", "version": 1, "tokenizer": "first", "vocab_size": 100},
+        **{"fingerprint": identify(FIRST).fingerprint.hex()},
+        "arrays": {"tokens": 5 * 31, "order": 5 * 29},
+    }
+    assert len(data) == body(data) + 4 * (5 * 31 + 5 * 29 + 1)
+    assert resealed(data) == with_header(data) == data
 
 
 def test_every_flipped_bit_is_noticed(path: Path):
@@ -92,9 +87,9 @@ def test_every_flipped_bit_is_noticed(path: Path):
 
 def test_every_truncation_is_noticed(path: Path):
     data = path.read_bytes()
-    for size in (*range(0, len(data), 4), 1, HEADER + 1, len(data) - 1):
+    for size in (*range(0, len(data), 4), 1, body(data) + 1, len(data) - 1):
         refused(path, data[:size])
-    assert "4 bytes too long" in refused(path, data + b"\0\0\0\0")
+    assert "too long" in refused(path, data + b"\0\0\0\0")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -107,8 +102,7 @@ def test_content_of_ill_will_gives_an_error_or_right_results(path: Path, seed: i
     for _ in range(300):
         changed = bytearray(data)
         for _ in range(pick.choice((1, 2, 5))):
-            body = pick.random() < 0.8
-            word = pick.randrange(HEADER // 4, len(data) // 4) if body else pick.randrange(3, 63)
+            word = pick.randrange(body(data) // 4, len(data) // 4 - 1)
             struct.pack_into("<I", changed, 4 * word, pick.choice(tempting))
         path.write_bytes(resealed(bytes(changed)))
         try:
@@ -127,7 +121,7 @@ def test_look_ups_bear_what_was_not_verified(path: Path, seed: int):
     for _ in range(300):
         changed = bytearray(data)
         for _ in range(pick.choice((1, 5, 50))):
-            word = pick.randrange(HEADER // 4, len(data) // 4)
+            word = pick.randrange(body(data) // 4, len(data) // 4)
             struct.pack_into(
                 "<I", changed, 4 * word, pick.choice((0, 1, 3, 99, 100, 2**31, 2**32 - 2))
             )
@@ -140,19 +134,43 @@ def test_look_ups_bear_what_was_not_verified(path: Path, seed: int):
             assert all(-1 in tokens[place:] for _, place in occurrences)
 
 
-@pytest.mark.parametrize("lengths", [(2**32 - 1,) * 4, (2**30, 2**30, 0, 0), (0, 0, 9, 9)])
-def test_sections_that_do_not_fill_the_file_are_refused(path: Path, lengths: tuple[int, ...]):
-    data = bytearray(path.read_bytes())
-    struct.pack_into("<4I", data, LENGTHS, *lengths)
-    header = bytes(data[:HEADER_CHECKSUM])
-    sealed = header + struct.pack("<I", zlib.crc32(header)) + data[HEADER:]
-    assert "bytes too" in refused(path, sealed)
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        *(
+            {"tokens": 2**32, "order": 2**32},
+            {"tokens": 0, "order": 9},
+            {"tokens": 300},
+            [155, 145],
+        ),
+        *(
+            {"tokens": -1, "order": 301},
+            {"tokens": 155.0, "order": 145},
+            {"order": 145, "tokens": 155},
+        ),
+        *({}, None),
+    ],
+)
+def test_arrays_that_do_not_fill_the_file_are_refused(path: Path, lengths: object):
+    message = refused(path, with_header(path.read_bytes(), arrays=lengths))
+    assert "is cut short, or too long" in message or "has a damaged header" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("vocab_size", value) for value in (0, -1, 2**21, "many", None, True)),
+        *(("tokenizer", value) for value in (5, None, ["first"])),
+        *(("fingerprint", value) for value in ("zz", 5, None)),
+    ],
+)
+def test_a_header_that_makes_no_sense_is_refused(path: Path, name: str, value: object):
+    assert "build it again" in refused(path, with_header(path.read_bytes(), **{name: value}))
 
 
 def test_what_is_no_store_is_called_so(path: Path, tmp_path: Path):
-    assert "is no store" in refused(path, b"")
-    assert "is no store" in refused(path, b"{}")
-    assert "is no store" in refused(path, b"x" * 4096)
+    for content in (b"", b"{}", b"x" * 4096, b"[" * 5000 + b"\n", b'{"format": 1}  \n'):
+        assert "is not an mlxspec store" in refused(path, content)
     with pytest.raises(StoreError, match=r"nowhere: no such file; .*`mlxspec store build`"):
         open_store(tmp_path / "nowhere")
     with pytest.raises(StoreError, match="is not a regular file"):
@@ -168,20 +186,17 @@ def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path):
 
 
 def test_another_version_says_what_to_do(path: Path):
-    data = bytearray(path.read_bytes())
-    struct.pack_into("<I", data, 8, 2)
-    assert "has version 2 of the format" in refused(path, resealed(bytes(data)))
+    assert "has version 2 of the format" in refused(path, with_header(path.read_bytes(), version=2))
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda path: learn(path),
         lambda path: build_store(path, [[1, 2]], FIRST),
         lambda path: add_to_store(path, [[1, 2]], FIRST),
     ],
 )
-def test_a_damaged_store_is_neither_learned_into_nor_replaced(
+def test_a_damaged_store_is_neither_extended_nor_replaced(
     path: Path, change: Callable[[Path], object]
 ):
     whole = path.read_bytes()
@@ -192,14 +207,12 @@ def test_a_damaged_store_is_neither_learned_into_nor_replaced(
         assert path.read_bytes() == damaged
 
 
-def test_a_long_name_is_cut_between_characters(tmp_path: Path):
+def test_a_long_name_is_cut(tmp_path: Path):
     tokenizer = FakeTokenizer("n" * 95 + "漢字")
     store = build_store(tmp_path / "s", [[1, 2]], tokenizer)
-    assert store.info.identity.name == "n" * 95
+    assert store.identity.name == "n" * 95 + "漢"
 
 
 def test_a_name_cannot_command_a_terminal(path: Path):
-    data = bytearray(path.read_bytes())
-    data[80:96] = b"a\x1b[2J\r\nb\xe2\x80\xae\xff".ljust(16, b"\0")
-    path.write_bytes(resealed(bytes(data)))
-    assert open_store(path).info.identity.name == "a?[2J??b?\ufffd"
+    path.write_bytes(with_header(path.read_bytes(), tokenizer="a\x1b[2J\r\nb\u202e\ufffd"))
+    assert open_store(path).identity.name == "a?[2J??b?\ufffd"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlxspec.bench.equality import first_difference
+from mlxspec.bench.measure import first_difference
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.target import Capability
 from mlxspec.generation.decoder import Decoder

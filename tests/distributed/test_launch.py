@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from mlxspec.cli.common.prompt import PromptOptions
 from mlxspec.cli.generate import answer_together
-from mlxspec.cli.prompts import PromptOptions
 from mlxspec.distributed.launch import launched_rank, uninterrupted
 from mlxspec.errors import PromptError
 

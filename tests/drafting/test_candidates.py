@@ -138,7 +138,7 @@ def test_a_path_that_goes_on_alone_is_grown_as_if_node_by_node(
     texts = [Evidence("context", index.tokens, index.occurrences(), models[0])]
     if earlier:
         other = SuffixIndex(earlier)
-        found = other.occurrences_of(context)
+        found = other.matches(context, 1000)
         texts.append(Evidence("earlier", other.tokens, found, models[1]))
     limits = Limits(max_depth, max_nodes, branching, [least_p] * (max_nodes + 1), costs)
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from mlxspec.bench.replay import MAX_DEPTH, replay, verify
+from mlxspec.bench.policies import verify
+from mlxspec.bench.replay import MAX_DEPTH, replay
 from mlxspec.corpus import Memory
-from mlxspec.corpus.context_index import ContextIndex
-from mlxspec.corpus.suffix_index import SEPARATOR, Excerpts, Occurrence, SuffixIndex
+from mlxspec.corpus.suffix_index import SEPARATOR, ContextIndex, Excerpts, Occurrence, SuffixIndex
 from mlxspec.drafting.acceptance import AcceptanceModel, Corrections
 from mlxspec.drafting.chips import chip_curve
 from mlxspec.drafting.combined import united

@@ -15,8 +15,8 @@ import pytest
 
 import mlxspec
 from mlxspec import AutoDecoder
-from mlxspec.bench.equality import NEAR_TIE_FLOAT32, first_difference
-from mlxspec.corpus.building import build_store
+from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference
+from mlxspec.corpus.store import build_store
 from mlxspec.drafting.acceptance import Corrections
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.costs import KeptCosts

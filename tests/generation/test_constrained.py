@@ -21,7 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlxspec
 from mlxspec import Constraint, GenerationResponse, SamplingParams
-from mlxspec.bench.equality import NEAR_TIE_FLOAT32
+from mlxspec.bench.measure import NEAR_TIE_FLOAT32
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.compiling import definition_of
 from mlxspec.engine.grammar import Vocabulary

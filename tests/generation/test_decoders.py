@@ -12,7 +12,7 @@ import pytest
 
 import mlxspec
 from mlxspec import PromptLookupDecoder
-from mlxspec.bench.equality import NEAR_TIE_FLOAT32, first_difference
+from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.errors import OptionError, PromptError
 from tests.support.demo import demo_decoder
 

@@ -14,7 +14,7 @@ from mlxspec import (
     LookaheadDrafter,
     PromptLookupDrafter,
 )
-from mlxspec.bench.equality import NEAR_TIE_FLOAT32, first_difference
+from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.drafting.drafter import NoDraft
 from mlxspec.engine.capability import Capability
 from mlxspec.errors import OptionError, PromptError

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from mlx_lm.generate import generate_step
 
 import mlxspec
-from mlxspec.bench.equality import NEAR_TIE_FLOAT32
+from mlxspec.bench.measure import NEAR_TIE_FLOAT32
 from mlxspec.cli.main import main
 from mlxspec.errors import OptionError
 from tests.support.demo import demo_decoder

@@ -21,9 +21,10 @@ import uvicorn
 from starlette.requests import Request
 from uvicorn.server import ServerState
 
+from mlxspec.server import connections
 from mlxspec.server.auth import body_of as received
 from mlxspec.server.body import ApiError
-from mlxspec.server.connections import Bounds, Connection, HttpServer, _seldom, _tell
+from mlxspec.server.connections import Bounds, Connection, HttpServer, _report
 
 BOUNDS = Bounds(most=3, head=20, unread=300, rate=1000)
 HEAD = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 10\r\n\r\n"
@@ -263,10 +264,10 @@ def test_one_line_tells_of_connections_that_make_room(
             clients.connect()
         no_room = OSError(errno.EMFILE, "Too many open files")
         for _ in range(100):
-            _tell(asyncio.get_running_loop(), {"message": "accept()", "exception": no_room})
-        _tell(asyncio.get_running_loop(), {"message": "a fault of another kind"})
+            _report(asyncio.get_running_loop(), {"message": "accept()", "exception": no_room})
+        _report(asyncio.get_running_loop(), {"message": "a fault of another kind"})
 
-    monkeypatch.setattr(_seldom, "_next", {})  # what was told in the last minute
+    monkeypatch.setattr(connections, "_next_time", {})  # of messages of the last minute
     HttpServer(answer_whole)
     run(ask())
     made_room, not_accepted, other = caplog.messages

@@ -28,7 +28,7 @@ from mlxspec.server.answer import KeepAlive
 from mlxspec.server.auth import MOST_BYTES
 from mlxspec.server.body import ApiError
 from mlxspec.server.connections import Bounds
-from mlxspec.server.openai_answer import CompletionAnswer
+from mlxspec.server.openai import CompletionAnswer
 from mlxspec.server.served_model import CacheMemory
 from mlxspec.server.worker import ServedRequest, WorkerLimits
 from tests.support.brake import Brake, braked, until
@@ -575,7 +575,7 @@ def test_who_reads_nothing_at_all_makes_room_in_the_end(stream: bool) -> None:
         client.leave()
 
 
-def test_silent_phases_have_life_signs() -> None:
+def test_silent_phases_have_keep_alives() -> None:
     with (
         running_server(limits=WorkerLimits(active=1), silence=KeepAlive(0.02, 0.05)) as server,
         braked(server.decoder.model) as brake,

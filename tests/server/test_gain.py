@@ -63,7 +63,7 @@ def test_without_drafts_nothing_is_gained_or_lost(
 
     monkeypatch.setattr(model, "make_drafter", make_drafter)
     requests, records = run_requests(model, seconds, monkeypatch, count)
-    assert [request.gain for request in requests] == pytest.approx([1.0] * count)
+    assert [request.figures()["gain"] for request in requests] == pytest.approx([1.0] * count)
     assert summed(records, "plain_seconds") == pytest.approx(summed(records, "seconds"))
 
 
@@ -76,9 +76,9 @@ def test_drafts_are_not_blamed_for_what_else_slows_steps(
         for request in requests:
             assert request.stats.emitted > 1.2 * request.stats.steps
             # A step costs 1.05 plain ones at most, and has a token at least.
-            assert request.gain
-            assert request.gain > 1 / FLAT[16]
+            assert request.figures()["gain"]
+            assert request.figures()["gain"] > 1 / FLAT[16]
             if seconds == STEADY:
-                assert request.gain == pytest.approx(
+                assert request.figures()["gain"] == pytest.approx(
                     request.stats.emitted / request.stats.steps, rel=0.05
                 )

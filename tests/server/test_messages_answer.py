@@ -183,7 +183,7 @@ def test_what_the_model_writes_after_the_one_call_does_not_count(at_once: int) -
 def test_a_stream_says_that_it_lives_and_how_it_has_failed() -> None:
     made = answer()
     assert made.feed([]) == []
-    assert made.life_sign() == 'event: ping\ndata: {"type": "ping"}\n\n'
+    assert made.keep_alive() == 'event: ping\ndata: {"type": "ping"}\n\n'
     failed = made.failed(ApiError("out of order", status=500))
     assert made.framed(failed).startswith("event: error\n")
     assert failed["request_id"] == made.headers["request-id"]

@@ -15,8 +15,13 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
-from mlxspec.server.openai import parse_chat, parse_completion
-from mlxspec.server.openai_answer import ChatAnswer, CompletionAnswer, detokenized
+from mlxspec.server.openai import (
+    ChatAnswer,
+    CompletionAnswer,
+    detokenized,
+    parse_chat,
+    parse_completion,
+)
 from mlxspec.server.output import output_format
 from mlxspec.server.worker import Ended, Event, Piece
 from tests.support.chat_tokenizer import chat_tokenizer

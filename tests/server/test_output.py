@@ -15,10 +15,6 @@ from mlxspec.server.output import (
     Delta,
     OutputFormat,
     OutputParser,
-    Reasoning,
-    Text,
-    ToolCallArguments,
-    ToolCallBegun,
     call_opening,
     joined,
     output_format,
@@ -56,23 +52,21 @@ def read(format: OutputFormat, *segments: str) -> list[Delta]:
 
 def anonymous(deltas: list[Delta]) -> list[object]:
     """The deltas without the ids of calls, which are drawn."""
-    return [
-        (delta.index, delta.name) if isinstance(delta, ToolCallBegun) else delta for delta in deltas
-    ]
+    return [(delta.index, delta.name) if delta.kind == "call" else delta for delta in deltas]
 
 
 def calls_of(deltas: list[Delta]) -> list[Call]:
     """The calls, with parsed arguments."""
-    names = [delta.name for delta in deltas if isinstance(delta, ToolCallBegun)]
+    names = [delta.name for delta in deltas if delta.kind == "call"]
     texts = [""] * len(names)
     for delta in deltas:
-        if isinstance(delta, ToolCallArguments):
+        if delta.kind == "arguments":
             texts[delta.index] += delta.text
     return [(name, json.loads(text)) for name, text in zip(names, texts, strict=True)]
 
 
 def text_of(deltas: list[Delta]) -> str:
-    return "".join(delta.text for delta in deltas if isinstance(delta, Text))
+    return "".join(delta.text for delta in deltas if delta.kind == "text")
 
 
 ARGUMENTS = '{"city": "Pa\\"r}is\\\\", "days": [1, {"a": "{"}]}'
@@ -188,15 +182,12 @@ def test_text_without_markers_arrives_as_it_is(output: str) -> None:
 
 def test_reasoning_and_text_lose_the_white_space_beside_markers_alone() -> None:
     deltas = read(format_of(), " <think>\n a\n b \n</think>\n\n c\n d \n")
-    assert deltas == [Reasoning("a\n b"), Text("c\n d \n")]
+    assert deltas == [Delta("reasoning", "a\n b"), Delta("text", "c\n d \n")]
     deltas = read(format_of(initial="reasoning"), "\na\n</think>\nb")
-    assert deltas == [Reasoning("a"), Text("b")]
+    assert deltas == [Delta("reasoning", "a"), Delta("text", "b")]
     deltas = read(format_of(), f"  I look.\n{WRITE}\n{WRITE}\n")
-    assert [type(delta) for delta in deltas] == [
-        Text,
-        *(ToolCallBegun, ToolCallArguments) * 2,
-    ]
-    assert deltas[0] == Text("  I look.")
+    assert [delta.kind for delta in deltas] == ["text", *("call", "arguments") * 2]
+    assert deltas[0] == Delta("text", "  I look.")
 
 
 def test_arguments_come_while_they_are_written() -> None:
@@ -204,21 +195,23 @@ def test_arguments_come_while_they_are_written() -> None:
     assert parser.feed('<tool_call>{"name": "write", "argu') == []
     assert parser.feed('ments": ') == []
     begun, first = parser.feed("{")
-    assert first == ToolCallArguments(0, "{")
-    assert isinstance(begun, ToolCallBegun)
+    assert first == Delta("arguments", "{", 0)
+    assert begun.kind == "call"
     assert (begun.index, begun.name) == (0, "write")
     assert len(begun.id) == 9
     assert begun.id.isalnum()
-    assert parser.feed('"city": "P') == [ToolCallArguments(0, '"city": "P')]
-    assert parser.feed('aris"}}') == [ToolCallArguments(0, 'aris"}')]
+    assert parser.feed('"city": "P') == [Delta("arguments", '"city": "P', 0)]
+    assert parser.feed('aris"}}') == [Delta("arguments", 'aris"}', 0)]
     assert parser.feed("</tool_call>") == parser.finish() == []
 
 
 def test_what_cannot_be_read_comes_back_as_text() -> None:
     for output in ("<tool_call>\nno JSON\n</tool_call>", "<tool_call>[]</tool_call>"):
-        assert read(format_of(), output) == [Text(output)]
-    assert read(format_of(), '<tool_call>{"name": "wri') == [Text('<tool_call>{"name": "wri')]
-    assert read(format_of("mistral"), "a[TOOL_CALLS]b") == [Text("a[TOOL_CALLS]b")]
+        assert read(format_of(), output) == [Delta("text", output)]
+    assert read(format_of(), '<tool_call>{"name": "wri') == [
+        Delta("text", '<tool_call>{"name": "wri')
+    ]
+    assert read(format_of("mistral"), "a[TOOL_CALLS]b") == [Delta("text", "a[TOOL_CALLS]b")]
     broken = f"{WRITE[:-12]} and more</tool_call>"
     assert text_of(read(format_of(), broken)) == "} and more"
 
@@ -231,12 +224,14 @@ def test_a_call_that_is_cut_off_is_no_text(cut: str) -> None:
 
 def test_without_tools_calls_are_text() -> None:
     format = output_format(chat_tokenizer())
-    assert read(format, f"<think>a</think>{WEATHER}") == [Reasoning("a"), Text(WEATHER)]
+    expected = [Delta("reasoning", "a"), Delta("text", WEATHER)]
+    assert read(format, f"<think>a</think>{WEATHER}") == expected
 
 
 def test_a_model_without_markers_writes_text() -> None:
     tokenizer = chat_tokenizer(None, markers=("<a>", "<b>"))
-    assert read(output_format(tokenizer, TOOLS), "<think>", WEATHER) == [Text(f"<think>{WEATHER}")]
+    expected = [Delta("text", f"<think>{WEATHER}")]
+    assert read(output_format(tokenizer, TOOLS), "<think>", WEATHER) == expected
 
 
 def test_headers_between_messages_are_no_text() -> None:
@@ -249,7 +244,7 @@ def test_headers_between_messages_are_no_text() -> None:
     said = f"{thought}user<|message|>Hi.<|eot|>"
     for tools in (TOOLS, []):
         format = replace(output_format(tokenizer, tools), initial="header")
-        assert read(format, said) == [Reasoning("Hm."), Text("Hi.")]
+        assert read(format, said) == [Delta("reasoning", "Hm."), Delta("text", "Hi.")]
     deltas = read(replace(output_format(tokenizer, TOOLS), initial="header"), thought + call)
     assert calls_of(deltas) == [("f", {"a": 1})]
     assert call_opening(tokenizer, None) is None
@@ -270,8 +265,8 @@ def test_after_the_one_call_that_there_may_be_nothing_follows() -> None:
 
 
 def test_a_space_of_the_tokenizer_is_dropped_once() -> None:
-    assert read(format_of(trims_space=True), "", " ", " a") == [Text(" a")]
-    assert read(format_of(trims_space=True), "a", " b") == [Text("a b")]
+    assert read(format_of(trims_space=True), "", " ", " a") == [Delta("text", " a")]
+    assert read(format_of(trims_space=True), "a", " b") == [Delta("text", "a b")]
 
 
 @pytest.mark.parametrize(
@@ -301,6 +296,6 @@ def test_a_call_that_the_prompt_begins_is_read(parser: str, name: str | None, ou
 def test_of_a_begun_call_only_what_the_model_wrote_comes_back() -> None:
     opening = call_opening(chat_tokenizer(), "write")
     format = format_of(initial="tool", call_begun=opening)
-    assert read(format, " no</tool_call>") == [Text(" no</tool_call>")]
+    assert read(format, " no</tool_call>") == [Delta("text", " no</tool_call>")]
     assert call_opening(chat_tokenizer("pythonic"), "write") is None
     assert call_opening(chat_tokenizer(None), None) is None

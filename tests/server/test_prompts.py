@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxspec.models.tokenizer import load_tokenizer_of
 from mlxspec.server.body import ApiError
 from mlxspec.server.openai import parse_chat, parse_completion
-from mlxspec.server.output import OutputParser, Reasoning, Text, ToolCallArguments, ToolCallBegun
+from mlxspec.server.output import Delta, OutputParser
 from mlxspec.server.prompts import ChatPrompt, Prompt, chat_prompt, completion_prompts
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.demo import demo
@@ -90,7 +90,8 @@ def test_the_prompt_decides_where_the_output_begins() -> None:
     thinking = chat(chat_template_kwargs={"force_thinking": True})
     assert thinking.format.initial == "reasoning"
     parser = OutputParser(thinking.format)
-    assert parser.feed("Hm.\n</think>\n\nHi") + parser.finish() == [Reasoning("Hm."), Text("Hi")]
+    deltas = parser.feed("Hm.\n</think>\n\nHi") + parser.finish()
+    assert deltas == [Delta("reasoning", "Hm."), Delta("text", "Hi")]
     quiet = chat(enable_thinking=False)
     assert quiet.format.initial == "normal"
     assert text_of(quiet).endswith("<think>\n\n</think>\n\n")
@@ -131,9 +132,9 @@ def test_a_call_that_must_be_is_begun_for_the_model(choice: Any, begun: str, out
     parser = OutputParser(prompt.format)
     deltas = parser.feed(output + "\n</tool_call>") + parser.finish()
     (call, arguments) = deltas
-    assert isinstance(call, ToolCallBegun)
+    assert call.kind == "call"
     assert call.name == "f"
-    assert arguments == ToolCallArguments(0, "{}")
+    assert arguments == Delta("arguments", "{}", 0)
 
 
 def test_a_call_that_must_be_ends_the_reasoning() -> None:
@@ -179,7 +180,7 @@ def test_without_a_template_the_conversation_is_plain_text() -> None:
     assert text_of(prompt) == "Be brief.\n\nUser: Hello\nAssistant: Hi.\nUser: Who?\nAssistant:"
     assert prompt.stop == ("\nUser:",)
     parser = OutputParser(prompt.format)
-    assert parser.feed(" Me.") + parser.finish() == [Text("Me.")]
+    assert parser.feed(" Me.") + parser.finish() == [Delta("text", "Me.")]
     prefill = chat(tokenizer, messages=[*messages, {"role": "assistant", "content": "I "}])
     assert text_of(prefill).endswith("\nAssistant: I")
     assert refused(tokenizer=tokenizer, tools=[TOOL]) == "tools"

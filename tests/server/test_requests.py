@@ -151,6 +151,12 @@ def test_null_is_absent() -> None:
     assert completion(**dict.fromkeys(names.split())) == completion()
 
 
+def test_null_is_absent_within_objects_too() -> None:
+    fields = {"stream_options": {"include_usage": None}, "mlxspec": {"drafts": None}}
+    fields |= {"logit_bias": {"5": None}}
+    assert chat(**fields) == chat()
+
+
 def test_what_no_server_knows_is_ignored() -> None:
     assert chat(frobnicate=[1], **{"": 0}) == chat()
 

@@ -240,11 +240,11 @@ def test_what_the_model_writes_after_the_one_call_does_not_count(at_once: int) -
     assert answer.whole()["usage"]["output_tokens"] == CALLS.index("}") // 3 + 1 < len(written)
 
 
-def test_life_signs_are_events() -> None:
+def test_keep_alives_are_events() -> None:
     answer = answered(stream=True)
     events = []
     for _ in range(2):
-        for text in answer.life_sign().strip().split("\n\n"):
+        for text in answer.keep_alive().strip().split("\n\n"):
             name, data = text.split("\n")
             events.append(valid(json.loads(data.removeprefix("data: "))))
             assert name == f"event: {events[-1].type}"

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxspec.bench.equality import NEAR_TIE_FLOAT32, first_difference
+from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft
 from mlxspec.engine import step as engine
 from mlxspec.engine.capability import Capability

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mlxspec.bench.backends import Backend
+from mlxspec.bench.measure import Backend
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.target import Progress
 from mlxspec.generation.response import SpeculationStats

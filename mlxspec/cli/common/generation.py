@@ -1,0 +1,570 @@
+"""What the commands that generate share: their options, and the way from these to an output.
+
+A command with the options of a :class:`Generation` is called with one: it has been checked as
+far as that goes without a model, loads the model, and generates with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import click
+
+import mlxspec
+
+from ...engine.constraint import Constraint
+from ...engine.params import CacheOptions, SamplingParams
+from ...errors import OptionError
+from .model_choice import MODEL, model_or_default
+from .notes import note
+from .options import (
+    ADAPTERS,
+    ADAPTERS_HELP,
+    DRAFTER,
+    NAME,
+    NO_MEMORY,
+    NO_MEMORY_HELP,
+    check_least,
+    nested,
+    option_field,
+)
+from .output import ProgressBar
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+    from rich.console import Console
+
+    from ...corpus import Memory
+    from ...distributed.leader import Leader
+    from ...drafting.drafter import Drafter
+    from ...generation.decoder import Decoder
+    from ...generation.drafting import Auto, Lookahead, PromptLookup
+    from ...generation.options import GenerationOptions
+    from ...generation.request import Request
+    from ...generation.response import GenerationResponse
+    from ..memory import Memories
+
+# What the options set that only some decoders take.
+API_KEY = "MLXSPEC_API_KEY"
+"""The variable of the environment with a server's key, for the server and for who talks to it."""
+
+LOOKUP, LOOKAHEAD, STORE, OWN = "prompt lookup", "lookahead", "store", "own drafter"
+
+
+# The decoders, and which of these options each takes. Without --decoder, the first one that takes
+# the given options is used.
+_TAKEN = {
+    "auto": (STORE, OWN),
+    "prompt-lookup": (LOOKUP,),
+    "lookahead": (LOOKAHEAD,),
+    "combined": (STORE, LOOKUP, LOOKAHEAD),
+    "plain": (),
+}
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How to draft, as the user asked for it; None where an option is not given.
+
+    Raises:
+        OptionError: options contradict each other, or have impossible values.
+    """
+
+    decoder: str | None = option_field(
+        "--decoder",
+        "auto chooses each draft by its measured cost; prompt-lookup has fixed parameters; "
+        "lookahead drafts from the model's own guesses; combined is auto with lookahead.  "
+        "[default: auto, or the one whose option is given]",
+        type=click.Choice(list(_TAKEN)),
+    )
+    store: str | None = option_field(
+        "--store FILE",
+        "With auto and combined: draft from a file of 'mlxspec store' too.",
+        type=NAME,
+        of=STORE,
+    )
+    drafter: str | None = option_field(
+        DRAFTER,
+        "With auto: draft with a class of your own, too, wherever that pays.",
+        of=OWN,
+    )
+    draft_model: str | None = option_field(
+        "--draft-model MODEL",
+        "With auto: draft with a small model of the same tokenizer, too, where no text repeats.",
+        type=MODEL,
+        of=OWN,
+    )
+    num_draft_tokens: int | None = option_field(
+        "--num-draft-tokens N", "Tokens that --draft-model drafts at most.  [default: 2]"
+    )
+    no_memory: bool = option_field(NO_MEMORY, NO_MEMORY_HELP, default=False)
+    n_draft: int | None = option_field(
+        "--n-draft --prompt-lookup-num-tokens N",
+        "Draft tokens per step at most; 0 is plain decoding.  [default: 10]",
+        of=LOOKUP,
+    )
+    ngram_max: int | None = option_field(
+        "--ngram-max --max-matching-ngram-size N",
+        "Longest n-gram that is looked up in prompt and output.  [default: 3]",
+        of=LOOKUP,
+    )
+    ngram_min: int | None = option_field(
+        "--ngram-min N", "Shortest n-gram.  [default: 1]", of=LOOKUP
+    )
+    prompt_lookup_config: str | None = option_field(
+        "--prompt-lookup-config [N,N,[0]]",
+        "TensorRT-LLM's form of --n-draft and --ngram-max, in their place.",
+        of=LOOKUP,
+    )
+    window_size: str | None = option_field(
+        "-W --window-size --WINDOW_SIZE W",
+        "Lookahead: columns of the window, or auto: look-ups instead, as many as pay.  "
+        "[default: auto]",
+        of=LOOKAHEAD,
+    )
+    ngram_size: int | None = option_field(
+        "-N --ngram-size --LEVEL N",
+        "Lookahead: length of the n-grams; with auto, at most.  [default: 5]",
+        of=LOOKAHEAD,
+    )
+    guess_set_size: int | None = option_field(
+        "-G --guess-set-size --GUESS_SET_SIZE G",
+        "Lookahead: n-grams kept for a token, -1 for 64.  [default: W, or 16 with auto]",
+        of=LOOKAHEAD,
+    )
+    pool_from_prompt: bool | None = option_field(
+        "--pool-from-prompt/--no-pool-from-prompt --POOL_FROM_PROMPT",
+        "Lookahead: start with the prompt's n-grams.  [default: yes]",
+        of=LOOKAHEAD,
+    )
+
+    def __post_init__(self) -> None:
+        for of in (STORE, OWN, LOOKUP, LOOKAHEAD):
+            takers = [kind for kind, taken in _TAKEN.items() if of in taken]
+            if self._given(of) and self.kind not in takers:
+                option = "--" + next(iter(self._given(of))).replace("_", "-")
+                raise OptionError(
+                    f"{option} is for --decoder {' and '.join(takers)}, not {self.kind}"
+                )
+        check_least(1, num_draft_tokens=self.num_draft_tokens)
+        if self.num_draft_tokens is not None and self.draft_model is None:
+            raise OptionError("--num-draft-tokens is of a draft model: name it with --draft-model")
+        if self.draft_model is not None and self.drafter is not None:
+            raise OptionError("--drafter and --draft-model are given together: choose one")
+        _ = self.lookup, self.lookahead  # which are checked
+
+    def _given(self, of: str) -> dict[str, Any]:
+        """The given options among those that only some decoders take, by what they set."""
+        names = [own.name for own in fields(self) if own.metadata.get("of") == of]
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    @cached_property
+    def kind(self) -> str:
+        """The decoder's name: the one that was asked for, or one that takes the given options."""
+        given = {of for of in (OWN, LOOKUP, LOOKAHEAD) if self._given(of)}
+        fitting = (kind for kind, taken in _TAKEN.items() if given <= {*taken})
+        return self.decoder or next(fitting, "auto")
+
+    @cached_property
+    def lookup(self) -> PromptLookup:
+        """Prompt lookup with its parameters."""
+        from ...drafting.sources import parse_lookup_config
+        from ...generation.drafting import PromptLookup
+
+        given = self._given(LOOKUP)
+        config = given.pop("prompt_lookup_config", None)
+        if config is not None:
+            given["n_draft"], given["ngram_max"], _ = parse_lookup_config(config)
+        return PromptLookup(**given)
+
+    @cached_property
+    def lookahead(self) -> Lookahead:
+        """Lookahead with its sizes."""
+        from ...generation.drafting import Lookahead
+
+        columns = _columns(self.window_size or "auto")
+        return Lookahead(**self._given(LOOKAHEAD) | {"window_size": columns})
+
+    def of_model(
+        self,
+        tokenizer: TokenizerWrapper,
+        memory: Memory | None,
+        extra: Callable[[], Drafter] | None,
+    ) -> Auto | PromptLookup | Lookahead:
+        """What the decoder of a model drafts from.
+
+        Args:
+            tokenizer: the model's.
+            memory: of earlier answers; None is a new one.
+            extra: makes the drafter that was asked for, if one was.
+
+        Raises:
+            StoreError: the store cannot be read, or is another tokenizer's.
+        """
+        from ...corpus import Memory
+        from ...corpus.store import open_store
+        from ...generation.drafting import Auto, PromptLookup
+
+        if self.kind == "plain":
+            return PromptLookup(n_draft=0)
+        if self.kind == "prompt-lookup":
+            return self.lookup
+        if self.kind == "lookahead":
+            return self.lookahead
+        store = lookahead = None
+        if self.store is not None:
+            store = open_store(self.store, tokenizer)
+        if self.kind == "combined":
+            first = self.lookup.new if self._given(LOOKUP) else None
+            lookahead = replace(self.lookahead, first=first)
+        return Auto(memory or Memory(), store, extra, lookahead)
+
+    def load_draft_model(self) -> tuple[nn.Module, Callable[[], Drafter]]:
+        """The draft model, and what makes a drafter of it for each generation.
+
+        Raises:
+            LoadError: it cannot be found or read.
+        """
+        from ...engine.draft_model import DraftModelDrafter
+
+        assert self.draft_model is not None
+        model, _ = mlxspec.load(self.draft_model)
+        return model, partial(DraftModelDrafter, model, self.num_draft_tokens or 2)
+
+    def tell_what_has_no_effect(self, max_tokens: int) -> None:
+        """Say so where a device list is ignored, or lookahead's window never runs.
+
+        The window needs drafts as deep as itself, W + N - 3 tokens in its first step, and no
+        draft reaches beyond the output's last token.
+        """
+        from ...drafting.sources import parse_lookup_config
+
+        if self.prompt_lookup_config is not None:
+            *_, ignored = parse_lookup_config(self.prompt_lookup_config)
+            if ignored:
+                note(ignored)
+        columns, ngram_size = self.lookahead.window_size, self.lookahead.ngram_size
+        widest = max_tokens + 2 - ngram_size
+        if LOOKAHEAD in _TAKEN[self.kind] and columns != "auto" and columns > max(widest, 0):
+            note(
+                f"--window-size is {columns}: the window looks beyond the output's end and does "
+                f"not run; with --max-tokens {max_tokens} and n-grams of {ngram_size} choose "
+                f"{max(widest, 0)} at most"
+            )
+
+
+def _columns(text: str) -> int | Literal["auto"]:
+    """Understand ``--window-size``.
+
+    Raises:
+        OptionError: it is neither a number nor "auto".
+    """
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise OptionError(f"--window-size is {text!r}: give a number, or auto") from None
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What ends the output before it is full."""
+
+    stop: tuple[str, ...] = option_field("--stop TEXT", "End before TEXT; repeatable.", default=())
+    stop_tokens: tuple[int | str, ...] = option_field(
+        "--stop-token --extra-eos-token TOKEN",
+        "End at this token too, an id or a text of one token; repeatable.",
+        default=(),
+    )
+
+
+def _biases(texts: Sequence[str]) -> dict[int, float]:
+    parsed = {}
+    for text in texts:
+        token, _, value = text.partition("=")
+        try:
+            parsed[int(token)] = float(value)
+        except ValueError:
+            raise OptionError(
+                f"--logit-bias is {text!r}: write it as ID=VALUE, for example 42=-5"
+            ) from None
+    return parsed
+
+
+def _ids_or_texts(tokens: Sequence[str]) -> tuple[int | str, ...]:
+    return tuple(int(token) if token.isdecimal() else token for token in tokens)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the output has to be; None where an option is not given.
+
+    Raises:
+        OptionError: several are given, or a file cannot be read or is none.
+    """
+
+    json_schema: str | None = option_field(
+        "--json-schema FILE",
+        "Let the output be JSON that is valid under the JSON Schema in FILE.",
+        type=NAME,
+    )
+    regex: str | None = option_field(
+        "--regex PATTERN", "Let the output match PATTERN as a whole, in the syntax of Rust's regex."
+    )
+    grammar: str | None = option_field(
+        "--grammar FILE",
+        "Let the output be of the grammar in FILE: Lark, in llguidance's variant, or llama.cpp's "
+        "GBNF.",
+        type=NAME,
+    )
+
+    def __post_init__(self) -> None:
+        given = [own.name for own in fields(self) if getattr(self, own.name) is not None]
+        if len(given) > 1:
+            named = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise OptionError(f"{named} are given together: choose one")
+        _ = self.constraint
+
+    @cached_property
+    def constraint(self) -> Constraint | None:
+        """What was asked for, read."""
+        if self.json_schema is not None:
+            return _read_from(f"--json-schema {self.json_schema}", Constraint.json_schema)
+        if self.grammar is not None:
+            return _read_from(f"--grammar {self.grammar}", Constraint.grammar)
+        return None if self.regex is None else Constraint.regex(self.regex)
+
+
+def _read_from(option: str, read: Callable[[str], Constraint]) -> Constraint:
+    """The constraint in the file of an option.
+
+    Raises:
+        OptionError: there is no such file, or none of this kind.
+    """
+    try:
+        with open(option.partition(" ")[2], "rb") as file:
+            return read(file.read(_LONGEST_FILE).decode("utf-8-sig"))
+    except OSError as error:
+        raise OptionError(
+            f"{option} cannot be read ({error.strerror}): name a readable text file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{option} is not UTF-8 text: convert it to UTF-8") from error
+    except OptionError as error:
+        raise OptionError(f"{option}: {error}") from error
+
+
+_LONGEST_FILE = 4_000_000  # bytes; a constraint's text is shorter, and some devices never end
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A generation as the user asked for it.
+
+    A command declares ``--model`` and ``--max-tokens`` itself.
+
+    Attributes:
+        model: a directory, a repository or "demo"; None takes the default.
+        max_tokens: how many tokens to generate at most.
+
+    Raises:
+        OptionError: ``max_tokens`` is below 1.
+    """
+
+    model: str | None
+    max_tokens: int
+    drafting: Drafting = field(metadata=nested(Drafting, "Drafting"))
+    ends: Ends = field(metadata=nested(Ends, "End of the output", stop_tokens=_ids_or_texts))
+    sampling: SamplingParams = field(
+        metadata=nested(SamplingParams, "Sampling", logit_bias=_biases)
+    )
+    caches: CacheOptions = field(metadata=nested(CacheOptions, "Memory"))
+    form: Form = field(default=Form(), metadata=nested(Form, "Form of the output"))
+    adapter_path: str | None = option_field(
+        ADAPTERS, ADAPTERS_HELP, type=NAME, group="Model and prompt"
+    )
+
+    def __post_init__(self) -> None:
+        check_least(1, max_tokens=self.max_tokens)
+
+    @property
+    def plans(self) -> bool:
+        """Whether each draft is chosen by its cost."""
+        return STORE in _TAKEN[self.drafting.kind]
+
+    def load(self, console: Console, memories: Memories, leader: Leader | None = None) -> Decoder:
+        """Load the model, and measure what its steps cost if that matters and is not known.
+
+        Args:
+            console: where a bar shows how far the measurement is.
+            memories: have the earlier answers that are drafted from.
+            leader: splits the model over its ranks.
+        """
+        from ...drafting.drafter import load_drafter
+        from ...engine.draft_model import check_vocabularies
+        from ...models.model import load
+
+        if leader and self.adapter_path is not None:
+            raise OptionError(
+                "--adapter-path: adapters are not split over several machines; put them into the "
+                "model with mlx_lm.fuse, or run without mlx.launch"
+            )
+
+        drafting = self.drafting
+        drafting.tell_what_has_no_effect(self.max_tokens)
+        name = model_or_default(self.model)
+        extra: Callable[[], Drafter] | None = None
+        draft_model = None
+        if drafting.drafter is not None:
+            extra = load_drafter(drafting.drafter)
+        if drafting.draft_model is not None:
+            draft_model, extra = drafting.load_draft_model()
+        with ProgressBar("Measuring step times", console=console) as bar:
+            if leader:
+                model, tokenizer = leader.load(name)
+            else:
+                model, tokenizer = load(name, adapter_path=self.adapter_path)
+            memory = memories.of(tokenizer, name) if self.plans else None
+            drafts_from = drafting.of_model(tokenizer, memory, extra)
+            decoder = mlxspec.Decoder(model, tokenizer, drafts_from, on_measuring=bar)
+            if not memories.keeps:
+                decoder.keeps_experience = False
+            if draft_model is not None:
+                check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
+            if decoder.plans:
+                _ = decoder.costs
+        return decoder
+
+    def stream(
+        self,
+        decoder: Decoder,
+        tokens: Sequence[int],
+        max_tokens: int,
+        *,
+        templated: bool = False,
+        begun: str | None = None,
+        **more: Any,
+    ) -> Generator[GenerationResponse, None, None]:
+        """Generate with the decoder of :meth:`load`.
+
+        Args:
+            decoder: the decoder.
+            tokens: the prompt.
+            max_tokens: how many tokens there is room for; see :meth:`room`.
+            templated: the output is a chat's answer.
+            begun: the beginning of that answer, with which the prompt ends.
+            more: what :meth:`mlxspec.Decoder.decode` takes besides.
+        """
+        options = {**self.options(decoder, tokens if templated else None, begun), **more}
+        trimmed = FirstSpace(decoder, templated and begun is None)
+        with closing(decoder.stream(tokens, max_tokens, **options)) as responses:
+            yield from map(trimmed, responses)
+
+    def request(
+        self,
+        decoder: Decoder,
+        tokens: Sequence[int],
+        max_tokens: int,
+        on_response: Callable[[GenerationResponse], object],
+        templated: bool = False,
+        begun: str | None = None,
+    ) -> Request:
+        """A request to the decoder of :meth:`load`, for its engine.
+
+        Args:
+            decoder, tokens, max_tokens, templated, begun: as for :meth:`stream`.
+            on_response: called with each response.
+
+        Raises:
+            PromptError, OptionError: as :meth:`mlxspec.Decoder.decode`.
+        """
+        options = self.options(decoder, tokens if templated else None, begun)
+        trimmed = FirstSpace(decoder, templated and begun is None)
+
+        def receive(response: GenerationResponse) -> None:
+            on_response(trimmed(response))
+
+        return decoder.new_request(tokens, max_tokens, options, receive=receive)
+
+    def options(
+        self,
+        decoder: Decoder,
+        conversation: Sequence[int] | None = None,
+        begun: str | None = None,
+    ) -> GenerationOptions:
+        """Sampling, form, ends and memory, as :meth:`mlxspec.Decoder.decode` takes them.
+
+        Args:
+            decoder: of :meth:`load`.
+            conversation: the prompt's tokens, where the output is a chat's answer.
+            begun: the beginning of that answer; the form is that of what follows.
+        """
+        from ...generation.constrained import ends_in_reasoning, in_answer, leaves_reasoning_open
+        from ...models.detokenizer import detokenizer_of
+
+        # XTC keeps line breaks and end tokens, as on mlx-lm's command line.
+        kept = [*decoder.tokenizer.encode("\n"), *decoder.tokenizer.eos_token_ids]
+        sampling = replace(self.sampling, xtc_special_tokens=kept)
+        constraint: Any = self.form.constraint
+        if constraint is not None and conversation is not None:
+            tokenizer = decoder.tokenizer
+            if begun is None:
+                reasons = ends_in_reasoning([*conversation], tokenizer)
+                trims = detokenizer_of(tokenizer).prefix_space
+            else:
+                reasons, trims = leaves_reasoning_open(begun, tokenizer), False
+            constraint = in_answer(constraint, tokenizer, reasons=reasons, trims_space=trims)
+        shape = {"sampling": sampling, "constraint": constraint}
+        options = {**vars(self.ends), **vars(self.caches), **shape}
+        return cast("GenerationOptions", options)
+
+    def room(self, model: nn.Module, n_prompt: int) -> int:
+        """How many tokens the output may have, at least one, after so many of the prompt."""
+        from ...engine.model_sizes import context_length
+
+        return room_for(context_length(model), n_prompt, self.max_tokens)
+
+    def tell_if_full(self, model: nn.Module, room: int, finish_reason: str | None) -> None:
+        """Say so where the output ends because the model's context is full."""
+        from ...engine.model_sizes import context_length
+
+        if finish_reason == "length" and room < self.max_tokens:
+            length = context_length(model)
+            note(f"the model's context of {length:,} tokens is full: the output ends there")
+
+
+class FirstSpace:
+    """Drops the first space of an answer, if the tokenizer has put it there.
+
+    Args:
+        decoder: generates the answer.
+        applies: the output is a whole answer of a chat; False keeps it as it is.
+    """
+
+    def __init__(self, decoder: Decoder, applies: bool) -> None:
+        from ...models.detokenizer import detokenizer_of
+
+        self._trims = applies and detokenizer_of(decoder.tokenizer).prefix_space
+
+    def __call__(self, response: GenerationResponse) -> GenerationResponse:
+        if self._trims and response.text:
+            self._trims = False
+            return replace(response, text=response.text.removeprefix(" "))
+        return response
+
+
+def room_for(longest: int | None, n_prompt: int, max_tokens: int) -> int:
+    """How many tokens an output may have, at least one.
+
+    Args:
+        longest: the model's context in tokens, where it is known.
+        n_prompt: tokens of the prompt.
+        max_tokens: how many it may have in an empty context.
+    """
+    return max_tokens if longest is None else max(1, min(max_tokens, longest - n_prompt))

@@ -1,0 +1,262 @@
+"""How a command ends: one line for what went wrong, and an exit status that says how."""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import TextIOWrapper
+from typing import NoReturn, TextIO
+
+import click
+
+from ...errors import MlxspecError, OptionError, shortened
+from ...process import INTERRUPTED
+from ...terminal import one_line
+
+_QUIET = f"{__name__}.quiet"
+
+
+def silence_notes() -> None:
+    """Tell no notes while the running command lasts."""
+    click.get_current_context().meta[_QUIET] = True
+
+
+def note(message: object) -> None:
+    """Tell the user something, on one line of standard error."""
+    context = click.get_current_context(silent=True)
+    if context and context.meta.get(_QUIET):
+        return
+    _tell(f"Note: {told(message)}")
+
+
+def _tell(line: str) -> None:
+    """Write a line to standard error; where that cannot be written, nobody is told any more."""
+    try:
+        click.echo(line, err=True)
+    except OSError:  # a full disk, say: no reason to lose the answer
+        _discard(sys.stderr)
+
+
+def say(message: object) -> None:
+    """Tell what has been done, on one line of standard output."""
+    click.echo(one_line(message))
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Run a command's body: errors and warnings become lines, an interrupt an exit status.
+
+    A reader that has seen enough and closes the pipe (``| head -1``) ends the command quietly
+    and successfully.
+    """
+    if sys.stdout is None:  # closed by the shell: `>&-`
+        _fail("standard output is closed: send it to a file, or to /dev/null")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    hush_transformers()
+    write_plainly()
+    with _failures_told(), _warnings_as_notes():
+        yield
+        sys.stdout.flush()
+
+
+def hush_transformers() -> None:
+    """Keep it from advising to install PyTorch, which nothing here needs, and from warning of
+    texts beyond a model's context. Works only before it is imported."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def run_command(command: click.Command, name: str) -> None:
+    """Run a command as a process of its own and exit; a wrong use is one line and status 2.
+
+    Args:
+        command: what :func:`reported` did not catch in it ends in one line as well.
+        name: what the user calls it.
+    """
+    with _failures_told():
+        try:
+            sys.exit(command.main(prog_name=name, standalone_mode=False) or 0)
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.format_message())  # asked for, as with --help
+            sys.exit(0)
+        except click.UsageError as error:
+            hint = f" ({error.ctx.command_path} --help)" if error.ctx else ""
+            _fail(_misuse(error) + hint, error.exit_code)
+        except click.ClickException as error:
+            _fail(error.format_message(), error.exit_code)
+        except click.Abort:  # click has ended the line in which Ctrl-C was pressed
+            _tell("Interrupted.")
+            sys.exit(INTERRUPTED)
+
+
+def _misuse(error: click.UsageError) -> str:
+    """What is wrong with the arguments; of a mistyped option, which one it was to be."""
+    if isinstance(error, click.NoSuchOption):
+        near = f": did you mean {error.possibilities[0]}?" if error.possibilities else ""
+        return f"there is no option {error.option_name}{near}"
+    return error.format_message().rstrip(".")
+
+
+@contextmanager
+def _failures_told() -> Iterator[None]:
+    """End the process where its input is at fault, in one line."""
+    try:
+        yield
+    except OptionError as error:
+        _fail(in_option_names(str(error)))
+    except MlxspecError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        _tell("\nInterrupted.")
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        _discard_output()
+        sys.exit(0)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            _discard_output()
+            _fail("no space is left where the output goes: send it elsewhere")
+        _fail(_complaint(error))
+
+
+_REMEDIES = {
+    errno.EACCES: "give yourself the permission, or name another one",
+    errno.ENAMETOOLONG: "name one with a shorter name",
+    errno.ENOENT: "name one that is there",
+}
+
+
+def _complaint(error: OSError) -> str:
+    """What to tell of a file that cannot be read, written or found, and what helps.
+
+    Raises:
+        OSError: it names no file; then it is shown with its traceback.
+    """
+    if isinstance(error.filename, str):
+        remedy = _REMEDIES.get(error.errno or 0, "name another one")
+        return f"{error.filename}: {error.strerror}; {remedy}"
+    if error.errno == errno.ENOENT:  # what os.getcwd() raises
+        return "the working directory is gone: change to one that is there"
+    raise error
+
+
+@contextmanager
+def _warnings_as_notes() -> Iterator[None]:
+    """Show mlxspec's own warnings as notes, and others only if Python was asked to (``-W``)."""
+    with _LoggedNotes().shown(), warnings.catch_warnings():
+        if not sys.warnoptions:
+            warnings.simplefilter("ignore")
+            # Only these: for a socket that the garbage collector finds open, Python blames
+            # whichever line happens to run.
+            warnings.filterwarnings("always", category=UserWarning, module=r"mlxspec(\.|$)")
+        warnings.showwarning = lambda message, *_: note(message)
+        yield
+
+
+class _LoggedNotes(logging.Handler):
+    """Shows what the library logs as notes, and faults of its own with their tracebacks."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            _tell(self.format(record))
+        else:
+            note(record.getMessage())
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show them meanwhile."""
+        log = logging.getLogger("mlxspec")
+        log.addHandler(self)
+        try:
+            yield
+        finally:
+            log.removeHandler(self)
+
+
+def _fail(message: object, status: int = 1) -> NoReturn:
+    _tell(f"Error: {told(message)}")
+    sys.exit(status)
+
+
+def told(message: object) -> str:
+    """A message as it is shown: on one line, harmless and not too long."""
+    return shortened(one_line(message))
+
+
+def _discard_output() -> None:
+    """Send what cannot be written to nowhere, or Python complains about it as it exits."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            _discard(stream)
+
+
+def _discard(stream: TextIO) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def in_option_names(message: str) -> str:
+    """An error of the API with ``--top-k`` for ``top_k``, for each option of the running command.
+
+    A name of one word is taken for an option's only where the message begins with it.
+    """
+    context = click.get_current_context(silent=True)
+    for option in context.command.params if context else ():
+        if isinstance(option, click.Option) and option.name:
+            spelled = next((name for name in option.opts if name.startswith("--")), None)
+            place = rf"(?<![\w./'-]){option.name}(?![\w./'-])"
+            if "_" not in option.name:
+                place = rf"^{option.name}(?= is | holds )"
+            message = re.sub(place, spelled or option.name, message)
+    return message
+
+
+_PLAIN = {
+    "–": "-",
+    "−": "-",
+    "’": "'",
+    "·": "|",
+    "×": "x",
+    "■": "#",
+    "±": "+-",
+    "…": "...",
+    "≈": "~",
+}
+
+_Handler = Callable[[UnicodeError], tuple[str | bytes, int]]
+
+
+def write_plainly() -> None:
+    """Have the standard streams write what their encodings lack in plain characters.
+
+    A character without a plain form becomes a question mark on standard output. Standard error
+    gets it as Python escapes it, so that the name of a file can be told.
+    """
+    codecs.register_error("mlxspec.output", _plain_or(codecs.replace_errors))
+    codecs.register_error("mlxspec.error", _plain_or(codecs.backslashreplace_errors))
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="mlxspec.output")
+    if isinstance(sys.stderr, TextIOWrapper):
+        sys.stderr.reconfigure(errors="mlxspec.error")
+
+
+def _plain_or(other: _Handler) -> _Handler:
+    def handle(error: UnicodeError) -> tuple[str | bytes, int]:
+        if isinstance(error, UnicodeEncodeError):
+            error.end = error.start + 1  # one at a time
+            if error.object[error.start] in _PLAIN:
+                return _PLAIN[error.object[error.start]], error.end
+        return other(error)
+
+    return handle

@@ -1,0 +1,372 @@
+"""Options and arguments of the commands: declared as ``--help`` shows them, under headings.
+
+Options that several commands share are the fields of a dataclass, which such a command is then
+called with: :func:`options_of`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import Field, field, fields
+from difflib import get_close_matches
+from functools import partial, wraps
+from inspect import cleandoc
+from pathlib import Path
+from shutil import get_terminal_size
+from typing import Any
+
+import click
+
+import mlxspec
+
+from ...errors import MlxspecError, OptionError
+from ..user_config import load_config
+from .notes import reported
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+ARGUMENTS = "Arguments"
+"""The heading of arguments, and of options that stand for them."""
+
+
+class _HelpFormatter(click.HelpFormatter):
+    """As click's, which is 50 columns wide at least, but no wider than the terminal."""
+
+    def __init__(
+        self, indent_increment: int = 2, width: int | None = None, max_width: int | None = None
+    ) -> None:
+        columns = get_terminal_size().columns
+        super().__init__(indent_increment, width or min(columns, max_width or 80) - 2)
+
+    def write_dl(
+        self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2
+    ) -> None:
+        """Write names and what they mean; where it is narrow, below the names."""
+        super().write_dl(rows, col_max if self.width >= _NARROW else _SHORT_NAME, col_spacing)
+
+
+_NARROW = 60  # columns
+_SHORT_NAME = 14  # characters; longer ones would leave too little room beside them
+
+
+class _Context(click.Context):
+    formatter_class = _HelpFormatter
+
+
+class SectionedCommand(click.Command):
+    """A command with ``--version`` whose help has a section for each group of options.
+
+    The arguments have the first section, and ``--version`` and ``--help`` the last one.
+    """
+
+    context_class = _Context
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        version_option(self)
+
+    def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Nothing: :meth:`format_options` writes them, as click itself does from 8.5 on."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the sections in the order in which their first options were declared."""
+        params = self.get_params(ctx)
+        arguments = [param for param in params if isinstance(param, Argument)]
+        sections: dict[str | None, list[tuple[str, str]]] = {}
+        if arguments:
+            sections[ARGUMENTS] = [(one.make_metavar(ctx), one.about) for one in arguments]
+        for param in params:
+            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)):
+                sections.setdefault(getattr(param, "group", None), []).append(record)
+        ungrouped = "Help" if sections.keys() - {None, ARGUMENTS} else "Options"
+        for heading, records in sections.items():
+            with formatter.section(heading or ungrouped):
+                formatter.write_dl(records)
+
+
+class Command(SectionedCommand):
+    """A command whose help ends with examples, and whose troubles end in one line.
+
+    Of its docstring, the examples and what follows them are shown below the options. For what
+    goes wrong in it see :func:`.common.notes.reported`.
+    """
+
+    def __init__(self, name: str, help: str, **more: Any) -> None:
+        about, examples, rest = cleandoc(help).partition("\b\nExamples:")
+        super().__init__(name, help=about, **{"epilog": examples + rest, **more})
+
+    def make_context(self, *args: Any, **more: Any) -> click.Context:
+        """As click does, with what the user has set of the options for their defaults."""
+        with suppress(MlxspecError):  # which the command tells, and --help need not
+            more.setdefault("default_map", load_config().defaults_of(self.name or ""))
+        return super().make_context(*args, **more)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with reported():
+            return super().invoke(ctx)
+
+
+class Group(click.Group):
+    """A command of commands, which guesses what a mistyped one was to be."""
+
+    command_class = Command
+    context_class = _Context
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        version_option(self)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does.
+
+        Raises:
+            click.UsageError: there is no such command.
+        """
+        name = args[0]
+        is_command = name.startswith("-") or self.get_command(ctx, name) is not None
+        if not (is_command or ctx.resilient_parsing):
+            raise click.UsageError(self.complaint(ctx, name), ctx)
+        return super().resolve_command(ctx, args)
+
+    def complaint(self, ctx: click.Context, name: str) -> str:
+        """What to tell of a command that is none."""
+        near = get_close_matches(name, self.list_commands(ctx), n=1)
+        guess = f": did you mean {near[0]}?" if near else ""
+        return f"there is no command {name!r}{guess}"
+
+
+def version_option(command: click.Command) -> click.Command:
+    """Give a command ``--version``."""
+    return click.version_option(mlxspec.__version__, prog_name="mlxspec")(command)
+
+
+class Argument(click.Argument):
+    """What is given by its place alone.
+
+    Args:
+        about: what the help says of it.
+    """
+
+    def __init__(self, *args: Any, about: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.about = about
+
+
+def argument(name: str, help: str, **more: Any) -> Decorator:
+    """An argument of a command, which ``--help`` has a sentence about.
+
+    Args:
+        name: of the command's parameter; its capitals stand in the help if no ``metavar`` is given.
+        help: the sentence.
+        more: as for :class:`click.Argument`.
+    """
+    return click.argument(name, cls=Argument, about=help, **more)
+
+
+class Option(click.Option):
+    """An option with the heading that it stands under.
+
+    Where it takes a text, that is UTF-8. (Names of files need not be.)
+    """
+
+    def __init__(self, *args: Any, group: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """As click does, after decoding what Python could not decode in the arguments."""
+        if self.type is click.STRING and value is not None:
+            try:
+                value = [*map(_as_utf8, value)] if self.multiple else _as_utf8(value)
+            except UnicodeError:
+                name = next((one for one in self.opts if one.startswith("--")), self.opts[0])
+                raise click.UsageError(
+                    f"{name} is not UTF-8 text: convert it to UTF-8", ctx
+                ) from None
+        return super().type_cast_value(ctx, value)
+
+
+def _as_utf8(text: str) -> str:
+    """A text of the arguments, in which bytes that are not the locale's are lone surrogates."""
+    return text.encode(errors="surrogateescape").decode() if isinstance(text, str) else text
+
+
+class Name(click.Path):
+    """A name, which is not empty: as a path that would be the working directory."""
+
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> str | bytes | os.PathLike[str]:
+        if value == "" and param is not None:
+            long = [name for name in param.opts if name.startswith("--")]
+            label = long[0] if long else param.human_readable_name.strip("[].")
+            raise click.UsageError(f"{label} is empty: give a name, or leave it out", ctx)
+        return super().convert(value, param, ctx)
+
+
+# Whatever reads a file says itself when it cannot.
+NAME = Name(readable=False)
+"""A model, a file or a directory, as the text that it is."""
+FILE = Name(readable=False, path_type=Path)
+"""A file, as a path."""
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
+command = partial(click.command, cls=Command, context_settings=SETTINGS)
+
+
+def option(spelling: str, help: str, name: str | None = None, **more: Any) -> Decorator:
+    """An option, spelled as ``--help`` shows it: ``option("-o --output FILE", "What to write.")``.
+
+    One without the name of a value is a flag, if it has no ``type``.
+
+    Args:
+        spelling: its names, and what stands for its value.
+        help: what it does.
+        name: of the command's argument, where that is not the option's own.
+        more: as for :class:`Option`.
+    """
+    declared = _declared(spelling, **more)
+    names = [*declared.pop("names"), *([name] if name else [])]
+    return click.option(*names, cls=Option, help=help, **declared)
+
+
+def option_field(spelling: str, help: str, **more: Any) -> Any:
+    """A field of a dataclass for :func:`options_of`; the arguments are :func:`option`'s."""
+    default = more.pop("default", None)
+    return field(default=default, metadata={"help": help, **_declared(spelling, **more)})
+
+
+def _declared(spelling: str, **more: Any) -> dict[str, Any]:
+    words = spelling.split()
+    names = [word for word in words if word.startswith("-")]
+    if len(names) < len(words):
+        more["metavar"] = words[-1]
+    elif "type" not in more and "/" not in spelling:
+        more["is_flag"] = True
+    return {"names": names, **more}
+
+
+_TYPES = {"bool": bool, "float": float, "int": int, "str": str, "Path": FILE}
+
+
+def nested(kind: type, group: str, **read: Callable) -> dict[str, Any]:
+    """The metadata of a dataclass's field for :func:`options_of` that is such a dataclass itself.
+
+    Args:
+        kind: the field's.
+        group: the heading of its options.
+        read: by its field, what makes the value of the texts that were given.
+    """
+    return {"options": kind, "group": group, "read": read}
+
+
+def options_of(
+    kind: type, argument: str, group: str | None = None, leave_out: Collection[str] = ()
+) -> Decorator:
+    """Give a command an option for each field of a dataclass whose metadata has a ``help``.
+
+    A field of several values is an option that can be repeated. Other fields take the command's
+    options of the same name, if there are any.
+
+    Args:
+        kind: the dataclass.
+        argument: the command's, which gets the dataclass.
+        group: the heading of these options.
+        leave_out: fields that are no options of this command.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def called(**options: Any) -> Any:
+            taken = _taken(kind, options)
+            return function(**{argument: taken}, **options)
+
+        optioned: Callable[..., Any] = called
+        for add in reversed([*_options_in(kind, group, leave_out)]):
+            optioned = add(optioned)
+        return optioned
+
+    return decorate
+
+
+def _options_in(kind: type, group: str | None, leave_out: Collection[str]) -> Iterator[Decorator]:
+    for own in fields(kind):
+        if "options" in own.metadata:
+            yield from _options_in(own.metadata["options"], own.metadata["group"], leave_out)
+        elif "help" in own.metadata and own.name not in leave_out:
+            yield _option_of(own, group)
+
+
+def _taken(kind: type, options: dict[str, Any], **read: Callable) -> Any:
+    """A dataclass of a command's options, which are taken out."""
+    values = {}
+    for own in fields(kind):
+        if "options" in own.metadata:
+            values[own.name] = _taken(own.metadata["options"], options, **own.metadata["read"])
+        elif own.name in options:
+            value = options.pop(own.name)
+            values[own.name] = read[own.name](value) if own.name in read else value
+    return kind(**values)
+
+
+def _option_of(own: Field, group: str | None) -> Decorator:
+    more: dict[str, Any] = dict(own.metadata)
+    names = more.pop("names", ["--" + own.name.replace("_", "-")])
+    more.pop("of", None)
+    kind = _TYPES.get(str(own.type).partition(" | ")[0])
+    if "type" not in more:
+        more |= {"type": kind} if kind else {"multiple": True}
+    more = {"default": own.default, "group": group, **more}
+    return click.option(*names, own.name, cls=Option, **more)
+
+
+def color_option(group: str, help: str = "Colour accepted draft tokens.") -> Decorator:
+    """``--color`` and ``--no-color``."""
+    default = "  [default: at a terminal, unless NO_COLOR is set]"
+    return option("--color/--no-color", help + default, default=None, group=group)
+
+
+def names_completed(names: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
+    """What completes an option's value in a shell: one name, or several with commas between them.
+
+    Args:
+        names: gives those that there are.
+    """
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+        given, comma, begun = incomplete.rpartition(",")
+        left = (name for name in names() if name not in given.split(","))
+        return [f"{given}{comma}{name}" for name in left if name.startswith(begun)]
+
+    return complete
+
+
+DRAFTER = "--drafter MODULE:CLASS"
+"""How a drafter of the user's is given; :func:`mlxspec.drafting.drafter.load_drafter` loads it."""
+
+ADAPTERS = "--adapter-path DIR"
+ADAPTERS_HELP = "Put in adapters (LoRA, DoRA) that mlx_lm.lora has trained for the model."
+
+NO_MEMORY = "--no-memory"
+NO_MEMORY_HELP = (
+    "Neither draft from nor add to the answers that 'mlxspec memory on' keeps over runs."
+)
+
+
+def check_least(least: int, **options: int | None) -> None:
+    """Refuse numbers below ``least``, by the names of their options.
+
+    Raises:
+        OptionError: one of them is.
+    """
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise OptionError(f"--{name.replace('_', '-')} is {value}: it is at least {least}")

@@ -1,0 +1,345 @@
+"""What commands show: consoles, progress bars, tables that fold, JSON, and words for numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock, Timer
+from typing import Any
+
+import click
+from rich.box import SIMPLE
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from ...errors import OptionError
+from ...terminal import visible, wants_color
+from .options import option_field
+
+_UNLIMITED = 10_000  # columns
+_GAP = 2  # columns before and between the texts of a block
+
+
+class _OutputConsole(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to :func:`.common.notes.reported`, whatever writes to the pipe."""
+        raise BrokenPipeError
+
+
+def output_console(color: bool | None = None) -> Console:
+    """Standard output; ``color`` as in :func:`mlxspec.terminal.wants_color`.
+
+    As wide as the terminal, or as COLUMNS says; in a file or pipe without limit, so that a line
+    stays a line for whatever reads it.
+    """
+    limited = sys.stdout.isatty() or "COLUMNS" in os.environ
+    in_color = wants_color(sys.stdout, color)
+    # Colours that are asked for go into a pipe, too.
+    return _OutputConsole(
+        force_terminal=in_color or None, width=None if limited else _UNLIMITED, **_look(in_color)
+    )
+
+
+def error_console(color: bool | None = None) -> Console:
+    """Standard error; ``color`` as in :func:`mlxspec.terminal.wants_color`."""
+    in_color = wants_color(sys.stderr, color)
+    return Console(stderr=True, force_terminal=sys.stderr.isatty() or in_color, **_look(in_color))
+
+
+def _look(in_color: bool) -> dict[str, Any]:
+    """Texts as they are; without colours no bold and no dim either."""
+    as_they_are = dict.fromkeys(("highlight", "markup", "emoji"), False)
+    return {"no_color": not in_color, "color_system": "256" if in_color else None, **as_they_are}
+
+
+def at_terminal() -> bool:
+    """Whether there is somebody to ask."""
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+class ProgressBar:
+    """Shows a bar on an interactive terminal, nothing elsewhere.
+
+    Call it with how much is done and how much there is to do, None where nobody knows. The bar
+    appears with the first call, so work that turns out to be unnecessary shows none. It is erased
+    when all is done, at the latest at the end of the ``with`` block.
+
+    Args:
+        what: the words before the bar.
+        figures: what stands behind it; by default the percentage.
+        console: where it is drawn; by default standard error.
+        delay: seconds from the first call to the bar. A timer brings it up, since the first part
+            of the work alone may take longer.
+        then: the words before a full bar, if work is left when all is counted; it then stays
+            until the end of the block.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *figures: ProgressColumn,
+        console: Console | None = None,
+        delay: float = 0.0,
+        then: str | None = None,
+    ) -> None:
+        console = console or error_console()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=10),  # as a whole narrow enough for 40 columns with an echoed ^C
+            *(figures or [TaskProgressColumn()]),
+            console=console,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            disable=not console.is_interactive,
+        )
+        self._task = self._bar.add_task(what, total=None)
+        self._delay, self._then = delay, then
+        self._timer: Timer | None = None
+        self._lock = Lock()  # the timer may fire while the work ends
+        self._ended = False
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __call__(self, done: float, total: float | None = 1.0) -> None:
+        self._bar.update(self._task, completed=done, total=total)
+        if total is None or done < total:
+            self._appear()
+        elif self._then:
+            self._bar.update(self._task, description=self._then)
+        else:
+            self._end()
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _appear(self) -> None:
+        if not self._delay:
+            self._show()
+        elif self._timer is None:
+            self._timer = Timer(self._delay, self._show)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _show(self) -> None:
+        with self._lock:
+            if not self._ended:
+                self._bar.start()
+
+    def _end(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+        with self._lock:
+            self._ended = True
+            self._bar.stop()
+
+
+def prefill_bar(console: Console, delay: float = 1.0) -> ProgressBar:
+    """A bar for prefills that take so long, in seconds, that one wonders."""
+    figures = MofNCompleteColumn(), TimeElapsedColumn()
+    return ProgressBar("prefill", *figures, console=console, delay=delay)
+
+
+class FoldingTable:
+    """Rows of a name and figures, whatever the width.
+
+    A table with the names to the left and the figures to the right, its headings broken into
+    lines if need be. Where the cells do not fit even so, each row is a block: its name, and a
+    line for each figure.
+
+    Args:
+        heading: of the names.
+        others: of the figures.
+        caption: what stands below.
+    """
+
+    def __init__(self, heading: str, *others: str, caption: str = "") -> None:
+        self._headings = (heading, *others)
+        self._rows: list[tuple[str, ...]] = []
+        self._caption = caption
+
+    def add_row(self, *cells: str) -> None:
+        """Add a name and as many figures as there are headings for."""
+        self._rows.append(cells)
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        unlimited = options.update(max_width=_UNLIMITED)
+        for separator in (" ", "\n"):
+            table = self._table(separator)
+            if Measurement.get(console, unlimited, table).maximum <= options.max_width:
+                yield table
+                break
+        else:
+            yield from self._blocks(options.max_width)
+        if self._caption:
+            yield Text(f"{self._caption}\n", style="dim")
+
+    def _table(self, separator: str) -> Table:
+        """With ``separator`` between the words of its headings."""
+        table = Table(box=SIMPLE, pad_edge=False)
+        for column, heading in enumerate(self._headings):
+            words = heading.replace(" ", separator)
+            table.add_column(words, justify="right" if column else "left")
+        for row in self._rows:
+            table.add_row(*row)
+        return table
+
+    def _blocks(self, columns: int) -> Iterator[RenderableType]:
+        labels = self._headings[1:]
+        longest = max(map(len, labels), default=0)
+        widest = max((len(cell) for row in self._rows for cell in row[1:]), default=0)
+        widest = max(1, min(widest, columns - longest - 2 * _GAP))  # a longer one is folded
+        for name, *figures in self._rows:
+            yield Text(name, style="bold")
+            # All blocks are of one width, so that figures stand below each other.
+            grid = Table.grid()
+            grid.add_column(width=longest + _GAP)
+            grid.add_column(width=widest, justify="right", overflow="fold")
+            for label, figure in zip(labels, figures, strict=True):
+                grid.add_row(label, figure)
+            yield Padding(grid, (0, 0, 1, _GAP))
+
+
+def figures_grid(rows: Iterable[tuple[str, ...]]) -> Table:
+    """Names, their figures aligned to the right, and a remark on each."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column()
+    grid.add_column(justify="right")
+    grid.add_column()
+    for row in rows:
+        grid.add_row(*row)
+    return grid
+
+
+def print_tables(parts: Iterable[RenderableType]) -> None:
+    """Write tables and lines of text to standard output."""
+    console = output_console()
+    for part in parts:
+        console.print(part)
+
+
+def write_json(report: dict[str, Any], indent: int | None = None) -> None:
+    """Write one JSON object to standard output.
+
+    It is ASCII without control characters, so it is right in every encoding and harmless on a
+    terminal; a reader gets every text back exactly.
+    """
+    click.echo(json_text(report, indent))
+
+
+def json_text(report: dict[str, Any], indent: int | None = None) -> str:
+    """What :func:`write_json` writes, without the line's end."""
+    # DEL is the one control character that json leaves.
+    return json.dumps(report, indent=indent).replace("\x7f", "\\u007f")
+
+
+def _same_file(path: Path, other: object) -> bool:
+    return isinstance(other, Path) and path.exists() and other.exists() and path.samefile(other)
+
+
+FORCE_HELP = "Let the report replace whatever file is there, not only an older report."
+
+
+@dataclass(frozen=True)
+class PageOptions:
+    """The page that a report is written to as well, if any."""
+
+    html: Path | None = option_field("--html FILE", "Write a page with drawings as well.")  # noqa: RUF009
+    force: bool = option_field("--force", FORCE_HELP, default=False)
+
+    def check(self) -> None:
+        """Find out before the work that the page cannot be written.
+
+        Raises:
+            OptionError: it cannot.
+        """
+        from ...bench.page import check_report
+
+        if not self.html:
+            return
+        check_report(self.html, "--html", force=self.force)
+        given = click.get_current_context().params
+        for name, value in given.items():
+            read = value if isinstance(value, tuple) else (value,)
+            if name != "html" and any(_same_file(self.html, path) for path in read):
+                raise OptionError(f"--html {self.html}: is read by this command; name another file")
+
+    def show(
+        self,
+        show: Callable[[], None],
+        page: Callable[[], str],
+        briefly: Callable[[], None] | None = None,
+    ) -> None:
+        """Show what was found, and write it as a page, if there is to be one.
+
+        The page comes first, since a reader who closes the pipe ends the command. What was found
+        is shown even if the page cannot be written.
+
+        Args:
+            show: shows it.
+            page: makes the page.
+            briefly: shows what matters most, where the page has the rest; by default ``show``.
+
+        Raises:
+            OptionError: the page cannot be written.
+        """
+        from ...bench.page import write_report
+
+        written = False
+        try:
+            if self.html:
+                write_report(self.html, page(), "--html", force=self.force)
+                written = True
+        finally:
+            if written and briefly:
+                briefly()
+            else:
+                show()
+
+
+@dataclass(frozen=True)
+class ReportOptions(PageOptions):
+    """How to show a report: as tables or as one JSON object, and on a page as well."""
+
+    as_json: bool = option_field("--json", "Write one JSON object and no table.", default=False)
+
+
+def shown(name: str) -> str:
+    """A name from the user's data, harmless in a table."""
+    return visible(" ".join(name.split()))
+
+
+def ratio(value: float | None) -> str:
+    """A speed against another one."""
+    return "–" if value is None else f"{value:.2f}×"
+
+
+def counted(number: int, thing: str) -> str:
+    """A number of things: "1 file", "2,000 files"."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
+def size_in_words(nbytes: int) -> str:
+    """The size of a file, in decimal units: "640 bytes", "3.2 kB", "1,024.0 MB"."""
+    if nbytes < 1000:
+        return counted(nbytes, "byte")
+    return f"{nbytes / 1e3:.1f} kB" if nbytes < 1e6 else f"{nbytes / 1e6:,.1f} MB"

@@ -1,0 +1,400 @@
+"""The prompt of a command: where it comes from, and the tokens that it becomes."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import stat
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import click
+
+from ...errors import OptionError, PromptError
+from .model_choice import model_option as named_model
+from .notes import hush_transformers, note
+from .options import NAME, argument, option, option_field
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from ...models.chat_template import Messages
+
+_MOST_BYTES = 100_000_000  # no context holds as much, and some devices never end
+_SOON, _LATE = 2.0, 8.0  # seconds of waiting for a pipe's first byte before and after saying so
+
+model_option = named_model("Model and prompt")
+
+
+def _one_prompt(ctx: click.Context, param: click.Parameter, words: tuple[str, ...]) -> str | None:
+    if len(words) > 1:
+        raise click.UsageError(
+            f"{words[1]!r} follows the prompt {words[0]!r}: put several words into quotes", ctx
+        )
+    return words[0] if words else None
+
+
+prompt_argument = argument(
+    "argument",
+    "What the model is asked.",
+    nargs=-1,
+    metavar="[PROMPT]",
+    callback=_one_prompt,
+    type=click.UNPROCESSED,
+)
+"""The prompt without an option's name; it becomes :attr:`PromptOptions.argument`."""
+
+
+class _TemplateArguments(click.ParamType):
+    """A JSON object of what a chat template is given by name."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Mapping[str, Any]:
+        if isinstance(value, Mapping):
+            return value
+        try:
+            arguments = json.loads(value)
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            self.fail(f"{value!r} is no JSON object: write it as {_EXAMPLE}", param, ctx)
+
+        hush_transformers()
+        from ...models.chat_template import reserved_arguments
+
+        if reserved := sorted(reserved_arguments().intersection(arguments)):
+            self.fail(f"{reserved[0]} is set by mlxspec: leave it out", param, ctx)
+        return arguments
+
+
+_EXAMPLE = "'{\"enable_thinking\": false}'"
+_TEMPLATE = "Chat template"
+_ARGUMENTS = "--chat-template-config --chat-template-args JSON"
+_ARGUMENTS_HELP = f"Variables of the chat template, such as {_EXAMPLE}."
+
+
+def template_option(group: str) -> Any:
+    """``--chat-template-config`` of a command that has no :class:`PromptOptions`."""
+    name = "chat_template_config"
+    return option(_ARGUMENTS, _ARGUMENTS_HELP, name, type=_TemplateArguments(), group=group)
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """A prompt as the user gave it; None where an option is not given.
+
+    Attributes:
+        argument: the prompt that was given without an option's name.
+
+    Raises:
+        OptionError: what goes into a chat template is given for a prompt that does not.
+    """
+
+    prompt: str | None = option_field(
+        "-p --prompt TEXT", "The prompt; - reads all of standard input."
+    )
+    prompt_file: str | None = option_field(
+        "--prompt-file FILE",
+        "Read a text in UTF-8 from a file, or with - from standard input. It is the prompt, or "
+        "comes before it.",
+        type=NAME,
+    )
+    prompt_ids: str | None = option_field(
+        "--prompt-ids IDS", "The prompt as token ids: 1,415,2936."
+    )
+    chat: bool | None = option_field(
+        "--chat/--raw",
+        "Put the prompt into the model's chat template, or take it as it is.  [default: chat if "
+        "the model has a template]",
+        group=_TEMPLATE,
+    )
+    system_prompt: str | None = option_field(
+        "--system-prompt TEXT", "What the model is told before the prompt.", group=_TEMPLATE
+    )
+    chat_template_config: Mapping[str, Any] | None = option_field(
+        _ARGUMENTS, _ARGUMENTS_HELP, type=_TemplateArguments(), group=_TEMPLATE
+    )
+    prefill_response: str | None = option_field(
+        "--prefill-response TEXT",
+        "Begin the model's answer with TEXT; the output goes on with it.",
+        group=_TEMPLATE,
+    )
+    argument: str | None = None
+
+    def __post_init__(self) -> None:
+        given = self.for_template()
+        if given and self.prompt_ids is not None:
+            raise OptionError(f"{given[0]} needs a text: --prompt-ids are taken as they are")
+        if given and self.chat is False:
+            raise OptionError(f"--raw and {given[0]} are given together: choose one")
+        if self.prefill_response == "":
+            raise OptionError("--prefill-response is empty: write a text, or leave it out")
+
+    def for_template(self) -> list[str]:
+        """The given options that only a text in a chat template has a use for."""
+        options = {
+            "--chat": self.chat or None,
+            "--system-prompt": self.system_prompt,
+            "--chat-template-config": self.chat_template_config,
+            "--prefill-response": self.prefill_response,
+        }
+        return [name for name, value in options.items() if value is not None]
+
+    @property
+    def remedy(self) -> str:
+        """What to do about a chat template that does not apply."""
+        given = [one for one in self.for_template() if one != "--chat"]
+        return f"leave out {' and '.join(given)}" if given else _REMEDY
+
+    @property
+    def reads_standard_input(self) -> bool:
+        """Whether it was asked for by its name, which is -."""
+        return "-" in (self.argument, self.prompt, self.prompt_file)
+
+    def named(self) -> list[str]:
+        """What gives a prompt, by the names that the user knows."""
+        sources = {
+            "PROMPT": self.argument,
+            "--prompt": self.prompt,
+            "--prompt-file": self.prompt_file,
+            "--prompt-ids": self.prompt_ids,
+        }
+        return [name for name, value in sources.items() if value is not None]
+
+    def read(self, *, piped: bool = True) -> str | list[int]:
+        """The prompt: a text, an instruction, the text and after a blank line the instruction, or
+        token ids.
+
+        The instruction comes last. Models follow it better there if the text is long, and several
+        instructions about one text have a beginning in common that a cache can keep.
+
+        Args:
+            piped: whether the text may come from standard input unasked: from a pipe that
+                something comes through, or from a file of which nobody has read anything yet.
+
+        Returns:
+            a text that is not empty, or token ids. One newline at the end of a file or of
+            standard input is dropped: editors and ``echo`` put it there.
+
+        Raises:
+            PromptError: none is given or some that exclude each other, or the given one is empty
+                or cannot be read.
+        """
+        given = self.named()
+        alone = self.prompt_ids is not None or self.argument == "-" or self.prompt == "-"
+        if len(given) > 1 and (alone or given[:2] == ["PROMPT", "--prompt"]):
+            raise PromptError(f"{' and '.join(given)} are given together: choose one")
+        if self.prompt_ids is not None:
+            return _parse_ids(self.prompt_ids)
+        if alone:
+            return _standard_input()
+        instruction = self.prompt if self.argument is None else self.argument
+        parts: list[str] = []
+        if instruction is not None:
+            # Bytes of an argument that are not UTF-8 have become lone surrogates.
+            parts.append(_decode(instruction.encode(errors="surrogateescape"), given[0]))
+        if self.prompt_file is not None:
+            parts.insert(0, _read_file(self.prompt_file))
+        elif piped and (text := _piped_text(waits=instruction is None)):
+            parts.insert(0, text)
+        if not parts:
+            raise PromptError(
+                "no prompt: give one in quotes, --prompt-file FILE or --prompt-ids IDS, or pipe a "
+                "text in"
+            )
+        return "\n\n".join(parts)
+
+    def uses_template(self, prompt: str | list[int], tokenizer: TokenizerWrapper) -> bool:
+        """Whether the prompt goes into the chat template.
+
+        Raises:
+            OptionError: a template is wanted, and there is none.
+        """
+        if (given := self.for_template()) and not tokenizer.has_chat_template:
+            raise OptionError(
+                f"{given[0]}: this model's tokenizer has no chat template, leave it out"
+            )
+        templated = tokenizer.has_chat_template if self.chat is None else self.chat
+        return isinstance(prompt, str) and templated
+
+    def turns(self, messages: Messages, ended: bool = True) -> tuple[Messages, dict[str, Any]]:
+        """A conversation as the chat template gets it.
+
+        Args:
+            messages: of the user, or more than that.
+            ended: the last message is complete, and the answer comes next.
+
+        Returns:
+            the conversation with a system prompt, if it lacks one, and with the beginning of the
+            answer; and what ``apply_chat_template`` of transformers is called with.
+        """
+        if self.system_prompt is not None and all(one["role"] != "system" for one in messages):
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        if ended and self.prefill_response is not None:
+            messages = [*messages, {"role": "assistant", "content": self.prefill_response}]
+            ended = False
+        turn = {"add_generation_prompt": True} if ended else _UNENDED
+        return messages, {**(self.chat_template_config or {}), **turn}
+
+    def tokens(
+        self,
+        prompt: str | list[int],
+        tokenizer: TokenizerWrapper,
+        templated: bool,
+        ended: bool = True,
+    ) -> list[int]:
+        """Turn a prompt into token ids.
+
+        Args:
+            prompt: a text, or token ids that are taken as they are.
+            tokenizer: the model's.
+            templated: put the text into the chat template, as the user's message.
+            ended: the message is complete, and the answer comes next.
+
+        Raises:
+            OptionError: the chat template does not apply.
+        """
+        from ...models.model import encode_prompt
+
+        if not isinstance(prompt, str):
+            return prompt
+        if not templated:
+            return encode_prompt(tokenizer, prompt)
+        messages, how = self.turns([{"role": "user", "content": prompt}], ended)
+        tokens: list[int] = in_template(messages, tokenizer, self.remedy, **how)
+        return tokens
+
+
+_UNENDED = {"add_generation_prompt": False, "continue_final_message": True}
+
+
+def _read_file(name: str) -> str:
+    if name == "-":
+        return _standard_input()
+    source = f"--prompt-file {name}"
+    try:
+        with open(name, "rb") as file:
+            return _read(file, source)
+    except OSError as error:
+        raise PromptError(
+            f"{source} cannot be read ({error.strerror}): name a readable text file"
+        ) from error
+
+
+def _standard_input() -> str:
+    """All of standard input, which was asked for."""
+    if sys.stdin is None:
+        raise PromptError("standard input is closed: give --prompt TEXT or --prompt-file FILE")
+    if sys.stdin.isatty():
+        note("type the prompt; Ctrl-D at the beginning of a line ends it")
+    return _read(sys.stdin.buffer, "standard input")
+
+
+def _piped_text(waits: bool) -> str | None:
+    """What comes through standard input, where nobody has said whether anything does.
+
+    A terminal, a socket and /dev/null bring nothing. Nor does a file that somebody reads already:
+    the lines after this one in ``while read line; do ...; done < FILE`` are none of ours.
+
+    Args:
+        waits: for the first byte without end; else a pipe through which none comes is left alone.
+    """
+    try:
+        descriptor = sys.stdin.fileno()
+        kind = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(kind):
+            comes = os.lseek(descriptor, 0, os.SEEK_CUR) == 0
+        else:
+            comes = stat.S_ISFIFO(kind) and _begins(descriptor, waits)
+        data = _all_of(descriptor) if comes else b""
+    except (AttributeError, OSError):  # it is closed, no file of the system, or for writing alone
+        return None
+    return _text(data, "standard input") if data.strip() else None
+
+
+def _all_of(descriptor: int) -> bytes:
+    """What comes until the end, also where another process has made it not wait for more."""
+    data = bytearray()
+    while len(data) <= _MOST_BYTES and select.select([descriptor], [], []):
+        part = os.read(descriptor, 1 << 20)
+        if not part:
+            break
+        data += part
+    return bytes(data)
+
+
+def _begins(pipe: int, waits: bool) -> bool:
+    """Wait for a pipe's first byte or its end; false if neither came in time."""
+
+    def comes(seconds: float) -> bool:
+        return bool(select.select([pipe], [], [], seconds)[0])
+
+    if comes(_SOON):
+        return True
+    what = "the prompt" if waits else f"a text, {_SOON + _LATE:g} s at most"
+    note(f"standard input is an open pipe: waiting for {what} (not with < /dev/null)")
+    if waits or comes(_LATE):
+        return True
+    note("nothing came through the pipe, so the prompt goes alone; --prompt-file - would wait")
+    return False
+
+
+def _parse_ids(ids: str) -> list[int]:
+    words = ids.replace(",", " ").split()
+    if not words or not all(word.isdecimal() for word in words):
+        raise PromptError(f"--prompt-ids is {ids!r}: write token ids, for example 1,415,2936")
+    return [int(word) for word in words]
+
+
+def _read(file: BinaryIO, source: str) -> str:
+    return _text(file.read(_MOST_BYTES + 1), source)
+
+
+def _text(data: bytes, source: str) -> str:
+    if len(data) > _MOST_BYTES:
+        raise PromptError(f"{source} is more than {_MOST_BYTES:,} bytes: give a shorter text")
+    return _decode(data.removesuffix(b"\n").removesuffix(b"\r"), source)
+
+
+def _decode(data: bytes, source: str) -> str:
+    """The text of a prompt; ``source`` names it in errors."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PromptError(
+            f"{source} is not UTF-8 text (byte {error.start}): convert it to UTF-8"
+        ) from error
+    if "\0" in text:
+        raise PromptError(f"{source} is binary: give a text in UTF-8")
+    if not text:
+        raise PromptError(f"{source} is empty: write a text, or give --prompt-ids with the BOS id")
+    return text
+
+
+_REMEDY = "use --raw"
+
+
+def in_template(
+    messages: Messages, tokenizer: TokenizerWrapper, remedy: str = _REMEDY, **how: Any
+) -> Any:
+    """A conversation in the chat template: its tokens, or its text with ``tokenize=False``.
+
+    Args:
+        messages: the conversation; the model's turn comes next.
+        tokenizer: the model's.
+        remedy: what to do about a template that does not apply.
+        how: as for ``apply_chat_template`` of transformers.
+
+    Raises:
+        OptionError: the chat template does not apply.
+    """
+    from ...models.chat_template import apply_template
+
+    try:
+        return apply_template(tokenizer, messages, **{"add_generation_prompt": True, **how})
+    except PromptError as error:
+        raise OptionError(f"{error}: {remedy}") from error

@@ -1,0 +1,402 @@
+"""Kept answers: one SQLite database per user, a row for each answer."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import StoreError
+from ..files import PRIVATE
+from .suffix_array import read_arrays
+from .tokenizer_identity import TokenizerIdentity
+
+KEPT_TOKENS = 50_000_000
+"""Tokens that are kept per tokenizer by default."""
+
+SOURCES = ("context", "memory", "store", "prediction", "lookahead", "other")
+"""Where accepted draft tokens came from."""
+
+EARNED = ("steps", "tokens", *SOURCES)
+"""The figures of a generation: its steps, its tokens, and accepted draft tokens by source."""
+
+DATABASE = "answers.sqlite"
+DAMAGED = ".damaged"
+INDEX = ".index"
+INDEX_FORMAT = "mlxspec answers index", ("rows", "ends", "tokens", "order")
+
+OnTrouble = Callable[[str], None]
+"""Called with one line about what could not be done."""
+
+_VERSION = 1
+_BUSY_SECONDS = 30.0
+_PAGE = 500  # rows that are read at a time
+_DAY = 24 * 60 * 60
+
+# `earned_` keeps the figures apart from the other columns; `used` is a day since 1970.
+_TABLES = f"""
+CREATE TABLE IF NOT EXISTS tokenizers (
+    id INTEGER PRIMARY KEY, fingerprint BLOB UNIQUE NOT NULL, name TEXT NOT NULL,
+    vocab_size INTEGER NOT NULL, model TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS answers (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, tokenizer INTEGER NOT NULL, hash BLOB NOT NULL,
+    ended INTEGER NOT NULL, used INTEGER NOT NULL,
+    {", ".join(f"earned_{name} INTEGER NOT NULL" for name in EARNED)},
+    tokens BLOB NOT NULL, UNIQUE (tokenizer, hash));
+"""
+_ADD = f"""
+INSERT INTO answers (tokenizer, hash, tokens, ended, used,
+    {", ".join(f"earned_{name}" for name in EARNED)})
+VALUES ({", ".join("?" * (5 + len(EARNED)))})
+ON CONFLICT (tokenizer, hash) DO UPDATE SET ended = excluded.ended, used = excluded.used,
+    {", ".join(f"earned_{name} = earned_{name} + excluded.earned_{name}" for name in EARNED)}
+RETURNING id
+"""
+_EARNED_BY_DAY = f"""
+SELECT date(ended, 'unixepoch', 'localtime') AS day, count(*),
+    {", ".join(f"sum(earned_{name})" for name in EARNED)}
+FROM answers WHERE tokenizer = ? GROUP BY day ORDER BY day
+"""
+# The answers behind the first `most` tokens, the last used ones first.
+_EVICT = """
+DELETE FROM answers WHERE id IN (SELECT id FROM (
+    SELECT id, sum(length(tokens) / 4 + 1) OVER (ORDER BY used DESC, ended DESC, id DESC) AS total
+    FROM answers WHERE tokenizer = ?) WHERE total > ?)
+"""
+
+
+class Answer(NamedTuple):
+    """A kept answer.
+
+    Attributes:
+        id: its row.
+        tokens: (n,) of int32.
+        ended: when its generation ended, in seconds since 1970.
+    """
+
+    id: int
+    tokens: np.ndarray
+    ended: int
+
+
+class Answers:
+    """The answers of one tokenizer.
+
+    One thread at a time may use it; several processes may open the same database.
+
+    Args:
+        directory: where the database is; it is made if missing. None keeps the answers in the
+            process's memory.
+        identity: the tokenizer.
+        model: the name or path from which the tokenizer can be loaded again.
+        max_tokens: how many tokens are kept.
+
+    Raises:
+        StoreError: the database cannot be made or opened.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        identity: TokenizerIdentity,
+        model: str = "",
+        max_tokens: int = KEPT_TOKENS,
+    ) -> None:
+        self.directory = directory
+        self.identity = identity
+        self.model = model
+        self.max_tokens = max_tokens
+        self._open()
+
+    def _open(self) -> None:
+        self._db = connect(self.directory)
+        identity = self.identity
+        which = "FROM tokenizers WHERE fingerprint = ?", identity.fingerprint
+        known = self._run(f"SELECT model {which[0]}", which[1])
+        if not known or self.model not in ("", known[0][0]):
+            self._run(
+                "INSERT INTO tokenizers (fingerprint, name, vocab_size, model)"
+                " VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET model = excluded.model",
+                *(identity.fingerprint, identity.name, identity.vocab_size, self.model),
+            )
+        ((self._tokenizer,),) = self._run(f"SELECT id {which[0]}", which[1])
+        ((self.database,),) = self._run("PRAGMA application_id")
+
+    def add(self, text: bytes, earned: Mapping[str, int]) -> int:
+        """Keep an answer. An equal one is kept once, with what both earned, as the newest.
+
+        Args:
+            text: the bytes of its tokens, as int32.
+            earned: figures by the names of EARNED.
+
+        Returns:
+            its row.
+        """
+        now = int(time.time())
+        figures = [max(0, int(earned.get(name, 0))) for name in EARNED]
+        hashed = blake2b(text, digest_size=16).digest()
+        ((row,),) = self._run(_ADD, self._tokenizer, hashed, text, now, now // _DAY, *figures)
+        return int(row)
+
+    def use(self, rows: Iterable[int]) -> None:
+        """Note that drafts from these answers were accepted today."""
+        today = int(time.time()) // _DAY
+        with self._transaction():
+            self._db.executemany(
+                "UPDATE answers SET used = ? WHERE id = ?", [(today, row) for row in rows]
+            )
+
+    def changes(self) -> int:
+        """A number that changes when other processes have changed the database."""
+        return int(self._run("PRAGMA data_version")[0][0])
+
+    def rows(self) -> set[int]:
+        """The rows of all answers."""
+        found = self._run("SELECT id FROM answers WHERE tokenizer = ?", self._tokenizer)
+        return {row for (row,) in found}
+
+    def read(self, after: int = 0) -> Iterator[Answer]:
+        """The answers whose rows come after ``after``, in the order of their rows.
+
+        Rows whose tokens are not this tokenizer's are skipped.
+        """
+        vocab_size = self.identity.vocab_size
+        columns = "SELECT id, tokens, ended FROM answers WHERE tokenizer = ? AND id > ?"
+        while True:
+            page = self._run(f"{columns} ORDER BY id LIMIT {_PAGE}", self._tokenizer, after)
+            for row, text, ended in page:
+                if isinstance(text, bytes) and isinstance(ended, int) and len(text) % 4 == 0:
+                    tokens = np.frombuffer(text, np.int32)
+                    if len(tokens) > 1 and 0 <= tokens.min() <= tokens.max() < vocab_size:
+                        yield Answer(row, tokens, ended)
+            if len(page) < _PAGE:
+                return
+            after = page[-1][0]
+
+    def evict(self, most: int) -> None:
+        """Delete the answers that were used longest ago until ``most`` tokens remain."""
+        self._run(_EVICT, self._tokenizer, most)
+
+    def forget(self, rows: Iterable[int]) -> None:
+        """Delete answers, and the index files that contain them, so that no file has their text.
+
+        Other processes drop them before they keep their next answer.
+
+        Raises:
+            StoreError: they cannot be deleted, or another process keeps the database busy.
+        """
+        gone = [(row,) for row in rows]
+        if not gone:
+            return
+        with self._transaction():
+            self._db.executemany("DELETE FROM answers WHERE id = ?", gone)
+        self.remove_index_files({row for (row,) in gone})
+        self._run("VACUUM")
+        ((busy, *_),) = self._run("PRAGMA wal_checkpoint(TRUNCATE)")
+        if busy:
+            raise StoreError("another process is reading the kept answers; forget again")
+
+    def count(self) -> dict[str, Any]:
+        """The number of "texts", their "tokens", and "bytes" with index files.
+
+        "oldest" and "newest" are when the first and the last of them ended, in seconds since
+        1970, or None.
+        """
+        ((texts, nbytes, oldest, newest),) = self._run(
+            "SELECT count(*), sum(length(tokens)), min(ended), max(ended) FROM answers"
+            " WHERE tokenizer = ?",
+            self._tokenizer,
+        )
+        nbytes, indexed = nbytes or 0, 0
+        for file in self.index_files():
+            with suppress(FileNotFoundError):  # another process has removed it
+                indexed += file.stat().st_size
+        sizes = {"texts": texts, "tokens": nbytes // 4, "bytes": nbytes + indexed}
+        return {**sizes, "oldest": oldest, "newest": newest}
+
+    def earned_by_day(self) -> dict[str, dict[str, int]]:
+        """The number of "answers" and the sums of EARNED, by the local day on which they ended."""
+        days = self._run(_EARNED_BY_DAY, self._tokenizer)
+        return {day: dict(zip(("answers", *EARNED), sums, strict=True)) for day, *sums in days}
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()
+
+    # Index files are derived from the rows; see the module `memory`.
+
+    def index_files(self) -> list[Path]:
+        """The index files of this tokenizer's answers."""
+        if self.directory is None:
+            return []
+        return [*self.directory.glob(f"{self.identity.key}-*{INDEX}")]
+
+    def new_index_file(self) -> Path:
+        """A path for a new index file."""
+        assert self.directory is not None
+        return self.directory / f"{self.identity.key}-{secrets.token_hex(8)}{INDEX}"
+
+    def remove_index_files(self, rows: set[int]) -> None:
+        """Remove the index files that contain any of these rows, are unreadable or unfinished."""
+        if self.directory is None:
+            return
+        for file in self.directory.glob(f"*{self.identity.key}-*{INDEX}*"):
+            with suppress(OSError, ValueError):
+                _, _, (held, *_) = read_arrays(file, *INDEX_FORMAT)
+                if rows.isdisjoint(held.tolist()):
+                    continue
+            file.unlink(missing_ok=True)
+
+    @contextmanager
+    def locked(self, rows: Iterable[int]) -> Iterator[bool]:
+        """Keep other processes from deleting answers while the body runs.
+
+        Yields:
+            whether all of ``rows`` are still there.
+        """
+        with self._transaction():
+            yield self.rows().issuperset(rows)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._errors(), self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            yield
+
+    def _run(self, statement: str, *values: Any) -> list[Any]:
+        with self._errors():
+            return self._db.execute(statement, values).fetchall()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raise SQLite's errors as StoreError; a damaged database is set aside for a new one."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            failure = store_error(self.directory, error)
+            if is_damage(error):
+                self._open()
+            raise failure from error
+
+
+def kept_answers(directory: Path) -> list[Answers]:
+    """The answers of all tokenizers in a directory, in the order of their names.
+
+    Raises:
+        StoreError: the database cannot be read.
+    """
+    if not (directory / DATABASE).exists():
+        return []
+    database = connect(directory)
+    try:
+        rows = database.execute(
+            "SELECT name, vocab_size, fingerprint, model FROM tokenizers ORDER BY name"
+        ).fetchall()
+        found = [(TokenizerIdentity(*row[:3]), row[3]) for row in rows if _makes_sense(*row)]
+        return [Answers(directory, identity, model) for identity, model in found]
+    except sqlite3.Error as error:
+        raise store_error(directory, error) from error
+    finally:
+        database.close()
+
+
+def _makes_sense(name: object, vocab_size: object, fingerprint: object, model: object) -> bool:
+    return (
+        isinstance(name, str)
+        and isinstance(vocab_size, int)
+        and isinstance(fingerprint, bytes)
+        and isinstance(model, str)
+    )
+
+
+def connect(directory: Path | None) -> sqlite3.Connection:
+    """Open the database in a directory, which is made if missing; None makes one in memory.
+
+    A damaged database is set aside, and a new one made.
+
+    Raises:
+        StoreError: it cannot be made or opened, or is of a later version.
+    """
+    if directory is None:
+        return _prepared(sqlite3.connect(":memory:", **_OPTIONS))
+    path = directory / DATABASE
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # SQLite's own files beside it get the same mode.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, PRIVATE))
+        try:
+            return _prepared(sqlite3.connect(path, **_OPTIONS))
+        except sqlite3.DatabaseError as error:
+            if not is_damage(error):
+                raise
+            set_aside(directory)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, PRIVATE))
+            return _prepared(sqlite3.connect(path, **_OPTIONS))
+    except (OSError, sqlite3.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise StoreError(
+            f"{path}: cannot be opened ({reason}); MLXSPEC_MEMORY may name another directory"
+        ) from error
+
+
+_OPTIONS: dict[str, Any] = {
+    "timeout": _BUSY_SECONDS,
+    "isolation_level": None,
+    "check_same_thread": False,
+}
+
+
+def _prepared(database: sqlite3.Connection) -> sqlite3.Connection:
+    """Create the tables of a new database, and set the options of the connection."""
+    try:
+        for option in ("secure_delete = ON", "synchronous = NORMAL", "temp_store = MEMORY"):
+            database.execute(f"PRAGMA {option}")
+        database.execute("PRAGMA trusted_schema = OFF")
+        ((version,),) = database.execute("PRAGMA user_version").fetchall()
+        if version > _VERSION:
+            raise sqlite3.OperationalError(f"version {version} is later than this mlxspec's")
+        if version < _VERSION:
+            database.execute("PRAGMA journal_mode = WAL")
+            with database:
+                database.execute("BEGIN IMMEDIATE")
+                for table in _TABLES.split(";")[:-1]:
+                    database.execute(table)
+                ((identifier,),) = database.execute("PRAGMA application_id").fetchall()
+                identifier = identifier or secrets.randbelow(2**31 - 1) + 1
+                database.execute(f"PRAGMA application_id = {identifier}")
+                database.execute(f"PRAGMA user_version = {_VERSION}")
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def store_error(directory: Path | None, error: sqlite3.Error) -> StoreError:
+    """The error to raise for SQLite's; a damaged database is set aside."""
+    path = directory / DATABASE if directory else "memory"
+    if directory and is_damage(error):
+        set_aside(directory)
+        return StoreError(f"{path}: is damaged; it is set aside as {DATABASE}{DAMAGED}")
+    return StoreError(f"{path}: {error}")
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether an error says that the file is damaged, or no database."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def set_aside(directory: Path) -> None:
+    """Rename a damaged database, with SQLite's own files beside it."""
+    for suffix in ("", "-wal", "-shm"):
+        with suppress(OSError):
+            path = directory / f"{DATABASE}{suffix}"
+            path.rename(directory / f"{DATABASE}{DAMAGED}{suffix}")

@@ -1,0 +1,204 @@
+"""Runs, their order and their times; conversations; comparison with plain decoding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import mlxspec
+from mlxspec.bench.measure import BACKENDS, PLAIN, MakeBackend, Measurement, chosen_backends, run
+from mlxspec.bench.prompts import BenchPrompt, bundled_prompts
+from mlxspec.drafting.costs import KnownTime, LiveCosts
+from mlxspec.engine.sampling import SamplingParams
+from mlxspec.errors import OptionError, PromptError
+from mlxspec.generation.decoders import AutoDecoder
+from tests.support.scripted_backends import ManualClock, Scripted
+from tests.support.scripted_model import write_scripted_model
+
+ROUND = ("one", " two", " three", " four", "\n")
+QUESTION = BenchPrompt("say", ({"role": "user", "content": "one two"},))
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    """A model that says the same over and over, and its tokenizer."""
+    return mlxspec.load(write_scripted_model(tmp_path_factory.mktemp("bench") / "endless", ROUND))
+
+
+def measurement(
+    model: tuple, *names: str, others: dict[str, MakeBackend] | None = None, **options: object
+) -> Measurement:
+    """Of backends in the table, and others beside them or in their place."""
+    backends = {name: BACKENDS[name] for name in names} | (others or {})
+    settings = {"max_tokens": 12, "repeats": 2, "sampling": SamplingParams()} | options
+    return Measurement(*model, backends, **settings)
+
+
+def test_every_backend_gives_plain_decoding_s_output(endless: tuple) -> None:
+    names = chosen_backends(None)
+    assert set(names) == set(BACKENDS)
+    (measured,) = measurement(endless, *names).measure([QUESTION])
+    outputs = {run.tokens for runs in measured.runs.values() for run in runs}
+    assert len(outputs) == 1
+    assert measured.runs[PLAIN][0].text == "one two three four\none two three four\none two"
+    assert measured.differences == {key: [] for key in names}
+
+
+def test_every_backend_gives_the_same_sample_but_mlx_lm(endless: tuple) -> None:
+    names = chosen_backends(None)
+    sampling = SamplingParams(temp=1.5, seed=3)
+    (measured,) = measurement(endless, *names, sampling=sampling).measure([QUESTION])
+    assert measured.differences.pop("mlx-lm") is None
+    assert all(differences == [] for differences in measured.differences.values())
+
+
+def test_lookup_s_steps_are_reported(endless: tuple) -> None:
+    (measured,) = measurement(endless, "plain", "prompt-lookup").measure([QUESTION])
+    plain, lookup = (measured.runs[name][0].stats for name in ("plain", "prompt-lookup"))
+    assert plain is not None
+    assert plain.tokens_per_step == 1
+    assert lookup is not None
+    assert lookup.tokens_per_step > 1
+
+
+def test_times_are_taken_from_the_end_of_the_prefill(endless: tuple) -> None:
+    clock = ManualClock()
+    seconds = {"plain": [9, 2, 4], "other": [9, 1, 1]}
+    others = {name: Scripted(clock, [3, 4, 5, 6], seconds[name]) for name in seconds}
+    (measured,) = measurement(endless, others=others, clock=clock).measure([QUESTION])
+    plain = measured.runs["plain"]
+    assert [run.seconds for run in plain] == pytest.approx([2, 4])  # the 9 warmed up
+    assert [run.prefill_seconds for run in plain] == pytest.approx([20, 40])
+    assert [run.rate for run in plain] == pytest.approx([2, 1])
+
+
+def test_every_backend_has_one_run_a_round_in_changing_order(endless: tuple) -> None:
+    clock, log = ManualClock(), []
+    others = {name: Scripted(clock, [3], [1] * 4, log) for name in ("plain", "b", "c")}
+    shares: list[float] = []
+    one = measurement(endless, others=others, clock=clock, repeats=3)
+    list(one.measure([QUESTION], shares.append))
+    order = [next(name for name in others if others[name] is which) for which in log]
+    warm_up, rest = order[:3], order[3:]
+    assert warm_up == ["plain", "b", "c"]
+    assert rest == ["plain", "b", "c", "plain", "c", "b", "c", "plain", "b"]
+    assert shares == pytest.approx([run / 12 for run in range(1, 13)])
+
+
+def test_only_the_first_prompt_warms_up(endless: tuple) -> None:
+    log: list[object] = []
+    others = {"plain": Scripted(ManualClock(), [3], [1] * 3, log)}
+    list(measurement(endless, others=others, repeats=1).measure([QUESTION, QUESTION]))
+    assert len(log) == 3
+
+
+def test_mlx_lm_s_prefill_ends_before_its_first_token_is_computed(endless: tuple) -> None:
+    reports: list[tuple[int, int]] = []
+    responses = BACKENDS["mlx-lm"](*endless).stream(
+        [1, 3, 4],
+        max_tokens=2,
+        sampling=SamplingParams(),
+        on_progress=lambda done, total: reports.append((done, total)),
+    )
+    next(responses)
+    assert reports[-1] == (2, 3)  # its report of all three comes after the first token
+
+
+def test_a_wrong_output_is_found(endless: tuple) -> None:
+    others = {"forgetful": Scripted(ManualClock(), [3, 4, 5, 3], [1] * 3)}
+    (measured,) = measurement(endless, "plain", others=others, max_tokens=4).measure([QUESTION])
+    (difference,) = measured.differences["forgetful"]
+    assert difference.index == 3
+    assert difference.margin > 0.1  # the model is sure of its next token
+    assert not difference.near_tie
+
+
+def test_an_output_that_ends_early_is_no_near_tie(endless: tuple) -> None:
+    others = {"short": Scripted(ManualClock(), [3, 4], [1] * 3)}
+    (measured,) = measurement(endless, "plain", others=others, max_tokens=4).measure([QUESTION])
+    (difference,) = measured.differences["short"]
+    assert (difference.index, difference.near_tie) == (2, False)
+
+
+def test_follow_ups_are_asked_after_plain_decoding_s_answer(endless: tuple) -> None:
+    prompt = BenchPrompt("talk", QUESTION.messages, ("three",), references=("a", "b"))
+    first, second = measurement(endless, "plain", max_tokens=3, repeats=1).measure([prompt])
+    assert second.messages == [
+        {"role": "user", "content": "one two"},
+        {"role": "assistant", "content": "one two three"},
+        {"role": "user", "content": "three"},
+    ]
+    assert (first.reference, second.reference) == ("a", "b")
+
+
+def test_a_question_goes_into_the_chat_template_and_a_raw_text_does_not(endless: tuple) -> None:
+    raw = BenchPrompt("raw", QUESTION.messages, raw=True)
+    templated, continued = measurement(endless, "plain", repeats=1).measure([QUESTION, raw])
+    assert templated.prompt_tokens == 4  # [INST] one two [/INST]
+    assert continued.prompt_tokens == 3  # BOS one two
+
+
+def test_without_a_chat_template_the_texts_follow_each_other(tmp_path: Path) -> None:
+    model = mlxspec.load(write_scripted_model(tmp_path / "base", ROUND, template=False))
+    (measured,) = measurement(model, "plain", repeats=1).measure([QUESTION])
+    assert measured.prompt_tokens == 3  # BOS and two words
+
+
+def test_a_prompt_beyond_the_context_is_left_out_and_counted() -> None:
+    model = mlxspec.load("demo")
+    longest = model[0].args.max_position_embeddings
+    long = BenchPrompt("long", ({"role": "user", "content": "word " * longest},))
+    one = measurement(model, "plain", max_tokens=1, repeats=1)
+    assert len(list(one.measure([long, bundled_prompts()[-1]]))) == 1
+    assert one.skipped == 1
+
+
+def test_a_conversation_that_the_template_refuses_is_an_error(endless: tuple) -> None:
+    _, tokenizer = endless
+    template = tokenizer.chat_template
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    try:
+        with pytest.raises(PromptError, match=r"'say'.*roles must alternate"):
+            list(measurement(endless, "plain").measure([QUESTION]))
+    finally:
+        tokenizer.chat_template = template
+
+
+def test_an_unknown_backend_is_named_with_the_known_ones() -> None:
+    assert list(chosen_backends(" prompt-lookup,plain")) == ["plain", "prompt-lookup"]
+    with pytest.raises(OptionError, match="'warp': choose among plain, mlx-lm, prompt-lookup"):
+        chosen_backends("prompt-lookup,warp")
+
+
+class FlatCosts(LiveCosts):
+    """Knows that every step costs the same, and learns nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__({1024: [KnownTime(1, 1.0, 0.01), KnownTime(64, 1.0, 0.01)]})
+
+    def _record(self, rows: int, seconds: float, pipelined: bool) -> None: ...
+
+
+def test_auto_s_prediction_is_its_tokens_over_the_expected_cost_of_its_steps(
+    endless: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: FlatCosts())
+    one = measurement(endless, "plain", "auto", max_tokens=40, repeats=1)
+    (measured,) = one.measure([QUESTION])
+    (auto,) = measured.runs["auto"]
+    assert auto.stats is not None
+    assert auto.stats.tokens_per_step > 1.5
+    # A step costs 1, or 1.02 where a plain one waited for its token.
+    assert auto.stats.tokens_per_step / 1.02 <= auto.predicted_speed
+    assert auto.predicted_speed <= auto.stats.tokens_per_step
+    assert measured.runs["plain"][0].predicted_speed is None
+
+
+def test_auto_does_not_remember_its_earlier_runs(
+    endless: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AutoDecoder, "costs", FlatCosts())
+    backend = BACKENDS["auto"](*endless)
+    first, again = (run(backend, [1, 3, 4], 40, SamplingParams()) for _ in range(2))
+    assert first.stats == again.stats

@@ -1,0 +1,234 @@
+"""What many runs say together, worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from html.parser import HTMLParser
+
+import pytest
+
+from mlxspec.bench.measure import Difference, MeasuredPrompt, Run
+from mlxspec.bench.report import Report, bench_page, bench_report, verdict, what_differs
+from mlxspec.generation.response import SpeculationStats
+
+FACTS = {
+    "model": {"name": "tiny", "parameters": 1234567, "bits_per_weight": 4.5, "dtype": "float16"},
+    "machine": {"chip": "M9", "device": "gpu"},
+    "settings": {"max_tokens": 10, "repeats": 2},
+}
+HOSTILE = "<script src='https://example.org/x.js'>alert(1)</script><img src=x onerror=y>&\"'"
+
+
+def run(rate: float, text: str = "text", predicted: float | None = None) -> Run:
+    stats = SpeculationStats(steps=4, rows=10, drafted=6, accepted=6, emitted=10)
+    return Run(tuple(range(10)), text, 0.5, 10 / rate, stats, predicted)
+
+
+def measured(
+    rates: dict[str, list[float]],
+    category: str = "code",
+    differences: dict[str, list[Difference] | None] | None = None,
+    **options: object,
+) -> MeasuredPrompt:
+    return MeasuredPrompt(
+        category=category,
+        messages=[{"role": "user", "content": str(options.get("question", "What?"))}],
+        reference=options.get("reference"),  # type: ignore[arg-type]
+        prompt_tokens=7,
+        runs={
+            name: [run(r, str(options.get("text", "text")), options.get("predicted")) for r in of]  # type: ignore[arg-type]
+            for name, of in rates.items()
+        },
+        differences={key: [] for key in rates} | (differences or {}),
+    )
+
+
+def report(*prompts: MeasuredPrompt, **options: bool) -> Report:
+    return bench_report(prompts, facts=FACTS, **options)
+
+
+def test_a_ratio_is_the_median_of_ratios_taken_run_by_run() -> None:
+    # The machine was three times slower in the second run of both.
+    result = report(measured({"plain": [30, 10, 30], "fast": [60, 20, 90]}))
+    assert result["decoders"]["fast"]["speedup"] == pytest.approx(2)
+    assert result["decoders"]["fast"]["tokens_per_second"] == pytest.approx(60)
+    assert result["decoders"]["plain"]["speedup"] == 1
+
+
+def test_over_all_every_category_has_the_same_weight() -> None:
+    result = report(
+        measured({"plain": [10], "fast": [80]}, "code"),
+        measured({"plain": [10], "fast": [20]}, "code"),
+        measured({"plain": [10], "fast": [9]}, "talk"),
+    )
+    assert result["categories"]["code"]["decoders"]["fast"]["speedup"] == pytest.approx(4)
+    assert result["categories"]["code"]["prompts"] == 2
+    overall = result["decoders"]["fast"]
+    assert overall["speedup"] == pytest.approx(math.sqrt(4 * 0.9))
+    assert (overall["worst_category"], overall["worst"]) == ("talk", pytest.approx(0.9))
+
+
+def test_the_baseline_is_mlx_lm_where_it_takes_part() -> None:
+    rates = {"plain": [10.0], "mlx-lm": [20.0], "fast": [40.0]}
+    result = report(measured(rates))
+    assert result["baseline"] == "mlx-lm"
+    assert result["decoders"]["fast"]["vs_mlx_lm"] == pytest.approx(2)
+    assert verdict(result).startswith("fast is fastest: 2.00 times the speed of mlx-lm")
+    # Above temperature 0 it writes another text, with which nothing is compared.
+    sampled = report(measured(rates, differences={"mlx-lm": None}))
+    assert sampled["baseline"] == "plain"
+    assert sampled["decoders"]["fast"]["vs_mlx_lm"] is None
+    assert sampled["decoders"]["mlx-lm"]["speedup"] is None
+    assert sampled["decoders"]["mlx-lm"]["outputs"]["not_compared"] == 1
+
+
+def test_one_wrong_output_takes_every_speedup_of_its_decoder() -> None:
+    rates = {"plain": [10.0], "fast": [40.0], "wrong": [90.0]}
+    result = report(measured(rates), measured(rates, "talk", {"wrong": [Difference(3, 2.5, 1e-4)]}))
+    everywhere = [result["decoders"], *(c["decoders"] for c in result["categories"].values())]
+    everywhere += [prompt["decoders"] for prompt in result["prompts"]]
+    assert all(of["wrong"]["speedup"] is None for of in everywhere)
+    assert all(of["fast"]["speedup"] == pytest.approx(4) for of in everywhere)
+    assert result["decoders"]["wrong"]["outputs"]["different"] == 1
+    (line,) = what_differs(result)
+    assert line == (
+        "wrong differs from plain decoding on prompt 2 (talk) at token 3: "
+        "the tokens are 2.5 apart, rounding explains 0.0001"
+    )
+    assert "90" not in verdict(result)
+    assert line in text_of(bench_page(result))
+
+
+def test_near_ties_are_counted_and_keep_the_speedup() -> None:
+    ties = [Difference(3, 2e-5), Difference(5, 3e-5)]
+    result = report(measured({"plain": [10], "fast": [20]}, differences={"fast": ties}))
+    fast = result["decoders"]["fast"]
+    assert fast["speedup"] == pytest.approx(2)
+    assert fast["outputs"] == {
+        "equal": 0,
+        "near_ties": 1,
+        "different": 0,
+        "not_compared": 0,
+        "largest_margin": 3e-5,
+    }
+    assert list(what_differs(result)) == []
+    assert [difference["margin"] for difference in result["differences"]] == [2e-5, 3e-5]
+
+
+def test_if_plain_decoding_contradicts_itself_nothing_is_faster() -> None:
+    result = report(
+        measured({"plain": [10, 10], "fast": [20, 20]}, differences={"plain": [Difference(1, 9.0)]})
+    )
+    assert result["decoders"]["fast"]["speedup"] is None
+    assert "No speed-up" in verdict(result)
+
+
+def test_an_output_that_ends_early_has_no_margin_in_json() -> None:
+    early = Difference(3, math.inf)
+    result = report(measured({"plain": [10], "fast": [20]}, differences={"fast": [early]}))
+    (difference,) = json.loads(json.dumps(result, allow_nan=False))["differences"]
+    assert difference["margin"] is None
+    assert "ended before the other" in next(what_differs(result))
+
+
+def test_the_prediction_stands_beside_what_was_measured() -> None:
+    result = report(measured({"plain": [10], "fast": [20]}, predicted=2.2))
+    fast = result["decoders"]["fast"]
+    assert fast["predicted_speed"] == pytest.approx(2.2)
+    assert fast["prediction_error"] == pytest.approx(0.1)
+
+
+def test_a_report_holds_texts_only_when_asked_to() -> None:
+    prompt = measured({"plain": [10], "fast": [20]}, question="secret one", text="secret two")
+    for page in (json.dumps(report(prompt)), bench_page(report(prompt))):
+        assert "secret" not in page
+    full = report(prompt, include_text=True)
+    for page in (json.dumps(full), bench_page(full)):
+        assert "secret one" in page
+        assert "secret two" in page
+
+
+def test_rouge_is_given_where_there_are_references() -> None:
+    pytest.importorskip("rouge_score")
+    # "the cat sat" and "the cat ran": 2 of 3 words, 1 of 2 pairs, longest common part of 2.
+    result = report(
+        measured({"plain": [10]}, text="the cat sat", reference="the cat ran"),
+        measured({"plain": [10]}, "talk"),
+        with_references=True,
+    )
+    expected = {"rouge1": 2 / 3, "rouge2": 1 / 2, "rougeL": 2 / 3}
+    assert result["categories"]["code"]["rouge"]["plain"] == pytest.approx(expected)
+    assert result["categories"]["talk"]["rouge"] is None
+    assert "0.6667" in bench_page(result)
+
+
+def test_figures_of_short_or_restless_runs_are_called_rough() -> None:
+    # The runs of the test have 10 tokens each.
+    assert report(measured({"plain": [10, 10]}))["rough"] == (
+        "The figures are rough: half of the answers have no more than 10 tokens."
+    )
+    restless = report(measured({"plain": [10, 20, 10], "fast": [20, 60, 20]}))
+    # Ratios run by run: 2, 3 and 2.
+    assert restless["rough"].endswith("and the turns of fast on a prompt differ by 50%.")
+    assert restless["rough"] in text_of(bench_page(restless))
+    steady = report(measured({"plain": [10, 30], "fast": [20, 60]}))
+    assert "differ" not in steady["rough"]
+
+
+def test_a_ratio_within_the_noise_is_not_drawn_as_slow() -> None:
+    def drawn(rate: float) -> set[str | None]:
+        page = Page(bench_page(report(measured({"plain": [100], "other": [rate]}))))
+        return {value for name, value in page.attributes if name == "class"}
+
+    assert "bar slow" not in drawn(97)
+    assert "bar slow" in drawn(90)
+
+
+class Page(HTMLParser):
+    """The elements, attributes and text of a page, as a browser would understand it."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def text_of(html: str) -> str:
+    return " ".join(Page(html).text.split())
+
+
+def test_a_page_needs_nothing_but_itself_and_runs_nothing() -> None:
+    prompt = measured(
+        {"plain": [10], "fast": [20]}, HOSTILE, question=HOSTILE, text=f"answer {HOSTILE}"
+    )
+    html = bench_page(report(prompt, include_text=True))
+    page = Page(html)
+    assert {"script", "img", "link", "iframe", "object", "embed", "form"}.isdisjoint(page.tags)
+    names = {name for name, _ in page.attributes}
+    assert {"src", "href", "srcset", "action", "data", "onerror"}.isdisjoint(names)
+    policy = next(value for name, value in page.attributes if name == "content" and value)
+    assert "url(" not in html
+    assert "@import" not in html
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes, policy
+    # What the model wrote is there to be read, letter by letter.
+    assert f"answer {HOSTILE}" in page.text
+    assert page.tags.count("svg") == 4  # two decoders, over all and in the category
+
+
+def test_bars_have_the_length_of_their_speed() -> None:
+    page = Page(bench_page(report(measured({"plain": [10], "fast": [40]}))))
+    widths = [float(value or 0) for name, value in page.attributes if name == "width"]
+    plain, fast = widths[1], widths[3]  # each behind its track, which is 100 wide
+    assert fast == pytest.approx(4 * plain, abs=0.05)
+    assert max(widths) <= 100
+    assert ("aria-label", "fast: 4.00×") in page.attributes
