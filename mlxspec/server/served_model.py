@@ -15,7 +15,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..corpus import MAX_TOKENS
-from ..engine.device_memory import free_memory
+from ..engine.costs import free_memory
 from ..engine.model_sizes import CacheKind, cache_kinds, context_length
 from ..engine.params import CacheOptions
 from ..engine.target import vocabulary_size

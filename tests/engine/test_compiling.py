@@ -38,7 +38,7 @@ def vocabulary() -> Vocabulary:
 
 def compiled(constraint: Constraint) -> llguidance.LLMatcher:
     """As for the first time."""
-    vocabulary()._compiled.clear()
+    vocabulary().compiled.cache_clear()
     return vocabulary().matcher(constraint)
 
 
