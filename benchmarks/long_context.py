@@ -28,8 +28,6 @@ from mlxspec.drafting.drafter import DraftTree, VerifiedStep
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.suffix_source import SuffixSource
 from mlxspec.engine.caches import (
-    Kept,
-    OpenMask,
     TreeKVCache,
     TreeQuantizedKVCache,
     TreeRows,
@@ -73,11 +71,11 @@ def _drafting(context: int) -> float:
 
 
 def _mask(context: int) -> float:
-    open_mask, length = OpenMask(), context
+    length = context
 
     def step() -> None:
         nonlocal length
-        mx.eval(TreeRows(_TREE, open_mask).mask(length, None))
+        mx.eval(TreeRows(_TREE).mask(length, None))
         length += 1
 
     return _median_time(step, _STEPS)
@@ -85,7 +83,7 @@ def _mask(context: int) -> float:
 
 def _commit(caches: list[TreeKVCache] | list[TreeQuantizedKVCache], context: int) -> float:
     def step() -> None:
-        move_rows([Kept(caches, context, _ACCEPTED)])
+        move_rows([(caches, context, _ACCEPTED)])
         cut(caches, context + len(_ACCEPTED))
         mx.eval([cache.state[:2] for cache in caches])
 

@@ -99,8 +99,8 @@ def first_difference(
     context = [*prompt, *expected[:index]]
     logits = model(mx.array(context)[None], cache=make_prompt_cache(model))[0, -1:]
     chooser = Chooser(params)
-    history = chooser.history(context)
-    contexts = history.contexts(DraftTree.chain(context[-1])) if history else None
+    chooser.begin(context)
+    contexts = chooser.contexts(DraftTree.chain(context[-1]))
     _, logprobs = chooser.choose(logits, [len(context)], contexts)
     values = chooser.perturb(logprobs, [len(context)])[0].astype(mx.float32)
     worse = mx.minimum(values[expected[index]], values[actual[index]])

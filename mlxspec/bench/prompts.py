@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ..errors import LoadError, OptionError, PromptError
 from ..jsonl import Conversation, conversation_of, load_json
@@ -85,12 +85,7 @@ def read_spec_bench(path: str | Path) -> list[BenchPrompt]:
     ]
 
 
-class _OfCategory(Protocol):
-    @property
-    def category(self) -> str: ...
-
-
-_Item = TypeVar("_Item", bound=_OfCategory)
+_Item = TypeVar("_Item", BenchPrompt, "Trace")
 
 
 def limited(items: Iterable[_Item], per_category: int) -> list[_Item]:

@@ -43,7 +43,7 @@ from .common.output import (
 )
 
 if TYPE_CHECKING:
-    from ..bench.measure import MeasuredPrompt, Measurement
+    from ..bench.measure import MakeBackend, MeasuredPrompt, Measurement
     from ..bench.prompts import BenchPrompt
     from ..bench.report import Report
 
@@ -107,16 +107,9 @@ def bench_command(
     "reference" in each line; any other file is one prompt as it stands. Reports hold no prompts,
     no outputs and no paths unless you ask for them.
     """
-    from ..bench.measure import Measurement, backends_with, chosen_backends
-    from ..bench.report import (
-        bench_page,
-        bench_report,
-        machine_facts,
-        model_facts,
-        what_differs,
-    )
+    from ..bench.measure import backends_with, chosen_backends
+    from ..bench.report import bench_page, what_differs
     from ..drafting.drafter import load_drafter
-    from ..models.model import load
 
     # All that needs no model is checked before one is loaded, or even downloaded.
     model = needed_model(model)
@@ -128,11 +121,40 @@ def bench_command(
     questions = _questions(asked)
     shows.check()
 
+    report = _report(model, asked, backends, sampling, questions, include_text)
+    wrong = list(what_differs(report))
+
+    def show() -> None:
+        if shows.as_json:
+            write_json(report)
+        else:
+            print_tables(bench_tables(report))
+        for line in wrong:
+            click.echo(f"Error: {shown(line)}", err=True)
+
+    shows.show(show, lambda: bench_page(report))
+    if wrong:
+        sys.exit(1)
+    if report["settings"]["interrupted"]:
+        sys.exit(INTERRUPTED)
+
+
+def _report(
+    model: str,
+    asked: BenchOptions,
+    backends: dict[str, MakeBackend],
+    sampling: SamplingParams,
+    questions: list[BenchPrompt],
+    include_text: bool,
+) -> Report:
+    """Load the model, measure, and sum up."""
+    from ..bench.measure import Measurement
+    from ..bench.report import bench_report, machine_facts, model_facts
+    from ..models.model import load
+
     loaded, tokenizer = load(model, adapter_path=asked.adapter_path)
     measurement = Measurement(
-        loaded,
-        tokenizer,
-        backends,
+        *(loaded, tokenizer, backends),
         max_tokens=asked.max_tokens,
         repeats=asked.repeats,
         sampling=sampling,
@@ -147,30 +169,15 @@ def bench_command(
         "seed": asked.seed,
         "interrupted": interrupted,
     }
-    facts = {"model": model_facts(loaded, model), "machine": machine_facts()}
+    about = model_facts(loaded, model)
     if asked.adapter_path is not None:
-        facts["model"]["name"] += f" with adapters {Path(asked.adapter_path).resolve().name}"
-    report = bench_report(
+        about["name"] += f" with adapters {Path(asked.adapter_path).resolve().name}"
+    return bench_report(
         measured,
-        facts={**facts, "settings": settings},
+        facts={"model": about, "machine": machine_facts(), "settings": settings},
         with_references=asked.references,
         include_text=include_text,
     )
-    wrong = list(what_differs(report))
-
-    def show() -> None:
-        if shows.as_json:
-            write_json(report)
-        else:
-            print_tables(bench_tables(report))
-        for line in wrong:
-            click.echo(f"Error: {shown(line)}", err=True)
-
-    shows.show(show, lambda: bench_page(report))
-    if wrong:
-        sys.exit(1)
-    if interrupted:
-        sys.exit(INTERRUPTED)
 
 
 def _questions(asked: BenchOptions) -> list[BenchPrompt]:

@@ -180,9 +180,8 @@ def _measured(
     """
     from ..drafting.costs import context_range
     from ..drafting.measurement import CAREFUL, noise
-    from ..engine.calibration import calibrate
     from ..engine.capability import chain_capability
-    from ..engine.costs import cost_key, known_range
+    from ..engine.costs import calibrate, cost_key, known_range
     from ..models.model import load
     from ..models.model_files import given_name
 

@@ -96,6 +96,17 @@ def connect_command(
         raise OptionError(
             f"{chosen.title} has no file for it: 'mlxspec connect {client}' says what to fill in"
         )
+    _write(console, setup, chosen.title, yes)
+    _show_start(console, setup)
+
+
+def _write(console: Console, setup: Setup, title: str, yes: bool) -> None:
+    """Show what changes in the client's files, ask, and write them.
+
+    Raises:
+        OptionError: no one can be asked.
+        SettingsError: a file cannot be changed; then what to put there is shown.
+    """
     try:
         texts = [(file, *_texts(file)) for file in setup.files]
     except SettingsError:
@@ -113,8 +124,7 @@ def connect_command(
         file.write(new)
         say(f"Wrote {file.path}.")
     if not changes:
-        say(f"{chosen.title} is set up so already: nothing was written.")
-    _show_start(console, setup)
+        say(f"{title} is set up so already: nothing was written.")
 
 
 def _list(console: Console) -> None:

@@ -196,21 +196,11 @@ def memory_command() -> None:
 )
 def on_command(model: str | None, max_tokens: int | None) -> None:
     """Keep answers from now on, and draft from them."""
-    from ..corpus import Answers, identify, load_settings, memory_directory
+    from ..corpus import memory_directory
 
-    before = load_settings(note)
-    settings, whose = replace(before, max_tokens=max_tokens or before.max_tokens), "every tokenizer"
-    most = counted(settings.max_tokens, "token")
-    if model is None:
-        settings = replace(settings, everything=True, tokenizers=frozenset())
-        most += " each"
-    else:
-        identity = identify(_tokenizer_of(model))
-        whose = str(identity)
-        settings = settings.with_tokenizer(identity, keeps=True)
-        Answers(memory_directory(), identity, _absolute(model)).close()
-    _save(settings)
-    say(f"Answers are kept from now on, with {whose}, up to {most}.")
+    whose, most = _switch(model, keeps=True, max_tokens=max_tokens)
+    up_to = counted(most, "token") + (" each" if model is None else "")
+    say(f"Answers are kept from now on, with {whose or 'every tokenizer'}, up to {up_to}.")
     say(f"They are in {memory_directory()}, readable for you alone.")
 
 
@@ -218,19 +208,37 @@ def on_command(model: str | None, max_tokens: int | None) -> None:
 @_model_option
 def off_command(model: str | None) -> None:
     """Neither keep answers nor draft from those that are kept."""
-    from ..corpus import identify, load_settings, memory_directory
+    from ..corpus import memory_directory
 
-    settings, whose, tokenizer = load_settings(note), "any tokenizer", _tokenizer_of(model)
-    if tokenizer is None:
-        settings = replace(settings, everything=False, tokenizers=frozenset())
-    else:
-        identity = identify(tokenizer)
-        whose = str(identity)
-        settings = settings.with_tokenizer(identity, keeps=False)
-    _save(settings)
-    say(f"No answers are kept from now on with {whose}.")
-    if any(one.count().texts for one in _kept(tokenizer)):
+    whose, _ = _switch(model, keeps=False)
+    say(f"No answers are kept from now on with {whose or 'any tokenizer'}.")
+    if any(one.count()["texts"] for one in _kept(_tokenizer_of(model))):
         say(f"What was kept stays in {memory_directory()}: mlxspec memory forget --all removes it.")
+
+
+def _switch(
+    model: str | None, keeps: bool, max_tokens: int | None = None
+) -> tuple[TokenizerIdentity | None, int]:
+    """Turn the memory on or off, for one tokenizer or all, and note where a variable overrides it.
+
+    Returns:
+        the tokenizer, None for all, and how many tokens are kept per tokenizer.
+    """
+    from ..corpus import SWITCH, Answers, identify, load_settings, memory_directory, save_settings
+
+    settings, identity = load_settings(note), None
+    if model is None:
+        settings = replace(settings, everything=keeps, tokenizers=frozenset())
+    else:
+        identity = identify(_tokenizer_of(model))
+        settings = settings.with_tokenizer(identity, keeps)
+        if keeps:
+            Answers(memory_directory(), identity, _absolute(model)).close()
+    settings = replace(settings, max_tokens=max_tokens or settings.max_tokens)
+    save_settings(settings)
+    if switch := os.environ.get(SWITCH):
+        note(f"{SWITCH} is {switch!r} here and overrides that")
+    return identity, settings.max_tokens
 
 
 @memory_command.command("show", context_settings=SETTINGS)
@@ -383,7 +391,7 @@ def _export(tokenizer: Any) -> Iterator[str]:
         OptionError: no answer is kept.
         LoadError: a tokenizer cannot be loaded.
     """
-    found = [one for one in _kept(tokenizer) if one.count().texts]
+    found = [one for one in _kept(tokenizer) if one.count()["texts"]]
     if not found:
         raise OptionError("no answer is kept: 'mlxspec memory on' keeps those from then on")
     decoders = [_decoder(one, tokenizer) for one in found]  # all, before the first line
@@ -489,26 +497,17 @@ def _may_forget() -> bool:
     return click.confirm("Forget them?", err=True)
 
 
-def _save(settings: Settings) -> None:
-    """Save settings; note where a variable overrides them."""
-    from ..corpus import SWITCH, save_settings
-
-    save_settings(settings)
-    if switch := os.environ.get(SWITCH):
-        note(f"{SWITCH} is {switch!r} here and overrides that")
-
-
 def _show(kept: Answers, settings: Settings) -> None:
     """Show what is kept with one tokenizer."""
     held = kept.count()
-    answers, tokens = counted(held.texts, "answer"), counted(held.tokens, "token")
+    answers, tokens = counted(held["texts"], "answer"), counted(held["tokens"], "token")
     rows: list[tuple[str, object]] = [
         ("tokenizer", kept.identity),
         ("memory", "on" if settings.keeps(kept.identity) else "off"),
-        ("holds", f"{answers}, {tokens}, {size_in_words(held.bytes)}"),
+        ("holds", f"{answers}, {tokens}, {size_in_words(held['bytes'])}"),
     ]
-    if held.oldest is not None and held.newest is not None:
-        rows += [("oldest", _at(held.oldest)), ("newest", _at(held.newest))]
+    if held["oldest"] is not None and held["newest"] is not None:
+        rows += [("oldest", _at(held["oldest"])), ("newest", _at(held["newest"]))]
     _print_rows(rows)
     if earned := kept.earned_by_day():
         print_tables([_table(earned)])
@@ -553,6 +552,6 @@ def _report(kept: Answers, settings: Settings) -> dict[str, Any]:
         "fingerprint": kept.identity.fingerprint.hex(),
         "model": kept.model,
         "on": settings.keeps(kept.identity),
-        **kept.count()._asdict(),
+        **kept.count(),
         "earned": kept.earned_by_day(),
     }

@@ -39,7 +39,7 @@ def models_command(as_json: bool) -> None:
     its driver recommends, elsewhere the system's memory. On a CPU half-precision weights take twice
     their size. What steps cost here is measured at first use, and carefully by 'mlxspec calibrate'.
     """
-    from ..engine.device_memory import whole_memory
+    from ..engine.costs import whole_memory
 
     memory = whole_memory()
     default: str | None = None

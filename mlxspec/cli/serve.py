@@ -11,12 +11,14 @@ import signal
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
 import click
-from rich.console import Group
+from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -32,12 +34,11 @@ from .common.notes import note
 from .common.options import (
     ADAPTERS,
     ADAPTERS_HELP,
-    FILE,
     NAME,
     check_least,
     color_option,
     command,
-    option,
+    option_field,
     options_of,
 )
 from .common.output import counted, error_console, shown
@@ -46,7 +47,6 @@ from .memory import Memories
 from .request_log import RequestLog
 
 if TYPE_CHECKING:
-    from ..generation.decoder import Decoder
     from ..generation.options import GenerationOptions
     from ..server.served_model import ServedModel
     from ..server.worker import Worker
@@ -70,86 +70,99 @@ class _Size(click.ParamType):
         return int(float(number) * 1024 ** " KMGT".index(unit.upper() or " "))
 
 
+_address_option = partial(option_field, group="Models and address")
+_request_option = partial(option_field, group="Requests")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Where to listen, how many requests to run, and what to print."""
+
+    adapter_path: str | None = _address_option(ADAPTERS, ADAPTERS_HELP, type=NAME)
+    host: str = _address_option("--host HOST", "The address to listen at.", default="127.0.0.1")
+    port: int = _address_option("--port N", "The port; 0 takes a free one.", default=8080)
+    allowed_hosts: tuple[str, ...] = _address_option(
+        "--allowed-host NAME",
+        "Also answer requests that call the server so; repeatable.",
+        multiple=True,
+    )
+    api_key_file: Path | None = _address_option(  # noqa: RUF009
+        "--api-key-file FILE",
+        f"Ask for one of the keys in this file, one a line. {API_KEY} in the environment is one, "
+        "too.",
+    )
+    concurrency: int = _request_option(
+        "--concurrency N", "Generate for N requests of a model at once.", default=8
+    )
+    queue: int = _request_option(
+        "--queue N", "Let N more wait; others get status 429.", default=128
+    )
+    max_tokens: int = _request_option(
+        "--max-tokens N", "Generate at most N tokens where a request does not say.", default=8192
+    )
+    stall: float = _request_option(
+        "--stall SECONDS",
+        "How long running answers may wait for others' prompts between two tokens.",
+        default=0.15,
+    )
+    grace: float = _request_option(
+        "--grace SECONDS",
+        "How long running requests may go on after Ctrl-C or SIGTERM.",
+        default=10.0,
+    )
+    cache_bytes: int | None = option_field(
+        "--cache-bytes SIZE",
+        "Keep so much of earlier prompts, as 8G.  [default: a share of the free memory]",
+        type=_Size(),
+        group="Memory",
+    )
+    cache_dir: Path | None = option_field(  # noqa: RUF009
+        "--cache-dir DIR",
+        "Keep them there from one start to the next. Only you may write to it.",
+        group="Memory",
+    )
+    quiet: bool = option_field(
+        "-q --quiet", "Print no line for each request.", default=False, group="Output"
+    )
+    log_json: bool = option_field(
+        "--log-json",
+        "Print these lines as JSON, on standard output.",
+        default=False,
+        group="Output",
+    )
+
+    def check(self, models: int) -> None:
+        """Check the options against each other and for this number of models.
+
+        Raises:
+            OptionError: one has a wrong value.
+        """
+        check_least(1, concurrency=self.concurrency, max_tokens=self.max_tokens)
+        check_least(0, queue=self.queue, port=self.port)
+        if not self.stall > 0:
+            raise OptionError(f"--stall is {self.stall:g}: give a number of seconds above 0")
+        if not 0 <= self.grace < math.inf:
+            raise OptionError(f"--grace is {self.grace:g}: give a number of seconds, 0 for none")
+        if self.port > _MOST_PORT:
+            raise OptionError(f"--port is {self.port}: it is at most {_MOST_PORT}")
+        if self.adapter_path is not None and models > 1:
+            raise OptionError("--adapter-path is of one model: give one --model with it")
+
+
 @command("serve")
 @model_argument(several=True)
-@option(ADAPTERS, ADAPTERS_HELP, type=NAME, group="Models and address")
-@option("--host HOST", "The address to listen at.", default="127.0.0.1", group="Models and address")
-@option("--port N", "The port; 0 takes a free one.", default=8080, group="Models and address")
-@option(
-    "--allowed-host NAME",
-    "Also answer requests that call the server so; repeatable.",
-    "allowed_hosts",
-    multiple=True,
-    group="Models and address",
-)
-@option(
-    "--api-key-file FILE",
-    f"Ask for one of the keys in this file, one a line. {API_KEY} in the environment is one, too.",
-    type=FILE,
-    group="Models and address",
-)
-@option(
-    "--concurrency N", "Generate for N requests of a model at once.", default=8, group="Requests"
-)
-@option(
-    "--queue N", "Let N more wait; others are told to come again.", default=128, group="Requests"
-)
-@option(
-    "--max-tokens N",
-    "Generate at most N tokens where a request does not say.",
-    default=8192,
-    group="Requests",
-)
-@option(
-    "--stall SECONDS",
-    "How long running answers may wait for others' prompts between two tokens.",
-    default=0.15,
-    group="Requests",
-)
-@option(
-    "--grace SECONDS",
-    "How long running requests may go on after Ctrl-C or SIGTERM.",
-    default=10.0,
-    group="Requests",
-)
+@options_of(ServeOptions, "options")
 @template_option("Requests")
-@options_of(DraftingOptions, "drafting", "Drafting")
+@options_of(DraftingOptions, "drafting", "Drafting", leave_out=("learn",))
 @options_of(CacheOptions, "caches", "Memory")
-@option(
-    "--cache-bytes SIZE",
-    "Keep so much of earlier prompts, as 8G.  [default: a share of the free memory]",
-    type=_Size(),
-    group="Memory",
-)
-@option(
-    "--cache-dir DIR",
-    "Keep them there from one start to the next. Only you may write to it.",
-    type=FILE,
-    group="Memory",
-)
-@option("-q --quiet", "Print no line for each request.", group="Output")
-@option("--log-json", "Print these lines as JSON, on standard output.", group="Output")
 @color_option("Output", "Colour the panel and the lines.")
 def serve_command(
     *,
     models: tuple[str, ...],
-    adapter_path: str | None,
-    host: str,
-    port: int,
-    allowed_hosts: tuple[str, ...],
-    api_key_file: Path | None,
-    concurrency: int,
-    queue: int,
-    max_tokens: int,
-    stall: float,
-    grace: float,
+    options: ServeOptions,
     chat_template_config: Mapping[str, Any] | None,
     drafting: DraftingOptions,
     caches: CacheOptions,
-    cache_bytes: int | None,
-    cache_dir: Path | None,
-    quiet: bool,
-    log_json: bool,
     color: bool | None,
 ) -> None:
     """Serve models behind OpenAI's and Anthropic's APIs.
@@ -170,64 +183,65 @@ def serve_command(
     """
     if launched_rank() is not None:
         raise OptionError("serve runs in one process: start it without mlx.launch")
-    check_least(1, concurrency=concurrency, max_tokens=max_tokens)
-    check_least(0, queue=queue, port=port)
-    if not stall > 0:
-        raise OptionError(f"--stall is {stall:g}: give a number of seconds above 0")
-    if not 0 <= grace < math.inf:
-        raise OptionError(f"--grace is {grace:g}: give a number of seconds, 0 for none")
-    if port > _MOST_PORT:
-        raise OptionError(f"--port is {port}: it is at most {_MOST_PORT}")
-    if adapter_path is not None and len(models) > 1:
-        raise OptionError("--adapter-path is of one model: give one --model with it")
-    keys = _keys(api_key_file)
-    hosts = _hosts(host, allowed_hosts, keys)
+    options.check(len(models))
+    keys = _keys(options.api_key_file)
+    hosts = _hosts(options.host, options.allowed_hosts, keys)
 
+    asked = [
+        Generation(
+            *(name, options.max_tokens, drafting, Ends(), SamplingParams(), caches),
+            adapter_path=options.adapter_path,
+        )
+        for name in models or (None,)
+    ]
+    _run(asked, options, hosts, keys, chat_template_config or {}, error_console(color))
+
+
+def _run(
+    asked: list[Generation],
+    options: ServeOptions,
+    hosts: set[str] | None,
+    keys: list[str],
+    template_arguments: Mapping[str, Any],
+    console: Console,
+) -> None:
+    """Load the models and serve them until Ctrl-C or SIGTERM."""
     give_back_large_blocks()
-    console = error_console(color)
     with ExitStack() as serving:
-        listening = serving.enter_context(_listening(host, port))
+        listening = serving.enter_context(_listening(options.host, options.port))
         from ..server.app import create_app
         from ..server.worker import Worker, WorkerLimits
 
-        asked = [
-            Generation(
-                *(name, max_tokens, drafting, Ends(), SamplingParams(), caches),
-                adapter_path=adapter_path,
-            )
-            for name in models or (None,)
-        ]
-        names = _names([model_or_default(one.model) for one in asked])
-        keeps, shared = _keeps_answers(drafting, keys), len(asked) > 1
-        memories = serving.enter_context(Memories(keeps, shared))
-        # All are loaded before anybody asks how much memory is left.
-        decoders = [one.load(console, memories) for one in asked]
-        served = [
-            _served(name, one, decoder, cache_bytes, len(asked), chat_template_config or {}, keys)
-            for name, one, decoder in zip(names, asked, decoders, strict=True)
-        ]
-        log = RequestLog(console, log_json, quiet)
+        keeps = _keeps_answers(asked[0].drafting, keys)
+        memories = serving.enter_context(Memories(keeps, len(asked) > 1))
+        served = _load(asked, console, memories, options.cache_bytes, template_arguments, keys)
+        log = RequestLog(console, options.log_json, options.quiet)
         serving.callback(log.close)
-        worker = Worker(served, WorkerLimits(concurrency, queue, stall), log.ended)
+        limits = WorkerLimits(options.concurrency, options.queue, options.stall)
+        worker = Worker(served, limits, log.ended)
         serving.enter_context(_terminated_as_interrupted())
-        if cache_dir is not None and serving.enter_context(_ours_alone(cache_dir)):
-            serving.enter_context(_kept(served, cache_dir))
+        if options.cache_dir and serving.enter_context(_ours_alone(options.cache_dir)):
+            serving.enter_context(_kept(served, options.cache_dir))
         worker.start()
         serving.callback(worker.stop)
         worker.wait_until_ready()
-        tell_of_model(models[0] if models else None)
-        address = _address(host, listening.getsockname()[1])
-        if not quiet:
+        tell_of_model(asked[0].model)
+        if not options.quiet:
+            address = _address(options.host, listening.getsockname()[1])
             console.print(_panel(address, worker, bool(keys)))
-            if not log_json:
+            if not options.log_json:
                 memories.tell_once()
         app = create_app(
-            worker, max_tokens=max_tokens, hosts=hosts, keys=keys, on_refusal=log.refused
+            worker,
+            max_tokens=options.max_tokens,
+            hosts=hosts,
+            keys=keys,
+            on_refusal=log.refused,
         )
         # Nothing that is loaded by now becomes garbage. Each full collection would look through it
         # all, and hold up every request for 100 ms.
         gc.freeze()
-        _serve(app, listening, worker, grace)
+        _serve(app, listening, worker, options.grace)
 
 
 def _keys(file: Path | None) -> list[str]:
@@ -325,38 +339,37 @@ def _names(models: list[str]) -> list[str]:
     ]
 
 
-def _served(
-    name: str,
-    generation: Generation,
-    decoder: Decoder,
+def _load(
+    asked: list[Generation],
+    console: Console,
+    memories: Memories,
     cache_bytes: int | None,
-    models: int,
     template_arguments: Mapping[str, Any],
     keys: list[str],
-) -> ServedModel:
-    """A model and what serves it, with its share of the memory."""
+) -> list[ServedModel]:
+    """Load the models; each gets its share of the memory that is left after all are loaded."""
     from ..server.prefix_cache import PrefixCache
     from ..server.served_model import CacheMemory, ServedModel
 
-    memory = CacheMemory(decoder.model, generation.caches)
-    memory = CacheMemory(decoder.model, generation.caches, memory.limit // models)
-    kept = memory.default_cache_bytes if cache_bytes is None else cache_bytes
-    return ServedModel(
-        name,
-        decoder,
-        PrefixCache(
-            decoder.model,
-            kept,
-            generation.caches,
-            warn=note,
-            chunks_matter=decoder.chunks_matter,
-        ),
-        memory,
-        cast("GenerationOptions", vars(generation.caches)),
-        template_arguments,
-        owner=keys[0] if len(keys) == 1 else "",
-        path=model_or_default(generation.model),
-    )
+    names = _names([model_or_default(one.model) for one in asked])
+    decoders = [one.load(console, memories) for one in asked]
+    result = []
+    for name, one, decoder in zip(names, asked, decoders, strict=True):
+        model, caches = decoder.model, one.caches
+        whole = CacheMemory(model, caches)
+        memory = CacheMemory(model, caches, whole.limit // len(asked))
+        kept = memory.default_cache_bytes if cache_bytes is None else cache_bytes
+        prefixes = PrefixCache(model, kept, caches, warn=note, chunks_matter=decoder.chunks_matter)
+        result.append(
+            ServedModel(
+                *(name, decoder, prefixes, memory),
+                cast("GenerationOptions", vars(caches)),
+                template_arguments,
+                owner=keys[0] if len(keys) == 1 else "",
+                path=model_or_default(one.model),
+            )
+        )
+    return result
 
 
 def _directory_of(served: ServedModel, directory: Path) -> Path:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING
 
 import click
-from rich.progress import DownloadColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from ..terminal import one_line
 from .common.model_choice import MODEL
@@ -126,40 +128,34 @@ def _write(
     Returns:
         the store, and in words, the number of files and the time it took.
     """
-    from ..corpus.store import MAX_TOKENS, Reading, find_files, read_texts
+    from ..corpus.store import MAX_TOKENS, find_files, read_texts
     from ..models.tokenizer import load_tokenizer_of
 
     started = time.perf_counter()
     limit = max_tokens or MAX_TOKENS
     files = find_files(paths)
     tokenizer = load_tokenizer_of(model)
-    reading = Reading()
-    done, total = 0, sum(file.size for file in files)
-    figures = DownloadColumn(), TimeElapsedColumn()
+    counts = Counter[str]()
+    done = count(1)
+    figures = MofNCompleteColumn(), TimeElapsedColumn()
     try:
         with ProgressBar("Reading", *figures, then="Sorting") as bar:
-
-            def on_bytes(size: int) -> None:
-                nonlocal done
-                done += size
-                bar(done, total)
-
             sequences = (
                 tokenizer.encode(text, add_special_tokens=False)
-                for text in read_texts(files, reading, on_bytes)
+                for text in read_texts(files, counts, lambda _: bar(next(done), len(files)))
             )
             store = write(sequences=sequences, tokenizer=tokenizer, max_tokens=limit)
     finally:  # they may be why there is nothing to write
         for number, thing, reason in (
-            (reading.binary, "file", "not UTF-8 text"),
-            (reading.unreadable, "file", "cannot be read"),
-            (reading.bad_lines, "chat log line", "not a chat record"),
+            (counts["binary"], "file", "not UTF-8 text"),
+            (counts["unreadable"], "file", "cannot be read"),
+            (counts["bad_lines"], "chat log line", "not a chat record"),
         ):
             if number:
                 note(f"{counted(number, thing)} skipped: {reason}")
     if store.n_tokens >= limit - 1:
         note(f"the store is full: --max-tokens {limit} is reached, and the rest is left out")
-    return store, counted(reading.files, "file"), f"in {time.perf_counter() - started:.1f} s"
+    return store, counted(counts["files"], "file"), f"in {time.perf_counter() - started:.1f} s"
 
 
 def _in_texts(store: Store) -> str:

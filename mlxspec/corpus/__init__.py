@@ -1,6 +1,6 @@
 """Texts to draft from: earlier answers, in a process or kept over runs, and stores. No MLX here."""
 
-from .answers import EARNED, SOURCES, Answer, Answers, Counts, kept_answers
+from .answers import EARNED, SOURCES, Answer, Answers, kept_answers
 from .memory import MAX_TOKENS, Memory
 from .settings import (
     SWITCH,
@@ -21,7 +21,6 @@ __all__ = [
     "SWITCH",
     "Answer",
     "Answers",
-    "Counts",
     "Memory",
     "Settings",
     "TokenizerIdentity",

@@ -87,22 +87,6 @@ class Answer(NamedTuple):
     ended: int
 
 
-class Counts(NamedTuple):
-    """The size of one tokenizer's answers.
-
-    Attributes:
-        texts, tokens: how many answers, and tokens in them.
-        bytes: size of the answers and of their index files.
-        oldest, newest: when the first and the last of them ended; None where there is none.
-    """
-
-    texts: int
-    tokens: int
-    bytes: int
-    oldest: int | None
-    newest: int | None
-
-
 class Answers:
     """The answers of one tokenizer.
 
@@ -136,16 +120,15 @@ class Answers:
         self._db = connect(self.directory)
         identity = self.identity
         which = "FROM tokenizers WHERE fingerprint = ?", identity.fingerprint
-        with self._errors():
-            known = self._run(f"SELECT model {which[0]}", which[1])
-            if not known or self.model not in ("", known[0][0]):
-                self._run(
-                    "INSERT INTO tokenizers (fingerprint, name, vocab_size, model)"
-                    " VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET model = excluded.model",
-                    *(identity.fingerprint, identity.name, identity.vocab_size, self.model),
-                )
-            ((self._tokenizer,),) = self._run(f"SELECT id {which[0]}", which[1])
-            ((self.database,),) = self._run("PRAGMA application_id")
+        known = self._run(f"SELECT model {which[0]}", which[1])
+        if not known or self.model not in ("", known[0][0]):
+            self._run(
+                "INSERT INTO tokenizers (fingerprint, name, vocab_size, model)"
+                " VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET model = excluded.model",
+                *(identity.fingerprint, identity.name, identity.vocab_size, self.model),
+            )
+        ((self._tokenizer,),) = self._run(f"SELECT id {which[0]}", which[1])
+        ((self.database,),) = self._run("PRAGMA application_id")
 
     def add(self, text: bytes, earned: Mapping[str, int]) -> int:
         """Keep an answer. An equal one is kept once, with what both earned, as the newest.
@@ -160,8 +143,7 @@ class Answers:
         now = int(time.time())
         figures = [max(0, int(earned.get(name, 0))) for name in EARNED]
         hashed = blake2b(text, digest_size=16).digest()
-        with self._errors():
-            ((row,),) = self._run(_ADD, self._tokenizer, hashed, text, now, now // _DAY, *figures)
+        ((row,),) = self._run(_ADD, self._tokenizer, hashed, text, now, now // _DAY, *figures)
         return int(row)
 
     def use(self, rows: Iterable[int]) -> None:
@@ -174,13 +156,11 @@ class Answers:
 
     def changes(self) -> int:
         """A number that changes when other processes have changed the database."""
-        with self._errors():
-            return int(self._run("PRAGMA data_version")[0][0])
+        return int(self._run("PRAGMA data_version")[0][0])
 
     def rows(self) -> set[int]:
         """The rows of all answers."""
-        with self._errors():
-            found = self._run("SELECT id FROM answers WHERE tokenizer = ?", self._tokenizer)
+        found = self._run("SELECT id FROM answers WHERE tokenizer = ?", self._tokenizer)
         return {row for (row,) in found}
 
     def read(self, after: int = 0) -> Iterator[Answer]:
@@ -191,8 +171,7 @@ class Answers:
         vocab_size = self.identity.vocab_size
         columns = "SELECT id, tokens, ended FROM answers WHERE tokenizer = ? AND id > ?"
         while True:
-            with self._errors():
-                page = self._run(f"{columns} ORDER BY id LIMIT {_PAGE}", self._tokenizer, after)
+            page = self._run(f"{columns} ORDER BY id LIMIT {_PAGE}", self._tokenizer, after)
             for row, text, ended in page:
                 if isinstance(text, bytes) and isinstance(ended, int) and len(text) % 4 == 0:
                     tokens = np.frombuffer(text, np.int32)
@@ -204,8 +183,7 @@ class Answers:
 
     def evict(self, most: int) -> None:
         """Delete the answers that were used longest ago until ``most`` tokens remain."""
-        with self._errors():
-            self._run(_EVICT, self._tokenizer, most)
+        self._run(_EVICT, self._tokenizer, most)
 
     def forget(self, rows: Iterable[int]) -> None:
         """Delete answers, and the index files that contain them, so that no file has their text.
@@ -221,28 +199,32 @@ class Answers:
         with self._transaction():
             self._db.executemany("DELETE FROM answers WHERE id = ?", gone)
         self.remove_index_files({row for (row,) in gone})
-        with self._errors():
-            self._run("VACUUM")
-            ((busy, *_),) = self._run("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._run("VACUUM")
+        ((busy, *_),) = self._run("PRAGMA wal_checkpoint(TRUNCATE)")
         if busy:
             raise StoreError("another process is reading the kept answers; forget again")
 
-    def count(self) -> Counts:
-        """Count the answers, their tokens and bytes."""
-        with self._errors():
-            ((texts, nbytes, oldest, newest),) = self._run(
-                "SELECT count(*), sum(length(tokens)), min(ended), max(ended) FROM answers"
-                " WHERE tokenizer = ?",
-                self._tokenizer,
-            )
-        nbytes = nbytes or 0
-        indexed = sum(file.stat().st_size for file in self.index_files())
-        return Counts(texts, nbytes // 4, nbytes + indexed, oldest, newest)
+    def count(self) -> dict[str, Any]:
+        """The number of "texts", their "tokens", and "bytes" with index files.
+
+        "oldest" and "newest" are when the first and the last of them ended, in seconds since
+        1970, or None.
+        """
+        ((texts, nbytes, oldest, newest),) = self._run(
+            "SELECT count(*), sum(length(tokens)), min(ended), max(ended) FROM answers"
+            " WHERE tokenizer = ?",
+            self._tokenizer,
+        )
+        nbytes, indexed = nbytes or 0, 0
+        for file in self.index_files():
+            with suppress(FileNotFoundError):  # another process has removed it
+                indexed += file.stat().st_size
+        sizes = {"texts": texts, "tokens": nbytes // 4, "bytes": nbytes + indexed}
+        return {**sizes, "oldest": oldest, "newest": newest}
 
     def earned_by_day(self) -> dict[str, dict[str, int]]:
         """The number of "answers" and the sums of EARNED, by the local day on which they ended."""
-        with self._errors():
-            days = self._run(_EARNED_BY_DAY, self._tokenizer)
+        days = self._run(_EARNED_BY_DAY, self._tokenizer)
         return {day: dict(zip(("answers", *EARNED), sums, strict=True)) for day, *sums in days}
 
     def close(self) -> None:
@@ -290,7 +272,8 @@ class Answers:
             yield
 
     def _run(self, statement: str, *values: Any) -> list[Any]:
-        return self._db.execute(statement, values).fetchall()
+        with self._errors():
+            return self._db.execute(statement, values).fetchall()
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

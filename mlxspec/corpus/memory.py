@@ -41,7 +41,6 @@ from .suffix_index import (
     SEPARATOR,
     DamagedIndexError,
     Excerpts,
-    Searchable,
     SuffixIndex,
     excerpts,
 )
@@ -117,7 +116,7 @@ class Memory:
         self._thread = threading.Thread(target=self._worker.run, name="mlxspec memory", daemon=True)
         self._thread.start()
         _open.add(self)
-        weakref.finalize(self, self._worker.requests.put, _STOP).atexit = False
+        weakref.finalize(self, self._worker.requests.put, None).atexit = False
 
     @classmethod
     def kept_in(
@@ -158,7 +157,7 @@ class Memory:
             try:
                 return excerpts(searched, tail, limit, depth, vocab_size)
             except DamagedIndexError as damaged:
-                self._worker.requests.put(damaged)
+                self._worker.requests.put(partial(self._worker.drop_segment, damaged.index))
                 searched = tuple(one for one in searched if one is not damaged.index)
 
     def add(
@@ -185,7 +184,8 @@ class Memory:
         except TypeError as error:
             raise OptionError(f"an answer must be token ids: {error}") from error
         if self._thread.is_alive():  # nobody would take it otherwise
-            self._worker.requests.put((tokens, dict(earned or {}), leading))
+            take = partial(self._worker.take, tokens, dict(earned or {}), leading)
+            self._worker.requests.put(take)
 
     def used(self, source: tuple[object, int]) -> None:
         """Note that a drafted token of an excerpt was accepted.
@@ -200,7 +200,7 @@ class Memory:
     def refresh(self) -> None:
         """See, soon, what other processes have kept or forgotten."""
         if self.kept:
-            self._worker.requests.put(_REFRESH)
+            self._worker.requests.put(self._worker.refresh)
 
     def settle(self, *, tidy: bool = False) -> None:
         """Wait until all that was added can be looked up.
@@ -212,8 +212,8 @@ class Memory:
         """
         done = threading.Event()
         if tidy:
-            self._worker.requests.put(_TIDY)
-        self._worker.requests.put(done)
+            self._worker.requests.put(self._worker.tidy)
+        self._worker.requests.put(done.set)
         while not done.wait(0.1) and self._thread.is_alive():
             pass
 
@@ -226,14 +226,13 @@ class Memory:
             patience: for how many seconds to merge; None merges to the end. What is left is for
                 whoever opens the same directory next.
         """
-        self._worker.requests.put(_FINISH)
+        self._worker.requests.put(self._worker.tidy)
+        self._worker.requests.put(None)
         self._thread.join(patience)
         if self._thread.is_alive():
-            self._worker.requests.put(_STOP)
+            self._worker.hurries = True
             self._thread.join(_EXIT_SECONDS)
 
-
-_STOP, _FINISH, _REFRESH, _TIDY, _MERGED = (object() for _ in range(5))
 
 _open: weakref.WeakSet[Memory] = weakref.WeakSet()
 
@@ -242,7 +241,8 @@ _open: weakref.WeakSet[Memory] = weakref.WeakSet()
 def _stop_all() -> None:
     """Let what was added last be kept before the process ends."""
     for memory in [*_open]:
-        memory._worker.requests.put(_STOP)
+        memory._worker.hurries = True
+        memory._worker.requests.put(None)
         memory._thread.join(_EXIT_SECONDS)
 
 
@@ -252,13 +252,15 @@ class _MemoryWorker:
     Attributes:
         searched: the indexes to be searched, the newest first.
         used: rows from which drafts were accepted; any thread adds to it.
-        requests: what is to be done.
+        requests: functions to be called by the thread; None ends it.
+        hurries: whether not to merge any more.
     """
 
     def __init__(self, answers: Answers, max_tokens: int, on_trouble: OnTrouble) -> None:
         self.vocab_size = answers.identity.vocab_size
         self.used: set[int] = set()
-        self.requests: SimpleQueue[object] = SimpleQueue()
+        self.requests: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self.hurries = False
         self._answers = answers
         self._max_tokens = max_tokens
         self._live_tokens = max(1, min(LIVE_TOKENS, max_tokens // 8))
@@ -275,41 +277,28 @@ class _MemoryWorker:
     def run(self) -> None:
         """Do what is asked for until the end, and whenever nothing is, merge step by step."""
         try:
-            self._try(self._refresh)
-            self._serve()
+            self._try(self.refresh)
+            while True:
+                while len(self._segments) > _MANY_SEGMENTS and not self.hurries:
+                    if not self._merge_on():
+                        break
+                try:
+                    request = self.requests.get(block=not self._has_to_merge())
+                except Empty:
+                    self._merge_on()
+                    continue
+                if request is None:
+                    return
+                self._try(request)
         finally:
             self._merging = None
             self._try(self._save_used)
             self._answers.close()
 
-    def _serve(self) -> None:
-        finishing = False
-        while True:
-            while self._has_to_merge() and len(self._segments) > _MANY_SEGMENTS:
-                self._merge_on()
-            busy = self._has_to_merge()
-            try:
-                request = self.requests.get(block=not (busy or finishing))
-            except Empty:
-                if not busy:
-                    return
-                self._merge_on()
-                continue
-            if request is _STOP:
-                return
-            if request is _FINISH:
-                finishing = True
-            elif request is _REFRESH:
-                self._try(self._refresh)
-            elif request is _TIDY:
-                while self._has_to_merge():
-                    self._merge_on()
-            elif isinstance(request, threading.Event):
-                request.set()
-            elif isinstance(request, DamagedIndexError):
-                self._try(partial(self._drop_segment, request.index))
-            elif isinstance(request, tuple):
-                self._take(*request)
+    def tidy(self) -> None:
+        """Merge until there is nothing to merge, or the process ends."""
+        while not self.hurries and self._merge_on():
+            pass
 
     def _try(self, action: Callable[[], object]) -> None:
         """Do something; report once if it fails."""
@@ -325,19 +314,18 @@ class _MemoryWorker:
 
     def _publish(self) -> None:
         """Let others search what there is now."""
-        # New lists: a segment's file must leave the process's memory with the segment.
-        self.searched: tuple[Searchable, ...] = (self._live, *self._segments)
+        self.searched: tuple[SuffixIndex | SuffixArray, ...] = (self._live, *self._segments)
 
     # Answers, until they are sorted.
 
-    def _take(self, output: list[int], earned: dict[str, int], leading: list[int]) -> None:
+    def take(self, output: list[int], earned: dict[str, int], leading: list[int]) -> None:
         """Keep an answer, and let it be found."""
         most = self._max_tokens * 3 // 4  # what is left when the memory has become too full
         # What is left out would let another text begin behind the prompt.
         first = (*leading, *output[:2])
         if len(output) > most or not all(0 <= token < self.vocab_size for token in first):
             leading = []
-        self._try(self._refresh)
+        self._try(self.refresh)
         self._try(self._save_used)
         for text in encode_texts(output[max(0, len(output) - most) :], self.vocab_size):
             self._index(self._keep(text, earned), text, leading)
@@ -407,12 +395,11 @@ class _MemoryWorker:
                 path.unlink(missing_ok=True)
         if directory := self._answers.directory:
             for leftover in directory.glob(f".*{INDEX}.*"):
-                remove_leftovers(
-                    directory / leftover.name[1 : leftover.name.index(INDEX) + len(INDEX)]
-                )
+                name = leftover.name[1:].partition(INDEX)[0]
+                remove_leftovers(directory / f"{name}{INDEX}")
         return sorted(segments, key=lambda segment: int(segment.rows[-1]), reverse=True)
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         """Index what other processes have kept, and drop what they have deleted."""
         changes = self._answers.changes()
         if changes != self._changes:
@@ -462,7 +449,7 @@ class _MemoryWorker:
             if not gone.issuperset(segment.rows.tolist()):
                 self._segments.append(segment.without(gone))
 
-    def _drop_segment(self, index: object) -> None:
+    def drop_segment(self, index: object) -> None:
         """Make a damaged segment again from its rows."""
         dropped = [segment for segment in self._segments if segment is index]
         for segment in dropped:
@@ -484,35 +471,42 @@ class _MemoryWorker:
             self._merging = self._merge(self._choice())
         return self._merging is not None
 
-    def _merge_on(self) -> None:
-        """Continue merging by one step."""
+    def _merge_on(self) -> bool:
+        """Merge by one step; whether there was something to merge."""
+        if not self._has_to_merge():
+            return False
         merging = self._merging
         assert merging is not None
         try:
-            if next(merging, _MERGED) is not _MERGED:
-                return
+            next(merging)
+            return True
+        except StopIteration:
+            pass
         except _RowsDeletedError:
             self._try(self._synchronize)
         except (IndexError, ValueError):  # files with right checksums and impossible numbers
             for segment in [one for one in self._segments if one.path]:
-                self._try(partial(self._drop_segment, segment))
+                self._try(partial(self.drop_segment, segment))
         except (OSError, StoreError) as error:
-            self._report(f"{error}; answers are remembered until this process ends")
+            if isinstance(error.__cause__ or error, FileNotFoundError):
+                self._untidy = True  # another process has removed the new file
+            else:
+                self._report(f"{error}; answers are remembered until this process ends")
         if self._merging is merging:
             self._merging = None
+        return True
 
     def _choice(self) -> list[Segment]:
-        """The segments that become one, the smallest first."""
-        segments = sorted(self._segments, key=len)
-        unwritten = [one for one in segments if self._goes_to_file(one) and one.path is None]
-        segments = unwritten + [one for one in segments if one not in unwritten]
-        number = total = 0
-        for segment in segments:
-            is_enough = number >= max(1, len(unwritten)) and len(segment) >= RATIO * total
-            if is_enough or total + len(segment) > _MOST_TOKENS:
-                break
-            number, total = number + 1, total + len(segment)
-        return segments[:number] if number > 1 or unwritten else []
+        """The two segments that become one, or the one that is to be written to a file."""
+        for segment in self._segments:
+            if self._goes_to_file(segment) and segment.path is None:
+                return [segment]
+        total = 0  # tokens of newer segments
+        for segment in self._segments:
+            if len(segment) < RATIO * total and total + len(segment) <= _MOST_TOKENS:
+                return self._segments[:2]
+            total += len(segment)
+        return []
 
     def _goes_to_file(self, segment: Segment) -> bool:
         return self._answers.directory is not None and int(segment.rows.min()) > 0
@@ -521,22 +515,19 @@ class _MemoryWorker:
         """Put one segment in the place of some."""
         for segment in chosen:
             if not segment.is_intact():
-                self._drop_segment(segment)
+                self.drop_segment(segment)
                 return
         if not chosen:
             return
-        arrays = chosen[0].arrays()
-        for other in chosen[1:]:
-            arrays = _joined((yield from _collected(arrays)), other)
+        arrays = _joined(*chosen) if len(chosen) > 1 else chosen[0].arrays()
         if all(map(self._goes_to_file, chosen)):
-            merged = yield from self._written(
-                arrays, {r for one in chosen for r in one.rows.tolist()}
-            )
+            merged = yield from self._written(arrays, {r for s in chosen for r in s.rows.tolist()})
         else:
             merged = yield from _collected(arrays)
         remaining = [one for one in self._segments if one not in chosen]
         self._segments = sorted([*remaining, merged], key=lambda one: -int(one.rows[-1]))
         self._publish()
+        self._untidy = True
         for segment in chosen:
             if segment.path:
                 segment.path.unlink(missing_ok=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,42 +29,14 @@ from .suffix_index import EXCERPT_TOKENS, SEPARATOR, DamagedIndexError, Excerpts
 from .tokenizer_identity import TokenizerIdentity, Vocabulary, identify
 
 MAX_TOKENS = 50_000_000
-"""Tokens of a store unless it is told otherwise. Building it takes about 90 bytes a token."""
+"""Tokens that a store holds by default. Building it takes about 90 bytes a token."""
 
 _TEXT_CHARACTERS = 32_768  # read of a file at a time, and then up to the end of the line
 _MAX_LINE = 1 << 24  # bytes of a chat log, which has one record a line
 _PROBED_BYTES = 8192
 
-OnBytes = Callable[[int], None]
-"""Called with the size of each file that has been read."""
 
-
-@dataclass(frozen=True)
-class TextFile:
-    """A file to read, and its size in bytes."""
-
-    path: Path
-    size: int
-
-
-@dataclass
-class Reading:
-    """Counts of what is read, made while it is read.
-
-    Attributes:
-        files: those that gave text.
-        binary: files left out because they are no UTF-8 text.
-        unreadable: files left out because they cannot be opened.
-        bad_lines: lines of chat logs that are no record.
-    """
-
-    files: int = 0
-    binary: int = 0
-    unreadable: int = 0
-    bad_lines: int = 0
-
-
-def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[TextFile]:
+def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """Find the files that are named, and those in directories that are named.
 
     In directories, hidden files and directories (whose name begins with a dot) are left out, and
@@ -74,7 +46,7 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[TextFile]:
     Raises:
         StoreError: a named path is not there, or neither a file nor a directory.
     """
-    found: dict[tuple[int, int], TextFile] = {}
+    found: dict[tuple[int, int], Path] = {}
     for name in paths:
         path = Path(name)
         try:
@@ -91,31 +63,37 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[TextFile]:
             except OSError:  # a link to nowhere, or removed meanwhile
                 continue
             if stat.S_ISREG(status.st_mode):
-                place = (status.st_dev, status.st_ino)
-                found.setdefault(place, TextFile(file, status.st_size))
+                found.setdefault((status.st_dev, status.st_ino), file)
     return list(found.values())
 
 
 def read_texts(
-    files: Iterable[TextFile], reading: Reading, on_bytes: OnBytes = lambda size: None
+    files: Iterable[Path],
+    counts: Counter[str],
+    on_file: Callable[[Path], object] = lambda file: None,
 ) -> Iterator[str]:
     """Read the texts in files: of chat logs (``.jsonl``) what models wrote, of others everything.
 
-    Long files come in pieces of several lines. Files that are no UTF-8 text or cannot be opened
-    are skipped and counted in ``reading``.
+    Long files come in pieces of several lines.
+
+    Args:
+        files: the files.
+        counts: counts the "files" that gave text; the skipped ones, which are "binary" or
+            "unreadable"; and "bad_lines" of chat logs.
+        on_file: called after each file.
     """
     for file in files:
         try:
             texts = False
-            for text in _texts_in(file.path, reading):
+            for text in _texts_in(file, counts):
                 texts = True
                 yield text
-            reading.files += texts
+            counts["files"] += texts
         except UnicodeDecodeError:
-            reading.binary += 1
+            counts["binary"] += 1
         except OSError:
-            reading.unreadable += 1
-        on_bytes(file.size)
+            counts["unreadable"] += 1
+        on_file(file)
 
 
 def _files_below(directory: Path) -> Iterator[Path]:
@@ -126,10 +104,10 @@ def _files_below(directory: Path) -> Iterator[Path]:
                 yield Path(root, name)
 
 
-def _texts_in(path: Path, reading: Reading) -> Iterator[str]:
+def _texts_in(path: Path, counts: Counter[str]) -> Iterator[str]:
     with path.open("rb") as file:
         if b"\0" in file.read(_PROBED_BYTES):
-            reading.binary += 1
+            counts["binary"] += 1
             return
     outputs = _outputs(path) if path.suffix.lower() == ".jsonl" else iter(())
     first = next(outputs, None)
@@ -139,7 +117,7 @@ def _texts_in(path: Path, reading: Reading) -> Iterator[str]:
     yield from first
     for texts in outputs:
         if texts is None:
-            reading.bad_lines += 1
+            counts["bad_lines"] += 1
         else:
             yield from texts
 

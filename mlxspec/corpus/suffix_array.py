@@ -58,21 +58,6 @@ class SuffixArray:
         tokens = np.ndarray(len(data) // TOKEN_BYTES, np.int32, data)
         return cls(tokens, sorted_places(tokens))
 
-    @property
-    def texts(self) -> list[bytes]:
-        """Each text as the bytes of its tokens."""
-        return split_texts(self.tokens)
-
-    @property
-    def n_texts(self) -> int:
-        """How many texts there are."""
-        return int(np.count_nonzero(self.tokens == SEPARATOR))
-
-    @property
-    def n_tokens(self) -> int:
-        """How many tokens they have together."""
-        return len(self.tokens) - self.n_texts
-
     def matches(self, tail: Sequence[int], limit: int) -> list[tuple[int, int]]:
         """Find up to ``limit`` places, the longest matches first, then the newest.
 

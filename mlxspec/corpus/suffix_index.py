@@ -224,17 +224,6 @@ class Excerpts(NamedTuple):
     sources: Sequence[Any]
 
 
-class Searchable(Protocol):
-    """What a :class:`SuffixIndex` and a suffix array have in common."""
-
-    @property
-    def tokens(self) -> Any:
-        """All texts, a SEPARATOR after each."""
-
-    def matches(self, tail: Sequence[int], limit: int) -> Sequence[tuple[int, int]]:
-        """Find a context's last tokens: pairs of length and position, best first."""
-
-
 class DamagedIndexError(Exception):
     """An index holds positions or tokens that are out of range."""
 
@@ -244,12 +233,12 @@ class DamagedIndexError(Exception):
 
 
 def excerpts(
-    indexes: Iterable[Searchable], tail: Sequence[int], limit: int, depth: int, vocab_size: int
+    indexes: Iterable[Any], tail: Sequence[int], limit: int, depth: int, vocab_size: int
 ) -> Excerpts:
     """Look a context up in several indexes.
 
     Args:
-        indexes: the newest first.
+        indexes: suffix indexes and suffix arrays, the newest first.
         tail: the context's last tokens.
         limit: how many excerpts to return at most.
         depth: how many tokens an excerpt has at most.
@@ -259,7 +248,7 @@ def excerpts(
         DamagedIndexError: an index is damaged.
     """
     tail = tail[-MAX_LENGTH:]
-    found: list[tuple[int, int, Searchable]] = []
+    found: list[tuple[int, int, Any]] = []
     for one in indexes:
         try:
             found += [(length, position, one) for length, position in one.matches(tail, limit)]

@@ -1,8 +1,10 @@
 """The KV caches of a step: made from mlx-lm's, masked for a tree, cut to what was accepted.
 
-In the order in which a step needs them: :func:`for_steps` makes caches that can be cut back,
-:func:`masked_for` lets them answer with the mask of a draft tree, :func:`move_rows` and :func:`cut`
-commit what was accepted, and a :class:`Snapshot` brings back what cannot be cut.
+First the kinds of caches, each for one layer of one sequence: plain, quantised, of a sliding
+window, in a slot beside other sequences'. Then what a step does with them, in this order:
+:func:`for_steps` makes caches that can be cut back, :func:`masked_for` sets the mask of a draft
+tree, :func:`move_rows` and :func:`cut` commit what was accepted, and a :class:`Snapshot` restores
+what cannot be cut.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
@@ -28,25 +30,21 @@ from mlx_lm.models.cache import (
 
 from ..drafting.drafter import DraftTree
 
-_MASK_STEP = 1024  # positions that the kept mask grows by
-
 
 class TreeRows:
     """The rows of a tree step.
 
     Args:
         tree: the tree whose nodes are the rows.
-        open_mask: makes the masks over a whole context; shared by all steps of a generation.
 
     Attributes:
         depths: each row's position after the cache's end, (rows,).
         ancestors: which rows each row attends to, (rows, rows).
     """
 
-    def __init__(self, tree: DraftTree, open_mask: OpenMask | None = None) -> None:
+    def __init__(self, tree: DraftTree) -> None:
         self.depths = mx.array(tree.depths, dtype=mx.int32)
         self.ancestors = mx.array(tree.ancestors())
-        self._open_mask = open_mask or OpenMask()
         self._masks: dict[tuple[int, int | None], mx.array] = {}
 
     def __len__(self) -> int:
@@ -64,55 +62,26 @@ class TreeRows:
         """
         key = (cached, window_size)
         if key not in self._masks:
-            if window_size is None:
-                self._masks[key] = self._open_mask.over(cached, self.ancestors)
-            else:
-                self._masks[key] = self._window_mask(cached, window_size)
+            in_cache = mx.ones((len(self), cached), dtype=mx.bool_)
+            mask = mx.concatenate([in_cache, self.ancestors], axis=1)
+            if window_size is not None:
+                # A window counts positions; siblings share one, so indices would miscount.
+                seen_from = cached + self.depths[:, None] - window_size
+                positions = mx.concatenate([mx.arange(cached), cached + self.depths])
+                mask &= positions[None] > seen_from
+            self._masks[key] = mask
         return self._masks[key]
-
-    def _window_mask(self, cached: int, window_size: int) -> mx.array:
-        in_cache = mx.ones((len(self), cached), dtype=mx.bool_)
-        mask = mx.concatenate([in_cache, self.ancestors], axis=1)
-        # A window counts positions; siblings share one, so indices would miscount.
-        seen_from = cached + self.depths[:, None] - window_size
-        positions = mx.concatenate([mx.arange(cached), cached + self.depths])
-        return mask & (positions[None] > seen_from)
-
-
-class OpenMask:
-    """Masks of the steps after one growing context, kept in one array.
-
-    Between steps all of it is True. So a step's mask only costs writing its own rows' part,
-    however long the context is.
-    """
-
-    def __init__(self) -> None:
-        self._kept = mx.ones((0, 0), dtype=mx.bool_)
-        self._written = slice(0, 0), slice(0, 0)
-
-    def over(self, cached: int, ancestors: mx.array) -> mx.array:
-        """True for what is in the cache, and ``ancestors`` behind it: (rows, cached + rows)."""
-        rows, end = len(ancestors), cached + len(ancestors)
-        height, width = self._kept.shape
-        if rows > height or end > width:
-            shape = max(rows, height), (end // _MASK_STEP + 1) * _MASK_STEP
-            self._kept = mx.ones(shape, dtype=mx.bool_)
-        else:
-            self._kept[self._written] = True
-        self._written = slice(0, rows), slice(cached, end)
-        self._kept[self._written] = ancestors
-        return self._kept[:rows, :end]
 
 
 class TreeSteps:
-    """What a tree step asks of a cache whose entries stand in the order of their positions."""
+    """A cache whose entries are ordered by position, with the mask of a tree step."""
 
     offset: int
     rows: TreeRows | None = None
     """The rows of the tree step that is being run."""
 
     place = slice(None)
-    """Where along the first axis of the arrays the sequence stands."""
+    """The sequence's part of the arrays' first axis."""
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -122,7 +91,7 @@ class TreeSteps:
         return self.rows.mask(self.offset, window_size)
 
     def index(self, position: int) -> int:
-        """Where in the arrays the entry of a position stands."""
+        """The index of a position's entry in the arrays."""
         return position
 
 
@@ -199,7 +168,7 @@ class WindowKVCache(TreeSteps):
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What the rows of the last step might see."""
+        """The entries that rows of the last step may see."""
         return self.keys[..., self._seen, :], self.values[..., self._seen, :]
 
     def make_mask(
@@ -222,7 +191,7 @@ class WindowKVCache(TreeSteps):
         return create_attention_mask(N, cached, return_array, None)
 
     def _mask_with_gap(self, rows: int, span: int) -> mx.array:
-        """Rows see the first ``keep`` positions and their latest ones, (rows, entries)."""
+        """The mask of the first ``keep`` positions and each row's latest, (rows, entries)."""
         depths = mx.arange(rows) if self.rows is None else self.rows.depths
         related = mx.tri(rows, dtype=mx.bool_) if self.rows is None else self.rows.ancestors
         own = self.offset + depths
@@ -252,13 +221,13 @@ class WindowKVCache(TreeSteps):
         return n
 
     def reaches_back_to(self, length: int) -> bool:
-        """Whether all is still there that a row after the first ``length`` positions sees."""
+        """Whether it still holds all that a row after the first ``length`` positions sees."""
         oldest_seen = length + 1 - (self.max_size - self.keep)
         return self._start <= max(self.keep, oldest_seen)
 
     @property
     def state(self) -> tuple[Any, Any]:
-        """What has to be evaluated."""
+        """The arrays to evaluate."""
         return self.keys, self.values
 
     @property
@@ -266,11 +235,11 @@ class WindowKVCache(TreeSteps):
         return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
 
     def index(self, position: int) -> int:
-        """Where in the buffers the entry of a position stands."""
+        """The index of a position's entry in the buffers."""
         return position if position < self.keep else self.keep + position - self._start
 
     def _cached(self) -> int:
-        """How many entries in front of the next rows they may see."""
+        """The number of entries before the next rows that these may see."""
         entries = self.index(self.offset)
         # Where the first positions are kept the mask hides what lies between.
         return entries if self.keep else min(entries, self.max_size - 1)
@@ -304,8 +273,8 @@ class WindowKVCache(TreeSteps):
 class Slots:
     """The keys and values of one layer, (slots, heads, positions, head_dim).
 
-    The slots in use are the first ones. MLX writes into these arrays in place, as long as nobody
-    keeps a reference to a former state.
+    The slots in use are the first ones. MLX writes into these arrays in place as long as
+    no reference to an earlier state is left.
     """
 
     keys: mx.array
@@ -341,7 +310,7 @@ class Slots:
 
     @property
     def capacity(self) -> int:
-        """How many positions there are in all slots."""
+        """The number of positions in all slots."""
         return self._shape[0] * self._shape[1]
 
     def cut(self, slots: int, positions: int) -> None:
@@ -386,11 +355,11 @@ class SlotKVCache(TreeSteps):
 
     @property
     def place(self) -> slice:  # type: ignore[override]
-        """Where along the first axis of the layer's arrays the sequence stands."""
+        """The sequence's part of the first axis of the layer's arrays."""
         return slice(self.slot, self.slot + 1)
 
     def move(self, slot: int) -> None:
-        """Move to another slot, which nobody uses."""
+        """Move to a free slot."""
         held = slice(self.offset)
         for array in (self.keys, self.values):
             array[slot, :, held] = array[self.slot, :, held]
@@ -433,7 +402,7 @@ class SlotKVCache(TreeSteps):
 
 
 class TreeKVCache(TreeSteps, KVCache):
-    """mlx-lm's plain cache, which during a tree step answers with the tree's mask."""
+    """mlx-lm's plain cache with the mask of a tree step."""
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> TreeQuantizedKVCache:
         quantized = super().to_quantized(group_size=group_size, bits=bits)
@@ -441,7 +410,7 @@ class TreeKVCache(TreeSteps, KVCache):
 
 
 class TreeQuantizedKVCache(TreeSteps, QuantizedKVCache):
-    """The same for mlx-lm's quantised cache, whose keys and values are three arrays each."""
+    """mlx-lm's quantised cache, whose keys and values are three arrays each, likewise."""
 
 
 TREE_CACHES = (TreeKVCache, TreeQuantizedKVCache, WindowKVCache, SlotKVCache)
@@ -449,7 +418,7 @@ TREE_CACHES = (TreeKVCache, TreeQuantizedKVCache, WindowKVCache, SlotKVCache)
 
 
 def for_steps(cache: Any) -> Any:
-    """A cache with the same content that can be cut back after a step, where there is such a kind.
+    """A cache with the same content that can be cut back after a step, if such a kind exists.
 
     Args:
         cache: one of mlx-lm's, or of a model's own kind. The new cache shares its arrays.
@@ -466,7 +435,7 @@ def for_steps(cache: Any) -> Any:
 
 
 def compact(caches: Iterable[Any]) -> None:
-    """Let states be arrays of their own: one may be a view of all rows of a prefill."""
+    """Copy states that may be views of all rows of a prefill, so that those are freed."""
     for cache in parts(caches):
         if isinstance(cache, ArraysCache):
             cache.cache = [
@@ -475,7 +444,7 @@ def compact(caches: Iterable[Any]) -> None:
 
 
 def drop_unseen(caches: Iterable[Any]) -> None:
-    """Let windows and chunks drop what the next row does not see."""
+    """Drop from windows and chunks what the next row does not see."""
     for cache in parts(caches):
         if isinstance(cache, WindowKVCache):
             cache.compact()
@@ -542,7 +511,7 @@ def is_trimmable_anywhere(cache: Any) -> bool:
 
 @contextmanager
 def masked_for(rows: TreeRows, caches: Sequence[Any]) -> Iterator[None]:
-    """While entered, caches answer with the mask of a tree step's rows."""
+    """A context in which caches make the mask of a tree step's rows."""
     try:
         for cache in caches:
             cache.rows = rows
@@ -552,25 +521,15 @@ def masked_for(rows: TreeRows, caches: Sequence[Any]) -> Iterator[None]:
             cache.rows = None
 
 
-class Kept(NamedTuple):
-    """What a step keeps of one sequence's rows.
-
-    Attributes:
-        caches: of the sequence, all of which can be cut.
-        start: where the rows were written.
-        rows: which of them stay, in order.
-    """
-
-    caches: Sequence[Any]
-    start: int
-    rows: Sequence[int]
-
-
-def move_rows(kept: Iterable[Kept]) -> None:
+def move_rows(kept: Iterable[tuple[Sequence[Any], int, Sequence[int]]]) -> None:
     """Move rows that stay together, to where the first of all rows stands; one wait for all.
 
     Their RoPE positions are right already: a row's position is its depth, and kept rows have
     consecutive depths. What stands behind them is still to be :func:`cut`.
+
+    Args:
+        kept: per sequence its caches, which can all be cut, the position of the first row
+            written, and the indices of the rows that stay, in order.
     """
     moved: list[tuple[mx.array, Any, mx.array]] = []
     changed: list[Any] = []
@@ -655,23 +614,30 @@ def first_positions(cache: Any, length: int, room: int) -> Any:
 
 
 class Snapshot:
-    """What caches that cannot be cut held at one moment; cheap, since arrays are shared.
+    """The content of caches that cannot be cut, at one moment; cheap, since arrays are shared.
 
     Models replace the arrays of an ``ArraysCache`` and never write into them, so references
     are enough. A cache of another kind may write into its arrays: those are copied, which MLX
     does only when one of the two is written to.
+
+    Args:
+        caches: all that is to be restored.
+        length, pending: of the context cache at that moment.
     """
 
-    def __init__(self, caches: Sequence[Any]) -> None:
+    def __init__(
+        self, caches: Sequence[Any], length: int = 0, pending: tuple[int, ...] = ()
+    ) -> None:
+        self.length, self.pending = length, pending
         self._held = [(cache, _copied(cache, vars(cache))) for cache in caches]
 
     def restore(self) -> None:
-        """Give the caches back what they held; may be called more than once."""
+        """Restore the content of the caches; may be called more than once."""
         for cache, held in self._held:
             vars(cache).update(_copied(cache, held))
 
     def content_of(self, cache: Any) -> Any:
-        """A cache of its own with what one of these caches held."""
+        """A separate cache with the content that one of these caches had."""
         found = copy.copy(cache)
         (held,) = (held for own, held in self._held if own is cache)
         vars(found).update(_copied(cache, held))
@@ -679,7 +645,7 @@ class Snapshot:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All that the caches held."""
+        """All arrays that the caches held."""
         held = tree_flatten([held for _, held in self._held])
         return [value for _, value in held if isinstance(value, mx.array)]
 

@@ -7,9 +7,8 @@ branches of a draft and back, so that every row of a step has the mask of its ow
 from __future__ import annotations
 
 import copy
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import llguidance
@@ -23,7 +22,7 @@ from ..models.detokenizer import token_bytes
 from .compiling import compiled, in_one_line, outline_of
 from .constraint import Constraint, Phase, Phases
 
-_KEPT, _KEPT_CHARACTERS = 64, 1_000_000  # compiled constraints of a tokenizer, and their texts
+_KEPT = 32  # compiled constraints of a tokenizer
 _WORD = 32  # tokens in a word of a mask
 _MOST_FORCED = 1024  # tokens, since each step asks anew what may be a text of any length
 
@@ -69,11 +68,10 @@ class Vocabulary:
             n_vocab=vocab_size,
             eos_token=self.ends,
         )
-        self._outline = outline_of(
+        outline = outline_of(
             vocab_size, self.ends, {token: bytes_of[token] for token in sorted(special)}
         )
-        self._compiled: OrderedDict[Constraint, llguidance.LLMatcher] = OrderedDict()
-        self._changing = threading.Lock()
+        self.compiled = lru_cache(_KEPT)(partial(compiled, tokens=self.tokens, outline=outline))
 
     @classmethod
     def of(cls, tokenizer: TokenizerWrapper, vocab_size: int) -> Vocabulary:
@@ -113,23 +111,7 @@ class Vocabulary:
         Raises:
             OptionError: the constraint is not sound, or cannot be kept, or is too large.
         """
-        with self._changing:
-            found = self._compiled.get(constraint)
-        if found is None:
-            found = compiled(constraint, self.tokens, self._outline)
-        with self._changing:
-            self._compiled[constraint] = found
-            self._compiled.move_to_end(constraint)
-            self._forget_oldest()
-        return found.deep_copy()
-
-    def _forget_oldest(self) -> None:
-        characters = sum(len(constraint.text) for constraint in self._compiled)
-        while len(self._compiled) > _KEPT or (
-            characters > _KEPT_CHARACTERS and len(self._compiled) > 1
-        ):
-            oldest, _ = self._compiled.popitem(last=False)
-            characters -= len(oldest.text)
+        return self.compiled(constraint).deep_copy()
 
 
 class _Tokens:

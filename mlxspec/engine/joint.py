@@ -9,8 +9,8 @@ inside:
    With a JointCache, attention is computed for each sequence over its own cache. With
    JointStates, a recurrent block runs once for each number of rows.
    (:mod:`mlxspec.engine.patches` makes attention and blocks ask these.)
-3. Where caches of several sequences stand in slots, :class:`PaddedRows` computes attention for all
-   of them in one call.
+3. Where caches of several sequences stand in slots, attention over :class:`SlotRows` is one call
+   for all plain steps.
 """
 
 from __future__ import annotations
@@ -113,11 +113,11 @@ class Joint:
             pending tokens.
         """
         trees = {target: _with_pending(target, tree) for target, _, tree in members}
-        padded = PaddedRows.of(
+        in_slots = SlotRows.of(
             [(_held(target), trees.get(target)) for target in self._seated],
             all_in_slots=len(members) == len(self._seated) and self._in_slots_only,
         )
-        seats = {self._seated[slot]: slot for slot in padded.slots} if padded else {}
+        seats = {self._seated[slot]: slot for slot in in_slots.slots} if in_slots else {}
         ordered = sorted(members, key=lambda member: seats.get(member.target, len(self._seated)))
         rows = [target.begin_forward(tokens, tree) for target, tokens, tree in ordered]
         positions: list[int] = []
@@ -126,9 +126,9 @@ class Joint:
                 tree = trees[target]
                 positions += [_held(target) + depth for depth in tree.depths]
                 if self.mode is JointMode.BLOCK or not tree.is_chain:
-                    mask = TreeRows(tree, target.mask)
+                    mask = TreeRows(tree)
                     masked.enter_context(masked_for(mask, target.trimmable))
-            logits, spans = self.logits(rows, positions, [t.cache for t, *_ in ordered], padded)
+            logits, spans = self.logits(rows, positions, [t.cache for t, *_ in ordered], in_slots)
         own = {
             target: slice(span.start + len(target.pending), span.stop)
             for (target, *_), span in zip(ordered, spans, strict=True)
@@ -140,7 +140,7 @@ class Joint:
         tokens: Sequence[mx.array],
         positions: Sequence[int],
         caches: Sequence[Sequence[Any]],
-        padded: PaddedRows | None = None,
+        in_slots: SlotRows | None = None,
     ) -> tuple[mx.array, list[slice]]:
         """One forward.
 
@@ -148,21 +148,21 @@ class Joint:
             tokens: per sequence, (rows,).
             positions: of all rows.
             caches: per sequence its caches, one a layer.
-            padded: the rows of the first sequences, whose caches stand in slots in this order.
+            in_slots: the rows of the first sequences, whose caches stand in slots in this order.
 
         Returns:
             lazy logits, (rows of all, vocabulary), and per sequence its rows.
         """
         ends = list(itertools.accumulate(map(len, tokens)))
         spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        layers = [_of_layer(each, spans, self.mode, padded) for each in zip(*caches, strict=True)]
+        layers = [_of_layer(each, spans, self.mode, in_slots) for each in zip(*caches, strict=True)]
         rows = mx.concatenate(list(tokens))
-        batch = rows[:, None] if padded and padded.are_batch else rows[None]
+        batch = rows[:, None] if in_slots and in_slots.are_batch else rows[None]
         logits = forward_at(self.model, batch, layers, mx.array(list(positions), dtype=mx.int32))
         return logits.reshape(len(rows), -1), spans
 
     def join(self, target: Target) -> None:
-        """Let a target's caches stand in slots beside the others', where that saves time.
+        """Move a target's caches into slots beside the others' if that saves time.
 
         It may take part in :meth:`forward` in any case.
         """
@@ -191,7 +191,7 @@ class Joint:
         self._seated.append(target)
 
     def leave(self, target: Target, keep: bool = True) -> None:
-        """Let a target take no more part.
+        """Remove a target.
 
         Args:
             keep: whether it gets caches of its own again; otherwise it cannot be used any more.
@@ -199,7 +199,7 @@ class Joint:
         if target not in self._seated:
             return
         target.use([_unseated(cache) for cache in target.cache] if keep else [])
-        mx.eval(target.arrays)  # before somebody else has its slot
+        mx.eval(target.arrays)  # before the slot is reused
         slot, last = self._seated.index(target), self._seated.pop()
         if last is not target:
             self._seated[slot] = last
@@ -209,7 +209,7 @@ class Joint:
         self._cut_slots()
 
     def _cut_slots(self) -> None:
-        """Give back what those who have left took, where that is much."""
+        """Free the memory of sequences that have left, if it is much."""
         held = [
             cache.offset
             for target in self._seated
@@ -247,16 +247,16 @@ def _unseated(cache: Any) -> Any:
 
 
 def _of_layer(
-    members: Sequence[Any], spans: Sequence[slice], mode: JointMode, padded: PaddedRows | None
+    members: Sequence[Any], spans: Sequence[slice], mode: JointMode, in_slots: SlotRows | None
 ) -> Any:
-    """What stands in for the caches of one layer; the arguments are those of JointCache."""
+    """The stand-in for the caches of one layer; the arguments are those of JointCache."""
     if isinstance(members[0], CacheList):
         lists = zip(*(member.caches for member in members), strict=True)
-        return CacheList(*(_of_layer(each, spans, mode, padded) for each in lists))
+        return CacheList(*(_of_layer(each, spans, mode, in_slots) for each in lists))
     if isinstance(members[0], ArraysCache):
         return JointStates(members, spans)
-    in_slots = isinstance(members[0], SlotKVCache)
-    return JointCache(members, spans, mode, padded if in_slots else None)
+    seated = isinstance(members[0], SlotKVCache)
+    return JointCache(members, spans, mode, in_slots if seated else None)
 
 
 class JointCache:
@@ -266,7 +266,7 @@ class JointCache:
         members: per sequence its cache.
         spans: per sequence its rows.
         mode: the model's.
-        padded: the rows of the first sequences, whose caches stand in slots.
+        in_slots: the rows of the first sequences, whose caches stand in slots.
     """
 
     offset = 0
@@ -277,13 +277,13 @@ class JointCache:
         members: Sequence[Any],
         spans: Sequence[slice],
         mode: JointMode,
-        padded: PaddedRows | None = None,
+        in_slots: SlotRows | None = None,
     ) -> None:
         pairs = list(zip(members, spans, strict=True))
-        seated = len(padded.slots) if padded else 0
+        seated = len(in_slots.slots) if in_slots else 0
         self._seated, self._alone = pairs[:seated], pairs[seated:]
         self._mode = mode
-        self._padded = padded
+        self._in_slots = in_slots
         self._entries: list[tuple[Any, Any]] = []
         """Keys and values of each sequence that is served by itself."""
 
@@ -297,12 +297,12 @@ class JointCache:
         ]
         if self._mode is JointMode.BLOCK:
             return _block(masks)
-        return [self._padded.mask(window_size), *masks] if self._padded else masks
+        return [self._in_slots.mask(window_size), *masks] if self._in_slots else masks
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append each sequence's rows to its cache; the keys and values that rows may see."""
-        if self._padded:
-            self._padded.write(self._seated[0][0].slots, keys, values)
+        if self._in_slots:
+            self._in_slots.write(self._seated[0][0].slots, keys, values)
             for cache, span in self._seated:
                 cache.offset += span.stop - span.start
         self._entries = [
@@ -342,11 +342,11 @@ class JointCache:
         own = functools.partial(attention, scale=scale, sinks=sinks)
         masks = [*mask] if isinstance(mask, list) else [mask] * (1 + len(self._alone))
         outputs = []
-        if self._padded:
-            keys_and_values = self._padded.held(self._seated[0][0].slots)
-            rows = self._padded.spread(queries)
+        if self._in_slots:
+            keys_and_values = self._in_slots.held(self._seated[0][0].slots)
+            rows = self._in_slots.spread(queries)
             rows = own(rows, *keys_and_values, cache=None, mask=masks.pop(0))
-            outputs.append(self._padded.gathered(rows))
+            outputs.append(self._in_slots.gathered(rows))
         for (member, span), held, own_mask in zip(self._alone, self._entries, masks, strict=False):
             outputs.append(own(queries[:, :, span], *held, cache=member, mask=own_mask))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
@@ -364,7 +364,7 @@ def _block(masks: Sequence[mx.array]) -> mx.array:
 
 
 class StateRead(TypeError):
-    """A block reads the states of several sequences, where it can take those of a batch."""
+    """A block has read the states of several sequences, and has to run on a batch of them."""
 
 
 _readers: set[Callable[..., Any]] = set()
@@ -402,7 +402,7 @@ class JointStates:
         """A batch has no padding to be hidden."""
 
     def __getitem__(self, index: int) -> Any:
-        raise StateRead("the states of several sequences are no arrays")
+        raise StateRead("the states of several sequences must be read one by one")
 
     def run_block(
         self, block: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]
@@ -465,49 +465,41 @@ def _joined(members: Sequence[ArraysCache]) -> ArraysCache:
     return joined
 
 
-class PaddedRows:
-    """The rows of sequences whose caches stand in slots, padded to the same number in each slot.
+class SlotRows:
+    """The rows of plain steps whose caches stand in slots: one row in each slot.
 
     Args:
         lengths: per slot, how many positions its cache holds.
-        trees: per slot the tree of its rows, or None where the sequence is served by itself or
-            takes no part. These are the first rows of the forward, in this order.
-        all_in_slots: whether the forward has no other rows, and no layer has other caches.
+        slots: those that have a row. These are the first rows of the forward, in this order.
+        all_in_slots: whether all members of the forward stand in slots, and all their layers.
 
     Attributes:
-        slots: those that have rows here.
-        longest: how many positions the longest context has with its rows.
+        longest: how many positions the longest context has with its row.
         are_batch: whether the rows stand in the model's batch dimension: one of each slot, and no
             others. That saves moving them there and back in each layer.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        trees: Sequence[DraftTree | None],
-        all_in_slots: bool = False,
-    ) -> None:
-        sizes = np.array([len(tree) if tree else 0 for tree in trees])
-        self.slots = np.flatnonzero(sizes).tolist()
-        self._trees, self._most = trees, int(sizes.max())
-        self.longest = max(lengths) + self._most
-        self._equal = bool(sizes.min() == self._most)
-        self.are_batch = all_in_slots and self._equal and self._most == 1
-        if not self._equal:
-            row, starts = np.arange(self._most), np.cumsum(sizes) - sizes
-            # Any row will do as padding: what comes of it is dropped.
-            padded = starts[:, None] + np.minimum(row, sizes[:, None] - 1)
-            self._padded = mx.array(np.maximum(0, padded).ravel())
-            self._kept = mx.array(np.flatnonzero(row < sizes[:, None]))
+    def __init__(self, lengths: Sequence[int], slots: Sequence[int], all_in_slots: bool) -> None:
+        self.slots = slots
+        self.longest = max(lengths) + 1
+        self._n_slots = len(lengths)
+        self._all_used = len(slots) == len(lengths)
+        self.are_batch = all_in_slots and self._all_used
         self._lengths = mx.array(list(lengths))[:, None]
-        self._places = (self._lengths + mx.arange(self._most))[:, None, :, None]
+        if not self._all_used:
+            # A slot without a row gets any other's; the result is dropped.
+            rows = np.searchsorted(slots, range(len(lengths)))
+            self._row_of_slot = mx.array(np.minimum(rows, len(slots) - 1))
+            self._used = mx.array(list(slots))
         self._masks: dict[int | None, mx.array] = {}
 
     @classmethod
     def of(
-        cls, seated: Sequence[tuple[int, DraftTree | None]], all_in_slots: bool = False
-    ) -> PaddedRows | None:
-        """The rows that are served together in the least time; None where each is by itself.
+        cls, seated: Sequence[tuple[int, DraftTree | None]], all_in_slots: bool
+    ) -> SlotRows | None:
+        """The rows to serve together; None if serving each sequence by itself takes less time.
+
+        Sequences with drafts are served by themselves.
 
         Args:
             seated: per slot how many positions its cache holds, and the tree of its rows, or None
@@ -515,92 +507,50 @@ class PaddedRows:
             all_in_slots: as for the class.
         """
         lengths = [length for length, _ in seated]
-        sizes = [len(tree) if tree else 0 for _, tree in seated]
-
-        def time_of(most: int) -> int:
-            """Of attention, where sequences of more rows are served by themselves."""
-            alone = [
-                size * (length + size) + _CALL
-                for length, size in zip(lengths, sizes, strict=True)
-                if size > most
-            ]
-            together = len(seated) * most * (max(lengths) + most) + _CALL if most else 0
-            return sum(alone) + together
-
-        most = min({0, *sizes}, key=time_of)
-        if not most:
+        slots = [slot for slot, (_, tree) in enumerate(seated) if tree and len(tree) == 1]
+        alone = sum(lengths[slot] + 1 + _CALL for slot in slots)
+        if not slots or alone <= len(lengths) * (max(lengths) + 1) + _CALL:
             return None
-        trees = [tree if tree and len(tree) <= most else None for _, tree in seated]
-        return cls(lengths, trees, all_in_slots)
+        return cls(lengths, slots, all_in_slots)
 
     def write(self, slots: Slots, keys: mx.array, values: mx.array) -> None:
-        """Append rows of all, (1, heads, rows, dim), to what stands in a layer's slots.
+        """Append rows of all, (1, heads, rows, dim), to a layer's slots.
 
-        Behind them stands what came of the padding, where nobody looks, and where a sequence that
-        is served by itself writes its own rows.
+        A slot without a row gets an entry, too: it is never read, and the slot's own next row
+        overwrites it.
         """
-        slots.write(self._places, self.longest, self.spread(keys), self.spread(values))
+        places = self._lengths[:, None, :, None]
+        slots.write(places, self.longest, self.spread(keys), self.spread(values))
 
     def held(self, slots: Slots) -> tuple[mx.array, mx.array]:
         """A layer's keys and values, with the rows of this forward."""
-        held = slice(len(self._trees)), slice(None), slice(self.longest)
+        held = slice(self._n_slots), slice(None), slice(self.longest)
         return slots.keys[held], slots.values[held]
 
     def spread(self, rows: mx.array) -> mx.array:
-        """Rows of all, (1, heads, rows, dim), as (slots, heads, most rows, dim)."""
+        """Rows of all, (1, heads, rows, dim), as (slots, heads, 1, dim)."""
         if self.are_batch:
             return rows
-        each = rows.transpose(2, 1, 0, 3)  # (rows, heads, 1, dim)
-        n_slots = len(self._trees)
-        each = each[: n_slots * self._most] if self._equal else each[self._padded]
-        if self._most == 1:
-            return each
-        return each.reshape(n_slots, self._most, *rows.shape[1::2]).swapaxes(1, 2)
+        each = rows.transpose(2, 1, 0, 3)
+        return each[: self._n_slots] if self._all_used else each[self._row_of_slot]
 
     def gathered(self, spread: mx.array) -> mx.array:
-        """The inverse of :meth:`spread`, without the rows that are not padded."""
+        """The inverse of :meth:`spread`, for the rows in ``slots`` only."""
         if self.are_batch:
             return spread
-        each = spread
-        if self._most > 1:
-            each = each.swapaxes(1, 2).reshape(-1, each.shape[1], 1, each.shape[3])
-        if not self._equal:
-            each = each[self._kept]
+        each = spread if self._all_used else spread[self._used]
         return each.transpose(2, 1, 0, 3)
 
     def mask(self, window_size: int | None) -> mx.array:
-        """What rows attend to, (slots, 1, most rows, longest); made once for all layers.
+        """What rows attend to, (slots, 1, 1, longest); made once for all layers.
 
         Args:
             window_size: how many positions a row sees, its own included; None for all.
         """
         if window_size not in self._masks:
-            self._masks[window_size] = self._mask(window_size)
-        return self._masks[window_size]
-
-    def _mask(self, window_size: int | None) -> mx.array:
-        entries = mx.arange(self.longest)
-        lengths = self._lengths
-        behind = entries - lengths  # (slots, longest): the row that an entry belongs to
-        if self._most == 1:
-            seen = (behind <= 0)[:, None]
+            entries = mx.arange(self.longest)
+            seen = entries <= self._lengths
             if window_size is not None:
-                seen &= (entries > lengths - window_size)[:, None]
-            return seen[:, None]
-        shape = len(self._trees), self._most
-        related, depths = np.zeros((*shape, self._most), bool), np.zeros(shape, np.int32)
-        for slot, tree in enumerate(self._trees):
-            if tree:
-                related[slot, : len(tree), : len(tree)] = tree.ancestors()
-                depths[slot, : len(tree)] = tree.depths
-        own = (lengths + mx.arange(self._most))[:, None]  # where the rows' own entries stand
-        seen = mx.broadcast_to((behind < 0)[:, None], (*shape, self.longest))
-        seen = mx.put_along_axis(seen, own, mx.array(related), axis=2)
-        if window_size is not None:
-            # A window counts positions, which siblings share.
-            depth, row = mx.array(depths), mx.clip(behind, 0, self._most - 1)
-            position = mx.where(
-                behind < 0, entries, lengths + mx.take_along_axis(depth, row, axis=1)
-            )
-            seen &= position[:, None] > (lengths + depth)[:, :, None] - window_size
-        return seen[:, None]
+                seen &= entries > self._lengths - window_size
+            self._masks[window_size] = seen[:, None, None]
+        return self._masks[window_size]

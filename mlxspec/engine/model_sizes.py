@@ -1,4 +1,7 @@
-"""What a model's configuration says about positions: how many there are, where rules change."""
+"""Sizes of a model: its context length, positions where rules change, memory of its caches.
+
+The first part reads the configuration; :func:`cache_kinds` looks at the caches of a small forward.
+"""
 
 from __future__ import annotations
 

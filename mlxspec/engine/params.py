@@ -6,6 +6,7 @@ Knows no MLX, so that the command line makes its options from these fields at on
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from types import FunctionType
@@ -150,63 +151,28 @@ class SamplingParams:
     sampler: Sampler | None = None
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
+        _check(self)
         if self.temp != 0 and not _COLDEST <= self.temp < math.inf:
             raise OptionError(
-                f"temp is {self.temp}: the temperature is 0 (greedy), or {_COLDEST} and above"
+                f"temp is {self.temp}: choose 0 (greedy), or a finite number from {_COLDEST} on"
             )
-        self._check_range(0, 1, "top_p", "min_p", "xtc_probability")
-        self._check_range(0, 0.5, "xtc_threshold")
-        if self.top_k < 0:
-            raise OptionError(f"top_k is {self.top_k}: keep 1 token or more, or 0 for all")
-        if self.min_tokens_to_keep < 1:
-            raise OptionError(f"min_tokens_to_keep is {self.min_tokens_to_keep}: choose 1 or more")
-        if self.seed is not None and not 0 <= self.seed < 2**64:
-            raise OptionError(f"seed is {self.seed}: choose it between 0 and 2**64 - 1")
-        self._check_penalties()
         for token, bias in (self.logit_bias or {}).items():
             if not isinstance(bias, SupportsFloat) or not float(bias) < math.inf:
                 raise OptionError(f"logit_bias of token {token} is {bias}: choose a number")
-        self._check_sampler()
-
-    @property
-    def allows_drafts(self) -> bool:
-        """Whether processors and sampler may be asked about tokens that turn out to be wrong."""
-        own = [*(self.logits_processors or ()), *filter(None, [self.sampler])]
-        return all(map(_is_pure, own))
-
-    def _check_range(self, least: float, most: float, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if not least <= value <= most:
-                raise OptionError(f"{name} is {value}: choose it between {least} and {most}")
-
-    def _check_penalties(self) -> None:
-        if self.repetition_penalty is not None and not 0 <= self.repetition_penalty < math.inf:
-            raise OptionError(
-                f"repetition_penalty is {self.repetition_penalty}: choose a number above 1 to "
-                "discourage repetition, below 1 to encourage it, or 0 for none"
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(self, name) or 0):
-                raise OptionError(f"{name} is {getattr(self, name)}: choose a finite number")
-        for kind in ("repetition", "presence", "frequency"):
-            size = getattr(self, f"{kind}_context_size")
-            if size < 0:
-                raise OptionError(
-                    f"{kind}_context_size is {size}: count 1 token or more, or 0 for all"
-                )
-
-    def _check_sampler(self) -> None:
         if self.sampler is None:
             return
         for own in fields(self):
             value = getattr(self, own.name)
             if own.name in _REPLACED_BY_SAMPLER and value != own.default:
                 raise OptionError(
-                    f"{own.name} is {value} beside a sampler, which takes its place: choose one of "
-                    "them"
+                    f"{own.name} is {value} beside a sampler, which replaces it: choose one of them"
                 )
+
+    @property
+    def allows_drafts(self) -> bool:
+        """Whether processors and sampler may be asked about tokens that turn out to be wrong."""
+        own = [*(self.logits_processors or ()), *filter(None, [self.sampler])]
+        return all(map(_is_pure, own))
 
 
 _REPLACED_BY_SAMPLER = {
@@ -219,11 +185,6 @@ _REPLACED_BY_SAMPLER = {
     "xtc_threshold",
     "xtc_special_tokens",
 }
-
-
-_BITS = (2, 3, 4, 5, 6, 8)
-_GROUP_SIZES = (32, 64, 128)
-_SMALLEST_MAX_SIZE = 8  # the first 4 tokens are kept, and some have to come after them
 
 
 @dataclass(frozen=True)
@@ -254,25 +215,7 @@ class CacheOptions:
     prefill_step_size: int = 2048
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
-        if self.kv_bits is not None and self.kv_bits not in _BITS:
-            raise OptionError(f"kv_bits is {self.kv_bits}: choose one of {_listed(_BITS)}")
-        if self.kv_group_size not in _GROUP_SIZES:
-            raise OptionError(
-                f"kv_group_size is {self.kv_group_size}: choose one of {_listed(_GROUP_SIZES)}"
-            )
-        if self.quantized_kv_start < 0:
-            raise OptionError(
-                f"quantized_kv_start is {self.quantized_kv_start}: choose 0 positions or more"
-            )
-        if self.max_kv_size is not None and self.max_kv_size < _SMALLEST_MAX_SIZE:
-            raise OptionError(
-                f"max_kv_size is {self.max_kv_size}: cache {_SMALLEST_MAX_SIZE} positions or more"
-            )
-        if self.prefill_step_size < 1:
-            raise OptionError(
-                f"prefill_step_size is {self.prefill_step_size}: process 1 token or more at a time"
-            )
+        _check(self)
 
     @property
     def quantized_at(self) -> int:
@@ -285,15 +228,46 @@ class CacheOptions:
         return max(1, math.ceil(self.quantized_kv_start / step)) * step
 
 
-def _check_numbers(params: SamplingParams | CacheOptions) -> None:
-    """Refuse what is no number, and fractions where tokens or bits are counted."""
+_MAX = sys.float_info.max
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "top_p": (0, 1),
+    "top_k": (0, _MAX),
+    "min_p": (0, 1),
+    "seed": (0, 2**64 - 1),
+    "min_tokens_to_keep": (1, _MAX),
+    "xtc_probability": (0, 1),
+    "xtc_threshold": (0, 0.5),
+    "repetition_penalty": (0, _MAX),
+    "repetition_context_size": (0, _MAX),
+    "presence_penalty": (-_MAX, _MAX),
+    "presence_context_size": (0, _MAX),
+    "frequency_penalty": (-_MAX, _MAX),
+    "frequency_context_size": (0, _MAX),
+    "quantized_kv_start": (0, _MAX),
+    "max_kv_size": (8, _MAX),  # the first 4 positions are kept, and some must follow them
+    "prefill_step_size": (1, _MAX),
+}
+_CHOICES = {"kv_bits": (2, 3, 4, 5, 6, 8), "kv_group_size": (32, 64, 128)}
+
+
+def _check(params: SamplingParams | CacheOptions) -> None:
+    """Refuse values of a wrong type, and those outside the range of their field."""
     for own in fields(params):
-        value, (kind, _, optional) = getattr(params, own.name), str(own.type).partition(" | ")
+        value: Any = getattr(params, own.name)
+        kind, _, optional = str(own.type).partition(" | ")
         needed = {"int": SupportsIndex, "float": SupportsFloat}.get(kind)
-        if needed and not isinstance(value, needed) and not (optional and value is None):
+        if not needed or (optional and value is None):
+            continue
+        bounds, choices = _RANGES.get(own.name), _CHOICES.get(own.name)
+        if not issubclass(type(value), needed):
             wanted = "a number" if kind == "float" else "a whole number"
             raise OptionError(f"{own.name} is {value!r}: choose {wanted}")
-
-
-def _listed(values: tuple[int, ...]) -> str:
-    return ", ".join(map(str, values))
+        if choices and value not in choices:
+            wanted = ", ".join(map(str, choices))
+            raise OptionError(f"{own.name} is {value}: choose one of {wanted}")
+        if bounds and not bounds[0] <= value <= bounds[1]:
+            least, most = bounds
+            wanted = f"{least} or more" if least > -_MAX else "a finite number"
+            wanted = f"it between {least} and {most}" if most < _MAX else wanted
+            raise OptionError(f"{own.name} is {value}: choose {wanted}")

@@ -1,4 +1,4 @@
-"""The one place where mlx-lm is patched.
+"""The one place where mlx-lm is patched; also hidden states, from patched copies of a model.
 
 mlx-lm's layers take the rows of a forward for consecutive positions of one sequence. The rows of a
 tree are not consecutive, and a joint forward has rows of several sequences. Three kinds of
@@ -297,7 +297,7 @@ def _copied_along(model: nn.Module, path: str) -> nn.Module:
 
 
 def _override(module: nn.Module, instead: Callable[..., Any]) -> None:
-    """Let calls of a module, which is nobody else's, go to a function.
+    """Redirect calls of a module that only this copy of a model has to a function.
 
     Args:
         module: stays an instance of its class.

@@ -1,4 +1,8 @@
-"""One step of decoding: propose, forward, choose, accept, keep, settle."""
+"""One step of decoding: propose, forward, choose, accept, keep, settle.
+
+:class:`Sequence` is one generation, :func:`joint_step` a step of one or several of them, and
+:class:`Batch` plans the drafts of several together.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ _NEXT = DraftTree.chain(-1)  # the one row after a token that is not known yet
 
 @dataclass(frozen=True)
 class PositionLimits:
-    """What a model does otherwise at some positions; see :mod:`mlxspec.engine.capability`.
+    """Positions at which a model behaves differently; see :mod:`mlxspec.engine.capability`.
 
     Attributes:
         first_crossing: the first position after which it might verify no drafts.
@@ -73,7 +77,7 @@ class Sequence:
         forward: over these rows.
         ahead: the next step's forward, if it was dispatched in the last step.
         proposed: how many draft tokens were proposed last.
-        fault: what its drafter, a processor or the like has raised in a step; it has to be closed.
+        fault: the exception that its drafter, a processor or the like raised; it must be closed.
     """
 
     tree: DraftTree
@@ -95,7 +99,7 @@ class Sequence:
         self.target = target
         self.drafter = drafter
         self.chooser = chooser
-        self.history = chooser.history(self.prompt)
+        chooser.begin(self.prompt)
         self.length = target.length + len(self.prompt) - n_cached
         self.last = self.prompt[-1]
         self.remaining = max_tokens
@@ -187,6 +191,12 @@ class Sequence:
         self.proposed = len(tree) - 1
         self.tree = DraftTree.chain(self.last) if self.proposed and self.ahead else tree
 
+    def rows(self, ahead: bool) -> JointRows:
+        """The proposed rows, or the row ``ahead``: the one after the plain step's token."""
+        if ahead:
+            return JointRows(self.target, self.forward.choices, _NEXT)
+        return JointRows(self.target, mx.array(self.tree.tokens), self.tree)
+
     @property
     def max_depth(self) -> int:
         """How deep the next draft may be."""
@@ -213,7 +223,7 @@ class Sequence:
             return tree
         # First, since nothing that follows has to know ids that the model lacks.
         tree = tree.pruned(max_depth, self.target.vocab_size)
-        # The rows of lookahead's window are no drafts and need not satisfy the grammar.
+        # The rows of lookahead's window are not drafts and need not satisfy the grammar.
         if self.chooser.grammar and not self.drafter.window_rows():
             tree = self.chooser.grammar.allowed(tree)
         return tree if self.target.capability is Capability.TREE else tree.first_chain()
@@ -246,7 +256,7 @@ class Sequence:
         choices, logprobs = self.chooser.choose(
             forward.logits,
             [following + depth for depth in tree.depths],
-            self.history.contexts(tree, tokens if unknown else None) if self.history else None,
+            self.chooser.contexts(tree, tokens if unknown else None),
             grammar.masks(tree) if grammar else None,
         )
         forward.set_choices(choices, logprobs, self.chooser.greedy)
@@ -276,8 +286,7 @@ class Sequence:
         self.length += len(tokens)
         self.remaining -= len(tokens)
         self.last = tokens[-1]
-        if self.history:
-            self.history.extend(tokens)
+        self.chooser.extend(tokens)
         if self.chooser.grammar and not self.finished:
             self.chooser.grammar.accept(tokens)
         self._steps += 1
@@ -375,7 +384,7 @@ class DecodedStep:
 def each(
     phase: Callable[[Sequence], _Result], sequences: Iterable[Sequence]
 ) -> dict[Sequence, _Result]:
-    """Run one phase of several sequences; the others go on without those that have a fault.
+    """Run one phase of each sequence without a fault; an exception becomes its fault.
 
     Returns:
         what the phase has returned for each sequence that goes on.
@@ -448,10 +457,15 @@ def dispatch(
     """
     if not sequences:
         return ()
-    rows = {sequence: _rows_of(sequence, ahead) for sequence in sequences}
+    rows = {sequence: sequence.rows(ahead) for sequence in sequences}
     n_rows = sum(len(target.pending) + len(tree) for target, _, tree in rows.values())
     with mx.stream(generation_stream):
-        logits, spans = _forward([*rows.values()], joint)
+        spans: abc.Sequence[slice | None] = [None]
+        if joint and len(rows) > 1:
+            logits, spans = joint.forward([*rows.values()])
+        else:
+            ((target, tokens, tree),) = rows.values()
+            logits = target.forward(tokens, tree)
         forwards = {
             sequence: Forward(logits if span is None else logits[span], n_rows, len(rows), ahead)
             for sequence, span in zip(rows, spans, strict=True)
@@ -480,24 +494,6 @@ def dispatch(
     return chosen
 
 
-def _rows_of(sequence: Sequence, ahead: bool) -> JointRows:
-    """The rows that a sequence has proposed, or the one after its plain step."""
-    if ahead:
-        return JointRows(sequence.target, sequence.forward.choices, _NEXT)
-    return JointRows(sequence.target, mx.array(sequence.tree.tokens), sequence.tree)
-
-
-def _forward(
-    rows: abc.Sequence[JointRows], joint: Joint | None
-) -> tuple[mx.array, abc.Sequence[slice | None]]:
-    """Run rows; returns lazy logits, and each sequence's span of them, None for one alone."""
-    if len(rows) > 1:
-        assert joint is not None
-        return joint.forward(rows)
-    ((target, tokens, tree),) = rows
-    return target.forward(tokens, tree), [None]
-
-
 def dispatch_next(sequences: Iterable[Sequence], joint: Joint | None) -> None:
     """Dispatch the next plain step of all sequences that go on, unless one of them drafts.
 
@@ -510,7 +506,7 @@ def dispatch_next(sequences: Iterable[Sequence], joint: Joint | None) -> None:
 
 
 def keep(sequences: Iterable[Sequence]) -> None:
-    """Move the rows that stay in the caches together."""
+    """Move the rows that stay in the caches, for all sequences at once."""
     moved = [s.target.kept(s.kept_rows) for s in sequences if len(s.tree) > 1]
     if moved:
         with mx.stream(generation_stream):
@@ -548,7 +544,7 @@ class Batch:
         self._has_failed = False
 
     def _planned(self, plan: Callable[[], _Result]) -> _Result | None:
-        """What a part of planning makes; None where it fails."""
+        """The result of a part of planning; None if it fails."""
         try:
             return plan()
         except Exception as error:
@@ -577,15 +573,15 @@ class Batch:
         return {own: own.fault for own in sequences if own.fault is not None}
 
     def join(self, sequence: Sequence) -> None:
-        """A sequence that has begun takes part from now on."""
+        """Add a sequence that has begun."""
         if self._joint:
             self._joint.join(sequence.target)
 
     def leave(self, sequence: Sequence, keep: bool = True) -> None:
-        """A sequence takes no more part; it is to be closed after this.
+        """Remove a sequence, which is then to be closed.
 
         Args:
-            keep: whether somebody needs what its target's caches hold.
+            keep: whether the content of its target's caches is still needed.
         """
         if self._joint:
             self._joint.leave(sequence.target, keep)
@@ -595,14 +591,12 @@ class Batch:
     def step(self, sequences: abc.Sequence[Sequence]) -> list[DecodedStep | Exception]:
         """Run one step of each sequence, as :func:`mlxspec.engine.step.joint_step`."""
         together = [s for s in sequences if self._joint and self._joint.takes(s.target)]
-        if len(together) < 2:
-            together = []
-        outcomes = dict(zip(together, self._step_together(together), strict=True))
+        outcomes: dict[Sequence, DecodedStep | Exception] = {}
+        if len(together) > 1:
+            outcomes = dict(zip(together, self._step_together(together), strict=True))
         return [outcomes[s] if s in outcomes else _step_alone(s) for s in sequences]
 
     def _step_together(self, sequences: abc.Sequence[Sequence]) -> list[DecodedStep | Exception]:
-        if not sequences:
-            return []
         started = time.perf_counter()
         costs, plans = None, dict[Sequence, Plan]()
         if self._costs:
@@ -618,13 +612,13 @@ class Batch:
         return outcomes
 
     def cost(self, sequence: Sequence, step: VerifiedStep) -> float | None:
-        """What a step of a sequence takes by the measured costs, in steps without drafts.
+        """The time of a sequence's step by the measured costs, in steps without drafts.
 
         That is 1 for a step without a draft. It is a ratio: other programs, a long context and
         prompts that run in between slow both kinds of step.
 
         Returns:
-            None where steps do not tell what drafts cost, such as those of a draft model.
+            None if the costs of drafts are not measured, such as those of a draft model.
         """
         planner = sequence.drafter
         if not isinstance(planner, Planner) or not isinstance(planner.costs, LiveCosts):
@@ -634,7 +628,7 @@ class Batch:
         return self._planned(lambda: (own if count == 1 else self._costs_for(count)).curve(rows))
 
     def _costs_for(self, count: int) -> LiveCosts:
-        """What joint steps of so many sequences cost."""
+        """The costs of joint steps of ``count`` sequences."""
         assert self._costs
         if count not in self._costs_of:
             self._costs_of[count] = self._costs.for_sequences(count)
@@ -675,5 +669,5 @@ def _step_alone(sequence: Sequence) -> DecodedStep | Exception:
     """A step of one sequence, with a forward of its own."""
     try:
         return step(sequence)
-    except Exception as error:  # of the forward, too: it is nobody else's
+    except Exception as error:  # also of the forward, which is this sequence's alone
         return error

@@ -1,4 +1,8 @@
-"""The target: a model's forwards over the rows of a draft, and over the prompt's chunks."""
+"""The target: a model's forwards over a draft's rows and a prompt's chunks, and their caches.
+
+:class:`ContextCache` knows no model: it keeps the caches at exactly the accepted context.
+:class:`Target` runs a model over these caches.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,8 +20,6 @@ from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from ..drafting.drafter import DraftTree
 from .caches import (
-    Kept,
-    OpenMask,
     Snapshot,
     TreeKVCache,
     TreeRows,
@@ -40,19 +42,6 @@ from .params import CacheOptions
 from .patches import forward_at, install
 
 _AFTER_MARK = 16  # tokens of a prompt; what opens an answer in chat templates is shorter
-
-
-class Checkpoint(NamedTuple):
-    """A state that a target can return to.
-
-    Attributes:
-        length, pending: of the target at that time.
-        state: of the caches that cannot be cut back.
-    """
-
-    length: int
-    pending: tuple[int, ...]
-    state: Snapshot
 
 
 class ContextCache:
@@ -108,8 +97,8 @@ class ContextCache:
         self._unfinished = False
         """Whether a state is not that of ``length`` and ``pending``, if it replays."""
         # One plain step may be dispatched ahead, so a generation undoes two forwards at most.
-        self._checkpoints: deque[Checkpoint] = deque(maxlen=undoable)
-        self._marks: deque[Checkpoint] = deque(maxlen=marks)
+        self._checkpoints: deque[Snapshot] = deque(maxlen=undoable)
+        self._marks: deque[Snapshot] = deque(maxlen=marks)
 
     def use(self, caches: list[Any]) -> None:
         """Run on these caches from now on, sorted by whether they can be cut back."""
@@ -124,8 +113,8 @@ class ContextCache:
 
     @property
     def kept_arrays(self) -> list[mx.array]:
-        """All that the caches hold, and that is kept of them to return to."""
-        states = [each.state.arrays for each in (*self._marks, *self._checkpoints)]
+        """The arrays of the caches, and of the states to return to."""
+        states = [each.arrays for each in (*self._marks, *self._checkpoints)]
         return [*self.arrays, *(array for arrays in states for array in arrays)]
 
     @property
@@ -134,7 +123,7 @@ class ContextCache:
         return self._quantizes_later or are_quantized(self.cache)
 
     def prefilled(self, tokens: int) -> None:
-        """So many prompt tokens were put into the caches by a forward of several sequences."""
+        """Count prompt tokens that a forward of several sequences has put into the caches."""
         self.length += tokens
         self._change_for_steps()
 
@@ -144,7 +133,7 @@ class ContextCache:
         mx.eval(self.arrays)
 
     def _marks_within(self, tokens: int, as_mlx_lm: bool) -> set[int]:
-        """Where a prefill of so many tokens makes marks."""
+        """The places in a prefill of ``tokens`` tokens at which it makes marks."""
         caches = parts(map(for_steps, self.cache))
         if not tokens or not self._marks.maxlen or all(map(is_trimmable_anywhere, caches)):
             return set()
@@ -161,25 +150,25 @@ class ContextCache:
         self._change_for_steps()
         untrimmable = [cache for cache in parts(self.cache) if not is_trimmable_anywhere(cache)]
         if self.length and untrimmable:
-            self._marks.append(Checkpoint(self.length, (), Snapshot(untrimmable)))
+            self._marks.append(Snapshot(untrimmable, self.length))
 
     def begin_forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
-        """Note what a forward will do; returns all its tokens, pending ones first, (rows,).
+        """Begin a forward; returns all its tokens, pending ones first, (rows,).
 
         The arguments are those of :meth:`mlxspec.engine.target.Target.forward`.
         """
         self._tree = tree
         if not self._replays:
             return tokens
-        self._checkpoints.append(Checkpoint(self.length, self.pending, Snapshot(self._untrimmable)))
+        self._checkpoints.append(Snapshot(self._untrimmable, self.length, self.pending))
         self._unfinished = True
         if not self.pending:
             return tokens
         return mx.concatenate([mx.array(self.pending, tokens.dtype), tokens])
 
-    def kept(self, rows: Sequence[int]) -> Kept:
-        """What has to be moved in the caches if these rows of the last forward are to stay."""
-        return Kept([] if self._replays else self.trimmable, self.length, rows)
+    def kept(self, rows: Sequence[int]) -> tuple[list[Any], int, Sequence[int]]:
+        """What :func:`move_rows` has to move if these rows of the last forward are to stay."""
+        return [] if self._replays else self.trimmable, self.length, rows
 
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these rows of the last forward, by node index, and forget the others."""
@@ -195,7 +184,7 @@ class ContextCache:
                 pending = (*self.pending, *(self._tree.tokens[row] for row in rows))
             else:
                 cut(self.trimmable, self.length + len(rows))
-        # All at once and last: at any interrupt, the length tells what is committed.
+        # All at once and last: at any interrupt, the length says what is committed.
         length = self.length + len(rows)
         self.pending, self.length, self._unfinished = pending, length, False
         if self._quantizes_later:
@@ -275,9 +264,7 @@ class ContextCache:
         if isinstance(cache, CacheList):
             return CacheList(*(self._content_at(length, part) for part in cache.caches))
         marks = [mark for mark in self._marks if mark.length == length]
-        return (
-            marks[-1].state.content_of(cache) if marks and not can_be_cut(cache, length) else cache
-        )
+        return marks[-1].content_of(cache) if marks and not can_be_cut(cache, length) else cache
 
     @contextmanager
     def rolled_back(self) -> Iterator[None]:
@@ -311,9 +298,9 @@ class ContextCache:
         self._return_to(self._checkpoints[-1])
         self._checkpoints.pop()
 
-    def _return_to(self, checkpoint: Checkpoint) -> None:
+    def _return_to(self, checkpoint: Snapshot) -> None:
         self._unfinished = True
-        checkpoint.state.restore()
+        checkpoint.restore()
         cut(self.trimmable, checkpoint.length - len(checkpoint.pending))
         self.length, self.pending, self._unfinished = checkpoint.length, checkpoint.pending, False
 
@@ -327,7 +314,7 @@ class ContextCache:
             self._quantizes_later = False
 
     def _is_before_quantization(self, length: int) -> bool:
-        """Whether caches that are quantised by now were not at that length."""
+        """Whether the caches have been quantised, but were not yet at that length."""
         quantized = self.options.kv_bits is not None and not self._quantizes_later
         return quantized and length < min(self.options.quantized_kv_start, self.length)
 
@@ -364,8 +351,8 @@ def vocabulary_size(model: nn.Module) -> int:
 def evaluate_constants(model: nn.Module) -> None:
     """Evaluate what a model has computed for itself when it was made, such as RoPE's frequencies.
 
-    These are no parameters, so loading leaves them lazy, and a lazy array can be read only in the
-    thread that made it.
+    Loading evaluates parameters only, and a lazy array can be read only in the thread that made
+    it.
     """
     constants = [
         value
@@ -407,7 +394,6 @@ class Target(ContextCache):
         self.model = model
         self.capability = capability
         self.vocab_size = vocab_size
-        self.mask = OpenMask()
 
     @property
     def max_rows(self) -> int:
@@ -494,7 +480,7 @@ class Target(ContextCache):
         return plain and not self._quantizes_later and self.capability is not Capability.PLAIN
 
     def _prefill_chunk(self, tokens: Sequence[int], ends: bool = True) -> None:
-        """Run tokens of a prompt, whose last ones they are if it ``ends`` with them."""
+        """Run tokens of a prompt; ``ends`` says whether they are its last ones."""
         before, length = Snapshot(self._untrimmable), self.length + len(tokens)
         try:
             self.model(mx.array(list(tokens))[None], cache=self.cache)
@@ -522,7 +508,7 @@ class Target(ContextCache):
         rows = self.begin_forward(tokens, tree)
         if tree.is_chain:
             return self.model(rows[None], cache=self.cache)[0, len(self.pending) :]
-        masked = TreeRows(tree, self.mask)
+        masked = TreeRows(tree)
         install(self.model)
         with masked_for(masked, self.trimmable):
             return forward_at(self.model, rows[None], self.cache, masked.depths)[0]

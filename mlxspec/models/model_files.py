@@ -113,13 +113,17 @@ def download(repository: str, revision: str | None = None, *, weights: bool = Tr
     try:
         found = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the HTTP library differs between versions of huggingface-hub
-        raise LoadError(f"{repository}: {_download_problem(error, revision)}") from error
+        problem = _download_problem(error, revision)
+        if "gguf" in repository.lower():
+            problem += f"; by its name {_instead_of_gguf(repository)}"
+        raise LoadError(f"{repository}: {problem}") from error
     if weights and not any(any(found.glob(pattern)) for pattern in _WEIGHTS):
         try:
-            problem = instead_of_files(list_repo_files(repository, revision=revision), repository)
+            files = list_repo_files(repository, revision=revision)
+            problem = instead_of_files(files, repository) or "no weights; name another repository"
         except Exception:  # as above
             problem = "its weights are not on this machine, and the Hub cannot be reached"
-        raise LoadError(f"{repository}: {problem or 'no weights; name a repository that has some'}")
+        raise LoadError(f"{repository}: {problem}")
     return found
 
 
@@ -127,7 +131,7 @@ def _download_problem(error: Exception, revision: str | None) -> str:
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
-        return "gated; accept its terms at huggingface.co and log in with `hf auth login`"
+        return "the repository is gated; accept its terms there and log in with `hf auth login`"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"the repository has no revision {revision!r}"
     if isinstance(error, errors.RepositoryNotFoundError):

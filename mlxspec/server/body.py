@@ -345,7 +345,8 @@ def _refuse_first(error: ValidationError, body: Any) -> NoReturn:
     if wrong["type"] == "missing":
         raise ApiError(f"{path} is missing: send it.", param=path)
     remedy = re.sub(r"^(Input|String|List|Dictionary) should", "it should", wrong["msg"])
-    refuse(path, wrong["input"], remedy.removesuffix(" after validation"))
+    remedy = "leave it out" if wrong["type"] == "extra_forbidden" else remedy
+    refuse(path, wrong["input"], remedy.replace(" after validation", ""))
 
 
 def _path(location: Sequence[int | str], body: Any) -> str:

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError
 from ..generation.options import GenerationOptions
-from .answer import Answer, KeepAlive, answered
+from .answer import ApiAnswer, KeepAlive, answered
 from .auth import body_of
 from .body import ApiError, new_request_id, parse, read_body, shown
 from .messages import MessagesAnswer, messages_headers, parse_messages
@@ -169,7 +169,7 @@ class Endpoints:
         served: ServedModel,
         body: ApiRequest,
         prompts: Sequence[Prompt],
-        answer: Answer,
+        answer: ApiAnswer,
     ) -> Response:
         """Queue ``n`` generations of each prompt, and answer with what comes of them.
 
@@ -196,8 +196,7 @@ class Endpoints:
             prediction = tuple(expected[: served.context_length])  # no output is longer
         requests: list[ServedRequest] = []
         for prompt in prompts:
-            max_tokens = self._max_tokens_of(served, len(prompt.tokens), body)
-            served.check_fits(len(prompt.tokens), max_tokens, body.param)
+            max_tokens = served.max_tokens_for(len(prompt.tokens), body, self._max_tokens)
             grammar = await self._grammar(served, body, prompt)
             make = partial(
                 _choices, served, body, prompt, grammar, partition=request.state.partition
@@ -223,27 +222,6 @@ class Endpoints:
             raise ApiError(f"{body.constrained_by}: {error}", param=body.constrained_by) from error
         async with self._compiling:
             return await run_in_threadpool(compiled_constraint, body, prompt, tokenizer, vocabulary)
-
-    def _max_tokens_of(self, served: ServedModel, n_prompt: int, body: ApiRequest) -> int:
-        """How many tokens an output may have: what the request asks for, or as many as fit."""
-        longest, memory = served.context_length, served.memory
-        if longest is not None and n_prompt >= longest:
-            raise ApiError(
-                # Claude Code reads both numbers out of it, and shortens the conversation.
-                f"the prompt is too long: {n_prompt} tokens > {longest}, which is the model's "
-                "context: shorten it",
-                param=body.param,
-                code="context_length_exceeded",
-            )
-        cuts = isinstance(body, ChatRequest) and body.cuts_max_tokens
-        if body.max_tokens is not None and not cuts:
-            return body.max_tokens
-        room = self._max_tokens if body.max_tokens is None else body.max_tokens
-        if longest is not None:
-            room = min(room, longest - n_prompt)
-        while room > 1 and memory.bytes_for(n_prompt + room) > memory.limit:
-            room //= 2
-        return room
 
     # --- OpenAI's API ---
 

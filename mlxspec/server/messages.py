@@ -16,7 +16,7 @@ from urllib.parse import quote
 from pydantic import BeforeValidator, Field
 
 from ..engine.constraint import Constraint
-from .answer import Answer, ChatChoice
+from .answer import ApiAnswer, ChatChoice
 from .body import (
     NO_THREADS,
     ApiError,
@@ -34,6 +34,7 @@ from .requests import (
     ChatRequest,
     ResponseFormat,
     Sampling,
+    as_parts,
     chosen_tool,
     conversation,
     left_out,
@@ -49,10 +50,6 @@ from request to request, and then no prefix would ever be found in the cache."""
 _THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 
 
-def _as_blocks(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
 class _Block(Body):
     """A block of a content, of any type."""
 
@@ -65,7 +62,7 @@ class _Block(Body):
     tool_use_id: Name = "-"
     tool_name: Name = "-"
     is_error: bool = False
-    content: Annotated[Items[_Block], BeforeValidator(_as_blocks)] = []
+    content: Annotated[Items[_Block], BeforeValidator(as_parts)] = []
 
     needed = {
         "text": ("text",),
@@ -92,7 +89,7 @@ class _Block(Body):
         return self.text if self.type == "text" else left_out(self.type)
 
 
-_Blocks = Annotated[Items[_Block], BeforeValidator(_as_blocks)]
+_Blocks = Annotated[Items[_Block], BeforeValidator(as_parts)]
 
 
 class _Turn(Body):
@@ -360,7 +357,7 @@ def _read_input(text: str) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {}
 
 
-class MessagesAnswer(Answer):
+class MessagesAnswer(ApiAnswer):
     """The answer of ``/v1/messages``.
 
     A stream begins with the first token, when it is known how much of the prompt was cached;

@@ -163,6 +163,7 @@ class ApiRequest:
         model: as the client calls it; None for the default.
         sampling: how to pick tokens.
         max_tokens: per choice; None for as many as the context has room for.
+        cuts_max_tokens: where ``max_tokens`` do not fit, the answer may have fewer.
         n: choices per prompt.
         stop: texts that end an output.
         stop_token_ids: tokens that end it, besides the model's own.
@@ -181,6 +182,7 @@ class ApiRequest:
     model: str | None = None
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int | None = None
+    cuts_max_tokens: bool = False
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -207,7 +209,6 @@ class ChatRequest(ApiRequest):
         forced_tool: the name of the function that must be called.
         parallel_tool_calls: an answer may have several tool calls.
         template_kwargs: arguments of the chat template besides messages and tools.
-        cuts_max_tokens: where ``max_tokens`` do not fit, the answer may have fewer.
     """
 
     param: ClassVar[str] = "messages"
@@ -220,7 +221,6 @@ class ChatRequest(ApiRequest):
     forced_tool: str | None = None
     parallel_tool_calls: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    cuts_max_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -298,14 +298,25 @@ def chosen_tool(
 # --- fields that several APIs have ---
 
 
-def _as_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+def as_parts(value: object) -> list[Any]:
+    """A content as a list of parts, one for a string."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise PydanticCustomError("content", "send a string, or a list of parts")
+    return value
+
+
+def _text_type(kind: str) -> str:
+    if kind not in ("text", "input_text", "output_text", "summary_text", "reasoning_text"):
+        raise PydanticCustomError("part", "send text, since the model reads nothing else")
+    return kind
 
 
 class TextPart(Body):
-    """A part of a message's content. The model reads text alone."""
+    """A part of a message's content."""
 
-    type: Literal["text", "input_text", "output_text", "summary_text", "reasoning_text"]
+    type: Annotated[str, AfterValidator(_text_type)]
     text: str
 
     @model_validator(mode="before")
@@ -316,7 +327,7 @@ class TextPart(Body):
         return value
 
 
-Texts = Annotated[Items[TextPart], BeforeValidator(_as_parts)]
+Texts = Annotated[Items[TextPart], BeforeValidator(as_parts)]
 """A string, or a list of parts with text."""
 
 

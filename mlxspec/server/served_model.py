@@ -15,7 +15,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..corpus import MAX_TOKENS
-from ..engine.device_memory import free_memory
+from ..engine.costs import free_memory
 from ..engine.model_sizes import CacheKind, cache_kinds, context_length
 from ..engine.params import CacheOptions
 from ..engine.target import vocabulary_size
@@ -25,6 +25,7 @@ from ..generation.options import GenerationOptions, MakeDrafter
 from ..generation.session import MARKS, UNDOABLE
 from .body import ApiError
 from .prefix_cache import PrefixCache
+from .requests import ApiRequest
 
 _STEP = 256  # positions that caches grow by
 _SLACK = 16 + _STEP  # positions that a window holds beyond its size
@@ -178,34 +179,50 @@ class ServedModel:
         """Whether its drafts can come from a text that a client expects."""
         return isinstance(self.decoder.drafting, Auto)
 
-    def check_fits(self, n_prompt: int, max_tokens: int, param: str) -> None:
-        """Refuse a request that can never run, whatever else does.
+    def max_tokens_for(self, n_prompt: int, body: ApiRequest, default: int) -> int:
+        """How many tokens an answer may have: what the request asks for, or as many as fit.
 
         Args:
             n_prompt: tokens of the prompt.
-            max_tokens: that the answer may have.
-            param: where the body has the prompt.
+            body: the request.
+            default: where the request does not say.
 
         Raises:
-            ApiError: 400, the context would be too long; 413, its caches would not fit into memory.
+            ApiError: 400, the context would be too long; 413, its caches would not fit into memory,
+                whatever else runs.
         """
-        longest = self.context_length
-        if longest is not None and n_prompt + max_tokens > longest:
+        longest, memory, wanted = self.context_length, self.memory, body.max_tokens
+        if longest is not None and n_prompt >= longest:
             raise ApiError(
-                f"the model's context has {longest} tokens; the prompt has {n_prompt} and the "
-                f"answer may have {max_tokens}: shorten the prompt or ask for fewer",
-                param=param,
+                # Claude Code reads both numbers out of it, and shortens the conversation.
+                f"the prompt is too long: {n_prompt} tokens > {longest}, which is the model's "
+                "context: shorten it",
+                param=body.param,
                 code="context_length_exceeded",
             )
-        needed = self.memory.bytes_for(n_prompt + max_tokens)
-        if needed > self.memory.limit:
+        if wanted is None or body.cuts_max_tokens:
+            wanted = wanted or default
+            if longest is not None:
+                wanted = min(wanted, longest - n_prompt)
+            while wanted > 1 and memory.bytes_for(n_prompt + wanted) > memory.limit:
+                wanted //= 2
+        elif longest is not None and n_prompt + wanted > longest:
             raise ApiError(
-                f"the caches of {n_prompt} prompt tokens and {max_tokens} more need "
-                f"{needed >> 20} MiB, and {self.memory.limit >> 20} MiB are there for them: "
+                f"the model's context has {longest} tokens; the prompt has {n_prompt} and the "
+                f"answer may have {wanted}: shorten the prompt or ask for fewer",
+                param=body.param,
+                code="context_length_exceeded",
+            )
+        needed = memory.bytes_for(n_prompt + wanted)
+        if needed > memory.limit:
+            raise ApiError(
+                f"the caches of {n_prompt} prompt tokens and {wanted} more need "
+                f"{needed >> 20} MiB, and {memory.limit >> 20} MiB are there for them: "
                 "shorten the prompt or ask for fewer tokens",
                 status=413,
                 code="out_of_memory",
             )
+        return wanted
 
     def make_drafter(self, prediction: Sequence[int], partition: str) -> MakeDrafter:
         """Return what makes the drafter of one generation; called in the worker's thread alone.

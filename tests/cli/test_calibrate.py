@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from mlxspec.cli.calibrate import calibrate_command
 from mlxspec.cli.common.output import ProgressBar
 from mlxspec.drafting.measurement import RowsTime
-from mlxspec.engine import calibration, capability
+from mlxspec.engine import capability, costs
 from mlxspec.engine.capability import Capability
 
 TIMES = [
@@ -45,7 +45,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
         on_progress(1.0)
         return TIMES
 
-    monkeypatch.setattr(calibration, "calibrate", calibrate)
+    monkeypatch.setattr(costs, "calibrate", calibrate)
     return contexts
 
 
@@ -139,7 +139,7 @@ def test_noise_is_not_kept_and_what_was_known_stays(
 ):
     calibrate(endless)
     before = calibrate("--show").stdout
-    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: NOISE)
+    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: NOISE)
     result = calibrate(endless, "--json")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith(f"Error: {endless.name}: the times scatter too much: half of")
@@ -158,7 +158,7 @@ def test_at_a_terminal_noise_can_be_measured_again(
         asked.append(question)
         return again
 
-    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: measured.pop(0))
+    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: measured.pop(0))
     monkeypatch.setattr("mlxspec.cli.calibrate.at_terminal", lambda: True)
     monkeypatch.setattr("click.confirm", confirm)
     result = calibrate(endless)
@@ -188,7 +188,7 @@ def test_a_measurement_of_plain_steps_alone_replaces_no_better_one(
     endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
 ):
     calibrate(endless)
-    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: TIMES[:1])
+    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: TIMES[:1])
     result = calibrate(endless)
     assert result.exit_code == 0
     assert "verifies no drafts" not in result.stdout
@@ -218,7 +218,7 @@ def test_ctrl_c_leaves_the_cache_as_it_was(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(calibration, "calibrate", interrupted)
+    monkeypatch.setattr(costs, "calibrate", interrupted)
     assert calibrate(endless).exit_code == 130
     assert path.read_bytes() == before
     assert [entry for entry in cache_directory.rglob("*") if entry.is_file()] == [path]
@@ -242,7 +242,7 @@ def test_a_spoiled_cache_file_is_one_note(
 def test_a_model_without_drafts_has_a_table_and_no_bars(
     endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: TIMES[:1])
+    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: TIMES[:1])
     assert "verifies no drafts" not in calibrate(endless).stdout  # a window without room for them
     monkeypatch.setattr(capability, "chain_capability", lambda model: Capability.PLAIN)
     result = calibrate(endless)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from mlxspec.engine import device_memory
+from mlxspec.engine import costs
 from mlxspec.models import on_machine
 from mlxspec.models.model_files import DEMO_DIRECTORY
 from tests.support import command_line
@@ -76,7 +76,7 @@ def test_a_model_fits_if_a_tenth_more_than_its_weights_is_there(monkeypatch: pyt
     assert needed == 2 * demo.weight_bytes  # bf16 becomes float32 on a CPU
     fits = []
     for memory in (needed * 1.09, needed * 1.11):
-        monkeypatch.setattr(device_memory, "whole_memory", lambda memory=memory: int(memory))
+        monkeypatch.setattr(costs, "whole_memory", lambda memory=memory: int(memory))
         fits.append(listed()["demo"]["fits"])
     assert fits == [False, True]
 

@@ -156,8 +156,8 @@ def test_answers_take_no_more_than_their_page_says(tmp_path: Path):
     pick = random.Random(0)
     learn(tmp_path, [[pick.randrange(100) for _ in range(200)] for _ in range(100)])
     count = Answers(tmp_path, IDENTITY).count()
-    assert (count.texts, count.tokens) == (100, 20000)
-    assert count.bytes <= 14 * count.tokens
+    assert (count["texts"], count["tokens"]) == (100, 20000)
+    assert count["bytes"] <= 14 * count["tokens"]
 
 
 def test_counts_times_and_figures_by_day(tmp_path: Path):
@@ -166,15 +166,15 @@ def test_counts_times_and_figures_by_day(tmp_path: Path):
     learn(tmp_path, answers)
     kept = Answers(tmp_path, IDENTITY)
     count = kept.count()
-    assert (count.texts, count.tokens) == (30, sum(map(len, answers)))
+    assert (count["texts"], count["tokens"]) == (30, sum(map(len, answers)))
     indexed = sum(path.stat().st_size for path in files(tmp_path, ".index"))
-    assert count.bytes == 4 * count.tokens + indexed
-    assert count.oldest is not None
-    assert count.newest is not None
-    assert before <= count.oldest <= count.newest <= time.time()
+    assert count["bytes"] == 4 * count["tokens"] + indexed
+    assert count["oldest"] is not None
+    assert count["newest"] is not None
+    assert before <= count["oldest"] <= count["newest"] <= time.time()
     days = kept.earned_by_day().values()
     assert sum(day["answers"] for day in days) == 30
-    assert sum(day["tokens"] for day in days) == count.tokens
+    assert sum(day["tokens"] for day in days) == count["tokens"]
     assert sum(day["context"] for day in days) == 30
     assert sum(day["lookahead"] for day in days) == 0
 

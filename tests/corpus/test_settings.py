@@ -148,9 +148,9 @@ def test_the_database_says_of_which_tokenizers_it_has_answers(home: Path):
     one, other = kept_answers(home)
     assert (one.identity, one.model) == (identify(FIRST), "owner/first")
     assert (other.identity, other.model) == (identify(SECOND), "owner/second")
-    assert one.count().texts == 1
-    assert other.count().texts == 0
-    assert other.count().newest is None
+    assert one.count()["texts"] == 1
+    assert other.count()["texts"] == 0
+    assert other.count()["newest"] is None
     Answers(home, identify(FIRST))  # by somebody who does not know the model
     assert kept_answers(home)[0].model == "owner/first"
     Answers(home, identify(FIRST), "elsewhere/first")

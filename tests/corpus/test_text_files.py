@@ -2,16 +2,17 @@
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from mlxspec.corpus.store import Reading, find_files, read_texts
+from mlxspec.corpus.store import find_files, read_texts
 from mlxspec.errors import StoreError
 
 
-def read(*paths: Path) -> tuple[list[str], Reading]:
-    reading = Reading()
+def read(*paths: Path) -> tuple[list[str], Counter[str]]:
+    reading = Counter()
     return list(read_texts(find_files(paths), reading)), reading
 
 
@@ -26,7 +27,7 @@ def test_directories_are_read_in_order_and_hidden_things_left_out(tmp_path: Path
         write(tmp_path / name, name)
     texts, reading = read(tmp_path)
     assert texts == ["b.py", "a/y.md", "a/z.txt", "c/d/e"]
-    assert reading == Reading(files=4)
+    assert reading == Counter(files=4)
 
 
 def test_a_hidden_file_that_is_named_is_read(tmp_path: Path):
@@ -54,12 +55,12 @@ def test_files_that_are_no_text_are_passed_over_and_counted(tmp_path: Path):
     write(tmp_path / "utf16", "text".encode("utf-16"))
     write(tmp_path / "empty", "")
     write(tmp_path / "marked", b"\xef\xbb\xbftext")
-    assert read(tmp_path) == (["text"], Reading(files=1, binary=3))
+    assert read(tmp_path) == (["text"], Counter(files=1, binary=3))
 
 
 def test_pipes_are_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
-    assert read(tmp_path) == ([], Reading())
+    assert read(tmp_path) == ([], Counter())
     with pytest.raises(StoreError, match="pipe: is neither a file nor a directory"):
         find_files([tmp_path / "pipe"])
 
@@ -67,15 +68,15 @@ def test_pipes_are_not_waited_for(tmp_path: Path):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_files_that_may_not_be_read_are_counted(tmp_path: Path):
     write(tmp_path / "secret", "text").chmod(0)
-    assert read(tmp_path) == ([], Reading(unreadable=1))
+    assert read(tmp_path) == ([], Counter(unreadable=1))
 
 
 def test_a_file_that_vanishes_is_counted(tmp_path: Path):
     files = find_files([write(tmp_path / "text", "text")])
     (tmp_path / "text").unlink()
-    reading = Reading()
+    reading = Counter()
     assert list(read_texts(files, reading)) == []
-    assert reading == Reading(unreadable=1)
+    assert reading == Counter(unreadable=1)
 
 
 def test_what_is_not_there_is_named(tmp_path: Path):
@@ -93,12 +94,12 @@ def test_long_files_come_in_stretches_that_make_the_whole(tmp_path: Path, line: 
     assert all(stretch.endswith("\n") for stretch in texts[:-1] if len(line) < 30_000)
 
 
-def test_the_size_of_every_file_is_reported(tmp_path: Path):
+def test_every_file_is_reported(tmp_path: Path):
     write(tmp_path / "a", "12345")
     write(tmp_path / "b", b"\0" * 7)
-    sizes: list[int] = []
-    list(read_texts(find_files([tmp_path]), Reading(), sizes.append))
-    assert sizes == [5, 7]
+    done: list[Path] = []
+    list(read_texts(find_files([tmp_path]), Counter(), done.append))
+    assert done == [tmp_path / "a", tmp_path / "b"]
 
 
 def lines(*records: object) -> str:
@@ -119,7 +120,7 @@ def test_of_chat_logs_the_answers_are_read(tmp_path: Path):
     log = lines({"messages": [QUESTION, ANSWER, QUESTION, {**ANSWER, "content": "more"}]})
     texts, reading = read(write(tmp_path / "log.jsonl", log + "\n" + log[: len(log) // 2]))
     assert texts == ["answer", "more"]
-    assert reading == Reading(files=1, bad_lines=1)
+    assert reading == Counter(files=1, bad_lines=1)
 
 
 def test_other_json_lines_are_text(tmp_path: Path):
@@ -131,7 +132,7 @@ def test_other_json_lines_are_text(tmp_path: Path):
 def test_nested_json_without_end_is_no_record(tmp_path: Path):
     deep = "[" * 100_000 + "\n"
     log = lines({"messages": [ANSWER]}) + deep
-    assert read(write(tmp_path / "log.jsonl", log)) == (["answer"], Reading(files=1, bad_lines=1))
+    assert read(write(tmp_path / "log.jsonl", log)) == (["answer"], Counter(files=1, bad_lines=1))
 
 
 def test_the_traces_give_their_completions(shared: Path):

@@ -68,7 +68,7 @@ def test_a_bounded_cache_shows_drafts_its_first_tokens(size: int) -> None:
         ({"kv_bits": 7}, "kv_bits is 7: choose one of 2, 3, 4, 5, 6, 8"),
         ({"kv_group_size": 48}, "kv_group_size is 48: choose one of 32, 64, 128"),
         ({"quantized_kv_start": -1}, "quantized_kv_start is -1"),
-        ({"max_kv_size": 4}, "max_kv_size is 4: cache 8 positions or more"),
+        ({"max_kv_size": 4}, "max_kv_size is 4: choose 8 or more"),
     ],
 )
 def test_options_outside_their_range_are_named(options: dict[str, int], part: str) -> None:

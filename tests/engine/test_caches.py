@@ -9,7 +9,6 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from mlxspec.engine.caches import (
-    Kept,
     Snapshot,
     TreeKVCache,
     WindowKVCache,
@@ -40,7 +39,7 @@ def test_a_commit_moves_rows_without_copying_the_context(bits: int | None) -> No
     expected = [array[..., CONTEXT + 3, :].tolist() for array in held_arrays([cache])]
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    move_rows([Kept([cache], CONTEXT, (0, 3, 5))])
+    move_rows([([cache], CONTEXT, (0, 3, 5))])
     mx.eval(cache.state[:2])
     assert mx.get_peak_memory() - before < cache.nbytes / 10
     for array, row in zip(held_arrays([cache]), expected, strict=True):
@@ -53,7 +52,7 @@ def test_rows_of_several_sequences_are_moved_with_one_wait(monkeypatch: pytest.M
     expected = [cache.keys[..., [10, 12], :].tolist() for cache in caches]
     evaluate = mx.eval
     monkeypatch.setattr(mx, "eval", lambda *arrays: waits.append(evaluate(*arrays)))
-    move_rows(Kept([cache], 10, (0, 2)) for cache in caches)
+    move_rows(([cache], 10, (0, 2)) for cache in caches)
     assert len(waits) == 1
     assert [cache.keys[..., [10, 11], :].tolist() for cache in caches] == expected
 
@@ -61,7 +60,7 @@ def test_rows_of_several_sequences_are_moved_with_one_wait(monkeypatch: pytest.M
 def test_rows_that_stand_in_a_row_already_are_not_moved() -> None:
     cache = for_steps(filled(KVCache(), 20))
     keys = cache.keys
-    move_rows([Kept([cache], 12, (0, 1, 2))])
+    move_rows([([cache], 12, (0, 1, 2))])
     assert cache.keys is keys
 
 

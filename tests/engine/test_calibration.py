@@ -8,8 +8,8 @@ import mlx.nn as nn
 import pytest
 
 from mlxspec.drafting.measurement import CAREFUL, QUICK
-from mlxspec.engine import calibration
-from mlxspec.engine.calibration import ModelSteps, calibrate
+from mlxspec.engine import costs
+from mlxspec.engine.costs import ModelSteps, calibrate
 from mlxspec.engine.target import Capability
 from mlxspec.errors import OptionError
 from tests.support.architectures import ARCHITECTURES
@@ -27,13 +27,13 @@ def llama() -> nn.Module:
 def forwards(llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of every forward that a target runs from now on."""
     rows: list[int] = []
-    forward = calibration.Target.forward
+    forward = costs.Target.forward
 
     def counting(self, tokens, tree):
         rows.append(len(tree))
         return forward(self, tokens, tree)
 
-    monkeypatch.setattr(calibration.Target, "forward", counting)
+    monkeypatch.setattr(costs.Target, "forward", counting)
     return rows
 
 
@@ -133,7 +133,7 @@ def test_state_that_cannot_be_cut_bounds_the_rows_to_16():
 
 
 def test_a_model_that_verifies_no_drafts_has_plain_steps_only(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(calibration, "chain_capability", lambda model: Capability.PLAIN)
+    monkeypatch.setattr(costs, "chain_capability", lambda model: Capability.PLAIN)
     assert [time.rows for time in calibrate(random_model("llama"), SMALL)] == [1]
 
 
@@ -144,14 +144,14 @@ def test_a_sliding_window_bounds_neither_rows_nor_context():
 
 def test_a_short_context_is_not_outgrown(monkeypatch: pytest.MonkeyPatch):
     longest = 0
-    forward = calibration.Target.forward
+    forward = costs.Target.forward
 
     def watching(self, tokens, tree):
         nonlocal longest
         longest = max(longest, self.length + len(tree))
         return forward(self, tokens, tree)
 
-    monkeypatch.setattr(calibration.Target, "forward", watching)
+    monkeypatch.setattr(costs.Target, "forward", watching)
     model = random_model("llama", max_position_embeddings=48)
     calibrate(model, replace(SMALL, context=40))
     assert 16 < longest <= 48
@@ -165,14 +165,14 @@ def test_a_careful_calibration_measures_as_wide_as_a_short_context_allows(
     window: int, widest: int, monkeypatch: pytest.MonkeyPatch
 ):
     longest = 0
-    forward = calibration.Target.forward
+    forward = costs.Target.forward
 
     def watching(self, tokens, tree):
         nonlocal longest
         longest = max(longest, self.length + len(tree))
         return forward(self, tokens, tree)
 
-    monkeypatch.setattr(calibration.Target, "forward", watching)
+    monkeypatch.setattr(costs.Target, "forward", watching)
     model = random_model("llama", max_position_embeddings=window)
     times = calibrate(model, replace(CAREFUL, seconds=1e9))
     assert times[-1].rows == widest

@@ -14,7 +14,7 @@ import mlxspec
 from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft
 from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine.capability import Capability
-from mlxspec.engine.sampling import Chooser, History, SamplingParams
+from mlxspec.engine.sampling import Chooser, SamplingParams
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import demo
 from tests.support.drafters import HostileDrafter
@@ -226,16 +226,20 @@ def test_an_error_in_a_processor_leaves_the_cache_at_the_context(model: nn.Modul
 
 
 def test_without_processors_no_history_is_kept() -> None:
-    assert Chooser(SamplingParams(temp=0.5, top_k=3)).history(PROMPT) is None
+    chooser = Chooser(SamplingParams(temp=0.5, top_k=3))
+    chooser.begin(PROMPT)
+    assert chooser.contexts(DraftTree.chain(PROMPT[-1])) is None
 
 
 def test_the_history_of_a_tree_is_each_nodes_path() -> None:
-    history = History([5, 6])
+    history = Chooser(SamplingParams(repetition_penalty=1.1, repetition_context_size=0))
+    history.begin([5, 6])
     history.extend([7])
     tree = DraftTree((7, 1, 2, 3), (-1, 0, 1, 0))
     contexts = [tokens.tolist() for tokens in history.contexts(tree)]
     assert contexts == [[5, 6, 7], [5, 6, 7, 1], [5, 6, 7, 1, 2], [5, 6, 7, 3]]
-    short = History([3, 4, 5, 6], reach=2)
+    short = Chooser(SamplingParams(repetition_penalty=1.1, repetition_context_size=2))
+    short.begin([3, 4, 5, 6])
     short.extend([7])
     contexts = [tokens.tolist() for tokens in short.contexts(tree)]
     assert contexts == [[6, 7], [6, 7, 1], [6, 7, 1, 2], [6, 7, 3]]

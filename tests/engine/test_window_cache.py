@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import RotatingKVCache
 
 from mlxspec.drafting.drafter import DraftTree
-from mlxspec.engine.caches import Kept, TreeRows, WindowKVCache, cut, move_rows
+from mlxspec.engine.caches import TreeRows, WindowKVCache, cut, move_rows
 from tests.drafting.test_drafter import path, trees
 from tests.support.examples import examples
 
@@ -76,7 +76,7 @@ def test_any_steps_and_cuts_show_every_row_its_window(
             window = expected(length + tree.depths[node], size, keep)
             assert visible[node] == before | (ancestors & window)
         kept = path(tree, data.draw(st.integers(0, len(tree) - 1)))
-        move_rows([Kept([cache], length, kept)])
+        move_rows([([cache], length, kept)])
         length += len(kept)
         cut([cache], length)
         assert seen(cache, [length]) == [expected(length, size, keep)]

@@ -97,7 +97,7 @@ def test_repositories_that_cannot_be_had_are_named(hub: LocalHub, tmp_path: Path
     (missing, gated, revision), _ = download(
         hub.endpoint, tmp_path, "someone/nothing", "someone/gated", "someone/tiny@nope"
     )
-    assert missing.startswith("someone/nothing: neither a local directory nor a repository")
+    assert missing.startswith("someone/nothing: no such directory or public repository")
     assert gated.startswith("someone/gated: the repository is gated")
     assert "hf auth login" in gated
     assert revision == "someone/tiny: the repository has no revision 'nope'"
@@ -113,7 +113,7 @@ def test_repositories_without_weights_for_mlx_say_what_they_have(
     assert "mlx-community/models?search=Tiny " in told["Tiny-GGUF"]
     assert "PyTorch's weights; use a version of the model with safetensors" in told["old"]
     assert "mlxspec convert --torch-path" in told["original"]
-    assert "the repository has no weights; name one that has" in told["readme"]
+    assert "no weights; name another repository" in told["readme"]
     (offline, gguf), _ = download(
         "http://127.0.0.1:9", tmp_path, "someone/readme", "another/Model-GGUF"
     )
