@@ -314,7 +314,6 @@ class _MemoryWorker:
 
     def _publish(self) -> None:
         """Let others search what there is now."""
-        # New lists: a segment's file must leave the process's memory with the segment.
         self.searched: tuple[SuffixIndex | SuffixArray, ...] = (self._live, *self._segments)
 
     # Answers, until they are sorted.
@@ -396,9 +395,8 @@ class _MemoryWorker:
                 path.unlink(missing_ok=True)
         if directory := self._answers.directory:
             for leftover in directory.glob(f".*{INDEX}.*"):
-                remove_leftovers(
-                    directory / leftover.name[1 : leftover.name.index(INDEX) + len(INDEX)]
-                )
+                name = leftover.name[1:].partition(INDEX)[0]
+                remove_leftovers(directory / f"{name}{INDEX}")
         return sorted(segments, key=lambda segment: int(segment.rows[-1]), reverse=True)
 
     def refresh(self) -> None:
