@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -31,12 +29,8 @@ from .memory import Memories
 
 if TYPE_CHECKING:
     from ..distributed.leader import Leader
-    from ..generation.response import (
-        GenerationResponse,
-        GenerationResult,
-        StepTime,
-        Transcript,
-    )
+    from ..generation.response import GenerationResult, StepTime
+    from .cache_prompt import CachedPrompt
 
 
 class _GenerateCommand(Command):
@@ -161,16 +155,16 @@ def answer(
     generation: Generation,
     prompt: PromptOptions,
     prompt_cache_file: str | None,
-    quiet: bool,
-    color: bool | None,
-    stats: bool,
-    as_json: bool,
     logprobs: int | None,
     leader: Leader | None = None,
+    **shows: Any,
 ) -> None:
     """Answer one prompt; with a ``leader`` by a model that is split over its ranks.
 
     Exits with status 130 after showing what there is if Ctrl-C ends the generation.
+
+    Args:
+        shows: the options ``quiet``, ``color``, ``stats`` and ``as_json``.
 
     Raises:
         MlxspecError: an option, the prompt or the model is at fault.
@@ -178,43 +172,35 @@ def answer(
     from ..engine.caches import cached_length
     from ..generation.response import Transcript
 
-    # All that needs no model is checked before one is loaded, or even downloaded.
-    if prompt_cache_file is not None and prompt.system_prompt is not None:
-        raise OptionError(
-            "--system-prompt comes before what a prompt cache holds: give it to 'mlxspec "
-            "cache-prompt'"
-        )
-    source = prompt.read(piped=leader is None)
-    if logprobs is not None and not as_json:
-        raise OptionError("--logprobs are written into the JSON object: add --json")
-    check_least(0, logprobs=logprobs)
-    cached = None
-    if prompt_cache_file is not None:
-        from .cache_prompt import CachedPrompt
-
-        cached = CachedPrompt(prompt_cache_file)
+    source, cached = _checked(prompt, prompt_cache_file, logprobs, shows["as_json"], leader)
+    if cached:
         generation = cached.completed(generation)
     transcript = Transcript(logprobs)
-
-    console = Console(quiet=True) if quiet else error_console(color)
+    printer = None if shows["as_json"] else TokenPrinter(shows["color"])
+    console = Console(quiet=True) if shows["quiet"] else error_console(shows["color"])
     with Memories(not generation.drafting.no_memory) as memories:
         decoder = generation.load(console, memories, leader)
         templated = prompt.uses_template(source, decoder.tokenizer)
-        begun: dict[str, Any] = {}
+        options: dict[str, Any] = {"templated": templated, "begun": prompt.prefill_response}
         if cached:
-            tokens, begun = cached.continued(source, prompt, decoder, templated)
+            tokens, where = cached.continued(source, prompt, decoder, templated)
+            options |= where
         else:
             tokens = prompt.tokens(source, decoder.tokenizer, templated)
-        n_cached = cached_length(begun.get("prompt_cache") or ())
+        n_cached = cached_length(options.get("prompt_cache") or ())
         room = generation.room(decoder.model, n_cached + len(tokens))
-        begun |= {"templated": templated, "begun": prompt.prefill_response}
-        start = partial(generation.stream, decoder, tokens, room, **begun)
-        printer = None if as_json else TokenPrinter(color)
         # The form of an output can do what the model cannot.
         asks = source if templated and generation.form.constraint is None else None
         beyond = isinstance(asks, str) and is_beyond_demo(asks)
-        tell = partial(tell_of_model, generation.model, beyond)
-        _transcribe(start, transcript, printer, console, tell)
+        with suppress(KeyboardInterrupt), prefill_bar(console) as progress:
+            for response in generation.stream(
+                decoder, tokens, room, on_progress=progress, **options
+            ):
+                if response.generation_tokens == 1:
+                    tell_of_model(generation.model, beyond)
+                transcript.add(response)
+                if printer:
+                    printer.write(response.text, response.from_draft)
         result = transcript.result(decoder.step_times.table())
         result = replace(result, prompt_tokens=len(tokens))
         if printer:
@@ -224,7 +210,7 @@ def answer(
         else:
             write_json(result_report(result, model_or_default(generation.model)))
         generation.tell_if_full(decoder.model, room, result.finish_reason)
-        if stats:
+        if shows["stats"]:
             console.print(step_times_table(result.step_times))
             if generation.plans:
                 console.print(machine_line(decoder.costs.slowdown))
@@ -234,21 +220,28 @@ def answer(
         sys.exit(INTERRUPTED)
 
 
-def _transcribe(
-    start: Callable[..., Iterator[GenerationResponse]],
-    transcript: Transcript,
-    printer: TokenPrinter | None,
-    console: Console,
-    on_first: Callable[[], None],
-) -> None:
-    """Run a generation to its end or to Ctrl-C, writing its text as it comes."""
-    with suppress(KeyboardInterrupt), prefill_bar(console) as progress:
-        for response in start(on_progress=progress):
-            if response.generation_tokens == 1:
-                on_first()
-            transcript.add(response)
-            if printer:
-                printer.write(response.text, response.from_draft)
+def _checked(
+    prompt: PromptOptions,
+    prompt_cache_file: str | None,
+    logprobs: int | None,
+    as_json: bool,
+    leader: Leader | None,
+) -> tuple[str | list[int], CachedPrompt | None]:
+    """Read the prompt, and check what needs no model before one is loaded, or even downloaded."""
+    if prompt_cache_file is not None and prompt.system_prompt is not None:
+        raise OptionError(
+            "--system-prompt comes before what a prompt cache holds: give it to 'mlxspec "
+            "cache-prompt'"
+        )
+    source = prompt.read(piped=leader is None)
+    if logprobs is not None and not as_json:
+        raise OptionError("--logprobs are written into the JSON object: add --json")
+    check_least(0, logprobs=logprobs)
+    if prompt_cache_file is None:
+        return source, None
+    from .cache_prompt import CachedPrompt
+
+    return source, CachedPrompt(prompt_cache_file)
 
 
 def figures_panel(result: GenerationResult, legend: bool, predicted_cost: float = 0.0) -> Panel:

@@ -99,7 +99,7 @@ def answer_prompts(
         prompt.uses_template("", decoder.tokenizer)
         decoder.checked(generation.max_tokens, generation.options(decoder))
         tell_of_model(generation.model)
-        answers = Answers(generation, decoder, prompt, concurrency or _CONCURRENCY, logprobs)
+        answers = PromptAnswers(generation, decoder, prompt, concurrency or _CONCURRENCY, logprobs)
         answers.console = console
         # Where the results go to the terminal, or behind a pipe, they show the progress.
         hidden = console.is_interactive and _is_watched(sys.stdout)
@@ -408,7 +408,7 @@ class Totals:
 
 
 @dataclass(eq=False)
-class _Answer:
+class _PromptAnswer:
     """The answer to one line of the file.
 
     Attributes:
@@ -433,7 +433,7 @@ class _Answer:
         self.request, self.transcript = None, Transcript()
 
 
-class Answers:
+class PromptAnswers:
     """Answers the lines of a file and writes the results to standard output, in their order.
 
     Args:
@@ -465,7 +465,7 @@ class Answers:
         # No answer is read as it comes, so none suffers while the prompts of others run.
         self._engine = Engine(decoder, max_active=concurrency, stall=math.inf)
         self._begun = 0
-        self._held: deque[_Answer] = deque()  # all that are not written, in the file's order
+        self._held: deque[_PromptAnswer] = deque()  # all that are not written, in the file's order
 
     def run(self, lines: Lines, count: int | None, bar: ProgressBar) -> bool:
         """Answer all lines, or as many as there is time for until Ctrl-C.
@@ -509,7 +509,7 @@ class Answers:
                 break
             number, value = line
             place = {"index": self._begun, "id": id_of(value)}
-            answer = _Answer(number, place, Transcript(self._logprobs))
+            answer = _PromptAnswer(number, place, Transcript(self._logprobs))
             self._held.append(answer)
             self._begun += 1
             try:
@@ -518,7 +518,7 @@ class Answers:
                 self._fail(answer, error)
         return bool(self._held)
 
-    def _begin(self, answer: _Answer, value: Any) -> None:
+    def _begin(self, answer: _PromptAnswer, value: Any) -> None:
         """Begin an answer.
 
         Raises:
@@ -537,7 +537,7 @@ class Answers:
         self._engine.add(request)
         answer.request = request
 
-    def _finish(self, answer: _Answer) -> None:
+    def _finish(self, answer: _PromptAnswer) -> None:
         """Make a result of what has been generated, or of the error that ended it."""
         if request := answer.request:
             self.totals.plain_seconds += request.plain_seconds
@@ -552,7 +552,7 @@ class Answers:
         answer.end(report)  # first: an interrupt does not count twice what it finds ended
         self.totals.add(result)
 
-    def _fail(self, answer: _Answer, error: Exception) -> None:
+    def _fail(self, answer: _PromptAnswer, error: Exception) -> None:
         """Make a result of an error, and show it."""
         # A custom drafter may raise anything.
         kind = "" if isinstance(error, MlxspecError) else f"{type(error).__name__}: "

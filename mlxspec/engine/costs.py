@@ -221,7 +221,8 @@ def calibrate(
         steps = ModelSteps(model, context, on_prefill, sequences, mode)
         # The context grows by one token per step, and the widest step must fit at its end.
         room = min(steps.target.max_rows, window - context - plan.tokens)
-        return measure(steps, plan, max(1, room), started, time.perf_counter, on_progress)
+        run = steps.plain, steps.drafted
+        return measure(*run, plan, max(1, room), started, time.perf_counter, on_progress)
 
 
 class ModelSteps:

@@ -22,7 +22,7 @@ from .output import Delta, OutputParser
 from .worker import Begun, Ended, Event, EventStream, Piece
 
 
-class Answer(ABC):
+class ApiAnswer(ABC):
     """An answer in the form of an API.
 
     It is fed with events, of any of its choices in any order, and returns the chunks that a
@@ -201,7 +201,7 @@ class KeepAlive(NamedTuple):
 
 
 async def answered(
-    request: Request, stream: EventStream, answer: Answer, streamed: bool, silence: KeepAlive
+    request: Request, stream: EventStream, answer: ApiAnswer, streamed: bool, silence: KeepAlive
 ) -> Response:
     """The response to a request.
 
@@ -275,7 +275,7 @@ class _Streamed(StreamingResponse):
             self._on_end()
 
 
-async def _whole(stream: EventStream, answer: Answer, keep_alive: float) -> dict[str, Any]:
+async def _whole(stream: EventStream, answer: ApiAnswer, keep_alive: float) -> dict[str, Any]:
     """The answer in one piece."""
     async with aclosing(stream.events(keep_alive)) as happening:
         async for events in happening:
@@ -285,7 +285,7 @@ async def _whole(stream: EventStream, answer: Answer, keep_alive: float) -> dict
 
 
 async def _server_sent_events(
-    stream: EventStream, answer: Answer, keep_alive: float
+    stream: EventStream, answer: ApiAnswer, keep_alive: float
 ) -> AsyncIterator[str]:
     """The chunks of an answer as they come; an error takes the place of what is left."""
     try:
@@ -303,7 +303,7 @@ async def _server_sent_events(
 
 
 async def _with_keep_alives(
-    making: asyncio.Task[dict[str, Any]], answer: Answer, keep_alive: float
+    making: asyncio.Task[dict[str, Any]], answer: ApiAnswer, keep_alive: float
 ) -> AsyncIterator[str]:
     """JSON that takes long: spaces before it, which parsers skip, keep the connection alive."""
     while not making.done():

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError
 from ..generation.options import GenerationOptions
-from .answer import Answer, KeepAlive, answered
+from .answer import ApiAnswer, KeepAlive, answered
 from .auth import body_of
 from .body import ApiError, new_request_id, parse, read_body, shown
 from .messages import MessagesAnswer, messages_headers, parse_messages
@@ -169,7 +169,7 @@ class Endpoints:
         served: ServedModel,
         body: ApiRequest,
         prompts: Sequence[Prompt],
-        answer: Answer,
+        answer: ApiAnswer,
     ) -> Response:
         """Queue ``n`` generations of each prompt, and answer with what comes of them.
 

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from pydantic import BeforeValidator, Field
 
 from ..engine.constraint import Constraint
-from .answer import Answer, ChatChoice
+from .answer import ApiAnswer, ChatChoice
 from .body import (
     NO_THREADS,
     ApiError,
@@ -357,7 +357,7 @@ def _read_input(text: str) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {}
 
 
-class MessagesAnswer(Answer):
+class MessagesAnswer(ApiAnswer):
     """The answer of ``/v1/messages``.
 
     A stream begins with the first token, when it is known how much of the prompt was cached;

@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, WrapValidator
 
 from .. import __version__
 from ..models.detokenizer import token_bytes
-from .answer import Answer, ChatChoice
+from .answer import ApiAnswer, ChatChoice
 from .body import ApiError, Body, Integer, Items, Name, TokenId, parse, refuse
 from .output import Delta, OutputFormat, OutputParser
 from .requests import (
@@ -275,7 +275,7 @@ class DetokenizeBody(Body):
 _IMPOSSIBLE = -9999.0  # what OpenAI has for minus infinity, which JSON lacks
 
 
-class _OpenAIAnswer(Answer):
+class _OpenAIAnswer(ApiAnswer):
     """What the answers to chats and completions have in common.
 
     Args:

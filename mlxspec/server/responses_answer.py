@@ -12,7 +12,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from pydantic_core import from_json
 
-from .answer import Answer, ChatChoice
+from .answer import ApiAnswer, ChatChoice
 from .body import ApiError, refuse, without_lone_surrogates
 from .openai import TokenNames
 from .output import Delta, OutputFormat, OutputParser
@@ -22,7 +22,7 @@ from .worker import Ended, Piece
 ResponseEvent = dict[str, Any]
 
 
-class ResponsesAnswer(Answer):
+class ResponsesAnswer(ApiAnswer):
     """The answer of ``/v1/responses``.
 
     Events are numbered by ``sequence_number``. The keep-alive is an event too,

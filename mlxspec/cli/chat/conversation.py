@@ -6,10 +6,10 @@ import json
 import os
 import stat
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ...engine.target import Progress
 from ...errors import ChatFileError, OptionError, PromptError
@@ -22,67 +22,12 @@ from ..common.generation import room_for
 
 if TYPE_CHECKING:
     from ...models.chat_template import Messages
+    from .models import LocalModel, RemoteModel
 
 _ANSWERS_SHARE = 4  # of the context a quarter is left for an answer, unless it may have less
 
 
-class ChatModel(Protocol):
-    """A model as a conversation uses it: :mod:`.local` or :mod:`.remote`.
-
-    Attributes:
-        name: the model's, by which it is asked for.
-        context_length: in tokens, where it is known.
-        predicted_cost: how long the steps of the last answer should have taken, in plain steps;
-            0 where nobody knows.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def context_length(self) -> int | None: ...
-    @property
-    def predicted_cost(self) -> float: ...
-
-    def tokenize(self, messages: Messages) -> list[int]:
-        """A conversation's tokens, in the model's chat template.
-
-        Raises:
-            OptionError, PromptError: the template does not apply.
-        """
-
-    def stream(
-        self, tokens: Sequence[int], max_tokens: int, **more: Any
-    ) -> Generator[GenerationResponse, None, None]:
-        """Generate, as :meth:`mlxspec.Decoder.stream` does.
-
-        Args:
-            tokens: the prompt.
-            max_tokens: how many to generate at most.
-            more: ``session``, ``on_progress``, and how to sample this time.
-        """
-
-    def others(self) -> list[str]:
-        """Models that :meth:`switched` takes, if they can be listed."""
-
-    def find(self, name: str) -> None:
-        """Find out, while this model goes on, whether there is another.
-
-        Raises:
-            MlxspecError: there is none of this name.
-        """
-
-    def switched(self, name: str) -> ChatModel:
-        """Another model in this one's place.
-
-        Raises:
-            MlxspecError: it cannot be loaded, or cannot chat. This one can be used on.
-        """
-
-    def close(self) -> None:
-        """End what it has begun."""
-
-
-class Conversation:
+class ChatConversation:
     """Keeps the messages within the model's context.
 
     Once they leave no room for an answer, the oldest turns are dropped until half of the context
@@ -103,7 +48,9 @@ class Conversation:
         OptionError: the model's chat template takes no system prompt.
     """
 
-    def __init__(self, model: ChatModel, max_tokens: int, system_prompt: str | None = None) -> None:
+    def __init__(
+        self, model: LocalModel | RemoteModel, max_tokens: int, system_prompt: str | None = None
+    ) -> None:
         _check_template(model, system_prompt)
         self.model = model
         self.max_tokens = max_tokens
@@ -271,7 +218,7 @@ def _said(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _check_template(model: ChatModel, system_prompt: str | None) -> None:
+def _check_template(model: LocalModel | RemoteModel, system_prompt: str | None) -> None:
     """Find out before the first turn that a template does not know system prompts.
 
     Raises:

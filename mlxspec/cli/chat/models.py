@@ -21,7 +21,7 @@ from ...generation.response import GenerationResponse, SpeculationStats
 from ...models.chat_template import Messages
 from ...models.model_files import find_directory
 from ..common.api_client import ApiClient
-from ..common.generation import Drafting, Generation
+from ..common.generation import DraftingOptions, Generation
 from ..common.model_choice import known_names, model_or_default, resolved
 from ..common.prompt import in_template
 from ..memory import Memories
@@ -163,7 +163,7 @@ class RemoteModel:
     ) -> None:
         if generation.adapter_path is not None:
             raise OptionError("--adapter-path is for 'mlxspec serve': leave it out with --server")
-        if generation.drafting != Drafting() or generation.caches != CacheOptions():
+        if generation.drafting != DraftingOptions() or generation.caches != CacheOptions():
             raise OptionError(
                 "how to draft and what caches hold is for 'mlxspec serve': leave these options "
                 "out with --server"

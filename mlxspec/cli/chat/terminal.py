@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
@@ -29,35 +29,12 @@ from ...errors import ChatFileError, MlxspecError, PromptError
 from ...files import replaced, sole_writer
 from ...terminal import wants_color
 from ..common.notes import note
-from . import COMMANDS, NAMES, QUOTES, Argument, is_open, without_quotes
+from . import COMMANDS, NAMES, QUOTES, is_open, without_quotes
 
 
-class ChatInput(Protocol):
-    """Reads messages.
-
-    Attributes:
-        interactive: a user sits before it.
-        forgot: whether something had been typed when Ctrl-C was pressed last, if that is known.
-    """
-
-    @property
-    def interactive(self) -> bool: ...
-    @property
-    def forgot(self) -> bool: ...
-
-    def message(self) -> str | None:
-        """The next message, which may be empty; None at the end of the input.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C was pressed; the message so far is forgotten.
-            PromptError: what comes through a pipe is not UTF-8.
-        """
-
-    def close(self) -> None:
-        """Leave a terminal as it was."""
-
-
-def open_input(history: bool, models: Callable[[], Iterable[str]], color: bool | None) -> ChatInput:
+def open_input(
+    history: bool, models: Callable[[], Iterable[str]], color: bool | None
+) -> LineInput | TerminalInput:
     """Standard input.
 
     Args:
@@ -319,21 +296,21 @@ class ChatCompleter(Completer):
             for command in COMMANDS:
                 for name in (command.name, *command.aliases):
                     if name.startswith(word):
-                        more = "" if command.takes is Argument.NOTHING else " "
+                        more = " " if command.takes else ""
                         yield Completion(
                             name + more, -len(word), display=name, display_meta=command.help
                         )
             return
-        takes = NAMES[word].takes if word in NAMES else Argument.NOTHING
+        takes = NAMES[word].takes if word in NAMES else ""
         if not event.completion_requested:  # disks and servers are asked when Tab is pressed
             return
         rest = rest.lstrip()
-        if takes is Argument.MODEL:
+        if takes == "model":
             for model in self._model_names():
                 if model.startswith(rest):
                     yield Completion(model, -len(rest))
             yield from self._directories.get_completions(Document(rest), event)
-        elif takes is Argument.FILE:
+        elif takes == "file":
             yield from self._files.get_completions(Document(rest), event)
 
     def _model_names(self) -> list[str]:

@@ -198,7 +198,9 @@ class PromptOptions:
             # Bytes of an argument that are not UTF-8 have become lone surrogates.
             parts.append(_decode(instruction.encode(errors="surrogateescape"), given[0]))
         if self.prompt_file is not None:
-            parts.insert(0, _read_file(self.prompt_file))
+            source = f"--prompt-file {self.prompt_file}"
+            stdin = self.prompt_file == "-"
+            parts.insert(0, _standard_input() if stdin else read_text(self.prompt_file, source))
         elif piped and (text := _piped_text(waits=instruction is None)):
             parts.insert(0, text)
         if not parts:
@@ -272,10 +274,12 @@ class PromptOptions:
 _UNENDED = {"add_generation_prompt": False, "continue_final_message": True}
 
 
-def _read_file(name: str) -> str:
-    if name == "-":
-        return _standard_input()
-    source = f"--prompt-file {name}"
+def read_text(name: str, source: str) -> str:
+    """The text of a file in UTF-8; ``source`` names it in errors.
+
+    Raises:
+        PromptError: it cannot be read, is too long, empty, or not text.
+    """
     try:
         with open(name, "rb") as file:
             return _read(file, source)
