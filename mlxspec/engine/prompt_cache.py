@@ -282,7 +282,7 @@ def reclaim(caches: Iterable[Any]) -> None:
 class _LentCache:
     """What a caller's cache is while it is lent: any use of it turns it into mlx-lm's cache again.
 
-    Only its class and its offset, which programs watch while they generate, are answered without that.
+    Its class and its offset, which programs watch while they generate, are answered without that.
     """
 
     def __getattribute__(self, name: str) -> Any:
