@@ -73,8 +73,8 @@ def test_prompts_of_a_file_have_the_form_too(schema: Path, tmp_path: Path) -> No
     ("arguments", "content", "named"),
     [
         (("--json-schema", "FILE"), None, "FILE cannot be read (No such file"),
-        (("--json-schema", "FILE"), b"{", "FILE: the JSON schema is no JSON"),
-        (("--json-schema", "FILE"), b"[]", "FILE: the JSON schema is no JSON object"),
+        (("--json-schema", "FILE"), b"{", "FILE: the JSON schema is not valid JSON"),
+        (("--json-schema", "FILE"), b"[]", "FILE: the JSON schema must be an object"),
         (("--json-schema", "FILE"), b"\xff", "FILE is not UTF-8"),
         (("--grammar", "FILE"), None, "FILE cannot be read"),
         (("--regex", "a", "--grammar", "FILE"), b"", "--regex and --grammar are given together"),
