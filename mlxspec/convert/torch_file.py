@@ -150,7 +150,7 @@ def _why_not_a_zip(mapped: np.ndarray, error: Exception) -> str:
     # A pickled long, PyTorch's magic number, or the tar archive of its first releases.
     if start.startswith(b"\x80\x02\x8a\x0al\xfc\x9cF\xf9") or start[257:262] == b"ustar":
         return "has the format before PyTorch 1.6; save it again with a newer torch.save"
-    return "is no PyTorch file"
+    return "is not a PyTorch file"
 
 
 # --- the pickle ---

@@ -32,7 +32,7 @@ class ModelFiles:
         weights: how they are written, in words: "4 bits", "bf16".
         nbytes: the size of all files.
         weight_bytes: the size of the weights.
-        half_bytes: how much of that is in half precision, of which the CPU makes float32.
+        half_bytes: how much of that is in half precision, which becomes float32 on the CPU.
         trouble: why it cannot be run as it is, and what helps; "" where it can.
     """
 

@@ -147,7 +147,9 @@ def test_only_a_prompt_cache_is_replaced_and_only_with_force(
     options = ("--model", "demo", "--prompt", "a", *force, "--prompt-cache-file")
     result = run(cache_prompt_command, *options, weights)
     assert result.exit_code == 1
-    assert result.stderr == f"Error: {weights}: exists and is no prompt cache; name another file\n"
+    assert (
+        result.stderr == f"Error: {weights}: exists and is not a prompt cache; name another file\n"
+    )
     assert weights.read_bytes() == before
     result = run(cache_prompt_command, *options, cache)
     assert result.exit_code == (0 if force else 1)

@@ -16,7 +16,7 @@ import mlxspec
 from mlxspec.cli.main import main
 from mlxspec.cli.memory import Memories
 from mlxspec.corpus import (
-    Answers,
+    KeptAnswers,
     Memory,
     Settings,
     identify,
@@ -90,7 +90,7 @@ def learn(texts: list[str], ages: list[timedelta] | None = None) -> list[list[in
     tokenizer, now = demo().tokenizer, time.time()
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     with pytest.MonkeyPatch.context() as patched:
-        kept = Answers(memory_directory(), identify(tokenizer), "demo")
+        kept = KeptAnswers(memory_directory(), identify(tokenizer), "demo")
         held = Memory(kept=kept, on_trouble=fail)
         for tokens, age in zip(ids, ages or [timedelta()] * len(ids), strict=True):
             learned = int(now - age.total_seconds())
