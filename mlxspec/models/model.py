@@ -23,6 +23,7 @@ from .model_files import (
     check_safetensors,
     find_directory,
     instead_of_files,
+    listed_weights,
     load_mlx_lm_model,
     local_path,
     one_line,
