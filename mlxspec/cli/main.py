@@ -56,20 +56,20 @@ _NAME = "mlxspec"
 _VARIABLE = "_MLXSPEC_COMPLETE"  # by which click knows what the shell asks for
 _INSTALLED = {
     "bash": """\
-# mlxspec in bash 4.4 or newer (macOS has an older one). For all shells to come:
+# mlxspec in bash 4.4 or newer (macOS has an older one). For every new shell:
 #   mkdir -p ~/.local/share/bash-completion/completions
 #   mlxspec completion bash > ~/.local/share/bash-completion/completions/mlxspec
 # or, without the package bash-completion, in ~/.bashrc:  eval "$(mlxspec completion bash)"
 # For this one:  eval "$(mlxspec completion bash)"
 """,
     "zsh": """\
-# mlxspec in zsh. For all shells to come, in ~/.zshrc, after compinit:
+# mlxspec in zsh. For every new shell, in ~/.zshrc, after compinit:
 #   eval "$(mlxspec completion zsh)"
 # or without the time that takes: mlxspec completion zsh > DIRECTORY/_mlxspec, with a DIRECTORY of
 # $fpath, before compinit.
 """,
     "fish": """\
-# mlxspec in fish. For all shells to come:
+# mlxspec in fish. For every new shell:
 #   mlxspec completion fish > ~/.config/fish/completions/mlxspec.fish
 # For this one:  mlxspec completion fish | source
 """,
@@ -87,7 +87,7 @@ def completion_command(shell: str) -> None:
       eval "$(mlxspec completion zsh)"
       mlxspec completion fish | source
 
-    How to have it in every shell to come stands at the top of the script. Models are those of the
+    The top of the script says how to install it for every new shell. Models are those of the
     Hugging Face Hub's cache, aliases of 'mlxspec config', and directories.
     """
     kind = get_completion_class(shell)
@@ -144,11 +144,13 @@ class LazyGroup(Group):
                 )
 
     def complaint(self, ctx: click.Context, name: str) -> str:
-        """What to tell of a command that is none; several words are a prompt that lacks one."""
+        """Message for an unknown command; several words are taken for a prompt."""
         if len(name.split()) < 2:
             return super().complaint(ctx, name)
         repeated = shlex.quote(name) if len(name) < _SHORT else '"..."'
-        return f"there is no command {name!r}: to have it answered, mlxspec generate {repeated}"
+        return (
+            f"there is no command {name!r}: to use it as a prompt, run mlxspec generate {repeated}"
+        )
 
 
 @click.group(cls=LazyGroup, context_settings=SETTINGS)

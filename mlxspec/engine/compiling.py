@@ -56,12 +56,12 @@ Result = TypeVar("Result")
 
 
 def outline_of(size: int, ends: Sequence[int], special: Mapping[int, bytes]) -> str:
-    """What the process that tries has to know of a tokenizer.
+    """What the other process needs of a tokenizer, as JSON.
 
     Args:
         size: the number of its ids.
         ends: the ids that end an output.
-        special: by id, the tokens that are no text, which grammars may name.
+        special: by id, the tokens without text, which grammars may name.
     """
     texts = {token: text.decode("latin-1") for token, text in special.items()}
     return json.dumps({"size": size, "ends": ends, "special": texts})
@@ -194,9 +194,9 @@ def in_one_line(message: object) -> str:
     return " ".join([lines[0], *reasons[:1]])
 
 
-def _refusal(noun: str, told: str) -> OptionError:
+def _refusal(noun: str, problem: str) -> OptionError:
     return OptionError(
-        f"the {noun} cannot be used: {in_one_line(told)}; leave that out, or say it in another way"
+        f"the {noun} cannot be used: {in_one_line(problem)}; leave that out or write it differently"
     )
 
 
@@ -248,7 +248,7 @@ _changing_size = threading.Lock()
 
 
 def _on_large_stack(make: Callable[[], Result]) -> Result:
-    """What a function makes, in a thread with twice the stack of the process that tries."""
+    """Call a function in a thread with twice the stack of the other process."""
     made: Future[Result] = Future()
 
     def run() -> None:

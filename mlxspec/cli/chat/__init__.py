@@ -84,7 +84,7 @@ COMMANDS = (
     ChatCommand("/system [TEXT]", "show or set the system prompt; - for none", "text"),
     ChatCommand("/model [NAME]", "show the model, or go on with another", "model"),
     ChatCommand("/save FILE", "write the conversation as JSON", "file"),
-    ChatCommand("/load FILE", "go on with a saved conversation", "file"),
+    ChatCommand("/load FILE", "continue a saved conversation", "file"),
     ChatCommand("/markdown", "render answers as Markdown, or no longer"),
     ChatCommand("/stats", "figures of the conversation"),
     ChatCommand("/exit", "leave; Ctrl-D does, too", aliases=("/quit", "/bye")),
@@ -227,13 +227,11 @@ _GLANCE = 60  # characters
 
 @command("chat")
 @model_argument()
-@option(
-    "--system-prompt TEXT", "What the model is told before all turns.", group="Model and prompt"
-)
+@option("--system-prompt TEXT", "The system prompt.", group="Model and prompt")
 @template_option("Model and prompt")
 @option(
     "--load FILE",
-    "Go on with a conversation that /save has written.",
+    "Continue a conversation written by /save.",
     type=FILE,
     group="Model and prompt",
 )
@@ -268,7 +266,7 @@ def chat_command(
 ) -> None:
     """Talk with a model.
 
-    Each turn goes on where the last one ended: what the KV cache and the drafter's index hold
+    Each turn continues where the last one ended: what the KV cache and the drafter's index hold
     of the conversation is not processed again.
 
     \b
@@ -279,7 +277,7 @@ def chat_command(
       mlxspec chat --load rivers.json --markdown
 
     From a pipe every line is a turn. Three double quotes begin and end a message of several
-    lines; a backslash at a line's end has it go on with the next line.
+    lines; a backslash at a line's end continues it on the next line.
     """
     if launched_rank() is not None:
         raise OptionError("chat runs in one process: start it without mlx.launch")
@@ -412,12 +410,12 @@ class _Chat:
         """Go on with a saved conversation, in place of this one."""
         self.conversation.restore(saved)
         self.figures, self.retries, self.settled = ChatFigures(), 0, False
-        told = [f"Loaded {counted(self.conversation.n_turns, 'turn')}."]
+        parts = [f"Loaded {counted(self.conversation.n_turns, 'turn')}."]
         if saved.model not in ("", self.conversation.model.name):
-            told.append(f"Its model was {one_line(saved.model)}; /model switches.")
+            parts.append(f"Its model was {one_line(saved.model)}; /model switches.")
         if self.conversation.unanswered is not None:
-            told.append("The last message has no answer: /retry gives one.")
-        self.say(" ".join(told))
+            parts.append("The last message has no answer: /retry gives one.")
+        self.say(" ".join(parts))
 
     def _save(self, path: Path) -> None:
         saved = self.conversation.saved
@@ -477,7 +475,7 @@ class _Chat:
             with prefill_bar(self.console) as progress, closing(start(progress)) as responses:
                 for last in responses:
                     if last.generation_tokens == 1:
-                        self._tell_dropped()
+                        self._note_dropped()
                     printer.write(last.text, last.from_draft)
         except KeyboardInterrupt:
             if not self.interactive:
@@ -509,7 +507,7 @@ class _Chat:
         at = f" at {self.server}" if self.server else ""
         return one_line(f"{self.conversation.model.name}{at}")
 
-    def _tell_dropped(self) -> None:
+    def _note_dropped(self) -> None:
         if self.conversation.dropped:
             turns = counted(self.conversation.dropped, "turn")
             note(

@@ -48,7 +48,7 @@ class ApiClient:
         self.address = address.rstrip("/").removesuffix("/v1")
         # A proxy reaches other machines, and cannot reach this one.
         here = False
-        with suppress(ValueError):  # which is told at the first request
+        with suppress(ValueError):  # which the first request reports
             here = is_loopback(urlsplit(self.address).hostname or "")
         proxies = [urllib.request.ProxyHandler({})] if here else []
         self._opener = urllib.request.build_opener(*proxies)
