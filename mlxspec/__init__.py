@@ -74,7 +74,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; _PUBLIC says the same 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "0.1.0"
-__all__ = [*sorted(_HOMES)]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> object:
