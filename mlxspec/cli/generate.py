@@ -28,7 +28,7 @@ from .common.prompt import PromptOptions, model_option, prompt_argument
 from .memory import Memories
 
 if TYPE_CHECKING:
-    from ..distributed.leader import Leader
+    from ..distributed.ranks import Leader
     from ..generation.response import GenerationResult, StepTime
     from .cache_prompt import CachedPrompt
 
@@ -140,7 +140,7 @@ def answer_together(*, prompt: PromptOptions, **options: Any) -> None:
     Raises:
         MlxspecError: as :func:`answer`, or the ranks do not find each other.
     """
-    from ..distributed.group import taking_part
+    from ..distributed.ranks import taking_part
 
     if prompt.reads_standard_input:
         raise PromptError(

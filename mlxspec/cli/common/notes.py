@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
 import errno
 import logging
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import NoReturn, TextIO
@@ -222,41 +221,12 @@ def in_option_names(message: str) -> str:
     return message
 
 
-_PLAIN = {
-    "–": "-",
-    "−": "-",
-    "’": "'",
-    "·": "|",
-    "×": "x",
-    "■": "#",
-    "±": "+-",
-    "…": "...",
-    "≈": "~",
-}
-
-_Handler = Callable[[UnicodeError], tuple[str | bytes, int]]
-
-
 def write_plainly() -> None:
-    """Have the standard streams write what their encodings lack in plain characters.
+    """Have the standard streams replace what their encodings lack, in place of failing.
 
-    A character without a plain form becomes a question mark on standard output. Standard error
-    gets it as Python escapes it, which keeps names of files readable.
+    Standard error gets it as Python escapes it, which keeps names of files readable.
     """
-    codecs.register_error("mlxspec.output", _plain_or(codecs.replace_errors))
-    codecs.register_error("mlxspec.error", _plain_or(codecs.backslashreplace_errors))
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="mlxspec.output")
+        sys.stdout.reconfigure(errors="replace")
     if isinstance(sys.stderr, TextIOWrapper):
-        sys.stderr.reconfigure(errors="mlxspec.error")
-
-
-def _plain_or(other: _Handler) -> _Handler:
-    def handle(error: UnicodeError) -> tuple[str | bytes, int]:
-        if isinstance(error, UnicodeEncodeError):
-            error.end = error.start + 1  # one at a time
-            if error.object[error.start] in _PLAIN:
-                return _PLAIN[error.object[error.start]], error.end
-        return other(error)
-
-    return handle
+        sys.stderr.reconfigure(errors="backslashreplace")
