@@ -28,7 +28,7 @@ from .common.prompt import PromptOptions, model_option, prompt_argument
 from .memory import Memories
 
 if TYPE_CHECKING:
-    from ..distributed.leader import Leader
+    from ..distributed.ranks import Leader
     from ..generation.response import GenerationResult, StepTime
     from .cache_prompt import CachedPrompt
 
@@ -47,7 +47,7 @@ class _GenerateCommand(Command):
 @options_of(PromptOptions, "prompt", "Model and prompt")
 @option(
     "--prompt-cache-file FILE",
-    "Go on where a file of 'mlxspec cache-prompt' or mlx_lm.cache_prompt ends.",
+    "Continue where a file of 'mlxspec cache-prompt' or mlx_lm.cache_prompt ends.",
     type=NAME,
     group="Model and prompt",
 )
@@ -79,7 +79,7 @@ class _GenerateCommand(Command):
 def generate_command(*, prompts: str | None, concurrency: int | None, **options: Any) -> None:
     """Generate text with speculative decoding.
 
-    PROMPT is what the model is asked. A text that it is about comes through a pipe or from
+    PROMPT is what the model is asked. Pipe the input text, or name it with
     --prompt-file; the model gets the text, a blank line and PROMPT. A text alone is the prompt.
 
     Drafts are taken from what followed the last words earlier in prompt, output or earlier
@@ -108,7 +108,7 @@ def generate_command(*, prompts: str | None, concurrency: int | None, **options:
     line that cannot be answered gets an "error"; the others are answered, and the exit status
     is 1.
 
-    Standard input is read where it is a pipe, or a file of which nobody has read anything yet. A
+    Standard input is read where it is a pipe, or a file that has not been read from yet. A
     pipe that stays open with nothing in it is left alone after 10 seconds. In a script whose own
     standard input is a pipe, "mlxspec generate ... < /dev/null" leaves it to the script.
 
@@ -140,7 +140,7 @@ def answer_together(*, prompt: PromptOptions, **options: Any) -> None:
     Raises:
         MlxspecError: as :func:`answer`, or the ranks do not find each other.
     """
-    from ..distributed.group import taking_part
+    from ..distributed.ranks import taking_part
 
     if prompt.reads_standard_input:
         raise PromptError(

@@ -250,14 +250,14 @@ def read_line(value: Any) -> Asked:
     """
     record = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(record, dict):
-        raise PromptError(f"no JSON with a prompt: {_FORM}")
+        raise PromptError(f"not JSON with a prompt: {_FORM}")
     for key in record:
         if key not in _KEYS:
             similar = get_close_matches(key, _KEYS, 1, cutoff=0.5)
             remedy = (
                 f'did you mean "{similar[0]}"' if similar else 'leave it out, or keep it in "id"'
             )
-            raise PromptError(f'"{printable(key)}" is no key of a prompt: {remedy}')
+            raise PromptError(f'"{printable(key)}" is not a key of a prompt: {remedy}')
     if not _is_json(record.get("id")):
         raise PromptError('"id" holds NaN or an infinity, or is nested too deeply: write a text')
     read = {

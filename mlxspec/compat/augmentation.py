@@ -19,7 +19,7 @@ from ..errors import OptionError
 from ..generation.response import GenerationResponse
 from ..models.model import load
 from ..models.model_files import DEMO
-from . import batch, generation
+from . import generation
 
 _mlx_lm = import_module("mlx_lm.generate")  # the package has a function of that name
 _its_load = _mlx_lm.load  # whatever the name stands for later
@@ -111,11 +111,11 @@ def _generate(
 
 @functools.wraps(_mlx_lm.batch_generate)
 def _batch_generate(*args: Any, **options: Any) -> Any:
-    run: Callable[[], Any] = functools.partial(batch.generate_in_batch, *args, **options)
+    run: Callable[[], Any] = functools.partial(generation.generate_in_batch, *args, **options)
     if options.keys() <= _BATCH_ARGUMENTS:
         with _warned_if_it_fails():
-            given = signature(batch.batch_generate).bind(*args, **options)
-            run = batch.prepared(**given.arguments)
+            given = signature(generation.batch_generate).bind(*args, **options)
+            run = generation.prepared(**given.arguments)
     return run()
 
 

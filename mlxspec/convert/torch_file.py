@@ -239,7 +239,7 @@ class _StateDictUnpickler(pickle._Unpickler):
 
 
 def _ordered_dict(pairs: Any = ()) -> dict[Any, Any]:
-    # Python 2 wrote the items as an argument, a list of two-element lists.
+    # Python 2 wrote the items as an argument: a list of two-element lists.
     _expect(isinstance(pairs, list | tuple))
     _expect(all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs))
     _expect(all(isinstance(key, str) for key, _ in pairs))

@@ -56,7 +56,7 @@ Result = TypeVar("Result")
 
 
 def outline_of(size: int, ends: Sequence[int], special: Mapping[int, bytes]) -> str:
-    """What the process that tries has to know of a tokenizer.
+    """What the other process needs of a tokenizer, as JSON.
 
     Args:
         size: the number of its ids.
@@ -248,7 +248,7 @@ _changing_size = threading.Lock()
 
 
 def _on_large_stack(make: Callable[[], Result]) -> Result:
-    """What a function makes, in a thread with twice the stack of the process that tries."""
+    """Call a function in a thread with twice the stack of the other process."""
     made: Future[Result] = Future()
 
     def run() -> None:

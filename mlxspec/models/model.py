@@ -23,6 +23,7 @@ from .model_files import (
     check_safetensors,
     find_directory,
     instead_of_files,
+    listed_weights,
     load_mlx_lm_model,
     local_path,
     one_line,
@@ -180,14 +181,9 @@ def _check_shards(directory: Path) -> int:
     Raises:
         LoadError: one of them is listed and missing, cut short or damaged.
     """
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        listed = read_json_object(index).get("weight_map", {})
-        if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
-            raise LoadError(f"{index}: weight_map must map tensors to file names; fetch it again")
-        for name in sorted(set(listed.values())):
-            if not (directory / name).is_file():
-                raise LoadError(f"{directory}: the weights file {name} is missing; fetch it again")
+    for name in sorted(listed_weights(directory)):
+        if not (directory / name).is_file():
+            raise LoadError(f"{directory}: the weights file {name} is missing; fetch it again")
     return sum(map(_check_weights, sorted(directory.glob("model*.safetensors"))))
 
 

@@ -250,6 +250,19 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def listed_weights(directory: Path) -> set[str]:
+    """The names of weight files in a model's index; empty without an index.
+
+    Raises:
+        LoadError: the index is damaged.
+    """
+    index = directory / "model.safetensors.index.json"
+    listed = read_json_object(index).get("weight_map", {}) if index.is_file() else {}
+    if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
+        raise LoadError(f"{index}: weight_map must map tensors to file names; fetch it again")
+    return set(listed.values())
+
+
 def check_safetensors(path: Path) -> dict[str, tuple[str, int]]:
     """Check a safetensors file's header, whose claims MLX would believe.
 

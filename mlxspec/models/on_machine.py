@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from ..errors import LoadError
-from .model_files import check_safetensors, instead_of_files, read_json_object
+from .model_files import check_safetensors, instead_of_files, listed_weights, read_json_object
 
 _HALF = ("F16", "BF16")
 _TYPES = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
@@ -113,13 +113,10 @@ def _other_kind(directory: Path, names: set[str]) -> str:
 
 
 def _missing_part(directory: Path, names: set[str]) -> str:
-    index = "model.safetensors.index.json"
-    if index not in names:
-        return ""
     try:
-        listed = {*read_json_object(directory / index)["weight_map"].values()}
-    except (LoadError, KeyError, AttributeError, TypeError):
-        return f"its {index} is damaged; fetch it again"
+        listed = listed_weights(directory)
+    except LoadError:
+        return "its model.safetensors.index.json is damaged; fetch it again"
     missing = len(listed - names)
     return f"{missing} of {len(listed)} files of weights are not here; {_REST}" if missing else ""
 

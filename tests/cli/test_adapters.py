@@ -130,7 +130,7 @@ def test_a_prompt_cache_remembers_its_adapters(lora: Path, dora: Path, tmp_path:
     assert run(cache_prompt_command, *arguments, "--force").exit_code == 0
     assert answer() != with_adapters
     other = run(generate_command, *options, "--adapter-path", lora)
-    assert other.stderr.endswith("was made without adapters: leave out --adapter-path\n")
+    assert other.stderr.endswith("was made with no adapters: leave out --adapter-path\n")
 
 
 @pytest.mark.parametrize(

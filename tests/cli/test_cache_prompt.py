@@ -221,7 +221,7 @@ def test_at_a_terminal_a_download_is_asked_for(
     result = run(generate_command, "--prompt-cache-file", file, "--prompt", END)
     assert result.exit_code == 1
     (question,) = questions
-    assert "made by owner/none" in question
+    assert "made by the model owner/none" in question
     assert downloads == (["owner/none"] if answer else [])
 
 

@@ -109,7 +109,7 @@ def test_a_schema_that_cannot_be_kept_is_named(tmp_path: Path, content: str, nam
 
 @pytest.mark.parametrize("kind", ["objects", "rules", "GBNF"])
 def test_a_chain_of_references_that_is_too_long_is_one_line(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "form").write_text(CHAINS[kind](4000).text)
+    (tmp_path / "form").write_text(CHAINS[kind](12_000).text)
     option = "--json-schema" if kind == "objects" else "--grammar"
     assert_one_line(generate(*WHO, option, tmp_path / "form"), "cannot be used")
 

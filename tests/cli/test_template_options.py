@@ -175,9 +175,9 @@ def test_chat_and_explain_take_them(model: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
-        ("{", "'{' is no JSON object"),
-        ("[1]", "'[1]' is no JSON object"),
-        ("[" * 100_000, "is no JSON object"),
+        ("{", "'{' is not a JSON object"),
+        ("[1]", "'[1]' is not a JSON object"),
+        ("[" * 100_000, "is not a JSON object"),
         ('{"tokenize": true}', "tokenize is set by mlxspec: leave it out"),
         ('{"chat_template": "x"}', "chat_template is set by mlxspec"),
     ],

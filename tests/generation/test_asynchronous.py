@@ -18,7 +18,7 @@ import pytest
 
 import mlxspec
 from mlxspec import AutoDecoder, Decoder, DraftTree, PromptLookupDecoder, Session
-from mlxspec.generation import asynchronous
+from mlxspec.generation import engine as asynchronous
 from mlxspec.generation.request import State
 from tests.support.demo import FLAT, demo, given_costs, stand_in_decoder
 from tests.support.drop_in import REPEAT

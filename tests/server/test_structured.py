@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 
 import mlxspec
 from mlxspec.engine import compiling
-from mlxspec.generation.constrained import in_answer
+from mlxspec.generation.options import in_answer
 from mlxspec.server.prefix_cache import PrefixCache
 from mlxspec.server.served_model import CacheMemory, ServedModel
 from tests.support.chains import CHAINS

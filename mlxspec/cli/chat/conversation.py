@@ -31,7 +31,7 @@ class ChatConversation:
     """Keeps the messages within the model's context.
 
     Once they leave no room for an answer, the oldest turns are dropped until half of the context
-    is free. So the next turns can go on where this one ends, and need not process everything
+    is free. So the next turns continue where this one ends, and need not process everything
     again each time.
 
     Args:
@@ -66,7 +66,7 @@ class ChatConversation:
 
     @property
     def system_prompt(self) -> str | None:
-        """What the model is told before all turns."""
+        """The system prompt, if there is one."""
         return self._system_prompt
 
     @system_prompt.setter
@@ -210,8 +210,8 @@ class ChatConversation:
         return tokens
 
     def _tokens(self) -> list[int]:
-        told = [_said("system", self.system_prompt)] if self.system_prompt else []
-        return self.model.tokenize([*told, *self.messages])
+        system = [_said("system", self.system_prompt)] if self.system_prompt else []
+        return self.model.tokenize([*system, *self.messages])
 
 
 def _said(role: str, content: str) -> dict[str, str]:
@@ -244,7 +244,7 @@ class SavedChat:
 
     Attributes:
         model: which model answered; "" where the file does not say.
-        system_prompt: what the model was told before all turns, if anything.
+        system_prompt: the system prompt, if there is one.
         messages: the turns of "user" and "assistant".
     """
 
@@ -260,13 +260,13 @@ class SavedChat:
         """
         if os.path.lexists(path) and not _is_ours(path):
             raise ChatFileError(
-                f"{path}: there is a file that is no saved chat; choose another name"
+                f"{path}: there is a file that is not a saved chat; choose another name"
             )
-        told = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         record = {
             "model": self.model,
             "created": int(time.time()),
-            "messages": [*told, *self.messages],
+            "messages": [*system, *self.messages],
         }
         text = json.dumps(record, ensure_ascii=False, indent=1)
         with replaced(path, ChatFileError) as file:
@@ -277,7 +277,7 @@ def read_chat(path: Path) -> SavedChat:
     """Read a saved chat, or a request of OpenAI's API.
 
     Raises:
-        ChatFileError: it cannot be read, or is none that can be gone on with.
+        ChatFileError: it cannot be read, or cannot be continued.
     """
     try:
         return _chat_of(_json_at(path))
@@ -286,7 +286,7 @@ def read_chat(path: Path) -> SavedChat:
             f"{path}: cannot be read ({error.strerror or error}); name a saved chat"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ChatFileError(f"{path}: is no saved chat ({error})") from error
+        raise ChatFileError(f"{path}: is not a saved chat ({error})") from error
 
 
 def _is_ours(path: Path) -> bool:
@@ -305,14 +305,14 @@ def _json_at(path: Path) -> Any:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         data = file.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
         raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
     try:
         return load_json(data)
     except (ValueError, RecursionError):
-        raise ValueError("it is no JSON") from None
+        raise ValueError("it is not JSON") from None
 
 
 def _chat_of(record: Any) -> SavedChat:

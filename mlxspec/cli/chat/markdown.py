@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 from markdown_it import MarkdownIt
-from rich.console import Console, ConsoleOptions
+from rich.console import Console
 from rich.live import Live
 from rich.markdown import Markdown
-from rich.segment import Segment
+from rich.segment import Segment, SegmentLines
 from rich.theme import Theme
 
 from ...terminal import visible
@@ -19,7 +18,7 @@ _SHARE = 20  # drawing takes no more than a twentieth of the time from the model
 
 
 class _AnswerMarkdown(Markdown):
-    """Markdown of which no word is lost or hidden: HTML is text, and links show where they lead."""
+    """Markdown that shows every word: HTML is text, and links show where they lead."""
 
     def __init__(self, text: str) -> None:
         # Colours of the terminal's own palette, which are made for its background.
@@ -33,39 +32,15 @@ class _AnswerMarkdown(Markdown):
         return [token.map[0] for token in self.parsed if token.map and token.level == 0]
 
 
-class _Lines:
-    """Some lines of rendered Markdown.
-
-    Args:
-        text: Markdown.
-        skip: how many lines are left out at the beginning.
-        fitting: leave out as many there that the rest fits the window, too.
-    """
-
-    def __init__(self, text: str, skip: int, fitting: bool = False) -> None:
-        self._text, self._skip, self._fitting = text, skip, fitting
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        lines = _rendered(console, self._text, options)[self._skip :]
-        if self._fitting:
-            lines = lines[-max(1, console.height - 1) :]
-        for line in lines:
-            yield from line
-            yield Segment.line()
-
-
-def _rendered(
-    console: Console, text: str, options: ConsoleOptions | None = None
-) -> list[list[Segment]]:
-    return console.render_lines(_AnswerMarkdown(text), options, pad=False)
+def _rendered(console: Console, text: str) -> list[list[Segment]]:
+    return console.render_lines(_AnswerMarkdown(text), pad=False)
 
 
 class MarkdownPrinter:
     """Writes an answer to a terminal, in place of :class:`mlxspec.terminal.TokenPrinter`.
 
-    The block that grows is drawn anew with each part of it, as far as the window has room. Once
-    the next one begins it is complete: it is written whole, and never touched again. So long
-    answers scroll as any text does.
+    The last block is redrawn as it grows, cut to the window. Once the next one begins it is written
+    whole and left alone, so long answers scroll as any text does.
 
     Args:
         console: standard output.
@@ -98,7 +73,7 @@ class MarkdownPrinter:
         """Write what is left."""
         self._erase()
         if self._text.strip():
-            self._console.print(_Lines(self._text, self._written), end="")
+            self._print(self._text)
         self._text, self._written = "", 0
 
     def _write_complete(self) -> None:
@@ -111,14 +86,21 @@ class MarkdownPrinter:
             return
         complete = "\n".join(lines[: begins[-1]]) + "\n"
         self._erase()
-        self._console.print(_Lines(complete, self._written), end="")
+        self._print(complete)
         # The last of them stays, since what stands between two blocks depends on both.
         self._text = "\n".join(self._text.split("\n")[begins[-2] :])
         last = "\n".join(lines[begins[-2] : begins[-1]])
         self._written = len(_rendered(self._console, last))
 
+    def _print(self, text: str) -> None:
+        """Write the lines of a text that are not yet written."""
+        lines = _rendered(self._console, text)[self._written :]
+        self._console.print(SegmentLines(lines, new_lines=True), end="")
+
     def _draw(self) -> None:
-        picture = _Lines(self._text, self._written, fitting=True)
+        room = max(1, self._console.height - 1)
+        lines = _rendered(self._console, self._text)[self._written :][-room:]
+        picture = SegmentLines(lines, new_lines=True)
         if self._live is None:
             self._live = Live(
                 picture,

@@ -153,7 +153,7 @@ class RemoteModel:
     """
 
     predicted_cost = 0.0
-    """Which a server does not tell."""
+    """Servers do not report it."""
 
     def __init__(
         self,

@@ -69,7 +69,7 @@ class LineInput:
     """Reads lines, each of them a message, and writes what prompts there are to standard error.
 
     A message that begins with three double quotes goes on to the next three; a backslash at the
-    end of a line has it go on with the next line.
+    end of a line continues it on the next line.
     """
 
     forgot = False
@@ -202,7 +202,7 @@ class TerminalInput:
         finally:
             self._quiet.bracket_pastes()
             if self._history:
-                self._history.tell_trouble()
+                self._history.report_trouble()
         # Bytes that are no text have become lone surrogates.
         return without_quotes(typed.encode(errors="replace").decode().rstrip("\n"))
 
@@ -246,7 +246,7 @@ class ChatHistory(FileHistory):
         with self._trying(), alone, open(self._path, "ab") as file:
             file.write(entry)
 
-    def tell_trouble(self) -> None:
+    def report_trouble(self) -> None:
         """Say once why the history is not kept. (In the middle of a prompt it would tear that.)"""
         if self._trouble:
             note(self._trouble)
@@ -261,7 +261,7 @@ class ChatHistory(FileHistory):
 
     @contextmanager
     def _trying(self) -> Iterator[None]:
-        """Have an error told, in place of ending the chat."""
+        """Keep an error to report, in place of ending the chat."""
         try:
             yield
         except OSError as error:
@@ -371,14 +371,14 @@ class _QuietKeys:
         self.bracket_pastes()
 
     def bracket_pastes(self) -> None:
-        """Have the terminal tell what is pasted, after a prompt has ended that."""
-        _tell_terminal(_PASTES_BRACKETED)
+        """Bracket pastes again, which a prompt has ended."""
+        _send(_PASTES_BRACKETED)
 
     def end(self) -> None:
         """Leave the terminal as it was."""
         signal.signal(signal.SIGCONT, self._handler)
         with suppress(OSError, termios.error):  # the window is closed
-            _tell_terminal(_PASTES_BARE)
+            _send(_PASTES_BARE)
             termios.tcsetattr(self._terminal, termios.TCSADRAIN, self._before)
 
     def _set(self) -> None:
@@ -389,6 +389,6 @@ class _QuietKeys:
             termios.tcsetattr(self._terminal, termios.TCSADRAIN, attributes)
 
 
-def _tell_terminal(code: str) -> None:
+def _send(code: str) -> None:
     sys.stdout.write(code)
     sys.stdout.flush()

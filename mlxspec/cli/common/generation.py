@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ...corpus import Memory
-    from ...distributed.leader import Leader
+    from ...distributed.ranks import Leader
     from ...drafting.drafter import Drafter
     from ...generation.decoder import Decoder
     from ...generation.drafting import Auto, Lookahead, PromptLookup
@@ -472,7 +472,7 @@ class Generation:
             conversation: the prompt's tokens, where the output is a chat's answer.
             begun: the beginning of that answer; the form is that of what follows.
         """
-        from ...generation.constrained import ends_in_reasoning, in_answer, leaves_reasoning_open
+        from ...generation.options import ends_in_reasoning, in_answer, leaves_reasoning_open
         from ...models.detokenizer import detokenizer_of
 
         # XTC keeps line breaks and end tokens, as on mlx-lm's command line.

@@ -75,10 +75,10 @@ def resolved(name: str) -> str:
 
 
 def known_names() -> Iterator[str]:
-    """Models that can be named and are on this machine, as far as a quick look tells."""
+    """Models that can be named and are on this machine, by a quick look."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    with suppress(MlxspecError):  # which the command tells that is completed
+    with suppress(MlxspecError):  # which the command itself reports
         yield from load_config().aliases
     yield DEMO
     for directory in sorted(Path(HF_HUB_CACHE).glob("models--*--*")):
@@ -105,7 +105,7 @@ def default_model() -> DefaultModel | None:
     """The model that the user has named for this, or the one in ``mlx_model``; None without.
 
     Raises:
-        OptionError: the user has named what is no model.
+        OptionError: the user has named something that is not a model.
         SettingsError: the file of ``mlxspec config`` is at fault.
     """
     config = load_config()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
 import errno
 import logging
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import NoReturn, TextIO
@@ -24,12 +23,12 @@ _QUIET = f"{__name__}.quiet"
 
 
 def silence_notes() -> None:
-    """Tell no notes while the running command lasts."""
+    """Print no notes until the running command ends."""
     click.get_current_context().meta[_QUIET] = True
 
 
 def note(message: object) -> None:
-    """Tell the user something, on one line of standard error."""
+    """Print a note on one line of standard error."""
     context = click.get_current_context(silent=True)
     if context and context.meta.get(_QUIET):
         return
@@ -37,7 +36,7 @@ def note(message: object) -> None:
 
 
 def _tell(line: str) -> None:
-    """Write a line to standard error; where that cannot be written, nobody is told any more."""
+    """Write a line to standard error; drop it and all that follow if that fails."""
     try:
         click.echo(line, err=True)
     except OSError:  # a full disk, say: no reason to lose the answer
@@ -45,7 +44,7 @@ def _tell(line: str) -> None:
 
 
 def say(message: object) -> None:
-    """Tell what has been done, on one line of standard output."""
+    """Print one line on standard output."""
     click.echo(one_line(message))
 
 
@@ -62,7 +61,7 @@ def reported() -> Iterator[None]:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     hush_transformers()
     write_plainly()
-    with _failures_told(), _warnings_as_notes():
+    with _errors_in_one_line(), _warnings_as_notes():
         yield
         sys.stdout.flush()
 
@@ -80,7 +79,7 @@ def run_command(command: click.Command, name: str) -> None:
         command: what :func:`reported` did not catch in it ends in one line as well.
         name: what the user calls it.
     """
-    with _failures_told():
+    with _errors_in_one_line():
         try:
             sys.exit(command.main(prog_name=name, standalone_mode=False) or 0)
         except click.exceptions.NoArgsIsHelpError as error:
@@ -105,7 +104,7 @@ def _misuse(error: click.UsageError) -> str:
 
 
 @contextmanager
-def _failures_told() -> Iterator[None]:
+def _errors_in_one_line() -> Iterator[None]:
     """End the process where its input is at fault, in one line."""
     try:
         yield
@@ -134,7 +133,7 @@ _REMEDIES = {
 
 
 def _complaint(error: OSError) -> str:
-    """What to tell of a file that cannot be read, written or found, and what helps.
+    """The message and remedy for a file that cannot be read, written or found.
 
     Raises:
         OSError: it names no file; then it is shown with its traceback.
@@ -222,41 +221,12 @@ def in_option_names(message: str) -> str:
     return message
 
 
-_PLAIN = {
-    "–": "-",
-    "−": "-",
-    "’": "'",
-    "·": "|",
-    "×": "x",
-    "■": "#",
-    "±": "+-",
-    "…": "...",
-    "≈": "~",
-}
-
-_Handler = Callable[[UnicodeError], tuple[str | bytes, int]]
-
-
 def write_plainly() -> None:
-    """Have the standard streams write what their encodings lack in plain characters.
+    """Have the standard streams replace what their encodings lack, in place of failing.
 
-    A character without a plain form becomes a question mark on standard output. Standard error
-    gets it as Python escapes it, so that the name of a file can be told.
+    Standard error gets it as Python escapes it, which keeps names of files readable.
     """
-    codecs.register_error("mlxspec.output", _plain_or(codecs.replace_errors))
-    codecs.register_error("mlxspec.error", _plain_or(codecs.backslashreplace_errors))
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="mlxspec.output")
+        sys.stdout.reconfigure(errors="replace")
     if isinstance(sys.stderr, TextIOWrapper):
-        sys.stderr.reconfigure(errors="mlxspec.error")
-
-
-def _plain_or(other: _Handler) -> _Handler:
-    def handle(error: UnicodeError) -> tuple[str | bytes, int]:
-        if isinstance(error, UnicodeEncodeError):
-            error.end = error.start + 1  # one at a time
-            if error.object[error.start] in _PLAIN:
-                return _PLAIN[error.object[error.start]], error.end
-        return other(error)
-
-    return handle
+        sys.stderr.reconfigure(errors="backslashreplace")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, Timer
@@ -13,9 +13,7 @@ from typing import Any
 
 import click
 from rich.box import SIMPLE
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.measure import Measurement
-from rich.padding import Padding
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -33,7 +31,6 @@ from ...terminal import visible, wants_color
 from .options import option_field
 
 _UNLIMITED = 10_000  # columns
-_GAP = 2  # columns before and between the texts of a block
 
 
 class _OutputConsole(Console):
@@ -157,66 +154,26 @@ def prefill_bar(console: Console, delay: float = 1.0) -> ProgressBar:
     return ProgressBar("prefill", *figures, console=console, delay=delay)
 
 
-class FoldingTable:
-    """Rows of a name and figures, whatever the width.
-
-    A table with the names to the left and the figures to the right, its headings broken into
-    lines if need be. Where the cells do not fit even so, each row is a block: its name, and a
-    line for each figure.
+class FoldingTable(Table):
+    """A table of names and figures, whose cells wrap where the terminal is narrow.
 
     Args:
         heading: of the names.
         others: of the figures.
-        caption: what stands below.
+        caption: a text below, as wide as the terminal.
     """
 
     def __init__(self, heading: str, *others: str, caption: str = "") -> None:
-        self._headings = (heading, *others)
-        self._rows: list[tuple[str, ...]] = []
-        self._caption = caption
+        super().__init__(box=SIMPLE, pad_edge=False)
+        self._below = caption
+        self.add_column(heading, overflow="fold")
+        for name in others:
+            self.add_column(name, justify="right", overflow="fold")
 
-    def add_row(self, *cells: str) -> None:
-        """Add a name and as many figures as there are headings for."""
-        self._rows.append(cells)
-
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[RenderableType]:
-        unlimited = options.update(max_width=_UNLIMITED)
-        for separator in (" ", "\n"):
-            table = self._table(separator)
-            if Measurement.get(console, unlimited, table).maximum <= options.max_width:
-                yield table
-                break
-        else:
-            yield from self._blocks(options.max_width)
-        if self._caption:
-            yield Text(f"{self._caption}\n", style="dim")
-
-    def _table(self, separator: str) -> Table:
-        """With ``separator`` between the words of its headings."""
-        table = Table(box=SIMPLE, pad_edge=False)
-        for column, heading in enumerate(self._headings):
-            words = heading.replace(" ", separator)
-            table.add_column(words, justify="right" if column else "left")
-        for row in self._rows:
-            table.add_row(*row)
-        return table
-
-    def _blocks(self, columns: int) -> Iterator[RenderableType]:
-        labels = self._headings[1:]
-        longest = max(map(len, labels), default=0)
-        widest = max((len(cell) for row in self._rows for cell in row[1:]), default=0)
-        widest = max(1, min(widest, columns - longest - 2 * _GAP))  # a longer one is folded
-        for name, *figures in self._rows:
-            yield Text(name, style="bold")
-            # All blocks are of one width, so that figures stand below each other.
-            grid = Table.grid()
-            grid.add_column(width=longest + _GAP)
-            grid.add_column(width=widest, justify="right", overflow="fold")
-            for label, figure in zip(labels, figures, strict=True):
-                grid.add_row(label, figure)
-            yield Padding(grid, (0, 0, 1, _GAP))
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from super().__rich_console__(console, options)
+        if self._below:
+            yield Text(f"{self._below}\n", style="dim")
 
 
 def figures_grid(rows: Iterable[tuple[str, ...]]) -> Table:

@@ -61,7 +61,7 @@ class _TemplateArguments(click.ParamType):
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            self.fail(f"{value!r} is no JSON object: write it as {_EXAMPLE}", param, ctx)
+            self.fail(f"{value!r} is not a JSON object: write it as {_EXAMPLE}", param, ctx)
 
         hush_transformers()
         from ...models.chat_template import reserved_arguments
@@ -113,14 +113,14 @@ class PromptOptions:
         group=_TEMPLATE,
     )
     system_prompt: str | None = option_field(
-        "--system-prompt TEXT", "What the model is told before the prompt.", group=_TEMPLATE
+        "--system-prompt TEXT", "The system prompt.", group=_TEMPLATE
     )
     chat_template_config: Mapping[str, Any] | None = option_field(
         _ARGUMENTS, _ARGUMENTS_HELP, type=_TemplateArguments(), group=_TEMPLATE
     )
     prefill_response: str | None = option_field(
         "--prefill-response TEXT",
-        "Begin the model's answer with TEXT; the output goes on with it.",
+        "Begin the model's answer with TEXT; the output continues it.",
         group=_TEMPLATE,
     )
     argument: str | None = None
@@ -174,7 +174,7 @@ class PromptOptions:
 
         Args:
             piped: whether the text may come from standard input unasked: from a pipe that
-                something comes through, or from a file of which nobody has read anything yet.
+                something comes through, or from a file that has not been read from yet.
 
         Returns:
             a text that is not empty, or token ids. One newline at the end of a file or of
