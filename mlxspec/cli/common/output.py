@@ -1,4 +1,4 @@
-"""What commands show: consoles, progress bars, tables, figures of answers, JSON, and words for numbers."""
+"""What commands show: consoles, progress bars, tables, figures of answers, JSON, sizes in words."""
 
 from __future__ import annotations
 
