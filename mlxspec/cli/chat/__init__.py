@@ -23,13 +23,14 @@ from ...engine.params import SamplingParams
 from ...errors import MlxspecError, OptionError, PromptError
 from ...models.model_files import local_path
 from ...terminal import TokenPrinter, one_line, visible
-from ..common.figures import acceptance_row, against_plain
 from ..common.generation import Generation
 from ..common.model_choice import model_argument, resolved, tell_of_model
 from ..common.notes import note
 from ..common.options import FILE, color_option, command, option, options_of
 from ..common.output import (
     ProgressBar,
+    acceptance_row,
+    against_plain,
     counted,
     error_console,
     figures_grid,
@@ -42,8 +43,7 @@ from ..memory import Memories
 if TYPE_CHECKING:
     from ...generation.response import GenerationResponse, SpeculationStats
     from .conversation import ChatConversation, SavedChat
-    from .markdown import MarkdownPrinter
-    from .terminal import LineInput, TerminalInput
+    from .terminal import LineInput, MarkdownPrinter, TerminalInput
 
     _Answering = Callable[[ProgressBar], Generator[GenerationResponse, None, None]]
 
@@ -107,8 +107,7 @@ def chat_command(
     """
     if launched_rank() is not None:
         raise OptionError("chat runs in one process: start it without mlx.launch")
-    from .conversation import ChatConversation, read_chat
-    from .models import LocalModel, RemoteModel
+    from .conversation import ChatConversation, LocalModel, RemoteModel, read_chat
     from .terminal import open_input
 
     saved = read_chat(load) if load else None
@@ -324,7 +323,7 @@ class _Chat:
     def _printer(self) -> TokenPrinter | MarkdownPrinter:
         if not (self.markdown and sys.stdout.isatty()):
             return TokenPrinter(self.color)
-        from .markdown import MarkdownPrinter
+        from .terminal import MarkdownPrinter
 
         return MarkdownPrinter(output_console(self.color))
 
@@ -480,7 +479,7 @@ def answer_line(last: GenerationResponse, predicted_cost: float, ending: str) ->
 
     Args:
         last: its last response.
-        predicted_cost: as for :func:`.common.figures.speedup_rows`.
+        predicted_cost: as for :func:`.common.output.speedup_rows`.
         ending: why it ended, where that is not for the model's own reasons.
     """
     figures = [counted(last.generation_tokens, "token"), f"{last.generation_tps:,.1f}/s"]
@@ -506,7 +505,7 @@ class ChatFigures:
 
         Args:
             last: its last response.
-            predicted_cost: as for :func:`.common.figures.speedup_rows`.
+            predicted_cost: as for :func:`.common.output.speedup_rows`.
         """
         self._context = last.prompt_tokens + last.generation_tokens
         earlier = vars(self._stats) if self._stats else {}
