@@ -48,11 +48,10 @@ from ..models.detokenizer import detokenizer_of
 from ..models.model import load
 from ..models.tokenizer import vocabulary_classes
 from ..terminal import TokenPrinter
-from .drafting import Auto, Drafting, Lessons, Lookahead, Own, PromptLookup, drafter_maker
+from .drafting import Auto, Drafting, Lessons, Lookahead, PromptLookup, drafter_maker
 from .engine import AsyncGenerations
 from .options import (
     CheckedOptions,
-    FurtherOptions,
     GenerationOptions,
     MakeDrafter,
     Prompt,
@@ -114,7 +113,7 @@ class Decoder:
         if isinstance(drafter, Drafting):
             self.drafting = drafter
         elif drafter is not None:
-            self.drafting = Own(drafter_maker(drafter))
+            self.drafting = Drafting(drafter_maker(drafter))
         if isinstance(model, (str, Path)):
             model, tokenizer = load(model)
         elif tokenizer is None:
@@ -573,7 +572,7 @@ class AutoDecoder(Decoder):
         return partial(replace(self.drafting, prediction=prediction).make, self)
 
 
-class FurtherLookupOptions(FurtherOptions, total=False):
+class PromptLookupOptions(GenerationOptions, total=False):
     """The options of :meth:`PromptLookupDecoder.stream` that ``prompt_lookup`` does not name."""
 
     prompt_lookup_num_tokens: int | None
@@ -653,24 +652,20 @@ class PromptLookupDecoder(Decoder):
         n_draft: int = 10,
         ngram_max: int = 3,
         ngram_min: int = 1,
-        temp: float = 0.0,
-        seed: int = 0,
         color: bool = True,
-        **options: Unpack[FurtherLookupOptions],
+        **options: Unpack[PromptLookupOptions],
     ) -> GenerationResult:
         """Generate, write the text to standard output as it comes, and return the result.
 
         Args:
-            prompt, max_tokens, n_draft, ngram_max, ngram_min, temp, seed: as in :meth:`stream`.
+            prompt, max_tokens, n_draft, ngram_max, ngram_min: as in :meth:`stream`.
             color: colour accepted draft tokens and the model's own, at a terminal.
             options: :meth:`stream`'s other options.
 
         Raises:
             PromptError, OptionError: as :meth:`Decoder.decode`.
         """
-        stream = self.stream(
-            prompt, max_tokens, n_draft, ngram_max, ngram_min, temp=temp, seed=seed, **options
-        )
+        stream = self.stream(prompt, max_tokens, n_draft, ngram_max, ngram_min, **options)
         return self.written(stream, color)
 
 
@@ -751,15 +746,13 @@ class LookaheadDecoder(Decoder):
         ngram_size: int = 5,
         guess_set_size: int | None = None,
         pool_from_prompt: bool = True,
-        temp: float = 0.0,
-        seed: int = 0,
         color: bool = True,
-        **options: Unpack[FurtherOptions],
+        **options: Unpack[GenerationOptions],
     ) -> GenerationResult:
         """Generate, write the text to standard output as it comes, and return the result.
 
         Args:
-            prompt, max_tokens, temp, seed: as in :meth:`stream`.
+            prompt, max_tokens: as in :meth:`stream`.
             window_size, ngram_size, guess_set_size, pool_from_prompt: as in :meth:`stream`.
             color: colour accepted draft tokens and the model's own, at a terminal.
             options: :meth:`stream`'s other options.
@@ -768,7 +761,7 @@ class LookaheadDecoder(Decoder):
             PromptError, OptionError: as :meth:`Decoder.decode`.
         """
         sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
-        stream = self.stream(prompt, max_tokens, *sizes, temp=temp, seed=seed, **options)
+        stream = self.stream(prompt, max_tokens, *sizes, **options)
         return self.written(stream, color)
 
 

@@ -67,14 +67,21 @@ class Planning(Protocol):
 
 
 class Drafting:
-    """What a decoder drafts from; by default nothing, which is plain decoding."""
+    """What a decoder drafts from; by default nothing, which is plain decoding.
+
+    Args:
+        maker: returns the drafter of a generation.
+    """
 
     plans = False
     """Whether drafts are planned by what steps cost."""
 
+    def __init__(self, maker: Callable[[], Drafter] = NoDraft) -> None:
+        self._maker = maker
+
     def new(self) -> Drafter:
         """A drafter that needs to know nothing of the decoder."""
-        return NoDraft()
+        return self._maker()
 
     def make(self, decoder: Planning, session: Session | None) -> Drafter:
         """Make the drafter of one generation.
@@ -88,20 +95,6 @@ class Drafting:
     def apart(self, memory_tokens: int) -> Self:
         """The same, but with an empty memory of so many tokens if there is one."""
         return self
-
-
-@dataclass(frozen=True)
-class Own(Drafting):
-    """A drafter of the caller's.
-
-    Attributes:
-        maker: returns the drafter of a generation.
-    """
-
-    maker: Callable[[], Drafter]
-
-    def new(self) -> Drafter:
-        return self.maker()
 
 
 @dataclass(frozen=True)

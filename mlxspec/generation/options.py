@@ -139,9 +139,17 @@ def _id_of(tokenizer: TokenizerWrapper, text: str) -> int | None:
     return ids[0] if len(ids) == 1 and ids[0] != tokenizer.unk_token_id else None
 
 
-class FurtherSamplingOptions(TypedDict, total=False):
-    """The fields of :class:`mlxspec.SamplingParams` but two, which some methods name themselves."""
+class GenerationOptions(TypedDict, total=False):
+    """What every decoder's ``stream`` takes; :meth:`mlxspec.Decoder.decode` says what it means.
 
+    For functions of your own that pass options on, so that a type checker knows them::
+
+        def ask(question: str, **options: Unpack[GenerationOptions]) -> str: ...
+    """
+
+    sampling: SamplingParams | None
+    temp: float
+    seed: int | None
     top_p: float
     top_k: int
     min_p: float
@@ -158,49 +166,22 @@ class FurtherSamplingOptions(TypedDict, total=False):
     frequency_context_size: int
     logits_processors: Sequence[LogitsProcessor] | None
     sampler: Sampler | None
-
-
-class EndOptions(TypedDict, total=False):
-    """What ends the output before it is full."""
-
+    constraint: Constraint | Phases | Grammar | None
     stop: str | Sequence[str]
     stop_tokens: int | str | Collection[int | str]
-
-
-class MemoryOptions(TypedDict, total=False):
-    """The fields of :class:`mlxspec.engine.params.CacheOptions`, one by one."""
-
     kv_bits: int | None
     kv_group_size: int
     quantized_kv_start: int
     max_kv_size: int | None
     prefill_step_size: int
-
-
-class FurtherOptions(FurtherSamplingOptions, EndOptions, MemoryOptions, total=False):
-    """All of :class:`mlxspec.GenerationOptions` but ``temp`` and ``seed``."""
-
-    sampling: SamplingParams | None
-    constraint: Constraint | Phases | Grammar | None
     chat_template_kwargs: Mapping[str, Any] | None
     on_progress: Progress | None
     session: Session | None
     prompt_cache: list[Any] | None
 
 
-class GenerationOptions(FurtherOptions, total=False):
-    """What every decoder's ``stream`` takes; :meth:`mlxspec.Decoder.decode` says what it means.
-
-    For functions of your own that pass options on, so that a type checker knows them::
-
-        def ask(question: str, **options: Unpack[GenerationOptions]) -> str: ...
-    """
-
-    temp: float
-    seed: int | None
-
-
 _SAMPLING = {field.name for field in fields(SamplingParams)}
+_CACHE = {field.name for field in fields(CacheOptions)}
 
 
 class CheckedOptions(NamedTuple):
@@ -267,10 +248,13 @@ def check_options(
     session, prompt_cache = left.pop("session", None), left.pop("prompt_cache", None)
     sampling, on_progress = left.pop("sampling", None), left.pop("on_progress", None)
     constraint = left.pop("constraint", None)
-    memory = {name: left.pop(name) for name in MemoryOptions.__annotations__ if name in left}
+    memory = {name: left.pop(name) for name in _CACHE & left.keys()}
     left.pop("chat_template_kwargs", None)  # the prompt's
     for name in left.keys() - _SAMPLING:
-        raise TypeError(_no_such_option(name))
+        known = sorted({"max_tokens", *GenerationOptions.__annotations__})
+        similar = get_close_matches(name, known, 1)
+        meant = f"did you mean {similar[0]}" if similar else "see mlxspec.Decoder.decode for all"
+        raise TypeError(f"there is no option {name!r}: {meant}")
     if not isinstance(max_tokens, SupportsIndex):
         raise OptionError(f"max_tokens is {max_tokens!r}: choose a whole number")
     if max_tokens < 1:
@@ -324,14 +308,6 @@ def grammar_of(
             "mlxspec.Constraint.json_schema, regex, grammar or choice"
         )
     return constraint
-
-
-def _no_such_option(name: str) -> str:
-    """The message for an option that does not exist."""
-    known = sorted({"max_tokens", *GenerationOptions.__annotations__})
-    (similar, *_) = [*get_close_matches(name, known, 1), None]
-    meant = f"did you mean {similar}" if similar else "see mlxspec.Decoder.decode for all"
-    return f"there is no option {name!r}: {meant}"
 
 
 _AFTER_REASONING = r"[ \n]{1,4}"  # which templates write there, and who reads an answer drops
