@@ -220,11 +220,12 @@ FORCE_HELP = "Let the report replace whatever file is there, not only an older r
 
 
 @dataclass(frozen=True)
-class PageOptions:
-    """The page that a report is written to as well, if any."""
+class ReportOptions:
+    """How to show a report: as tables or as one JSON object, and on a page as well."""
 
     html: Path | None = option_field("--html FILE", "Write a page with drawings as well.")  # noqa: RUF009
     force: bool = option_field("--force", FORCE_HELP, default=False)
+    as_json: bool = option_field("--json", "Write one JSON object and no table.", default=False)
 
     def check(self) -> None:
         """Find out before the work that the page cannot be written.
@@ -274,13 +275,6 @@ class PageOptions:
                 briefly()
             else:
                 show()
-
-
-@dataclass(frozen=True)
-class ReportOptions(PageOptions):
-    """How to show a report: as tables or as one JSON object, and on a page as well."""
-
-    as_json: bool = option_field("--json", "Write one JSON object and no table.", default=False)
 
 
 def shown(name: str) -> str:
