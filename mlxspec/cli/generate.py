@@ -18,12 +18,20 @@ from ..distributed.launch import launched_rank, let_rank_0_speak, supervise
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
-from .common.figures import acceptance_row, rate, result_report, speedup_rows
 from .common.generation import Generation
 from .common.model_choice import is_beyond_demo, model_or_default, tell_of_model
 from .common.notes import silence_notes
 from .common.options import NAME, Command, check_least, color_option, command, option, options_of
-from .common.output import error_console, figures_grid, prefill_bar, write_json
+from .common.output import (
+    acceptance_row,
+    error_console,
+    figures_grid,
+    prefill_bar,
+    rate,
+    result_report,
+    speedup_rows,
+    write_json,
+)
 from .common.prompt import PromptOptions, model_option, prompt_argument
 from .memory import Memories
 
@@ -250,7 +258,7 @@ def figures_panel(result: GenerationResult, legend: bool, predicted_cost: float 
     Args:
         result: what was generated.
         legend: whether the text was in colour.
-        predicted_cost: as for :func:`mlxspec.cli.figures.speedup_rows`.
+        predicted_cost: as for :func:`.common.output.speedup_rows`.
     """
     stats, n_prompt = result.stats, str(result.prompt_tokens)
     rows: list[tuple[str, ...]] = [("prompt tokens", n_prompt, rate(result.prompt_tps))]

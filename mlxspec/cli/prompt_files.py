@@ -36,12 +36,20 @@ from ..generation.request import Request
 from ..generation.response import GenerationResult, SpeculationStats, Transcript
 from ..jsonl import conversation_of, json_lines
 from ..process import INTERRUPTED
-from .common.figures import acceptance_row, against_plain, rate, result_report
 from .common.generation import Generation
 from .common.model_choice import model_or_default, tell_of_model
 from .common.notes import told
 from .common.options import check_least
-from .common.output import ProgressBar, error_console, figures_grid, json_text
+from .common.output import (
+    ProgressBar,
+    acceptance_row,
+    against_plain,
+    error_console,
+    figures_grid,
+    json_text,
+    rate,
+    result_report,
+)
 from .common.prompt import PromptOptions
 from .memory import Memories
 

@@ -22,7 +22,7 @@ from ..models.detokenizer import token_bytes
 from .compiling import compiled, in_one_line, outline_of
 from .constraint import Constraint, Phase, Phases
 
-_KEPT = 32  # compiled constraints of a tokenizer
+_KEPT = 64  # compiled constraints of a tokenizer
 _WORD = 32  # tokens in a word of a mask
 _MOST_FORCED = 1024  # tokens, since each step asks anew what may be a text of any length
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.cli.chat.conversation import ChatConversation
-from mlxspec.cli.chat.models import LocalModel
+from mlxspec.cli.chat.conversation import ChatConversation, LocalModel
 from mlxspec.cli.common.generation import DraftingOptions, Ends, Generation
 from mlxspec.cli.common.output import error_console
 from mlxspec.cli.memory import Memories

@@ -23,13 +23,14 @@ from ...engine.params import SamplingParams
 from ...errors import MlxspecError, OptionError, PromptError
 from ...models.model_files import local_path
 from ...terminal import TokenPrinter, one_line, visible
-from ..common.figures import acceptance_row, against_plain
 from ..common.generation import Generation
 from ..common.model_choice import model_argument, resolved, tell_of_model
 from ..common.notes import note
 from ..common.options import FILE, color_option, command, option, options_of
 from ..common.output import (
     ProgressBar,
+    acceptance_row,
+    against_plain,
     counted,
     error_console,
     figures_grid,
@@ -42,184 +43,9 @@ from ..memory import Memories
 if TYPE_CHECKING:
     from ...generation.response import GenerationResponse, SpeculationStats
     from .conversation import ChatConversation, SavedChat
-    from .markdown import MarkdownPrinter
-    from .terminal import LineInput, TerminalInput
+    from .terminal import LineInput, MarkdownPrinter, TerminalInput
 
     _Answering = Callable[[ProgressBar], Generator[GenerationResponse, None, None]]
-
-QUOTES = '"""'
-"""They begin and end a message of several lines."""
-
-_OR_TEXT = "a space before it makes it a message"
-_COMMAND = re.compile(r"/[A-Za-z][\w-]*")
-
-
-@dataclass(frozen=True)
-class ChatCommand:
-    """A command of a chat.
-
-    Attributes:
-        spelling: its name and what follows it, as the help shows them.
-        help: what it does.
-        takes: "text", "file" or "model" where that follows it.
-        aliases: its other names.
-    """
-
-    spelling: str
-    help: str
-    takes: str = ""
-    aliases: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """With the slash."""
-        return self.spelling.split()[0]
-
-
-COMMANDS = (
-    ChatCommand("/help", "show what can be typed"),
-    ChatCommand("/retry [TEMP]", "answer the last message again", "text"),
-    ChatCommand("/undo", "take the last message and its answer back"),
-    ChatCommand("/reset", "begin a new conversation", aliases=("/clear",)),
-    ChatCommand("/system [TEXT]", "show or set the system prompt; - for none", "text"),
-    ChatCommand("/model [NAME]", "show the model, or go on with another", "model"),
-    ChatCommand("/save FILE", "write the conversation as JSON", "file"),
-    ChatCommand("/load FILE", "continue a saved conversation", "file"),
-    ChatCommand("/markdown", "render answers as Markdown, or no longer"),
-    ChatCommand("/stats", "figures of the conversation"),
-    ChatCommand("/exit", "leave; Ctrl-D does, too", aliases=("/quit", "/bye")),
-)
-
-NAMES = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
-
-KEYS = (
-    ("Enter", "sends the message; pasted lines are one message"),
-    ("Alt-Enter", "a new line; so do Ctrl-J, and \\ at a line's end"),
-    ("Up, Ctrl-R", "earlier messages; Tab completes commands and files"),
-    ("Ctrl-C", "stops an answer; twice at the prompt leaves"),
-)
-
-
-def help_rows() -> list[tuple[str, str]]:
-    """Commands and keys, and what they do."""
-    names = [", ".join([command.spelling, *command.aliases]) for command in COMMANDS]
-    return [*zip(names, (command.help for command in COMMANDS), strict=True), *KEYS]
-
-
-def help_text() -> str:
-    """The same as lines of text."""
-    rows = help_rows()
-    width = max(len(name) for name, _ in rows) + 2
-    return "\n".join(f"{name:{width}}{text}" for name, text in rows)
-
-
-def command_in(message: str) -> tuple[ChatCommand, str] | None:
-    """The command that a message is, and what follows its name; None for text to be answered.
-
-    A command begins with the slash itself. So a space before it makes a message of it, and a
-    path at the beginning (``/etc/hosts``) is text.
-
-    Raises:
-        OptionError: there is no such command, or it takes nothing, or needs something.
-    """
-    word, *rest = message.split(maxsplit=1) if message.startswith("/") else [""]
-    if not _COMMAND.fullmatch(word):
-        return None
-    argument = rest[0].strip() if rest else ""
-    command = NAMES.get(word)
-    if command is None:
-        close = get_close_matches(word, NAMES, 1)
-        guess = f"did you mean {close[0]}?" if close else "/help lists them"
-        raise OptionError(f"there is no command {word} ({guess}); {_OR_TEXT}")
-    if argument and not command.takes:
-        raise OptionError(f"{word} takes nothing after it; {_OR_TEXT}")
-    if not argument and command.takes == "file":
-        raise OptionError(f"{word} needs the name of a file: {command.spelling}")
-    return command, argument
-
-
-def is_open(text: str) -> bool:
-    """Whether a message begins with three double quotes and the next three are still to come."""
-    return text.startswith(QUOTES) and text.count(QUOTES) % 2 == 1
-
-
-def without_quotes(text: str) -> str:
-    """A message without the three double quotes around it; as it is where it has others."""
-    within = text.rstrip()
-    if text.count(QUOTES) != 2 or not (text.startswith(QUOTES) and within.endswith(QUOTES)):
-        return text
-    return within.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
-
-
-def answer_line(last: GenerationResponse, predicted_cost: float, ending: str) -> str:
-    """The figures of one answer.
-
-    Args:
-        last: its last response.
-        predicted_cost: as for :func:`.common.figures.speedup_rows`.
-        ending: why it ended, where that is not for the model's own reasons.
-    """
-    figures = [counted(last.generation_tokens, "token"), f"{last.generation_tps:,.1f}/s"]
-    if predicted_cost:
-        figures.append(f"{last.stats.emitted / predicted_cost:.1f}× plain")
-    figures += [
-        f"{last.stats.tokens_per_step:.2f} per step",
-        f"{last.reused_tokens:,} of {last.prompt_tokens:,} prompt tokens reused",
-    ]
-    return " · ".join([*figures, ending] if ending else figures)
-
-
-class ChatFigures:
-    """Adds up what the answers of a conversation took."""
-
-    def __init__(self) -> None:
-        self._context = 0
-        self._sums: dict[str, float] = defaultdict(float)
-        self._stats: SpeculationStats | None = None
-
-    def add(self, last: GenerationResponse, predicted_cost: float) -> None:
-        """Count an answer.
-
-        Args:
-            last: its last response.
-            predicted_cost: as for :func:`.common.figures.speedup_rows`.
-        """
-        self._context = last.prompt_tokens + last.generation_tokens
-        earlier = vars(self._stats) if self._stats else {}
-        sums = {name: value + earlier.get(name, 0) for name, value in vars(last.stats).items()}
-        self._stats = replace(last.stats, **sums)
-        for name, value in {
-            "answers": 1,
-            "prompt": last.prompt_tokens,
-            "reused": last.reused_tokens,
-            "seconds": last.generation_tokens / last.generation_tps,
-            "cost": predicted_cost,
-            "costed": last.stats.emitted if predicted_cost else 0,
-        }.items():
-            self._sums[name] += value
-
-    def panel(self, context_length: int | None) -> Panel:
-        """All figures; ``context_length`` is the model's, in tokens, where it is known."""
-        sums = self._sums
-        rows: list[tuple[str, ...]] = [
-            ("answers", f"{sums['answers']:.0f}"),
-            ("context", f"{self._context:,}", f"of {context_length:,}" if context_length else ""),
-            ("prompt tokens", f"{sums['prompt']:,.0f}"),
-            ("of them reused", f"{sums['reused']:,.0f}"),
-        ]
-        if stats := self._stats:
-            rows += [
-                (
-                    "generated tokens",
-                    f"{stats.emitted:,}",
-                    f"{stats.emitted / sums['seconds']:,.1f}/s",
-                ),
-                ("tokens per step", f"{stats.tokens_per_step:.2f}"),
-                acceptance_row(stats),
-                *against_plain(sums["costed"], sums["cost"]),
-            ]
-        return Panel(figures_grid(rows), expand=False, border_style="dim")
-
 
 _SEEDS = 1 << 64
 _GLANCE = 60  # characters
@@ -281,8 +107,7 @@ def chat_command(
     """
     if launched_rank() is not None:
         raise OptionError("chat runs in one process: start it without mlx.launch")
-    from .conversation import ChatConversation, read_chat
-    from .models import LocalModel, RemoteModel
+    from .conversation import ChatConversation, LocalModel, RemoteModel, read_chat
     from .terminal import open_input
 
     saved = read_chat(load) if load else None
@@ -333,7 +158,7 @@ class _Chat:
     markdown: bool = False
     retries: int = 0
     settled: bool = False
-    figures: ChatFigures = field(default_factory=ChatFigures)
+    figures: ChatFigures = field(default_factory=lambda: ChatFigures())
 
     def take(self, turns: LineInput | TerminalInput) -> None:
         """Read messages and answer them."""
@@ -498,7 +323,7 @@ class _Chat:
     def _printer(self) -> TokenPrinter | MarkdownPrinter:
         if not (self.markdown and sys.stdout.isatty()):
             return TokenPrinter(self.color)
-        from .markdown import MarkdownPrinter
+        from .terminal import MarkdownPrinter
 
         return MarkdownPrinter(output_console(self.color))
 
@@ -538,6 +363,185 @@ def _beginning(message: str) -> str:
     """So much of a message that one knows it again."""
     line = one_line(message)
     return line if len(line) <= _GLANCE else f"{line[:_GLANCE]}…"
+
+
+# --- what can be typed ---
+
+QUOTES = '"""'
+"""They begin and end a message of several lines."""
+
+_OR_TEXT = "a space before it makes it a message"
+_COMMAND = re.compile(r"/[A-Za-z][\w-]*")
+
+
+@dataclass(frozen=True)
+class ChatCommand:
+    """A command of a chat.
+
+    Attributes:
+        spelling: its name and what follows it, as the help shows them.
+        help: what it does.
+        takes: "text", "file" or "model" where that follows it.
+        aliases: its other names.
+    """
+
+    spelling: str
+    help: str
+    takes: str = ""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """With the slash."""
+        return self.spelling.split()[0]
+
+
+COMMANDS = (
+    ChatCommand("/help", "show what can be typed"),
+    ChatCommand("/retry [TEMP]", "answer the last message again", "text"),
+    ChatCommand("/undo", "take the last message and its answer back"),
+    ChatCommand("/reset", "begin a new conversation", aliases=("/clear",)),
+    ChatCommand("/system [TEXT]", "show or set the system prompt; - for none", "text"),
+    ChatCommand("/model [NAME]", "show the model, or go on with another", "model"),
+    ChatCommand("/save FILE", "write the conversation as JSON", "file"),
+    ChatCommand("/load FILE", "continue a saved conversation", "file"),
+    ChatCommand("/markdown", "render answers as Markdown, or no longer"),
+    ChatCommand("/stats", "figures of the conversation"),
+    ChatCommand("/exit", "leave; Ctrl-D does, too", aliases=("/quit", "/bye")),
+)
+
+NAMES = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
+
+KEYS = (
+    ("Enter", "sends the message; pasted lines are one message"),
+    ("Alt-Enter", "a new line; so do Ctrl-J, and \\ at a line's end"),
+    ("Up, Ctrl-R", "earlier messages; Tab completes commands and files"),
+    ("Ctrl-C", "stops an answer; twice at the prompt leaves"),
+)
+
+
+def help_rows() -> list[tuple[str, str]]:
+    """Commands and keys, and what they do."""
+    names = [", ".join([command.spelling, *command.aliases]) for command in COMMANDS]
+    return [*zip(names, (command.help for command in COMMANDS), strict=True), *KEYS]
+
+
+def help_text() -> str:
+    """The same as lines of text."""
+    rows = help_rows()
+    width = max(len(name) for name, _ in rows) + 2
+    return "\n".join(f"{name:{width}}{text}" for name, text in rows)
+
+
+def command_in(message: str) -> tuple[ChatCommand, str] | None:
+    """The command that a message is, and what follows its name; None for text to be answered.
+
+    A command begins with the slash itself. So a space before it makes a message of it, and a
+    path at the beginning (``/etc/hosts``) is text.
+
+    Raises:
+        OptionError: there is no such command, or it takes nothing, or needs something.
+    """
+    word, *rest = message.split(maxsplit=1) if message.startswith("/") else [""]
+    if not _COMMAND.fullmatch(word):
+        return None
+    argument = rest[0].strip() if rest else ""
+    command = NAMES.get(word)
+    if command is None:
+        close = get_close_matches(word, NAMES, 1)
+        guess = f"did you mean {close[0]}?" if close else "/help lists them"
+        raise OptionError(f"there is no command {word} ({guess}); {_OR_TEXT}")
+    if argument and not command.takes:
+        raise OptionError(f"{word} takes nothing after it; {_OR_TEXT}")
+    if not argument and command.takes == "file":
+        raise OptionError(f"{word} needs the name of a file: {command.spelling}")
+    return command, argument
+
+
+def is_open(text: str) -> bool:
+    """Whether a message begins with three double quotes and the next three are still to come."""
+    return text.startswith(QUOTES) and text.count(QUOTES) % 2 == 1
+
+
+def without_quotes(text: str) -> str:
+    """A message without the three double quotes around it; as it is where it has others."""
+    within = text.rstrip()
+    if text.count(QUOTES) != 2 or not (text.startswith(QUOTES) and within.endswith(QUOTES)):
+        return text
+    return within.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
+
+
+# --- figures ---
+
+
+def answer_line(last: GenerationResponse, predicted_cost: float, ending: str) -> str:
+    """The figures of one answer.
+
+    Args:
+        last: its last response.
+        predicted_cost: as for :func:`.common.output.speedup_rows`.
+        ending: why it ended, where that is not for the model's own reasons.
+    """
+    figures = [counted(last.generation_tokens, "token"), f"{last.generation_tps:,.1f}/s"]
+    if predicted_cost:
+        figures.append(f"{last.stats.emitted / predicted_cost:.1f}× plain")
+    figures += [
+        f"{last.stats.tokens_per_step:.2f} per step",
+        f"{last.reused_tokens:,} of {last.prompt_tokens:,} prompt tokens reused",
+    ]
+    return " · ".join([*figures, ending] if ending else figures)
+
+
+class ChatFigures:
+    """Adds up what the answers of a conversation took."""
+
+    def __init__(self) -> None:
+        self._context = 0
+        self._sums: dict[str, float] = defaultdict(float)
+        self._stats: SpeculationStats | None = None
+
+    def add(self, last: GenerationResponse, predicted_cost: float) -> None:
+        """Count an answer.
+
+        Args:
+            last: its last response.
+            predicted_cost: as for :func:`.common.output.speedup_rows`.
+        """
+        self._context = last.prompt_tokens + last.generation_tokens
+        earlier = vars(self._stats) if self._stats else {}
+        sums = {name: value + earlier.get(name, 0) for name, value in vars(last.stats).items()}
+        self._stats = replace(last.stats, **sums)
+        for name, value in {
+            "answers": 1,
+            "prompt": last.prompt_tokens,
+            "reused": last.reused_tokens,
+            "seconds": last.generation_tokens / last.generation_tps,
+            "cost": predicted_cost,
+            "costed": last.stats.emitted if predicted_cost else 0,
+        }.items():
+            self._sums[name] += value
+
+    def panel(self, context_length: int | None) -> Panel:
+        """All figures; ``context_length`` is the model's, in tokens, where it is known."""
+        sums = self._sums
+        rows: list[tuple[str, ...]] = [
+            ("answers", f"{sums['answers']:.0f}"),
+            ("context", f"{self._context:,}", f"of {context_length:,}" if context_length else ""),
+            ("prompt tokens", f"{sums['prompt']:,.0f}"),
+            ("of them reused", f"{sums['reused']:,.0f}"),
+        ]
+        if stats := self._stats:
+            rows += [
+                (
+                    "generated tokens",
+                    f"{stats.emitted:,}",
+                    f"{stats.emitted / sums['seconds']:,.1f}/s",
+                ),
+                ("tokens per step", f"{stats.tokens_per_step:.2f}"),
+                acceptance_row(stats),
+                *against_plain(sums["costed"], sums["cost"]),
+            ]
+        return Panel(figures_grid(rows), expand=False, border_style="dim")
 
 
 # With the docstring's, what --help shows at the end.
