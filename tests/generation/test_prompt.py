@@ -112,7 +112,7 @@ def test_a_call_of_a_tool_is_a_message_without_content() -> None:
         ([HELLO, {"role": "assistant", "content": ""}], "the last message .* leave it out"),
         ([{"role": "pirate", "content": "Ahoy"}], "the chat template does not apply .*: pass"),
         ([{}], "message 1 has no role"),
-        ([5, HELLO], "the prompt is no row of token ids"),
+        ([5, HELLO], "the prompt must be a sequence of token ids"),
         (HELLO, "the prompt is a message by itself: pass a list"),
         ([], "the prompt holds no token: .* or a message"),
     ],
