@@ -49,7 +49,7 @@ from ..models.model import load
 from ..models.tokenizer import vocabulary_classes
 from ..terminal import TokenPrinter
 from .drafting import Auto, Drafting, Lessons, Lookahead, PromptLookup, drafter_maker
-from .engine import AsyncGenerations
+from .engine import EngineThread
 from .options import (
     CheckedOptions,
     GenerationOptions,
@@ -271,11 +271,11 @@ class Decoder:
             PromptError, OptionError, DrafterError: as :meth:`decode`, with the first response.
             OptionError: ``prompt_cache`` is given, which could not hold just what was taken.
         """
-        return self._async_generations.stream(self, prompt, max_tokens, make_drafter, options)
+        return self._engine_thread.stream(self, prompt, max_tokens, make_drafter, options)
 
     @cached_property
-    def _async_generations(self) -> AsyncGenerations:
-        return AsyncGenerations()
+    def _engine_thread(self) -> EngineThread:
+        return EngineThread()
 
     def generate(
         self,

@@ -329,6 +329,7 @@ def _responses(request: Request) -> Generator[GenerationResponse, None, None]:
                     yield response
                     lease.resume()
     finally:
+        request.state = State.DONE
         request.close()
     # After everything is closed, so that a consumer who has it may begin the next turn.
     yield last
