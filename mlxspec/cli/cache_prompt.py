@@ -14,7 +14,7 @@ from ..errors import OptionError, PromptCacheError
 from ..models.model_files import DEMO, is_downloaded, is_repository_name
 from ..terminal import visible
 from .common.generation import Generation
-from .common.model_choice import model_or_default, tell_of_model
+from .common.model_choice import model_or_default, note_which_model
 from .common.notes import note
 from .common.options import ADAPTERS, ADAPTERS_HELP, NAME, command, option, options_of
 from .common.output import at_terminal, error_console, prefill_bar
@@ -90,7 +90,7 @@ def cache_prompt_command(
     ids = prompt.tokens(source, tokenizer, templated, ended=False)
     tokens = prompt_ids(ids, tokenizer, vocabulary_size(loaded), context_length(loaded))
 
-    tell_of_model(model)
+    note_which_model(model)
     cache = make_prompt_cache(loaded, caches.max_kv_size)
     options = {**asdict(caches), "prompt_cache": cache}
     with prefill_bar(error_console()) as progress:

@@ -6,7 +6,7 @@ from functools import partial
 
 from ..errors import OptionError
 from .common.generation import Generation
-from .common.model_choice import model_or_default, tell_of_model
+from .common.model_choice import model_or_default, note_which_model
 from .common.options import check_least, color_option, command, option, options_of
 from .common.output import ProgressBar, ReportOptions, error_console, output_console, prefill_bar
 from .common.prompt import PromptOptions, model_option, prompt_argument
@@ -92,7 +92,7 @@ def explain_command(
             pieces=Pieces(decoder.tokenizer),
             chosen=skip is None,
         )
-        tell_of_model(generation.model)
+        note_which_model(generation.model)
         shows.show(lambda: explained.print(output_console(color)), explained.page)
-        generation.tell_if_full(decoder.model, room, last.finish_reason)
+        generation.note_if_full(decoder.model, room, last.finish_reason)
         memories.tell_once()

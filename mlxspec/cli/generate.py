@@ -19,7 +19,7 @@ from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
 from .common.generation import Generation
-from .common.model_choice import is_beyond_demo, model_or_default, tell_of_model
+from .common.model_choice import is_beyond_demo, model_or_default, note_which_model
 from .common.notes import silence_notes
 from .common.options import NAME, Command, check_least, color_option, command, option, options_of
 from .common.output import (
@@ -205,7 +205,7 @@ def answer(
                 decoder, tokens, room, on_progress=progress, **options
             ):
                 if response.generation_tokens == 1:
-                    tell_of_model(generation.model, beyond)
+                    note_which_model(generation.model, beyond)
                 transcript.add(response)
                 if printer:
                     printer.write(response.text, response.from_draft)
@@ -217,7 +217,7 @@ def answer(
             console.print(figures_panel(result, printer.color, decoder.predicted_cost))
         else:
             write_json(result_report(result, model_or_default(generation.model)))
-        generation.tell_if_full(decoder.model, room, result.finish_reason)
+        generation.note_if_full(decoder.model, room, result.finish_reason)
         if shows["stats"]:
             console.print(step_times_table(result.step_times))
             if generation.plans:

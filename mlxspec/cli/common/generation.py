@@ -267,7 +267,7 @@ class Form:
     """What the output has to be; None where an option is not given.
 
     Raises:
-        OptionError: several are given, or a file cannot be read or is none.
+        OptionError: several are given, or a file cannot be read.
     """
 
     json_schema: str | None = option_field(
@@ -497,7 +497,7 @@ class Generation:
 
         return room_for(context_length(model), n_prompt, self.max_tokens)
 
-    def tell_if_full(self, model: nn.Module, room: int, finish_reason: str | None) -> None:
+    def note_if_full(self, model: nn.Module, room: int, finish_reason: str | None) -> None:
         """Say so where the output ends because the model's context is full."""
         from ...engine.model_sizes import context_length
 

@@ -32,7 +32,7 @@ def note(message: object) -> None:
     context = click.get_current_context(silent=True)
     if context and context.meta.get(_QUIET):
         return
-    _write(f"Note: {told(message)}")
+    _write(f"Note: {in_one_line(message)}")
 
 
 def _write(line: str) -> None:
@@ -175,11 +175,11 @@ class _LoggedNotes(logging.Handler):
 
 
 def _fail(message: object, status: int = 1) -> NoReturn:
-    _write(f"Error: {told(message)}")
+    _write(f"Error: {in_one_line(message)}")
     sys.exit(status)
 
 
-def told(message: object) -> str:
+def in_one_line(message: object) -> str:
     """A message as it is shown: on one line, harmless and not too long."""
     return shortened(one_line(message))
 

@@ -69,14 +69,14 @@ def _look(in_color: bool) -> dict[str, Any]:
 
 
 def at_terminal() -> bool:
-    """Whether there is somebody to ask."""
+    """Whether the user can be asked at a terminal."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
 class ProgressBar:
     """Shows a bar on an interactive terminal, nothing elsewhere.
 
-    Call it with how much is done and how much there is to do, None where nobody knows. The bar
+    Call it with how much is done and how much there is to do, None if unknown. The bar
     appears with the first call, so work that turns out to be unnecessary shows none. It is erased
     when all is done, at the latest at the end of the ``with`` block.
 
@@ -152,7 +152,7 @@ class ProgressBar:
 
 
 def prefill_bar(console: Console, delay: float = 1.0) -> ProgressBar:
-    """A bar for prefills that take so long, in seconds, that one wonders."""
+    """A bar for prefills that take longer than ``delay`` seconds."""
     figures = MofNCompleteColumn(), TimeElapsedColumn()
     return ProgressBar("prefill", *figures, console=console, delay=delay)
 

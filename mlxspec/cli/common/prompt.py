@@ -299,13 +299,13 @@ def _standard_input() -> str:
 
 
 def _piped_text(waits: bool) -> str | None:
-    """What comes through standard input, where nobody has said whether anything does.
+    """The text in standard input, if there is one that the user did not ask for by name.
 
-    A terminal, a socket and /dev/null bring nothing. Nor does a file that somebody reads already:
-    the lines after this one in ``while read line; do ...; done < FILE`` are none of ours.
+    A terminal, a socket and /dev/null have none. Neither has a file that is already being read:
+    in ``while read line; do ...; done < FILE`` the remaining lines belong to the loop.
 
     Args:
-        waits: for the first byte without end; else a pipe through which none comes is left alone.
+        waits: wait for the first byte without limit; else a silent pipe is ignored after a while.
     """
     try:
         descriptor = sys.stdin.fileno()
