@@ -81,8 +81,8 @@ def prompt_ids(
             tokens = [operator.index(token) for token in ids]
         except TypeError as error:
             raise PromptError(
-                f"the prompt must be a sequence of token ids ({error}): pass a text, a list of integers, "
-                "or a list of messages"
+                f"the prompt must be a text, token ids or messages ({error}): pass a text, "
+                "a list of integers, or a list of messages"
             ) from error
     if not tokens:
         raise PromptError("the prompt holds no token: pass at least the BOS id, or a message")
