@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,13 +93,10 @@ def cache_prompt_command(
 
     note_which_model(model)
     cache = make_prompt_cache(loaded, caches.max_kv_size)
-    options = {**asdict(caches), "prompt_cache": cache}
-    with prefill_bar(error_console()) as progress:
-        processing = generate_step(
-            mx.array(tokens), loaded, max_tokens=0, prompt_progress_callback=progress, **options
-        )
-        for _ in processing:
-            pass
+    options: dict[str, Any] = {**asdict(caches), "prompt_cache": cache}
+    with prefill_bar(error_console()) as bar:
+        options["prompt_progress_callback"] = bar
+        deque(generate_step(mx.array(tokens), loaded, max_tokens=0, **options), maxlen=0)
     adapters = "" if adapter_path is None else str(local_path(adapter_path).resolve())
     metadata = {"model": name, "tokenizer_config": "{}", ADAPTERS_OF_FILE: adapters}
     save_prompt_cache(path, cache, metadata, tokens=tokens)

@@ -37,6 +37,7 @@ from .memory import Memories
 
 if TYPE_CHECKING:
     from ..distributed.ranks import Leader
+    from ..generation.decoder import Decoder
     from ..generation.response import GenerationResult, StepTime
     from .cache_prompt import CachedPrompt
 
@@ -211,21 +212,38 @@ def answer(
                     printer.write(response.text, response.from_draft)
         result = transcript.result(decoder.step_times.table())
         result = replace(result, prompt_tokens=len(tokens))
-        if printer:
-            printer.finish()
-            console.print()
-            console.print(figures_panel(result, printer.color, decoder.predicted_cost))
-        else:
-            write_json(result_report(result, model_or_default(generation.model)))
+        _show(result, generation, decoder, console, printer)
         generation.note_if_full(decoder.model, room, result.finish_reason)
         if shows["stats"]:
-            console.print(step_times_table(result.step_times))
-            if generation.plans:
-                console.print(machine_line(decoder.costs.slowdown))
+            _show_step_times(result, generation, decoder, console)
         if printer:
             memories.tell_once()
     if result.finish_reason == "interrupted":
         sys.exit(INTERRUPTED)
+
+
+def _show(
+    result: GenerationResult,
+    generation: Generation,
+    decoder: Decoder,
+    console: Console,
+    printer: TokenPrinter | None,
+) -> None:
+    """Show the figures after the text, or the result as JSON where no text was printed."""
+    if printer:
+        printer.finish()
+        console.print()
+        console.print(figures_panel(result, printer.color, decoder.predicted_cost))
+    else:
+        write_json(result_report(result, model_or_default(generation.model)))
+
+
+def _show_step_times(
+    result: GenerationResult, generation: Generation, decoder: Decoder, console: Console
+) -> None:
+    console.print(step_times_table(result.step_times))
+    if generation.plans:
+        console.print(machine_line(decoder.costs.slowdown))
 
 
 def _checked(
