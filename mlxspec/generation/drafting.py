@@ -264,7 +264,7 @@ def _planned(
     from ..engine.target import Capability
 
     costs: Costs = FixedCosts(decoder.costs.curve, decoder.costs.sync_overhead)
-    # The forwards of a draft model are part of the steps' times, which then tell nothing of rows.
+    # A draft model's forwards are part of the steps' times, which then do not show what rows cost.
     if not any(map(_runs_model, [*sources, *fallbacks])):
         costs = decoder.costs = decoder.costs.for_generation()
     planner = Planner(

@@ -20,7 +20,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 from ..engine.step import Batch, DecodedStep, Sequence
 from ..errors import OptionError
 from .options import GenerationOptions, MakeDrafter, Prompt
-from .request import PATIENCE, Decoder, Request, State, hold_at_exit
+from .request import PATIENCE, DecoderLike, Request, State, hold_at_exit
 from .response import GenerationResponse
 
 # Prompt tokens; fewer would hardly shorten a stall, and more are not faster.
@@ -60,7 +60,7 @@ class Engine:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: DecoderLike,
         *,
         max_active: int = 32,
         stall: float = 0.15,
@@ -378,7 +378,7 @@ class EngineThread:
 
     async def stream(
         self,
-        decoder: Decoder,
+        decoder: DecoderLike,
         prompt: Prompt,
         max_tokens: int,
         make_drafter: MakeDrafter | None,
@@ -413,7 +413,7 @@ class EngineThread:
                 self._commands.put(stream.cancel)
                 await stream.ended.wait()
 
-    def _start(self, decoder: Decoder, stream: _Stream, begin: Command) -> None:
+    def _start(self, decoder: DecoderLike, stream: _Stream, begin: Command) -> None:
         with self._changing:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -426,7 +426,7 @@ class EngineThread:
             self._streams.add(stream)
             self._commands.put(begin)
 
-    def _run(self, decoder: Decoder) -> None:
+    def _run(self, decoder: DecoderLike) -> None:
         """Serve the streams until all have ended."""
         try:
             engine = Engine(decoder, max_unread=_AHEAD)

@@ -46,8 +46,7 @@ def prompt_ids(
     """Turn a prompt into token ids.
 
     Args:
-        prompt: text, token ids, or messages, as :func:`.chat_template.conversation_ids` takes
-            them.
+        prompt: text, token ids, or messages, as :func:`.chat_template.conversation_ids` takes them.
         tokenizer: the model's.
         vocab_size: the number of token ids that the model knows.
         longest: the model's context in tokens, where it is known.
@@ -86,10 +85,9 @@ def prompt_ids(
             ) from error
     if not tokens:
         raise PromptError("the prompt holds no token: pass at least the BOS id, or a message")
-    if not all(0 <= token < vocab_size for token in tokens):
-        unknown = next(token for token in tokens if not 0 <= token < vocab_size)
+    if unknown := [token for token in tokens if not 0 <= token < vocab_size]:
         raise PromptError(
-            f"the prompt holds the id {unknown}: the model's are 0 to {vocab_size - 1}"
+            f"the prompt holds the id {unknown[0]}: the model's are 0 to {vocab_size - 1}"
         )
     if longest is not None and len(tokens) > longest:
         raise PromptError(

@@ -47,7 +47,7 @@ class State(StrEnum):
     DONE = "ended"
 
 
-class Decoder(Protocol):
+class DecoderLike(Protocol):
     """What requests and engines need of a :class:`mlxspec.Decoder`."""
 
     step_times: StepTimes
@@ -113,7 +113,7 @@ class Request:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: DecoderLike,
         prompt: Sequence[int],
         max_tokens: int,
         options: CheckedOptions,
