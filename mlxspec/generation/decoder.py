@@ -1,4 +1,7 @@
-"""The decoder: generations in which a model verifies what a drafter proposes."""
+"""The decoders: generations in which a model verifies what a drafter proposes.
+
+Those with a name differ only in what they draft from.
+"""
 
 from __future__ import annotations
 
@@ -462,10 +465,8 @@ class Decoder:
         # What the model can verify of what this drafter proposes.
         capability = self.capability if drafter.branching else self.chain_capability
         if options.session is not None:
-            return SessionTurn(
-                *(options.session, [*request.prompt], self.model, capability),
-                *(self.vocab_size, options.cache),
-            )
+            of_target = self.model, capability, self.vocab_size, options.cache
+            return SessionTurn(options.session, [*request.prompt], *of_target)
         new_target = partial(target_for, self.model)
         if options.prompt_cache is None:
             return CacheLease(lambda: new_target(capability, self.vocab_size, options.cache))

@@ -1,4 +1,4 @@
-"""The options of a generation as users pass them, checked: prompt, ends, sampling, memory."""
+"""The prompt and the options of a generation as users pass them, checked."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def prompt_ids(
         OptionError: ``chat_template_kwargs`` are given without messages, or one of them makes
             no prompt.
     """
-    conversation = _is_conversation(prompt)
+    conversation = (
+        isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    )
     if chat_template_kwargs is not None and not conversation:
         raise OptionError(
             "chat_template_kwargs are for a prompt of messages: leave them out, or pass messages"
@@ -79,8 +81,8 @@ def prompt_ids(
             tokens = [operator.index(token) for token in ids]
         except TypeError as error:
             raise PromptError(
-                f"the prompt is no row of token ids ({error}): pass a text, a list of integers, "
-                "or a list of messages"
+                f"the prompt must be a text, token ids or messages ({error}): pass a text, "
+                "a list of integers, or a list of messages"
             ) from error
     if not tokens:
         raise PromptError("the prompt holds no token: pass at least the BOS id, or a message")
@@ -95,13 +97,6 @@ def prompt_ids(
             "shorten the prompt"
         )
     return tokens
-
-
-def _is_conversation(prompt: object) -> bool:
-    """Whether a prompt is messages, good or bad; its first element tells."""
-    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
-        return False
-    return len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def stop_token_ids(
@@ -120,23 +115,22 @@ def stop_token_ids(
     """
     ids = set(tokenizer.eos_token_ids)
     for token in [extra] if isinstance(extra, (int, str)) else extra:
-        token_id = _id_of(tokenizer, token) if isinstance(token, str) else token
-        if not isinstance(token_id, SupportsIndex) or not 0 <= token_id < vocab_size:
+        token_id: Any = token
+        if isinstance(token, str):
+            token_id = tokenizer.get_vocab().get(token)
+            encoded = tokenizer.encode(token, add_special_tokens=False)
+            if token_id is None and len(encoded) == 1 and encoded[0] != tokenizer.unk_token_id:
+                token_id = encoded[0]
+        if (
+            not isinstance(token_id, SupportsIndex)
+            or not 0 <= operator.index(token_id) < vocab_size
+        ):
             raise OptionError(
                 f"the stop token {token!r} is no token of the model: give an id from 0 to "
                 f"{vocab_size - 1}, the text of one token, or use a stop string"
             )
         ids.add(int(token_id))
     return ids
-
-
-def _id_of(tokenizer: TokenizerWrapper, text: str) -> int | None:
-    """The id of the token with this spelling in the vocabulary, or that the text becomes."""
-    token_id = tokenizer.get_vocab().get(text)
-    if token_id is not None:
-        return token_id
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return ids[0] if len(ids) == 1 and ids[0] != tokenizer.unk_token_id else None
 
 
 class GenerationOptions(TypedDict, total=False):
@@ -262,7 +256,7 @@ def check_options(
     several = isinstance(stop, Iterable) and not isinstance(stop, str)
     stop = tuple(stop) if several else (stop,)
     if not all(isinstance(text, str) for text in stop):
-        raise OptionError("stop is no text: pass one, or a list of them, or leave it out")
+        raise OptionError("stop must be a text or a list of texts")
     if not all(stop):
         raise OptionError("stop holds an empty string: it would end every output at once")
     if session is not None and prompt_cache is not None:

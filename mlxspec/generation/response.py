@@ -1,4 +1,4 @@
-"""What a decoder returns: one response per token, and the result of a generation."""
+"""The output of a generation: its text and end, a response per token, the result, step times."""
 
 from __future__ import annotations
 
@@ -180,10 +180,10 @@ class GenerationResult:
         """The text for a notebook, accepted drafts marked, and the figures on a line."""
         stats = self.stats
         parts = zip(self.from_draft, self.segments, strict=False)
-        runs = [
-            (key, "".join(text for _, text in run)) for key, run in groupby(parts, itemgetter(0))
-        ]
-        text = "".join(_marked(text) if drafted else escape(text) for drafted, text in runs)
+        text = ""
+        for drafted, run in groupby(parts, itemgetter(0)):
+            segment = "".join(text for _, text in run)
+            text += _marked(segment) if drafted else escape(segment)
         figures = (
             f"{len(self.tokens)} tokens in {stats.steps} steps, "
             f"{stats.tokens_per_step:.2f} a step; "
