@@ -90,7 +90,6 @@ def cache_prompt_command(
     templated = prompt.uses_template(source, tokenizer)
     ids = prompt.tokens(source, tokenizer, templated, ended=False)
     tokens = prompt_ids(ids, tokenizer, vocabulary_size(loaded), context_length(loaded))
-
     note_which_model(model)
     cache = make_prompt_cache(loaded, caches.max_kv_size)
     options: dict[str, Any] = {**asdict(caches), "prompt_cache": cache}

@@ -184,7 +184,6 @@ def answer(
     source, cached = _checked(prompt, prompt_cache_file, logprobs, shows["as_json"], leader)
     if cached:
         generation = cached.completed(generation)
-    transcript = Transcript(logprobs)
     printer = None if shows["as_json"] else TokenPrinter(shows["color"])
     console = Console(quiet=True) if shows["quiet"] else error_console(shows["color"])
     with Memories(not generation.drafting.no_memory) as memories:
@@ -198,9 +197,9 @@ def answer(
             tokens = prompt.tokens(source, decoder.tokenizer, templated)
         n_cached = cached_length(options.get("prompt_cache") or ())
         room = generation.room(decoder.model, n_cached + len(tokens))
-        # The form of an output can do what the model cannot.
-        asks = source if templated and generation.form.constraint is None else None
-        beyond = isinstance(asks, str) and is_beyond_demo(asks)
+        free = templated and generation.form.constraint is None  # a form does what the model cannot
+        beyond = free and isinstance(source, str) and is_beyond_demo(source)
+        transcript = Transcript(logprobs)
         with suppress(KeyboardInterrupt), prefill_bar(console) as progress:
             for response in generation.stream(
                 decoder, tokens, room, on_progress=progress, **options
@@ -210,8 +209,8 @@ def answer(
                 transcript.add(response)
                 if printer:
                     printer.write(response.text, response.from_draft)
-        result = transcript.result(decoder.step_times.table())
-        result = replace(result, prompt_tokens=len(tokens))
+        measured = decoder.step_times.table()
+        result = replace(transcript.result(measured), prompt_tokens=len(tokens))
         _show(result, generation, decoder, console, printer)
         generation.note_if_full(decoder.model, room, result.finish_reason)
         if shows["stats"]:
