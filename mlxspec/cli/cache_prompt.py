@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from ..errors import OptionError, PromptCacheError
 from ..models.model_files import DEMO, is_downloaded, is_repository_name
 from ..terminal import visible
 from .common.generation import Generation
-from .common.model_choice import model_or_default, tell_of_model
+from .common.model_choice import model_or_default, note_which_model
 from .common.notes import note
 from .common.options import ADAPTERS, ADAPTERS_HELP, NAME, command, option, options_of
 from .common.output import at_terminal, error_console, prefill_bar
@@ -89,16 +90,12 @@ def cache_prompt_command(
     templated = prompt.uses_template(source, tokenizer)
     ids = prompt.tokens(source, tokenizer, templated, ended=False)
     tokens = prompt_ids(ids, tokenizer, vocabulary_size(loaded), context_length(loaded))
-
-    tell_of_model(model)
+    note_which_model(model)
     cache = make_prompt_cache(loaded, caches.max_kv_size)
-    options = {**asdict(caches), "prompt_cache": cache}
-    with prefill_bar(error_console()) as progress:
-        processing = generate_step(
-            mx.array(tokens), loaded, max_tokens=0, prompt_progress_callback=progress, **options
-        )
-        for _ in processing:
-            pass
+    options: dict[str, Any] = {**asdict(caches), "prompt_cache": cache}
+    with prefill_bar(error_console()) as bar:
+        options["prompt_progress_callback"] = bar
+        deque(generate_step(mx.array(tokens), loaded, max_tokens=0, **options), maxlen=0)
     adapters = "" if adapter_path is None else str(local_path(adapter_path).resolve())
     metadata = {"model": name, "tokenizer_config": "{}", ADAPTERS_OF_FILE: adapters}
     save_prompt_cache(path, cache, metadata, tokens=tokens)

@@ -19,7 +19,7 @@ from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
 from .common.generation import Generation
-from .common.model_choice import is_beyond_demo, model_or_default, tell_of_model
+from .common.model_choice import is_beyond_demo, model_or_default, note_which_model
 from .common.notes import silence_notes
 from .common.options import NAME, Command, check_least, color_option, command, option, options_of
 from .common.output import (
@@ -37,6 +37,7 @@ from .memory import Memories
 
 if TYPE_CHECKING:
     from ..distributed.ranks import Leader
+    from ..generation.decoder import Decoder
     from ..generation.response import GenerationResult, StepTime
     from .cache_prompt import CachedPrompt
 
@@ -183,7 +184,6 @@ def answer(
     source, cached = _checked(prompt, prompt_cache_file, logprobs, shows["as_json"], leader)
     if cached:
         generation = cached.completed(generation)
-    transcript = Transcript(logprobs)
     printer = None if shows["as_json"] else TokenPrinter(shows["color"])
     console = Console(quiet=True) if shows["quiet"] else error_console(shows["color"])
     with Memories(not generation.drafting.no_memory) as memories:
@@ -197,35 +197,52 @@ def answer(
             tokens = prompt.tokens(source, decoder.tokenizer, templated)
         n_cached = cached_length(options.get("prompt_cache") or ())
         room = generation.room(decoder.model, n_cached + len(tokens))
-        # The form of an output can do what the model cannot.
-        asks = source if templated and generation.form.constraint is None else None
-        beyond = isinstance(asks, str) and is_beyond_demo(asks)
+        free = templated and generation.form.constraint is None  # a form does what the model cannot
+        beyond = free and isinstance(source, str) and is_beyond_demo(source)
+        transcript = Transcript(logprobs)
         with suppress(KeyboardInterrupt), prefill_bar(console) as progress:
             for response in generation.stream(
                 decoder, tokens, room, on_progress=progress, **options
             ):
                 if response.generation_tokens == 1:
-                    tell_of_model(generation.model, beyond)
+                    note_which_model(generation.model, beyond)
                 transcript.add(response)
                 if printer:
                     printer.write(response.text, response.from_draft)
-        result = transcript.result(decoder.step_times.table())
-        result = replace(result, prompt_tokens=len(tokens))
-        if printer:
-            printer.finish()
-            console.print()
-            console.print(figures_panel(result, printer.color, decoder.predicted_cost))
-        else:
-            write_json(result_report(result, model_or_default(generation.model)))
-        generation.tell_if_full(decoder.model, room, result.finish_reason)
+        measured = decoder.step_times.table()
+        result = replace(transcript.result(measured), prompt_tokens=len(tokens))
+        _show(result, generation, decoder, console, printer)
+        generation.note_if_full(decoder.model, room, result.finish_reason)
         if shows["stats"]:
-            console.print(step_times_table(result.step_times))
-            if generation.plans:
-                console.print(machine_line(decoder.costs.slowdown))
+            _show_step_times(result, generation, decoder, console)
         if printer:
             memories.tell_once()
     if result.finish_reason == "interrupted":
         sys.exit(INTERRUPTED)
+
+
+def _show(
+    result: GenerationResult,
+    generation: Generation,
+    decoder: Decoder,
+    console: Console,
+    printer: TokenPrinter | None,
+) -> None:
+    """Show the figures after the text, or the result as JSON where no text was printed."""
+    if printer:
+        printer.finish()
+        console.print()
+        console.print(figures_panel(result, printer.color, decoder.predicted_cost))
+    else:
+        write_json(result_report(result, model_or_default(generation.model)))
+
+
+def _show_step_times(
+    result: GenerationResult, generation: Generation, decoder: Decoder, console: Console
+) -> None:
+    console.print(step_times_table(result.step_times))
+    if generation.plans:
+        console.print(machine_line(decoder.costs.slowdown))
 
 
 def _checked(

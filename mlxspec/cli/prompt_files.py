@@ -37,8 +37,8 @@ from ..generation.response import GenerationResult, SpeculationStats, Transcript
 from ..jsonl import conversation_of, json_lines
 from ..process import INTERRUPTED
 from .common.generation import Generation
-from .common.model_choice import model_or_default, tell_of_model
-from .common.notes import told
+from .common.model_choice import model_or_default, note_which_model
+from .common.notes import in_one_line
 from .common.options import check_least
 from .common.output import (
     ProgressBar,
@@ -106,7 +106,7 @@ def answer_prompts(
         # What no prompt could be answered with is an error of the command.
         prompt.uses_template("", decoder.tokenizer)
         decoder.checked(generation.max_tokens, generation.options(decoder))
-        tell_of_model(generation.model)
+        note_which_model(generation.model)
         answers = PromptAnswers(generation, decoder, prompt, concurrency or _CONCURRENCY, logprobs)
         answers.console = console
         # Where the results go to the terminal, or behind a pipe, they show the progress.
@@ -484,8 +484,8 @@ class PromptAnswers:
             bar: shows how many are done.
 
         Returns:
-            whether it was interrupted. Then what there is has been written, too: the answers
-            that had ended, and the text so far of those that had not.
+            whether it was interrupted. Then what there is has been written, too: finished
+            answers, and the text so far of the others.
         """
         started = time.perf_counter()
         interrupted = False
@@ -566,7 +566,7 @@ class PromptAnswers:
         kind = "" if isinstance(error, MlxspecError) else f"{type(error).__name__}: "
         message = f"line {answer.number}: {kind}{error}"
         self.totals.failed += 1
-        self.console.print(Text(f"Error: {told(message)}"), soft_wrap=True)
+        self.console.print(Text(f"Error: {in_one_line(message)}"), soft_wrap=True)
         answer.end({"error": message})
 
     def _write_finished(self) -> None:

@@ -29,7 +29,7 @@ from ..errors import OptionError
 from ..files import is_ours_alone
 from ..process import give_back_large_blocks
 from .common.generation import API_KEY, DraftingOptions, Ends, Generation
-from .common.model_choice import model_argument, model_or_default, tell_of_model
+from .common.model_choice import model_argument, model_or_default, note_which_model
 from .common.notes import note
 from .common.options import (
     ADAPTERS,
@@ -225,7 +225,7 @@ def _run(
         worker.start()
         serving.callback(worker.stop)
         worker.wait_until_ready()
-        tell_of_model(asked[0].model)
+        note_which_model(asked[0].model)
         if not options.quiet:
             address = _address(options.host, listening.getsockname()[1])
             console.print(_panel(address, worker, bool(keys)))

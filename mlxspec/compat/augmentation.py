@@ -26,7 +26,7 @@ _its_load = _mlx_lm.load  # whatever the name stands for later
 _PACKAGE = __name__.partition(".")[0]
 
 _active: list[Augmentation] = []
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def augment() -> Augmentation:
@@ -34,9 +34,8 @@ def augment() -> Augmentation:
 
     They are replaced in all modules that have been imported so far, under whatever name, and in
     mlx-lm itself for those that will be. They generate what they did; ``load`` also knows "demo",
-    the bundled model. A call with an argument or
-    a model that mlxspec cannot serve goes to mlx-lm's own function, and a warning says so, once
-    for each reason.
+    the bundled model. A call with an argument or a model that mlxspec cannot serve goes to mlx-lm's
+    own function, with a warning, once for each reason.
 
     Not covered: functions kept elsewhere than in a module (in a class, in ``partial``), calls
     of ``generate_step`` and of ``BatchGenerator``. So ``mlx_lm.server`` speculates for the
@@ -147,6 +146,6 @@ def _warned_if_it_fails() -> Iterator[None]:
     except Exception as error:  # whatever a model or an argument causes that mlx-lm may know
         reason = " ".join(str(error).split()) or type(error).__name__
         kind = re.sub(r"\d+", "#", reason)
-        if kind not in _told:
-            _told.add(kind)
+        if kind not in _warned:
+            _warned.add(kind)
             warnings.warn(f"mlx-lm generates without speculation: {reason}", stacklevel=2)

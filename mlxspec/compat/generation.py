@@ -8,12 +8,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -37,7 +37,13 @@ from ..generation.decoder import AutoDecoder
 from ..generation.engine import Engine
 from ..generation.options import GenerationOptions, Prompt
 from ..generation.request import RecordTime, Request, hold_at_exit, responses
-from ..generation.response import Detokenizer, GenerationResponse, SpeculationStats
+from ..generation.response import (
+    Detokenizer,
+    GenerationResponse,
+    GenerationResult,
+    SpeculationStats,
+    Transcript,
+)
 from ..generation.session import DraftCaches
 
 if TYPE_CHECKING:
@@ -157,8 +163,7 @@ def stream_generate(
         max_tokens = sys.maxsize
     record_time = None
     if prompt_progress_callback is not None:
-        progress = _PromptProgress(prompt_progress_callback)
-        options["on_progress"], record_time = progress.prefilled, progress.stepped
+        options["on_progress"], record_time = _prompt_progress(prompt_progress_callback)
     if draft_model is None:
         request = decoder.new_request(prompt, max_tokens, options)
         return responses(request, record_time)
@@ -236,29 +241,22 @@ def decoder_of(
     """
     size = sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
     with _keeping:
-        kept = _kept.get(id(model))
-        first = kept is None
-        if kept is None or kept.tokenizer is not tokenizer or kept.size != size:
+        first = id(model) not in _kept
+        made_for, of_size, decoder = _kept.get(id(model), (None, 0, None))
+        if decoder is None or made_for is not tokenizer or of_size != size:
             wrapped = tokenizer
             if not isinstance(wrapped, TokenizerWrapper):
                 wrapped = TokenizerWrapper(wrapped)
             decoder = _KeptDecoder(model, wrapped, memory=_memory_of[-1](wrapped))
-            kept = _kept[id(model)] = _Kept(tokenizer, size, decoder)
+            _kept[id(model)] = tokenizer, size, decoder
         if first:
             weakref.finalize(model, _kept.pop, id(model))
-    return kept.decoder
-
-
-class _Kept(NamedTuple):
-    """A decoder, and what of tokenizer and model it was made for."""
-
-    tokenizer: TokenizerWrapper | PreTrainedTokenizerBase
-    size: int
-    decoder: AutoDecoder
+    return decoder
 
 
 # By the model's id: a model cannot be hashed, and an attribute of it would go into its copies.
-_kept: dict[int, _Kept] = {}
+_kept: dict[int, tuple[object, int, AutoDecoder]] = {}
+"""The tokenizer and the size of the weights that each decoder was made for, and the decoder."""
 _keeping = threading.Lock()
 
 
@@ -269,25 +267,23 @@ def plainly(*args: Any, **options: Any) -> Generator[GenerationResponse, None, N
         yield GenerationResponse(**vars(response), stats=stats)
 
 
-class _PromptProgress:
-    """Tells a callback of mlx-lm's how far the prompt is.
+def _prompt_progress(callback: Progress) -> tuple[Progress, RecordTime]:
+    """Functions that report the prompt's progress as mlx-lm does.
 
     mlx-lm counts the prompt's last token too, which belongs to the first step here.
     """
+    unfinished: list[int] = []
 
-    def __init__(self, callback: Progress) -> None:
-        self._callback = callback
-        self._total = 0
+    def prefilled(done: int, total: int) -> None:
+        unfinished[:] = [total + 1]
+        callback(done, total + 1)
 
-    def prefilled(self, done: int, total: int) -> None:
-        self._total = total + 1
-        self._callback(done, self._total)
+    def stepped(*_: object) -> None:
+        if unfinished:
+            total = unfinished.pop()
+            callback(total, total)
 
-    def stepped(self, *_: object) -> None:
-        """A step has run: the whole prompt is done with the first one."""
-        if self._total:
-            self._callback(self._total, self._total)
-            self._total = 0
+    return prefilled, stepped
 
 
 def _figures(last: GenerationResponse) -> str:
@@ -406,7 +402,15 @@ def prepared(
         )
         for prompt, budget, cache in zip(prompts, budgets, caches, strict=True)
     ]
-    progress = _Progress(prompt_progress_callback, [len(request.prompt) for request in requests])
+    lengths = [len(request.prompt) for request in requests]
+    done = [0] * len(requests)
+
+    def report(index: int, tokens: int, total: int) -> None:
+        # A prompt's last token, which comes after the prefill, is not counted separately.
+        done[index] = tokens if tokens < total else lengths[index]
+        if prompt_progress_callback:
+            prompt_progress_callback(sum(done), sum(lengths))
+
     stateful = any(not request.options.sampling.allows_drafts for request in requests)
     own = make_prompt_cache(model, options.get("max_kv_size"))
     held = [own if cache is None else cache for cache in caches]
@@ -417,17 +421,18 @@ def prepared(
     if batched and not plain and decoder.draft_end is None:
         tokens = [[*request.prompt] for request in requests]
         args = model, decoder.tokenizer, tokens, prompt_caches, budgets
-        return progress.around(partial(generate_in_batch, *args, **options))
+        run = partial(generate_in_batch, *args, **options)
+        return partial(_in_mlx_lms_batches, run, prompt_progress_callback, sum(lengths))
     for name in ("prefill_batch_size", "stream"):
         options.pop(name, None)
-    return partial(_at_once, decoder, requests, caches, progress, **options)
+    return partial(_at_once, decoder, requests, caches, report, **options)
 
 
 def _at_once(
     decoder: AutoDecoder,
     requests: Sequence[Request],
     prompt_caches: Sequence[list[Any] | None],
-    progress: _Progress,
+    report: Callable[[int, int, int], None],
     verbose: bool = False,
     return_prompt_caches: bool = False,
     return_token_ids: bool = False,
@@ -437,36 +442,47 @@ def _at_once(
 ) -> BatchResponse:
     """Answer the prompts with speculation; ``options`` are those of ``decoder.stream``."""
     engine = Engine(decoder, max_active=completion_batch_size, stall=math.inf)
-    ends = decoder.tokenizer.eos_token_ids
-    answers = [_Answer(ends, return_logprobs) for _ in requests]
+    kept: list[list[Any] | None] = []
+    answers = [Transcript(0 if return_logprobs else None) for _ in requests]
     for index, (request, answer) in enumerate(zip(requests, answers, strict=True)):
-        answer.cache = copy.deepcopy(prompt_caches[index])
-        if answer.cache is None and return_prompt_caches:
-            answer.cache = make_prompt_cache(decoder.model, options.get("max_kv_size"))
-        lent = answer.cache and lent_caches(answer.cache, decoder.model)
-        of_prompt = request.options._replace(prompt_cache=lent, on_progress=progress.of(index))
-        request.options, request.receive = of_prompt, answer.add
+        cache = copy.deepcopy(prompt_caches[index])
+        if cache is None and return_prompt_caches:
+            cache = make_prompt_cache(decoder.model, options.get("max_kv_size"))
+        kept.append(cache)
+        request.options = request.options._replace(
+            prompt_cache=cache and lent_caches(cache, decoder.model),
+            on_progress=partial(report, index),
+        )
+        request.receive = answer.add
         engine.add(request)
     started = time.perf_counter()
     _run(engine, requests, verbose)
-    ended = [answer.last for answer in answers if answer.last]
+    results = [answer.result([]) for answer in answers]
     stats = BatchStats(
-        prompt_tokens=sum(response.prompt_tokens for response in ended),
+        prompt_tokens=sum(result.prompt_tokens for result in results),
         prompt_time=engine.prefill_seconds,
-        generation_tokens=sum(response.generation_tokens for response in ended),
+        generation_tokens=sum(len(result.tokens) for result in results),
         generation_steps=engine.steps,
         wall_time=time.perf_counter() - started,
-        peak_memory=max((response.peak_memory for response in ended), default=0.0),
+        peak_memory=max((result.peak_memory for result in results), default=0.0),
     )
     stats.decode_time = stats.generation_time
     if verbose:
-        _show_figures(stats, ended)
+        _show_figures(stats, results)
+    # mlx-lm returns no token that ended an answer.
+    ends = decoder.tokenizer.eos_token_ids
+    counts = [len(r.tokens) - (r.tokens[-1] in ends) for r in results]
+    tokens = [r.tokens[:count] for r, count in zip(results, counts, strict=True)]
+    logprobs = [
+        [found.logprob for found in (r.logprobs or [])[:count]]
+        for r, count in zip(results, counts, strict=True)
+    ]
     return BatchResponse(
-        texts=[decoder.tokenizer.decode(answer.tokens) for answer in answers],
+        texts=[decoder.tokenizer.decode(answer) for answer in tokens],
         stats=stats,
-        caches=[answer.cache for answer in answers] if return_prompt_caches else None,
-        token_ids=[answer.tokens for answer in answers] if return_token_ids else None,
-        logprobs=[answer.logprobs for answer in answers] if return_logprobs else None,
+        caches=kept if return_prompt_caches else None,
+        token_ids=tokens if return_token_ids else None,
+        logprobs=logprobs if return_logprobs else None,
     )
 
 
@@ -482,79 +498,24 @@ def _run(engine: Engine, requests: Sequence[Request], verbose: bool) -> None:
                     raise request.error
             done = sum(request.done for request in requests)
             if verbose and done != shown:
-                _show_progress(done, len(requests))
+                line = f"{_LABEL} Finished processing {done}/{len(requests)} ..."
+                print(line, end="\r", flush=True)
                 shown = done
 
 
-class _Progress:
-    """Tells a callback how far several prompts are together.
-
-    Args:
-        callback: called with the tokens done and in all; None is nobody.
-        lengths: of the prompts.
-    """
-
-    def __init__(self, callback: Progress | None, lengths: Sequence[int]) -> None:
-        self._callback = callback
-        self._lengths = lengths
-        self._done = [0] * len(lengths)
-
-    def of(self, index: int) -> Progress:
-        """What is told the progress of one prompt, without its last token, which comes after."""
-
-        def tell(done: int, total: int) -> None:
-            self._done[index] = done if done < total else self._lengths[index]
-            self._tell()
-
-        return tell
-
-    def around(self, run: Callable[[], BatchResponse]) -> Callable[[], BatchResponse]:
-        """Run something that does not tell how far it is."""
-
-        def told() -> BatchResponse:
-            hold_at_exit()
-            self._tell()
-            response = run()
-            self._done = list(self._lengths)
-            self._tell()
-            return response
-
-        return told
-
-    def _tell(self) -> None:
-        if self._callback:
-            self._callback(sum(self._done), sum(self._lengths))
+def _in_mlx_lms_batches(
+    run: Callable[[], BatchResponse], callback: Progress | None, prompt_tokens: int
+) -> BatchResponse:
+    """Let mlx-lm answer; its batches report no progress but the beginning and the end."""
+    hold_at_exit()
+    callback = callback or (lambda done, total: None)
+    callback(0, prompt_tokens)
+    response = run()
+    callback(prompt_tokens, prompt_tokens)
+    return response
 
 
-class _Answer:
-    """What mlx-lm returns of one prompt's answer.
-
-    Args:
-        ends: tokens that end an answer and are no part of it.
-        keeps_logprobs: whether to keep the log-probability of each token.
-    """
-
-    def __init__(self, ends: Collection[int], keeps_logprobs: bool) -> None:
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.cache: list[Any] | None = None
-        self.last: GenerationResponse | None = None
-        self._ends = ends
-        self._keeps_logprobs = keeps_logprobs
-
-    def add(self, response: GenerationResponse) -> None:
-        self.last = response
-        if response.token not in self._ends:
-            self.tokens.append(response.token)
-            if self._keeps_logprobs:
-                self.logprobs.append(response.token_logprobs().logprob)
-
-
-def _show_progress(done: int, count: int) -> None:
-    print(f"{_LABEL} Finished processing {done}/{count} ...", end="\r", flush=True)
-
-
-def _show_figures(stats: BatchStats, ended: Sequence[GenerationResponse]) -> None:
+def _show_figures(stats: BatchStats, ended: Sequence[GenerationResult]) -> None:
     """mlx-lm's lines, and what speculation did."""
     drafted = sum(response.stats.drafted for response in ended)
     accepted = sum(response.stats.accepted for response in ended)

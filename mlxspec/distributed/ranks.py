@@ -1,4 +1,4 @@
-"""Rank 0: does everything, and tells the others of each forward before it runs it."""
+"""The ranks of a split model: rank 0 leads, the others repeat each of its forwards."""
 
 from __future__ import annotations
 

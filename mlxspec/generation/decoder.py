@@ -1,4 +1,7 @@
-"""The decoder: generations in which a model verifies what a drafter proposes."""
+"""The decoders: generations in which a model verifies what a drafter proposes.
+
+Those with a name differ only in what they draft from.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +51,10 @@ from ..models.detokenizer import detokenizer_of
 from ..models.model import load
 from ..models.tokenizer import vocabulary_classes
 from ..terminal import TokenPrinter
-from .drafting import Auto, Drafting, Lessons, Lookahead, Own, PromptLookup, drafter_maker
-from .engine import AsyncGenerations
+from .drafting import Auto, Drafting, Lessons, Lookahead, PromptLookup, drafter_maker
+from .engine import EngineThread
 from .options import (
     CheckedOptions,
-    FurtherOptions,
     GenerationOptions,
     MakeDrafter,
     Prompt,
@@ -114,7 +116,7 @@ class Decoder:
         if isinstance(drafter, Drafting):
             self.drafting = drafter
         elif drafter is not None:
-            self.drafting = Own(drafter_maker(drafter))
+            self.drafting = Drafting(drafter_maker(drafter))
         if isinstance(model, (str, Path)):
             model, tokenizer = load(model)
         elif tokenizer is None:
@@ -272,11 +274,11 @@ class Decoder:
             PromptError, OptionError, DrafterError: as :meth:`decode`, with the first response.
             OptionError: ``prompt_cache`` is given, which could not hold just what was taken.
         """
-        return self._async_generations.stream(self, prompt, max_tokens, make_drafter, options)
+        return self._engine_thread.stream(self, prompt, max_tokens, make_drafter, options)
 
     @cached_property
-    def _async_generations(self) -> AsyncGenerations:
-        return AsyncGenerations()
+    def _engine_thread(self) -> EngineThread:
+        return EngineThread()
 
     def generate(
         self,
@@ -463,10 +465,8 @@ class Decoder:
         # What the model can verify of what this drafter proposes.
         capability = self.capability if drafter.branching else self.chain_capability
         if options.session is not None:
-            return SessionTurn(
-                *(options.session, [*request.prompt], self.model, capability),
-                *(self.vocab_size, options.cache),
-            )
+            of_target = self.model, capability, self.vocab_size, options.cache
+            return SessionTurn(options.session, [*request.prompt], *of_target)
         new_target = partial(target_for, self.model)
         if options.prompt_cache is None:
             return CacheLease(lambda: new_target(capability, self.vocab_size, options.cache))
@@ -573,7 +573,7 @@ class AutoDecoder(Decoder):
         return partial(replace(self.drafting, prediction=prediction).make, self)
 
 
-class FurtherLookupOptions(FurtherOptions, total=False):
+class PromptLookupOptions(GenerationOptions, total=False):
     """The options of :meth:`PromptLookupDecoder.stream` that ``prompt_lookup`` does not name."""
 
     prompt_lookup_num_tokens: int | None
@@ -653,24 +653,20 @@ class PromptLookupDecoder(Decoder):
         n_draft: int = 10,
         ngram_max: int = 3,
         ngram_min: int = 1,
-        temp: float = 0.0,
-        seed: int = 0,
         color: bool = True,
-        **options: Unpack[FurtherLookupOptions],
+        **options: Unpack[PromptLookupOptions],
     ) -> GenerationResult:
         """Generate, write the text to standard output as it comes, and return the result.
 
         Args:
-            prompt, max_tokens, n_draft, ngram_max, ngram_min, temp, seed: as in :meth:`stream`.
+            prompt, max_tokens, n_draft, ngram_max, ngram_min: as in :meth:`stream`.
             color: colour accepted draft tokens and the model's own, at a terminal.
             options: :meth:`stream`'s other options.
 
         Raises:
             PromptError, OptionError: as :meth:`Decoder.decode`.
         """
-        stream = self.stream(
-            prompt, max_tokens, n_draft, ngram_max, ngram_min, temp=temp, seed=seed, **options
-        )
+        stream = self.stream(prompt, max_tokens, n_draft, ngram_max, ngram_min, **options)
         return self.written(stream, color)
 
 
@@ -751,15 +747,13 @@ class LookaheadDecoder(Decoder):
         ngram_size: int = 5,
         guess_set_size: int | None = None,
         pool_from_prompt: bool = True,
-        temp: float = 0.0,
-        seed: int = 0,
         color: bool = True,
-        **options: Unpack[FurtherOptions],
+        **options: Unpack[GenerationOptions],
     ) -> GenerationResult:
         """Generate, write the text to standard output as it comes, and return the result.
 
         Args:
-            prompt, max_tokens, temp, seed: as in :meth:`stream`.
+            prompt, max_tokens: as in :meth:`stream`.
             window_size, ngram_size, guess_set_size, pool_from_prompt: as in :meth:`stream`.
             color: colour accepted draft tokens and the model's own, at a terminal.
             options: :meth:`stream`'s other options.
@@ -768,7 +762,7 @@ class LookaheadDecoder(Decoder):
             PromptError, OptionError: as :meth:`Decoder.decode`.
         """
         sizes = window_size, ngram_size, guess_set_size, pool_from_prompt
-        stream = self.stream(prompt, max_tokens, *sizes, temp=temp, seed=seed, **options)
+        stream = self.stream(prompt, max_tokens, *sizes, **options)
         return self.written(stream, color)
 
 

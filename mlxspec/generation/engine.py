@@ -1,9 +1,10 @@
-"""Several requests at once: they join and leave between any two steps."""
+"""Several requests at once, which join and leave between any two steps; a thread for asyncio."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import itertools
 import math
 import threading
 import time
@@ -17,10 +18,9 @@ from queue import SimpleQueue
 from mlx_lm.generate import generation_stream, wired_limit
 
 from ..engine.step import Batch, DecodedStep, Sequence
-from ..engine.target import Progress
 from ..errors import OptionError
 from .options import GenerationOptions, MakeDrafter, Prompt
-from .request import PATIENCE, Decoder, Request, State, hold_at_exit
+from .request import PATIENCE, DecoderLike, Request, State, hold_at_exit
 from .response import GenerationResponse
 
 # Prompt tokens; fewer would hardly shorten a stall, and more are not faster.
@@ -60,7 +60,7 @@ class Engine:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: DecoderLike,
         *,
         max_active: int = 32,
         stall: float = 0.15,
@@ -359,8 +359,8 @@ _READ = 16  # responses after which the thread hears that they have been read
 Command = Callable[[Engine], object]
 
 
-class AsyncGenerations:
-    """Runs the generations of a decoder that tasks take, all in one thread of its own.
+class EngineThread:
+    """Runs a decoder's generations for tasks of asyncio, all in one thread of its own.
 
     They share steps as in an :class:`Engine`, whichever event loops their tasks are in. The
     thread lives as long as this object, since MLX compiles anew in each thread.
@@ -378,7 +378,7 @@ class AsyncGenerations:
 
     async def stream(
         self,
-        decoder: Decoder,
+        decoder: DecoderLike,
         prompt: Prompt,
         max_tokens: int,
         make_drafter: MakeDrafter | None,
@@ -392,23 +392,28 @@ class AsyncGenerations:
             )
         stream = _Stream()
         if on_progress := options.get("on_progress"):
-            options = {**options, "on_progress": stream.in_loop(on_progress)}
+            options = {**options, "on_progress": partial(stream.call, on_progress)}
+        receive = partial(stream.call, stream.queue.put_nowait)
         new_request = partial(
-            decoder.new_request, prompt, max_tokens, options, make_drafter, stream.respond
+            decoder.new_request, prompt, max_tokens, options, make_drafter, receive
         )
         self._start(decoder, stream, partial(stream.begin, new_request))
         try:
-            while (response := await stream.next()) is not None:
+            for count in itertools.count(1):
+                response = await stream.queue.get()
+                if response is None:
+                    return
+                if isinstance(response, BaseException):
+                    raise response
                 yield response
-                stream.read += 1
-                if stream.read % _READ == 0:
+                if count % _READ == 0:
                     self._commands.put(stream.has_read)
         finally:
             if not stream.ended.is_set():
                 self._commands.put(stream.cancel)
                 await stream.ended.wait()
 
-    def _start(self, decoder: Decoder, stream: _Stream, begin: Command) -> None:
+    def _start(self, decoder: DecoderLike, stream: _Stream, begin: Command) -> None:
         with self._changing:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -421,7 +426,7 @@ class AsyncGenerations:
             self._streams.add(stream)
             self._commands.put(begin)
 
-    def _run(self, decoder: Decoder) -> None:
+    def _run(self, decoder: DecoderLike) -> None:
         """Serve the streams until all have ended."""
         try:
             engine = Engine(decoder, max_unread=_AHEAD)
@@ -456,7 +461,7 @@ class AsyncGenerations:
             stream.end()
 
 
-_serving: weakref.WeakSet[AsyncGenerations] = weakref.WeakSet()
+_serving: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 
 @atexit.register
@@ -481,43 +486,22 @@ class _Stream:
     """One generation's responses on their way from the thread to a task.
 
     Attributes:
-        loop: the task's.
+        queue: responses, and at last None or what has ended the generation; read in the loop.
         ended: set in the loop once the thread is done with the generation, and its caches are
             given back.
-        read: how many responses the task has taken.
         request: once the thread has made it.
     """
 
     def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
+        self.queue: asyncio.Queue[GenerationResponse | BaseException | None] = asyncio.Queue()
         self.ended = asyncio.Event()
-        self._queue: asyncio.Queue[GenerationResponse | BaseException | None] = asyncio.Queue()
-        self.read = 0
         self.request: Request | None = None
+        self._loop = asyncio.get_running_loop()
         self._error: BaseException | None = None
 
-    # --- in the loop ---
-
-    async def next(self) -> GenerationResponse | None:
-        """The next response; None after the last one.
-
-        Raises:
-            BaseException: what has ended the generation.
-        """
-        found = await self._queue.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found
-
-    def in_loop(self, on_progress: Progress) -> Progress:
-        """The function, to be called in the thread and run in the loop."""
-
-        def report(done: int, total: int) -> None:
-            self.loop.call_soon_threadsafe(on_progress, done, total)
-
-        return report
-
-    # --- in the thread ---
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        """Call a function in the task's event loop."""
+        self._loop.call_soon_threadsafe(function, *args)
 
     def begin(self, new_request: Callable[[], Request], engine: Engine) -> None:
         """Make the request, unless its task has left already."""
@@ -528,10 +512,6 @@ class _Stream:
             engine.add(self.request)
         except Exception as error:
             self._error = error
-
-    def respond(self, response: GenerationResponse) -> None:
-        """Hand a response over."""
-        self.loop.call_soon_threadsafe(self._queue.put_nowait, response)
 
     def has_read(self, engine: Engine) -> None:
         """The task has taken some more responses."""
@@ -552,5 +532,5 @@ class _Stream:
         """Let the task know that this is all."""
         self._error = error or self._error or (self.request.error if self.request else None)
         with suppress(RuntimeError):  # the loop is closed: nobody waits
-            self.loop.call_soon_threadsafe(self._queue.put_nowait, self._error)
-            self.loop.call_soon_threadsafe(self.ended.set)
+            self.call(self.queue.put_nowait, self._error)
+            self.call(self.ended.set)

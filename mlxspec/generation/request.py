@@ -47,7 +47,7 @@ class State(StrEnum):
     DONE = "ended"
 
 
-class Decoder(Protocol):
+class DecoderLike(Protocol):
     """What requests and engines need of a :class:`mlxspec.Decoder`."""
 
     step_times: StepTimes
@@ -113,7 +113,7 @@ class Request:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: DecoderLike,
         prompt: Sequence[int],
         max_tokens: int,
         options: CheckedOptions,
@@ -329,6 +329,7 @@ def _responses(request: Request) -> Generator[GenerationResponse, None, None]:
                     yield response
                     lease.resume()
     finally:
+        request.state = State.DONE
         request.close()
     # After everything is closed, so that a consumer who has it may begin the next turn.
     yield last

@@ -1,4 +1,4 @@
-"""What a decoder returns: one response per token, and the result of a generation."""
+"""The output of a generation: its text and end, a response per token, the result, step times."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
+from operator import itemgetter
 from statistics import median
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -179,8 +180,10 @@ class GenerationResult:
         """The text for a notebook, accepted drafts marked, and the figures on a line."""
         stats = self.stats
         parts = zip(self.from_draft, self.segments, strict=False)
-        runs = [(key, "".join(text for _, text in run)) for key, run in groupby(parts, _is_draft)]
-        text = "".join(_marked(text) if drafted else escape(text) for drafted, text in runs)
+        text = ""
+        for drafted, run in groupby(parts, itemgetter(0)):
+            segment = "".join(text for _, text in run)
+            text += _marked(segment) if drafted else escape(segment)
         figures = (
             f"{len(self.tokens)} tokens in {stats.steps} steps, "
             f"{stats.tokens_per_step:.2f} a step; "
@@ -196,10 +199,6 @@ class GenerationResult:
 # A tint behind the text, which keeps the notebook's own colour, light or dark.
 _TINT = "background:rgba(46,134,255,.28);border-radius:2px"
 _OF_TEXT = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
-
-
-def _is_draft(part: tuple[bool, str]) -> bool:
-    return part[0]
 
 
 def _marked(text: str) -> str:

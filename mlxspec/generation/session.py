@@ -1,4 +1,4 @@
-"""What a conversation keeps from one turn to the next."""
+"""The caches that a request uses: new ones, a caller's, or those of a conversation's session."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from mlx_lm.generate import generate_step
 
 from mlxspec import PromptLookupDecoder
 from mlxspec.cli.chat.conversation import ChatConversation, SavedChat, read_chat
-from mlxspec.cli.common.generation import FirstSpace
+from mlxspec.cli.common.generation import without_first_space
 from mlxspec.cli.common.prompt import in_template
 from mlxspec.engine.params import SamplingParams
 from mlxspec.errors import OptionError, PromptError
@@ -51,7 +51,7 @@ class Model:
         with closing(
             self.decoder.stream(tokens, max_tokens, sampling=sampling, **more)
         ) as responses:
-            yield from map(FirstSpace(self.decoder, True), responses)
+            yield from map(without_first_space(self.decoder, True), responses)
 
     def others(self) -> list[str]:
         return []

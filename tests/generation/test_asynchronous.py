@@ -135,7 +135,7 @@ def test_the_event_loop_goes_on_meanwhile(decoder: Decoder) -> None:
 
 
 def running(decoder: Decoder) -> set[Any]:
-    return decoder._async_generations._streams
+    return decoder._engine_thread._streams
 
 
 @pytest.mark.parametrize("how", ["aclose", "aclosing", "cancel"])

@@ -24,7 +24,7 @@ from ...errors import MlxspecError, OptionError, PromptError
 from ...models.model_files import local_path
 from ...terminal import TokenPrinter, one_line, visible
 from ..common.generation import Generation
-from ..common.model_choice import model_argument, resolved, tell_of_model
+from ..common.model_choice import model_argument, note_which_model, resolved
 from ..common.notes import note
 from ..common.options import FILE, color_option, command, option, options_of
 from ..common.output import (
@@ -125,7 +125,7 @@ def chat_command(
         conversation = ChatConversation(model, generation.max_tokens, system_prompt)
         talking.callback(lambda: conversation.model.close())
         if server is None:
-            tell_of_model(generation.model, turns.interactive)
+            note_which_model(generation.model, turns.interactive)
             memories.tell_once()
         chat = _Chat(conversation, generation.sampling, console, color, turns.interactive, server)
         chat.markdown = markdown

@@ -267,7 +267,7 @@ class Form:
     """What the output has to be; None where an option is not given.
 
     Raises:
-        OptionError: several are given, or a file cannot be read or is none.
+        OptionError: several are given, or a file cannot be read.
     """
 
     json_schema: str | None = option_field(
@@ -429,7 +429,7 @@ class Generation:
             more: what :meth:`mlxspec.Decoder.decode` takes besides.
         """
         options = {**self.options(decoder, tokens if templated else None, begun), **more}
-        trimmed = FirstSpace(decoder, templated and begun is None)
+        trimmed = without_first_space(decoder, templated and begun is None)
         with closing(decoder.stream(tokens, max_tokens, **options)) as responses:
             yield from map(trimmed, responses)
 
@@ -452,7 +452,7 @@ class Generation:
             PromptError, OptionError: as :meth:`mlxspec.Decoder.decode`.
         """
         options = self.options(decoder, tokens if templated else None, begun)
-        trimmed = FirstSpace(decoder, templated and begun is None)
+        trimmed = without_first_space(decoder, templated and begun is None)
 
         def receive(response: GenerationResponse) -> None:
             on_response(trimmed(response))
@@ -497,7 +497,7 @@ class Generation:
 
         return room_for(context_length(model), n_prompt, self.max_tokens)
 
-    def tell_if_full(self, model: nn.Module, room: int, finish_reason: str | None) -> None:
+    def note_if_full(self, model: nn.Module, room: int, finish_reason: str | None) -> None:
         """Say so where the output ends because the model's context is full."""
         from ...engine.model_sizes import context_length
 
@@ -506,24 +506,27 @@ class Generation:
             note(f"the model's context of {length:,} tokens is full: the output ends there")
 
 
-class FirstSpace:
-    """Drops the first space of an answer, if the tokenizer has put it there.
+def without_first_space(
+    decoder: Decoder, applies: bool
+) -> Callable[[GenerationResponse], GenerationResponse]:
+    """What drops the first space of an answer, if the tokenizer has put it there.
 
     Args:
         decoder: generates the answer.
         applies: the output is a whole answer of a chat; False keeps it as it is.
     """
+    from ...models.detokenizer import detokenizer_of
 
-    def __init__(self, decoder: Decoder, applies: bool) -> None:
-        from ...models.detokenizer import detokenizer_of
+    left = applies and detokenizer_of(decoder.tokenizer).prefix_space
 
-        self._trims = applies and detokenizer_of(decoder.tokenizer).prefix_space
-
-    def __call__(self, response: GenerationResponse) -> GenerationResponse:
-        if self._trims and response.text:
-            self._trims = False
+    def trimmed(response: GenerationResponse) -> GenerationResponse:
+        nonlocal left
+        if left and response.text:
+            left = False
             return replace(response, text=response.text.removeprefix(" "))
         return response
+
+    return trimmed
 
 
 def room_for(longest: int | None, n_prompt: int, max_tokens: int) -> int:

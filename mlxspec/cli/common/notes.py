@@ -32,10 +32,10 @@ def note(message: object) -> None:
     context = click.get_current_context(silent=True)
     if context and context.meta.get(_QUIET):
         return
-    _tell(f"Note: {told(message)}")
+    _write(f"Note: {in_one_line(message)}")
 
 
-def _tell(line: str) -> None:
+def _write(line: str) -> None:
     """Write a line to standard error; drop it and all that follow if that fails."""
     try:
         click.echo(line, err=True)
@@ -91,7 +91,7 @@ def run_command(command: click.Command, name: str) -> None:
         except click.ClickException as error:
             _fail(error.format_message(), error.exit_code)
         except click.Abort:  # click has ended the line in which Ctrl-C was pressed
-            _tell("Interrupted.")
+            _write("Interrupted.")
             sys.exit(INTERRUPTED)
 
 
@@ -113,7 +113,7 @@ def _errors_in_one_line() -> Iterator[None]:
     except MlxspecError as error:
         _fail(error)
     except KeyboardInterrupt:
-        _tell("\nInterrupted.")
+        _write("\nInterrupted.")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         _discard_output()
@@ -148,46 +148,38 @@ def _complaint(error: OSError) -> str:
 
 @contextmanager
 def _warnings_as_notes() -> Iterator[None]:
-    """Show mlxspec's own warnings as notes, and others only if Python was asked to (``-W``)."""
-    with _LoggedNotes().shown(), warnings.catch_warnings():
-        if not sys.warnoptions:
-            warnings.simplefilter("ignore")
-            # Only these: for a socket that the garbage collector finds open, Python blames
-            # whichever line happens to run.
-            warnings.filterwarnings("always", category=UserWarning, module=r"mlxspec(\.|$)")
-        warnings.showwarning = lambda message, *_: note(message)
-        yield
+    """Show what mlxspec warns of and logs as notes, and other warnings only with ``python -W``."""
+    log, handler = logging.getLogger("mlxspec"), _LoggedNotes(logging.WARNING)
+    log.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            if not sys.warnoptions:
+                warnings.simplefilter("ignore")
+                # Only these: for a socket that the garbage collector finds open, Python blames
+                # whichever line happens to run.
+                warnings.filterwarnings("always", category=UserWarning, module=r"mlxspec(\.|$)")
+            warnings.showwarning = lambda message, *_: note(message)
+            yield
+    finally:
+        log.removeHandler(handler)
 
 
 class _LoggedNotes(logging.Handler):
-    """Shows what the library logs as notes, and faults of its own with their tracebacks."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+    """Shows log records as notes, and faults of the library with their tracebacks."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info:
-            _tell(self.format(record))
+            _write(self.format(record))
         else:
             note(record.getMessage())
 
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Show them meanwhile."""
-        log = logging.getLogger("mlxspec")
-        log.addHandler(self)
-        try:
-            yield
-        finally:
-            log.removeHandler(self)
-
 
 def _fail(message: object, status: int = 1) -> NoReturn:
-    _tell(f"Error: {told(message)}")
+    _write(f"Error: {in_one_line(message)}")
     sys.exit(status)
 
 
-def told(message: object) -> str:
+def in_one_line(message: object) -> str:
     """A message as it is shown: on one line, harmless and not too long."""
     return shortened(one_line(message))
 

@@ -69,14 +69,14 @@ def _look(in_color: bool) -> dict[str, Any]:
 
 
 def at_terminal() -> bool:
-    """Whether there is somebody to ask."""
+    """Whether the user can be asked at a terminal."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
 class ProgressBar:
     """Shows a bar on an interactive terminal, nothing elsewhere.
 
-    Call it with how much is done and how much there is to do, None where nobody knows. The bar
+    Call it with how much is done and how much there is to do, None if unknown. The bar
     appears with the first call, so work that turns out to be unnecessary shows none. It is erased
     when all is done, at the latest at the end of the ``with`` block.
 
@@ -152,7 +152,7 @@ class ProgressBar:
 
 
 def prefill_bar(console: Console, delay: float = 1.0) -> ProgressBar:
-    """A bar for prefills that take so long, in seconds, that one wonders."""
+    """A bar for prefills that take longer than ``delay`` seconds."""
     figures = MofNCompleteColumn(), TimeElapsedColumn()
     return ProgressBar("prefill", *figures, console=console, delay=delay)
 
@@ -220,11 +220,12 @@ FORCE_HELP = "Let the report replace whatever file is there, not only an older r
 
 
 @dataclass(frozen=True)
-class PageOptions:
-    """The page that a report is written to as well, if any."""
+class ReportOptions:
+    """How to show a report: as tables or as one JSON object, and on a page as well."""
 
     html: Path | None = option_field("--html FILE", "Write a page with drawings as well.")  # noqa: RUF009
     force: bool = option_field("--force", FORCE_HELP, default=False)
+    as_json: bool = option_field("--json", "Write one JSON object and no table.", default=False)
 
     def check(self) -> None:
         """Find out before the work that the page cannot be written.
@@ -274,13 +275,6 @@ class PageOptions:
                 briefly()
             else:
                 show()
-
-
-@dataclass(frozen=True)
-class ReportOptions(PageOptions):
-    """How to show a report: as tables or as one JSON object, and on a page as well."""
-
-    as_json: bool = option_field("--json", "Write one JSON object and no table.", default=False)
 
 
 def shown(name: str) -> str:

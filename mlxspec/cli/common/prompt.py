@@ -48,27 +48,27 @@ prompt_argument = argument(
 """The prompt without an option's name; it becomes :attr:`PromptOptions.argument`."""
 
 
-class _TemplateArguments(click.ParamType):
-    """A JSON object of what a chat template is given by name."""
+def _template_arguments(value: Any) -> Mapping[str, Any]:
+    """Read a JSON object of variables for a chat template.
 
-    name = "json"
+    Raises:
+        click.BadParameter: it is not one, or sets what mlxspec sets.
+    """
+    if isinstance(value, Mapping):
+        return value
+    try:
+        arguments = json.loads(value)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise click.BadParameter(f"{value!r} is not a JSON object: write it as {_EXAMPLE}")
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> Mapping[str, Any]:
-        if isinstance(value, Mapping):
-            return value
-        try:
-            arguments = json.loads(value)
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            self.fail(f"{value!r} is not a JSON object: write it as {_EXAMPLE}", param, ctx)
+    hush_transformers()
+    from ...models.chat_template import reserved_arguments
 
-        hush_transformers()
-        from ...models.chat_template import reserved_arguments
-
-        if reserved := sorted(reserved_arguments().intersection(arguments)):
-            self.fail(f"{reserved[0]} is set by mlxspec: leave it out", param, ctx)
-        return arguments
+    if reserved := sorted(reserved_arguments().intersection(arguments)):
+        raise click.BadParameter(f"{reserved[0]} is set by mlxspec: leave it out")
+    return arguments
 
 
 _EXAMPLE = "'{\"enable_thinking\": false}'"
@@ -80,7 +80,7 @@ _ARGUMENTS_HELP = f"Variables of the chat template, such as {_EXAMPLE}."
 def template_option(group: str) -> Any:
     """``--chat-template-config`` of a command that has no :class:`PromptOptions`."""
     name = "chat_template_config"
-    return option(_ARGUMENTS, _ARGUMENTS_HELP, name, type=_TemplateArguments(), group=group)
+    return option(_ARGUMENTS, _ARGUMENTS_HELP, name, type=_template_arguments, group=group)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class PromptOptions:
         "--system-prompt TEXT", "The system prompt.", group=_TEMPLATE
     )
     chat_template_config: Mapping[str, Any] | None = option_field(
-        _ARGUMENTS, _ARGUMENTS_HELP, type=_TemplateArguments(), group=_TEMPLATE
+        _ARGUMENTS, _ARGUMENTS_HELP, type=_template_arguments, group=_TEMPLATE
     )
     prefill_response: str | None = option_field(
         "--prefill-response TEXT",
@@ -299,13 +299,13 @@ def _standard_input() -> str:
 
 
 def _piped_text(waits: bool) -> str | None:
-    """What comes through standard input, where nobody has said whether anything does.
+    """The text in standard input, if there is one that the user did not ask for by name.
 
-    A terminal, a socket and /dev/null bring nothing. Nor does a file that somebody reads already:
-    the lines after this one in ``while read line; do ...; done < FILE`` are none of ours.
+    A terminal, a socket and /dev/null have none. Neither has a file that is already being read:
+    in ``while read line; do ...; done < FILE`` the remaining lines belong to the loop.
 
     Args:
-        waits: for the first byte without end; else a pipe through which none comes is left alone.
+        waits: wait for the first byte without limit; else a silent pipe is ignored after a while.
     """
     try:
         descriptor = sys.stdin.fileno()
