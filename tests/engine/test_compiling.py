@@ -67,6 +67,7 @@ def anew() -> Iterator[None]:
     compiling._end_idle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CHAINS)
 def test_chains_of_references_are_followed_to_some_depth(kind: str) -> None:
     assert outcome(CHAINS[kind](200)) == ""
@@ -132,6 +133,7 @@ def test_a_slow_constraint_holds_up_no_other() -> None:
     assert len(compiling._idle) == 1  # the second one to be free again has ended
 
 
+@pytest.mark.slow
 def test_what_fails_while_generating_is_refused() -> None:
     assert "repetitions" in outcome(Constraint.regex("x{1000000000}"))
     assert "repetitions" in outcome(Constraint.regex("a[{9]?([xy]{1000000000,}|b)"))
@@ -157,6 +159,7 @@ def test_special_tokens_can_be_named_by_their_text_and_by_their_id() -> None:
     assert str(size) in outcome(Constraint.grammar(f"start: <[{size}]>"))
 
 
+@pytest.mark.slow
 def test_many_patterns_in_many_objects_are_kept() -> None:
     one = {"type": "object", "patternProperties": {"^x": {"type": "string"}}}
     assert outcome(Constraint.json_schema({"properties": {f"k{i}": one for i in range(300)}})) == ""
