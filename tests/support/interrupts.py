@@ -16,11 +16,11 @@ Prepared = TypeVar("Prepared")
 
 
 def functions_of(*places: type | ModuleType) -> list[FunctionType]:
-    """The functions and methods that classes and modules define, decorated ones included."""
+    """The functions and methods of mlxspec in classes and modules, decorated ones included."""
     functions = []
     for place in places:
         for member in vars(place).values():
-            if inspect.isfunction(member):
+            if inspect.isfunction(member) and member.__module__.startswith("mlxspec."):
                 functions.append(inspect.unwrap(member))
             elif inspect.isclass(member) and member.__module__ == getattr(place, "__name__", ""):
                 functions += functions_of(member)
