@@ -8,132 +8,73 @@ import logging  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
 if TYPE_CHECKING:
-    from .compat.augmentation import Augmentation, augment
-    from .compat.batch import batch_generate
-    from .compat.generation import generate, stream_generate
-    from .corpus.memory import Memory
-    from .drafting.combined import CombinedDrafter
-    from .drafting.drafter import Drafter, DraftTree, VerifiedStep
-    from .drafting.lookahead import LookaheadDrafter
-    from .drafting.sources import PromptLookupDrafter
-    from .engine.constraint import Constraint
-    from .engine.draft_model import DraftModelDrafter
-    from .engine.params import SamplingParams, pure
-    from .engine.prompt_cache_file import load_prompt_cache, save_prompt_cache
-    from .errors import (
-        ConversionError,
-        DistributedError,
-        DrafterError,
-        LoadError,
-        MlxspecError,
-        OptionError,
-        PromptCacheError,
-        PromptError,
-        StoreError,
-    )
-    from .generation.decoder import Decoder
-    from .generation.decoders import (
-        AutoDecoder,
-        CombinedDecoder,
-        LookaheadDecoder,
-        PromptLookupDecoder,
-    )
-    from .generation.options import GenerationOptions
-    from .generation.response import (
-        GenerationResponse,
-        GenerationResult,
-        SpeculationStats,
-        TokenLogprobs,
-    )
-    from .generation.session import Session
-    from .models.model import load
+    from .compat.augmentation import Augmentation as Augmentation
+    from .compat.augmentation import augment as augment
+    from .compat.batch import batch_generate as batch_generate
+    from .compat.generation import generate as generate
+    from .compat.generation import stream_generate as stream_generate
+    from .corpus.memory import Memory as Memory
+    from .drafting.combined import CombinedDrafter as CombinedDrafter
+    from .drafting.drafter import Drafter as Drafter
+    from .drafting.drafter import DraftTree as DraftTree
+    from .drafting.drafter import VerifiedStep as VerifiedStep
+    from .drafting.lookahead import LookaheadDrafter as LookaheadDrafter
+    from .drafting.sources import PromptLookupDrafter as PromptLookupDrafter
+    from .engine.constraint import Constraint as Constraint
+    from .engine.draft_model import DraftModelDrafter as DraftModelDrafter
+    from .engine.params import SamplingParams as SamplingParams
+    from .engine.params import pure as pure
+    from .engine.prompt_cache_file import load_prompt_cache as load_prompt_cache
+    from .engine.prompt_cache_file import save_prompt_cache as save_prompt_cache
+    from .errors import ConversionError as ConversionError
+    from .errors import DistributedError as DistributedError
+    from .errors import DrafterError as DrafterError
+    from .errors import LoadError as LoadError
+    from .errors import MlxspecError as MlxspecError
+    from .errors import OptionError as OptionError
+    from .errors import PromptCacheError as PromptCacheError
+    from .errors import PromptError as PromptError
+    from .errors import StoreError as StoreError
+    from .generation.decoder import Decoder as Decoder
+    from .generation.decoders import AutoDecoder as AutoDecoder
+    from .generation.decoders import CombinedDecoder as CombinedDecoder
+    from .generation.decoders import LookaheadDecoder as LookaheadDecoder
+    from .generation.decoders import PromptLookupDecoder as PromptLookupDecoder
+    from .generation.options import GenerationOptions as GenerationOptions
+    from .generation.response import GenerationResponse as GenerationResponse
+    from .generation.response import GenerationResult as GenerationResult
+    from .generation.response import SpeculationStats as SpeculationStats
+    from .generation.response import TokenLogprobs as TokenLogprobs
+    from .generation.session import Session as Session
+    from .models.model import load as load
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "0.1.0"
-__all__ = [
-    "Augmentation",
-    "AutoDecoder",
-    "CombinedDecoder",
-    "CombinedDrafter",
-    "Constraint",
-    "ConversionError",
-    "Decoder",
-    "DistributedError",
-    "DraftModelDrafter",
-    "DraftTree",
-    "Drafter",
-    "DrafterError",
-    "GenerationOptions",
-    "GenerationResponse",
-    "GenerationResult",
-    "LoadError",
-    "LookaheadDecoder",
-    "LookaheadDrafter",
-    "Memory",
-    "MlxspecError",
-    "OptionError",
-    "PromptCacheError",
-    "PromptError",
-    "PromptLookupDecoder",
-    "PromptLookupDrafter",
-    "SamplingParams",
-    "Session",
-    "SpeculationStats",
-    "StoreError",
-    "TokenLogprobs",
-    "VerifiedStep",
-    "augment",
-    "batch_generate",
-    "generate",
-    "load",
-    "load_prompt_cache",
-    "pure",
-    "save_prompt_cache",
-    "stream_generate",
-]
-
-_HOMES = {
-    "Augmentation": ".compat.augmentation",
-    "augment": ".compat.augmentation",
-    "batch_generate": ".compat.batch",
-    "generate": ".compat.generation",
-    "stream_generate": ".compat.generation",
-    "CombinedDrafter": ".drafting.combined",
-    "Constraint": ".engine.constraint",
-    "Drafter": ".drafting.drafter",
-    "VerifiedStep": ".drafting.drafter",
-    "LookaheadDrafter": ".drafting.lookahead",
-    "PromptLookupDrafter": ".drafting.sources",
-    "DraftTree": ".drafting.drafter",
-    "DraftModelDrafter": ".engine.draft_model",
-    "load_prompt_cache": ".engine.prompt_cache_file",
-    "save_prompt_cache": ".engine.prompt_cache_file",
-    "SamplingParams": ".engine.params",
-    "pure": ".engine.params",
-    "ConversionError": ".errors",
-    "DistributedError": ".errors",
-    "DrafterError": ".errors",
-    "LoadError": ".errors",
-    "MlxspecError": ".errors",
-    "OptionError": ".errors",
-    "PromptCacheError": ".errors",
-    "PromptError": ".errors",
-    "StoreError": ".errors",
-    "Decoder": ".generation.decoder",
-    "AutoDecoder": ".generation.decoders",
-    "CombinedDecoder": ".generation.decoders",
-    "LookaheadDecoder": ".generation.decoders",
-    "PromptLookupDecoder": ".generation.decoders",
-    "GenerationOptions": ".generation.options",
-    "GenerationResponse": ".generation.response",
-    "GenerationResult": ".generation.response",
-    "SpeculationStats": ".generation.response",
-    "TokenLogprobs": ".generation.response",
-    "Session": ".generation.session",
-    "load": ".models.model",
-    "Memory": ".corpus.memory",
+_NAMES = {
+    ".compat.augmentation": "Augmentation augment",
+    ".compat.batch": "batch_generate",
+    ".compat.generation": "generate stream_generate",
+    ".corpus.memory": "Memory",
+    ".drafting.combined": "CombinedDrafter",
+    ".drafting.drafter": "DraftTree Drafter VerifiedStep",
+    ".drafting.lookahead": "LookaheadDrafter",
+    ".drafting.sources": "PromptLookupDrafter",
+    ".engine.constraint": "Constraint",
+    ".engine.draft_model": "DraftModelDrafter",
+    ".engine.params": "SamplingParams pure",
+    ".engine.prompt_cache_file": "load_prompt_cache save_prompt_cache",
+    ".errors": "ConversionError DistributedError DrafterError LoadError "
+    "MlxspecError OptionError PromptCacheError PromptError StoreError",
+    ".generation.decoder": "Decoder",
+    ".generation.decoders": "AutoDecoder CombinedDecoder LookaheadDecoder PromptLookupDecoder",
+    ".generation.options": "GenerationOptions",
+    ".generation.response": "GenerationResponse GenerationResult SpeculationStats TokenLogprobs",
+    ".generation.session": "Session",
+    ".models.model": "load",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+__all__ = list(_HOMES)  # type checkers read the imports above
 
 
 def __getattr__(name: str) -> object:

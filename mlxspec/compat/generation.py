@@ -25,10 +25,10 @@ from ..engine.draft_model import DraftModelDrafter, check_vocabularies
 from ..engine.target import Progress
 from ..errors import OptionError
 from ..generation.decoders import AutoDecoder
-from ..generation.leases import DraftCaches
 from ..generation.options import GenerationOptions, Prompt
 from ..generation.request import Detokenizer, RecordTime, responses
 from ..generation.response import GenerationResponse, SpeculationStats
+from ..generation.session import DraftCaches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

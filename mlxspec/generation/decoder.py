@@ -50,7 +50,6 @@ from ..models.tokenizer import vocabulary_classes
 from ..terminal import TokenPrinter
 from .asynchronous import AsyncGenerations
 from .drafting import Auto, Drafting, Lessons, Own, drafter_maker
-from .leases import CacheLease, LentCaches
 from .options import (
     CheckedOptions,
     GenerationOptions,
@@ -61,7 +60,7 @@ from .options import (
 )
 from .request import Detokenizer, RecordTime, Request, StepTimes, responses
 from .response import GenerationResponse, GenerationResult, Transcript
-from .session import SessionTurn
+from .session import CacheLease, LentCaches, SessionTurn
 
 if TYPE_CHECKING:
     from typing import Self

@@ -20,10 +20,10 @@ from ..drafting.drafter import Drafter
 from ..engine import step as steps
 from ..engine.joint import JointMode
 from ..engine.target import Target
-from .leases import CacheLease
 from .options import CheckedOptions, GenerationOptions, MakeDrafter, Prompt
 from .process_end import hold_at_exit
 from .response import GenerationResponse, SpeculationStats, StepTime
+from .session import CacheLease
 
 if TYPE_CHECKING:
     from ..engine.grammar import GrammarState
